@@ -1,0 +1,54 @@
+"""The contract between the model and whatever computes paged attention.
+
+pages:    block b of layer l holds positions [16 i, 16 i + 16) of one sequence, if block_table[i] == b
+a step:   plan(batch) once on the host, then forward(layer, q, k, v) per layer
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class BatchLayout:
+    """Where the step's T tokens of R rows live. Host-side lists and the same as tensors on the model's device.
+
+    Row r owns tokens [row_starts[r], row_starts[r + 1]) of the flat batch, at positions
+    [context_lens[r] - row_len, context_lens[r]) of its sequence.
+    """
+
+    row_starts: list[int]  # R + 1
+    context_lens: list[int]  # R: positions in the cache after this step, this step's tokens included
+    block_tables: list[tuple[int, ...]]  # R
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [T]: block * BLOCK_SIZE + offset of each token's own KV
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row_starts[-1]
+
+
+class AttentionBackend(ABC):
+    """Owns the KV blocks of all layers. H query heads, G KV heads, D head_dim; causal; scale 1 / sqrt(D)."""
+
+    @abstractmethod
+    def plan(self, batch: BatchLayout) -> None:
+        """Host-side work of a step, once, before the first `forward` of that step."""
+
+    @abstractmethod
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]."""
+
+    @property
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one position over all layers."""

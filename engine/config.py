@@ -1,0 +1,116 @@
+"""Every setting of the server, once. The CLI's flags, KTSERVE_* environment variables and the YAML file are made
+from the fields below; their names are the same everywhere. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    choices: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    many: bool = False,
+) -> Any:
+    """A setting: its flag is the field's name with dashes. `aliases` are other servers' spellings."""
+    metadata = {"help": help, "group": group, "choices": choices, "aliases": aliases, "many": many}
+    if many:
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class EngineConfig:
+    """What the engine process needs to know. Sent to it as JSON when it starts."""
+
+    # ---- model
+    model: str = option("", "Hugging Face folder, or a .gguf file or folder", group="Model", aliases=("model_path",))
+    gguf: str | None = option(
+        None,
+        "GGUF file or folder with the weights, if the model folder holds only config and tokenizer",
+        group="Model",
+        aliases=("gguf_path",),
+    )
+    served_model_name: str | None = option(
+        None, "name of the base model in the API; default: the folder's or file's", group="Model"
+    )
+    dtype: str = option(
+        "auto", "type of activations and unquantised weights", group="Model", choices=("auto", "bfloat16", "float32")
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt plus output, in tokens; default: the model's, or what the cache holds", group="Model"
+    )
+    adapters: list[str] = option(
+        [], "NAME=PATH of an adapter to load at start; may be repeated", group="Adapters", many=True
+    )
+    max_adapter_slots: int = option(8, "adapters that can be in one batch", group="Adapters")
+    max_adapter_rank: int = option(64, "largest rank that is accepted", group="Adapters")
+    expert_scaling: str | None = option(
+        None,
+        "how start-up adapters scale expert LoRA where their files leave it open",
+        group="Adapters",
+        choices=("alpha/r", "alpha/sqrt(r)"),
+    )
+
+    # ---- placement
+    rules: str | None = option(
+        None,
+        "placement rules (YAML, KTransformers' match/replace); default: chosen from the machine",
+        group="Placement",
+        aliases=("optimize_config_path",),
+    )
+    device: str = option("auto", "where attention runs", group="Placement", choices=("auto", "cpu", "cuda"))
+    expert_backend: str | None = option(
+        None,
+        "expert backend for all layers, over the rules",
+        group="Placement",
+        choices=("reference", "native", "kt", "gpu", "hybrid"),
+    )
+    attention_backend: str | None = option(
+        None, "attention backend, over the rules", group="Placement", choices=("reference", "native", "flashinfer")
+    )
+    linear_backend: str | None = option(
+        None, "backend of the dense projections, over the rules", group="Placement", choices=("reference", "native")
+    )
+    kt_method: str = option(
+        "auto",
+        "kt_kernel class; auto: from the weights' type",
+        group="Placement",
+        choices=("auto", "AMXBF16", "AMXInt8", "AMXInt4", "GGUF"),
+    )
+    cpu_threads: int | None = option(
+        None,
+        "threads of the CPU pool; default: from the cgroup and affinity",
+        group="Placement",
+        aliases=("cpu_infer",),
+    )
+
+    # ---- batching
+    max_num_seqs: int = option(32, "requests that run at the same time", group="Batching", aliases=("max_batch_size",))
+    max_num_batched_tokens: int = option(
+        512, "token budget of a step; prefill is chunked into it", group="Batching", aliases=("chunk_size",)
+    )
+    kv_cache_tokens: int | None = option(
+        None, "positions in the KV cache; default: from free memory", group="Batching", aliases=("cache_lens",)
+    )
+    kv_cache_memory: str | None = option(
+        None, "bytes of the KV cache (e.g. 4GiB), instead of kv-cache-tokens", group="Batching"
+    )
+    prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="Batching")
+    max_queue: int = option(512, "requests that may wait; more are answered 429", group="Batching")
+    itl_target_ms: float | None = option(
+        None, "prefill chunks are cut so that running streams keep this inter-token latency", group="Batching"
+    )
+    overlap: bool | None = option(
+        None, "launch step N+1 before N's tokens are read; default: on with a GPU", group="Batching"
+    )
+
+    # ---- operation
+    seed: int = option(0, "seed of requests that bring none", group="Operation")
+    profile_dir: str | None = option(None, "write steps.jsonl and tokens.jsonl there", group="Operation")
+    force_memory_plan: bool = option(False, "start although the memory plan says it will not fit", group="Operation")
+    check_integrity: bool = option(False, "check blocks, slots and buffers after every step", group="Operation")

@@ -1,0 +1,93 @@
+"""The contract between the model and whatever computes the routed experts.
+
+One `ExpertBuffers` per buffer set is shared by all layers; one `ExpertTask` per (layer, buffer set) is bound once
+and replayed for ever. The number of rows is read from `bsz` when the task runs, so a captured graph or a replayed
+task serves any batch up to the buffers' size and padding rows cost nothing.
+
+    model:   fill hidden, ids, weights, slots, bsz  ->  post(task)  ...other work...  wait(task)  ->  read out
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from engine.lora.adapter import ExpertLora
+    from engine.weights.store import ExpertStore
+
+
+@dataclass
+class ExpertBuffers:
+    """Fixed memory that a task reads and writes. M rows at most, top-k experts a row, hidden size H."""
+
+    bsz: torch.Tensor  # int32 [1]: the rows that count, read at run time
+    ids: torch.Tensor  # int64 [M, k]: expert of each choice; -1 is skipped
+    weights: torch.Tensor  # float32 [M, k]
+    slots: torch.Tensor  # int32 [M]: adapter slot of the row, 0 = base
+    hidden: torch.Tensor  # model dtype [M, H]
+    out: torch.Tensor  # model dtype [M, H]: the weighted sum over the row's experts; rows >= bsz are not written
+
+    @classmethod
+    def allocate(cls, rows: int, top_k: int, hidden: int, dtype: torch.dtype, pin: bool = False) -> ExpertBuffers:
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=pin)
+
+        return cls(
+            bsz=empty(1, dtype=torch.int32),
+            ids=torch.full((rows, top_k), -1, dtype=torch.int64, pin_memory=pin),
+            weights=empty(rows, top_k, dtype=torch.float32),
+            slots=empty(rows, dtype=torch.int32),
+            hidden=empty(rows, hidden, dtype=dtype),
+            out=empty(rows, hidden, dtype=dtype),
+        )
+
+    @property
+    def max_rows(self) -> int:
+        return self.hidden.shape[0]
+
+
+@dataclass(frozen=True)
+class ExpertTask:
+    """A call that can be replayed. `handle` belongs to the backend; the task keeps its buffers alive."""
+
+    layer: int
+    buffers: ExpertBuffers
+    handle: Any
+
+
+class ExpertBackend(ABC):
+    """Computes sum_j w_j * expert_{ids_j}(x) for each row, with each row's own adapter inside the experts.
+
+    gate' = gate(x) + s Bg(Ag x), up' likewise, y = down(silu(gate') * up') + s Bd(Ad h).
+    Errors are raised by `wait` as `ExpertBackendError`; a failed step leaves the backend usable.
+    """
+
+    @abstractmethod
+    def load_layer(self, layer: int, store: ExpertStore) -> None:
+        """Take a layer's base weights. Called once per layer, before any `bind`."""
+
+    @abstractmethod
+    def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
+        """Put an adapter's expert LoRA (by layer) into a slot that no step in flight uses, or clear it (None).
+
+        Raises AdapterError if the backend has no per-row adapters and `layers` is not empty.
+        """
+
+    @abstractmethod
+    def bind(self, layer: int, buffers: ExpertBuffers) -> ExpertTask:
+        """Make the replayable task of a layer over a buffer set."""
+
+    @abstractmethod
+    def post(self, task: ExpertTask, stream: Any = None) -> None:
+        """Start the task; never blocks longer than it takes to hand it over (`reference` computes here)."""
+
+    @abstractmethod
+    def wait(self, task: ExpertTask, stream: Any = None) -> None:
+        """Make the stream (or, on a CPU, the caller) wait for the task's `out`."""
+
+    def close(self) -> None:
+        """Give back threads and memory where the backend can."""

@@ -1,0 +1,41 @@
+"""The contract of a dense projection with per-row adapters: attention, router, dense MLPs, lm_head."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from engine.lora.adapter import LoraPair
+from engine.weights.store import WeightTensor
+
+
+@dataclass(frozen=True)
+class LoraBatch:
+    """Which adapter each of the step's T tokens uses. Made once a step, read by every projection.
+
+    `groups` lists the slots that occur, without 0, each with the indices of its tokens; empty for a base-only batch.
+    """
+
+    slots: torch.Tensor  # int32 [T]
+    groups: list[tuple[int, torch.Tensor]]  # (slot, int64 indices)
+
+
+class Linear(ABC):
+    """y = x W^T (+ bias) + scale_s (x A_s^T) B_s^T for the row's slot s. x [T, in] -> [T, out], x's dtype."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor: ...
+
+    @abstractmethod
+    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
+        """Put a pair into a slot that no step in flight uses, or clear it (None)."""
+
+
+class LinearBackend(ABC):
+    """Makes projections. One kernel family; keeps what they share."""
+
+    @abstractmethod
+    def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> Linear:
+        """weight [out, in] in any readable type."""

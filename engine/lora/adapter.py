@@ -1,0 +1,78 @@
+"""An adapter in the one form that the engine computes with, whatever files it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """y += scale * (x A^T) B^T. a [r, in], b [out, r], in the dtype they were stored in."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class ExpertLora:
+    """One layer's expert LoRA for all E experts at one rank r (shorter ranks padded with zeros, absent ones zero).
+
+    gate_a, up_a [E, r, H]; gate_b, up_b [E, I, r]; down_a [E, r, I]; down_b [E, H, r]; contiguous.
+    `*_scale` multiplies the product; where experts differ in scale it is folded into b (float32) and is 1.
+    """
+
+    gate_a: torch.Tensor
+    gate_b: torch.Tensor
+    up_a: torch.Tensor
+    up_b: torch.Tensor
+    down_a: torch.Tensor
+    down_b: torch.Tensor
+    gate_scale: float
+    up_scale: float
+    down_scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.gate_a.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass(frozen=True)
+class ExtraMlp:
+    """A dense SwiGLU MLP that an adapter adds beside the experts: gate, up [J, H], down [H, J]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass
+class AdapterWeights:
+    """Everything of one adapter. `linears` maps a module's name ("model.layers.0.self_attn.q_proj",
+    "model.layers.0.mlp.gate", "model.layers.0.mlp.up_proj" of a dense layer) to its pair."""
+
+    name: str
+    format: str  # "kt-fused", "kt-fused-no-manifest", "peft-per-expert", "peft-fused-3d", "peft-attention", ...
+    linears: dict[str, LoraPair] = field(default_factory=dict)
+    experts: dict[int, ExpertLora] = field(default_factory=dict)  # by layer
+    extra_mlps: dict[int, list[ExtraMlp]] = field(default_factory=dict)  # by layer; their mean is added
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        linears = sum(t.numel() * t.element_size() for p in self.linears.values() for t in (p.a, p.b))
+        extra = sum(
+            t.numel() * t.element_size() for ms in self.extra_mlps.values() for m in ms for t in (m.gate, m.up, m.down)
+        )
+        return linears + extra + sum(e.num_bytes for e in self.experts.values())

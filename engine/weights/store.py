@@ -1,0 +1,122 @@
+"""Weights as they lie in files, before any backend repacks them.
+
+Nothing here copies: `WeightTensor.data` is usually a view into a mapped file. A backend asks for what it needs:
+the raw GGUF blocks, or a dequantised torch tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from engine.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class WeightTensor:
+    """One tensor. `shape` is C order ([out, in] or [experts, out, in]); `type` is a GGML type name
+    ("F32", "F16", "BF16", "Q8_0", "Q4_K", ...), also for safetensors. `data` is uint8 [num_bytes]."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    data: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.data.nbytes)
+
+    @property
+    def quantised(self) -> bool:
+        return self.type not in ("F32", "F16", "BF16")
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The whole tensor as torch, in `dtype`; a fresh copy that owns its memory."""
+        from engine.weights.dequant import dequantise
+
+        return dequantise(self.data, self.type, self.shape, dtype)
+
+    def __getitem__(self, index: int) -> WeightTensor:
+        """Slice `index` of the first axis (one expert): a view. The first axis is always a run of whole blocks."""
+        size = self.num_bytes // self.shape[0]
+        return WeightTensor(
+            f"{self.name}[{index}]", self.shape[1:], self.type, self.data[index * size : (index + 1) * size]
+        )
+
+
+@dataclass(frozen=True)
+class ExpertStore:
+    """One layer's routed experts: gate, up [E, I, H], down [E, H, I], each in one type.
+
+    Held per projection either as one stacked tensor (GGUF, fused safetensors) or as E separate ones
+    (per-expert safetensors), so that reading needs no copy.
+    """
+
+    layer: int
+    gate: WeightTensor | list[WeightTensor]
+    up: WeightTensor | list[WeightTensor]
+    down: WeightTensor | list[WeightTensor]
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate.shape[0] if isinstance(self.gate, WeightTensor) else len(self.gate)
+
+    def projections(self) -> Iterator[tuple[str, WeightTensor | list[WeightTensor]]]:
+        yield "gate", self.gate
+        yield "up", self.up
+        yield "down", self.down
+
+    def expert(self, projection: str, index: int) -> WeightTensor:
+        """One expert's [out, in]."""
+        held: WeightTensor | list[WeightTensor] = getattr(self, projection)
+        return held[index]
+
+    def stacked(self, projection: str, dtype: torch.dtype) -> torch.Tensor:
+        """[E, out, in] dequantised to `dtype`, contiguous."""
+        held: WeightTensor | list[WeightTensor] = getattr(self, projection)
+        if isinstance(held, WeightTensor):
+            return held.dequantise(dtype)
+        return torch.stack([w.dequantise(dtype) for w in held])
+
+    def type(self, projection: str) -> str:
+        return self.expert(projection, 0).type
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            p.num_bytes if isinstance(p, WeightTensor) else sum(w.num_bytes for w in p) for _, p in self.projections()
+        )
+
+
+class WeightSource(ABC):
+    """A model on disk, opened and checked as a whole: every tensor the model needs is there, of the right
+    shape and of a type that can be read. Opening reads headers only. Names are those of Hugging Face's
+    Qwen3MoE ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight"), whatever the file calls them."""
+
+    config: ModelConfig
+
+    @abstractmethod
+    def tensor(self, name: str) -> WeightTensor:
+        """Any tensor but the routed experts. KeyError if the model has none of that name."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def experts(self, layer: int) -> ExpertStore:
+        """The routed experts of a sparse layer."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """All tensors but the routed experts, in file order."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of all tensors on disk."""

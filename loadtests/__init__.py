@@ -1,0 +1,1 @@
+"""Locust scenarios and their reports."""

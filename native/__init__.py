@@ -1,0 +1,1 @@
+"""C++ kernels of the CPU: worker pool, experts, linear, attention."""

@@ -1,0 +1,1 @@
+"""Placement rules: which backend serves which module of the model."""

@@ -1,0 +1,77 @@
+"""What the scheduler hands to the engine, and what it says of requests afterwards."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from scheduler.request import AdapterKey, Request
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One request's part of a step: positions [start, start + num_tokens)."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    adapter_slot: int  # 0 = base
+    samples: bool  # False for a prefill chunk that is not the last one
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == 1 and self.start >= len(self.request.prompt)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A flat token batch, decode rows first, prefill chunks after.
+
+    A decode row's token may still be on the device (`request.token(start)` is None): it is the one that the
+    step before is about to sample for the same request. `block_tables[i]` is row i's blocks as they were when
+    the step was planned, long enough for start + num_tokens positions.
+    """
+
+    step: int
+    rows: list[StepRow]
+    block_tables: list[tuple[int, ...]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True)
+class SlotLoad:
+    """The engine is to make `adapter` resident in `slot`, then call `slot_loaded` or `slot_failed`."""
+
+    slot: int
+    adapter: AdapterKey
+
+
+class EventKind(enum.Enum):
+    TOKENS = "tokens"
+    FINISHED = "finished"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a request. Every request gets any number of TOKENS and exactly one other."""
+
+    kind: EventKind
+    request: Request
+    tokens: list[int] = field(default_factory=list)  # TOKENS; also FINISHED: the tokens committed with it
+    reason: str = ""  # FINISHED: "stop" or "length"; otherwise a sentence for the user
+    retry_after_s: float | None = None  # REFUSED for want of room
+
+
+class AdmissionError(Exception):
+    """A request that is not taken. `code` is "queue_full", "too_long" or "duplicate"."""
+
+    def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s

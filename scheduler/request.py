@@ -1,0 +1,98 @@
+"""A request and everything the scheduler knows about it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request's tokens are chosen. Ranges are checked by the api before a request is made.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch the filter off. `logprobs` is the number of
+    alternatives per output token (0: only the chosen token's), None: no log-probabilities at all;
+    `prompt_logprobs` likewise for the prompt's tokens.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class AdapterKey(NamedTuple):
+    """One version of one adapter. `uid` 0 is the base model, which needs no slot but slot 0."""
+
+    uid: int
+    version: int
+
+
+BASE = AdapterKey(0, 0)
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # in the queue, holds no blocks
+    RUNNING = "running"  # holds blocks and an adapter slot
+    PREEMPTED = "preempted"  # in the queue again, its tokens are kept, its blocks are gone
+    FINISHED = "finished"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (Status.FINISHED, Status.REFUSED, Status.CANCELLED, Status.FAILED)
+
+
+@dataclass(eq=False)
+class Request:
+    """The owner of each field is written beside it; nobody else writes it."""
+
+    # set once by whoever makes the request
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    adapter: AdapterKey = BASE
+    tenant: str = "default"
+    priority: int = 0  # smaller runs first
+    deadline: float | None = None  # in the scheduler's clock, seconds
+
+    # Scheduler
+    status: Status = Status.WAITING
+    arrival: int = -1  # order of arrival, 0, 1, 2, ...
+    arrival_s: float = 0.0
+    output: list[int] = field(default_factory=list)  # committed tokens
+    num_in_flight: int = 0  # tokens that launched, uncommitted steps will append (0 or 1 a step)
+    num_computed: int = 0  # positions whose KV is (or will be, once launched steps ended) in blocks
+    num_cached: int = 0  # prompt positions first served from the prefix cache
+    num_preemptions: int = 0
+    slot: int = 0  # adapter slot while running; 0 is the base
+    stop_reason: str | None = None
+
+    # BlockManager
+    blocks: list[int] = field(default_factory=list)  # block ids, in order of position
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, those still in flight counted."""
+        return len(self.prompt) + len(self.output) + self.num_in_flight
+
+    def token(self, position: int) -> int | None:
+        """The token at `position`, or None while a launched step is still to deliver it."""
+        if position < len(self.prompt):
+            return self.prompt[position]
+        position -= len(self.prompt)
+        return self.output[position] if position < len(self.output) else None
