@@ -1,0 +1,6 @@
+"""What all tests share: deterministic, bounded property tests."""
+
+from hypothesis import settings
+
+settings.register_profile("ktserve", derandomize=True, deadline=None)
+settings.load_profile("ktserve")
