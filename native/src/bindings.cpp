@@ -1,0 +1,22 @@
+// The Python module native._native. Each part binds itself in its own bind_*.cpp; buffers cross as addresses and
+// shapes.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace ktserve {
+void bind_core(nb::module_& module);
+void bind_experts(nb::module_& module);
+void bind_attention(nb::module_& module);
+void bind_linear(nb::module_& module);
+void bind_ops(nb::module_& module);
+}  // namespace ktserve
+
+NB_MODULE(_native, module) {
+  module.doc() = "CPU kernels: worker pool, packed weights, experts, attention, linear.";
+  ktserve::bind_core(module);
+  ktserve::bind_experts(module);
+  ktserve::bind_attention(module);
+  ktserve::bind_linear(module);
+  ktserve::bind_ops(module);
+}

@@ -1,0 +1,76 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <stdexcept>
+
+#include "core/isa.hpp"
+#include "core/pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ktserve {
+namespace {
+
+double now_s() {
+  using namespace std::chrono;
+  return duration<double>(steady_clock::now().time_since_epoch()).count();
+}
+
+// Which worker ran each piece; each spins for work_us, and piece `fail` throws.
+std::vector<int> trace(WorkerPool& pool, int64_t pieces, double work_us, int64_t fail) {
+  std::vector<int> ran(static_cast<size_t>(pieces), -1);
+  pool.parallel_for(pieces, [&](int64_t piece, int worker) {
+    const double until = now_s() + work_us * 1e-6;
+    while (work_us > 0 && now_s() < until) {
+    }
+    if (piece == fail) throw std::runtime_error("piece " + std::to_string(piece) + " failed");
+    if (ran[static_cast<size_t>(piece)] != -1) throw std::logic_error("a piece ran twice");
+    ran[static_cast<size_t>(piece)] = worker;
+  });
+  return ran;
+}
+
+// Seconds of each of `calls` empty jobs with one piece per worker, `gap_us` of idling before each.
+std::vector<double> latencies(WorkerPool& pool, int calls, double gap_us) {
+  std::vector<double> seconds;
+  for (int i = 0; i < calls; ++i) {
+    const double until = now_s() + gap_us * 1e-6;
+    while (now_s() < until) {
+    }
+    const double begin = now_s();
+    pool.parallel_for(pool.threads(), [](int64_t, int) {});
+    seconds.push_back(now_s() - begin);
+  }
+  return seconds;
+}
+
+}  // namespace
+
+void bind_core(nb::module_& module) {
+  module.def("best_isa", [] { return isa_name(best_isa()); }, "Newest instruction set of this machine, or 'none'.");
+  module.def(
+      "choose_isa", [](const std::string& name) { return isa_name(choose_isa(name)); }, "name"_a = "",
+      "The instruction set a name or KTSERVE_ISA selects. ValueError if unknown or newer than the machine.");
+
+  nb::class_<WorkerPool>(module, "WorkerPool", "Threads that share out numbered pieces; the caller is worker 0.")
+      .def(
+          "__init__",
+          [](WorkerPool* self, std::vector<std::vector<int>> groups, bool pin, int spin_us) {
+            new (self) WorkerPool(PoolOptions{std::move(groups), pin, spin_us});
+          },
+          "groups"_a, "pin"_a = false, "spin_us"_a = 2000)
+      .def_prop_ro("threads", &WorkerPool::threads)
+      .def_prop_ro("groups", &WorkerPool::groups)
+      .def("group_of", &WorkerPool::group_of, "worker"_a)
+      .def("begin_step", &WorkerPool::begin_step, nb::call_guard<nb::gil_scoped_release>())
+      .def("end_step", &WorkerPool::end_step, nb::call_guard<nb::gil_scoped_release>())
+      .def("trace", &trace, "pieces"_a, "work_us"_a = 0.0, "fail"_a = -1, nb::call_guard<nb::gil_scoped_release>(),
+           "The worker that ran each piece; piece `fail` raises.")
+      .def("latencies", &latencies, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
+           "Seconds of each of `calls` empty jobs, after `gap_us` without work.");
+}
+
+}  // namespace ktserve

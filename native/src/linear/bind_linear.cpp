@@ -1,0 +1,9 @@
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace ktserve {
+
+void bind_linear(nb::module_&) {}
+
+}  // namespace ktserve
