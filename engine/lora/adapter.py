@@ -68,6 +68,13 @@ class AdapterWeights:
     experts: dict[int, ExpertLora] = field(default_factory=dict)  # by layer
     extra_mlps: dict[int, list[ExtraMlp]] = field(default_factory=dict)  # by layer; their mean is added
     warnings: list[str] = field(default_factory=list)
+    path: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any part."""
+        ranks = [pair.rank for pair in self.linears.values()] + [layer.rank for layer in self.experts.values()]
+        return max(ranks, default=0)
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,1 @@
+"""One file per form in which an adapter's tensors lie on disk."""

@@ -1,0 +1,107 @@
+"""What the readers of all forms share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.errors import AdapterError
+from engine.lora.adapter import ExpertLora
+from engine.lora.detect import PROJECTIONS
+from engine.lora.files import Entry, refusal
+from engine.lora.settings import Settings
+from engine.model_config import ModelConfig
+
+
+@dataclass
+class Reading:
+    """One adapter being read. `warnings` goes into the result."""
+
+    config: ModelConfig
+    settings: Settings
+    expert_scaling: str | None
+    max_rank: int | None
+    warnings: list[str]
+
+    @property
+    def linear_scaling(self) -> str:
+        return "alpha/sqrt(r)" if self.settings.rslora else "alpha/r"
+
+    def check_rank(self, rank: int, keys: list[str]) -> None:
+        if self.max_rank is not None and rank > self.max_rank:
+            raise refusal(f"rank {rank} is over the largest that is accepted, {self.max_rank}", keys)
+
+    def expert_sizes(self, projection: str) -> tuple[int, int]:
+        """(in, out) of an expert's projection."""
+        hidden, intermediate = self.config.hidden_size, self.config.moe_intermediate_size
+        return (intermediate, hidden) if projection == "down" else (hidden, intermediate)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One projection of all experts: a [E, r, in], b [E, out, r]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+
+def check_pair(a: Entry, b: Entry, size_in: int, size_out: int) -> int:
+    """The rank of a [r, in], b [out, r]; AdapterError if they do not fit each other or the base."""
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
+        raise refusal(f"shapes {list(a.shape)} and {list(b.shape)} are no LoRA pair [r, in], [out, r]", [a.key, b.key])
+    if (a.shape[1], b.shape[0]) != (size_in, size_out):
+        raise refusal(
+            f"shapes {list(a.shape)} and {list(b.shape)} do not fit the base: in {size_in}, out {size_out}",
+            [a.key, b.key],
+        )
+    return a.shape[0]
+
+
+def assemble(reading: Reading, stacks: dict[str, Stack]) -> ExpertLora:
+    """One layer, from the projections that are there: absent ones become zero, shorter ranks are padded."""
+    rank = max(stack.rank for stack in stacks.values())
+    dtype = next(iter(stacks.values())).a.dtype
+    padded: list[Stack] = []
+    for projection in PROJECTIONS:
+        stack = stacks.get(projection) or _zeros(reading, projection, rank, dtype)
+        a = F.pad(stack.a, (0, 0, 0, rank - stack.rank)).contiguous()
+        b = F.pad(stack.b, (0, rank - stack.rank)).contiguous()
+        padded.append(Stack(a, b, stack.scale))
+    gate, up, down = padded
+    return ExpertLora(gate.a, gate.b, up.a, up.b, down.a, down.b, gate.scale, up.scale, down.scale)
+
+
+def missing(layers: list[int]) -> str:
+    """ "layers 0, 2" for a warning."""
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
+def require_rank(actual: int, expected: int, where: str, keys: list[str]) -> None:
+    if actual != expected:
+        raise refusal(f"rank {actual} of the tensors disagrees with rank {expected} of {where}", keys)
+
+
+def expert_scaling_of_peft_keys(reading: Reading) -> str:
+    """Per-expert keys look the same whether the trainer scaled experts by alpha/r or by alpha/sqrt(r)."""
+    if not reading.settings.rslora:
+        return "alpha/r"
+    if reading.expert_scaling is None:
+        raise AdapterError(
+            "use_rslora is set and the experts are stored under per-expert keys: the files do not tell whether the "
+            "trainer scaled experts by alpha/r or alpha/sqrt(r); give expert_scaling",
+            ["use_rslora"],
+        )
+    return reading.expert_scaling
+
+
+def _zeros(reading: Reading, projection: str, rank: int, dtype: torch.dtype) -> Stack:
+    size_in, size_out = reading.expert_sizes(projection)
+    experts = reading.config.num_experts
+    return Stack(torch.zeros(experts, rank, size_in, dtype=dtype), torch.zeros(experts, size_out, rank, dtype=dtype), 1)

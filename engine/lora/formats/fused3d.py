@@ -1,0 +1,105 @@
+"""PEFT `target_parameters` on fused 3-D experts (form E).
+
+A module may hold two wrapped parameters, one inside the other, so a key does not tell gate_up from down: shapes do.
+With E experts, A is [E r, in] with the expert slowest and B is [out, E r] with the expert fastest. PEFT before 0.19
+took in and out the other way round, so that A and B change their roles.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from engine.lora.adapter import ExpertLora
+from engine.lora.detect import Halves
+from engine.lora.files import refusal
+from engine.lora.formats.common import Reading, Stack, assemble, missing, require_rank
+from engine.lora.settings import scaling
+
+Layers = dict[int, dict[str, Halves]]
+_PARAMETERS = ("gate_up_proj", "down_proj")
+
+
+def read_fused_3d(reading: Reading, layers: Layers) -> dict[int, ExpertLora]:
+    """Experts by layer. The A that gate_up shares becomes gate's and up's; block-diagonal gate|up is taken apart."""
+    swapped = _orientation(reading, layers)
+    absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
+    if absent:
+        reading.warnings.append(f"{missing(absent)}: no expert LoRA, taken as zero")
+    result = {}
+    for layer, nested in sorted(layers.items()):
+        parameters = _assign(reading, nested, swapped)
+        stacks: dict[str, Stack] = {}
+        for parameter, halves in parameters.items():
+            stacks.update(_read(reading, f"model.layers.{layer}.mlp.experts.{parameter}", halves, swapped))
+        lacking = [parameter for parameter in _PARAMETERS if parameter not in parameters]
+        if lacking:
+            reading.warnings.append(f"layer {layer}: no expert LoRA on {lacking[0]}, taken as zero")
+        result[layer] = assemble(reading, stacks)
+    return result
+
+
+def _orientation(reading: Reading, layers: Layers) -> bool:
+    """Whether in and out are swapped. Mostly one way alone fits; a square case is settled by peft_version."""
+    fitting = [s for s in (False, True) if all(_assign(reading, nested, s) for nested in layers.values())]
+    keys = [entry.key for nested in layers.values() for halves in nested.values() for entry in halves.entries]
+    if not fitting:
+        first = next(h for nested in layers.values() for h in nested.values())
+        shapes = " and ".join(str(list(entry.shape)) for entry in first.entries)
+        raise refusal(f"fused expert LoRA that does not fit the base, such as {shapes}", keys)
+    if len(fitting) == 1:
+        return fitting[0]
+    version = re.match(r"(\d+)\.(\d+)", reading.settings.peft_version or "")
+    if version is None:
+        raise refusal("fused expert LoRA fits the base in two ways and peft_version does not say which", keys)
+    return (int(version[1]), int(version[2])) < (0, 19)
+
+
+def _assign(reading: Reading, nested: dict[str, Halves], swapped: bool) -> dict[str, Halves]:
+    """Which parameter each key's tensors belong to; empty if they do not fit."""
+    hidden, intermediate = reading.config.hidden_size, reading.config.moe_intermediate_size
+    sizes = {(hidden, 2 * intermediate): "gate_up_proj", (intermediate, hidden): "down_proj"}
+    found: dict[str, Halves] = {}
+    for halves in nested.values():
+        a, b = halves.both
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            return {}
+        if a.shape[0] == 0 or a.shape[0] % reading.config.num_experts:
+            return {}
+        size = (b.shape[0], a.shape[1]) if swapped else (a.shape[1], b.shape[0])
+        parameter = sizes.get(size)
+        if parameter is None or parameter in found:
+            return {}
+        found[parameter] = halves
+    return found
+
+
+def _read(reading: Reading, module: str, halves: Halves, swapped: bool) -> dict[str, Stack]:
+    entry_a, entry_b = halves.both
+    keys = [entry_a.key, entry_b.key]
+    experts = reading.config.num_experts
+    rank = entry_a.shape[0] // experts
+    expected, alpha = reading.settings.of(module)
+    require_rank(rank, expected, "adapter_config.json", keys)
+    scale = scaling(alpha, rank, reading.linear_scaling)
+    a = entry_a.read().reshape(experts, rank, -1)
+    b = entry_b.read().reshape(entry_b.shape[0], rank, experts).permute(2, 0, 1)
+    if swapped:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    if module.endswith("down_proj"):
+        reading.check_rank(rank, keys)
+        return {"down": Stack(a, b, scale)}
+    gate, up = _split(a, b, scale)
+    reading.check_rank(gate.rank, keys)
+    return {"gate": gate, "up": up}
+
+
+def _split(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[Stack, Stack]:
+    """a [E, r, H], b [E, 2I, r] -> gate, up. A saved block-diagonal b (gate's columns, then up's) halves the rank."""
+    intermediate, half = b.shape[1] // 2, b.shape[2] // 2
+    gate_b, up_b = b[:, :intermediate], b[:, intermediate:]
+    crossed = gate_b[:, :, half:].any() or up_b[:, :, :half].any()
+    if b.shape[2] % 2 == 0 and not crossed and bool(b.any()):
+        return Stack(a[:, :half], gate_b[:, :, :half], scale), Stack(a[:, half:], up_b[:, :, half:], scale)
+    return Stack(a, gate_b, scale), Stack(a, up_b, scale)

@@ -1,0 +1,167 @@
+"""fused_expert_lora.safetensors and its manifest (forms A and A')."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import AdapterError
+from engine.lora.adapter import ExpertLora
+from engine.lora.detect import PROJECTIONS, Halves, Layout
+from engine.lora.files import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE, AdapterFiles, refusal
+from engine.lora.formats.common import Reading, Stack, assemble, missing, require_rank
+from engine.lora.settings import match_pattern, read_json
+
+_DTYPE_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    rank: int
+    alpha: float
+    base: str | None
+    warnings: list[str]
+
+
+def read_manifest(files: AdapterFiles) -> Manifest | None:
+    """Check the manifest against the folder: every file's size and SHA-256, every fused tensor's shape and dtype.
+    None if the folder has no manifest."""
+    if MANIFEST_FILE not in files.names:
+        return None
+    content = read_json(files.folder / MANIFEST_FILE)
+    if content.get("version") != 1:
+        raise _bad(f"version is {content.get('version')!r}, only 1 is known")
+    if content.get("status") != "ready":
+        raise _bad(f"status is {content.get('status')!r}, not 'ready': the trainer did not finish writing")
+    artifacts = _object(content, "artifacts")
+    for name, record in artifacts.items():
+        _check_artifact(files, name, record)
+    present = {name for name in (*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE, CONFIG_FILE) if name in files.names}
+    unlisted = sorted(present - set(artifacts))
+    if unlisted or FUSED_FILE not in artifacts:
+        raise refusal(f"{MANIFEST_FILE} does not list", unlisted or [FUSED_FILE])
+    _check_tensors(files, artifacts[FUSED_FILE])
+    lora = _object(content, "lora")
+    rank, alpha = lora.get("rank"), lora.get("alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank <= 0:
+        raise _bad(f"lora.rank is {rank!r}, it must be an integer > 0")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
+        raise _bad(f"lora.alpha is {alpha!r}, it must be a number > 0")
+    base = content.get("base")
+    base_name = base.get("model_name_or_path") if isinstance(base, dict) else None
+    weights = content.get("expert_weight_format", "bf16")
+    warnings = [] if weights == "bf16" else [f"trained over {weights} base experts"]
+    return Manifest(rank, float(alpha), base_name if isinstance(base_name, str) else None, warnings)
+
+
+def read_kt_fused(reading: Reading, layout: Layout, manifest: Manifest | None) -> dict[int, ExpertLora]:
+    """Experts by layer, scaled by alpha / r whatever use_rslora says: so this trainer does."""
+    sparse, there = reading.config.sparse_layers, sorted(layout.kt_fused)
+    absent = [layer for layer in sparse if layer not in layout.kt_fused]
+    if absent and manifest is not None:
+        raise AdapterError(f"{FUSED_FILE} lacks {missing(absent)}, which the base has")
+    if absent:
+        reading.warnings.append(f"{missing(absent)}: no expert LoRA, taken as zero")
+    settings = reading.settings
+    if manifest is None:
+        _refuse_expert_patterns(reading)
+    result, ranks = {}, set()
+    for layer in there:
+        stacks = {
+            projection: _stack(reading, projection, halves, settings.alpha if manifest is None else manifest.alpha)
+            for projection, halves in layout.kt_fused[layer].items()
+        }
+        lacking = [projection for projection in PROJECTIONS if projection not in stacks]
+        if lacking:
+            reading.warnings.append(f"layer {layer}: no expert LoRA on {', '.join(lacking)}, taken as zero")
+        for projection, stack in stacks.items():
+            ranks.add(stack.rank)
+            if manifest is not None:
+                keys = [entry.key for entry in layout.kt_fused[layer][projection].entries]
+                require_rank(stack.rank, manifest.rank, MANIFEST_FILE, keys)
+        result[layer] = assemble(reading, stacks)
+    if manifest is None and ranks != {settings.rank}:
+        reading.warnings.append(f"experts have rank {sorted(ranks)}, {CONFIG_FILE} says {settings.rank}")
+    return result
+
+
+def refuse_or_ignore_stale(reading: Reading, layout: Layout) -> None:
+    """Per-expert keys beside the fused file: left over from training if each B is zero, else a contradiction."""
+    halves = [h for _, h in layout.expert_halves()]
+    live = [entry.key for h in halves for entry in h.entries if entry is h.b and bool(entry.read().any())]
+    if live:
+        raise refusal(f"expert LoRA that is not zero beside {FUSED_FILE}", live)
+    if halves:
+        reading.warnings.append(f"{2 * len(halves)} stale expert tensors beside {FUSED_FILE} are all zero and ignored")
+
+
+def _stack(reading: Reading, projection: str, halves: Halves, alpha: float) -> Stack:
+    a, b = halves.both
+    size_in, size_out = reading.expert_sizes(projection)
+    experts = reading.config.num_experts
+    rank = a.shape[1] if len(a.shape) == 3 else 0
+    if a.shape != (experts, rank, size_in) or b.shape != (experts, size_out, rank) or rank == 0:
+        raise refusal(
+            f"shapes {list(a.shape)} and {list(b.shape)} do not fit the base: "
+            f"[{experts}, r, {size_in}] and [{experts}, {size_out}, r]",
+            [a.key, b.key],
+        )
+    reading.check_rank(rank, [a.key])
+    return Stack(a.read(), b.read(), alpha / rank)
+
+
+def _refuse_expert_patterns(reading: Reading) -> None:
+    names = [f"model.layers.0.mlp.experts.0.{projection}_proj" for projection in PROJECTIONS]
+    patterns = {**reading.settings.rank_pattern, **reading.settings.alpha_pattern}
+    hit = sorted({key for name in names if (key := match_pattern(patterns, name)) is not None})
+    if hit:
+        raise refusal(f"patterns that match experts, in an adapter with {FUSED_FILE} and no manifest", hit)
+
+
+def _check_artifact(files: AdapterFiles, name: str, record: object) -> None:
+    if name != Path(name).name or not isinstance(record, dict):
+        raise _bad(f"the artifact {name!r} is no file of this folder with size and sha256")
+    if name not in files.names:
+        raise refusal(f"{MANIFEST_FILE} lists a file that is not there", [name])
+    path = files.folder / name
+    size = path.stat().st_size
+    if size != record.get("size"):
+        raise refusal(f"size {size} bytes, but {MANIFEST_FILE} says {record.get('size')}", [name])
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    if digest.hexdigest() != record.get("sha256"):
+        raise refusal(f"SHA-256 differs from {MANIFEST_FILE}: the file was changed", [name])
+
+
+def _check_tensors(files: AdapterFiles, record: dict[str, Any]) -> None:
+    listed = record.get("tensors")
+    fused = files.fused or {}
+    if not isinstance(listed, dict):
+        raise _bad(f"artifacts[{FUSED_FILE!r}] has no tensors")
+    if record.get("tensor_count", len(listed)) != len(listed):
+        raise _bad(f"tensor_count is {record['tensor_count']!r}, but {len(listed)} tensors are listed")
+    wrong = sorted(set(listed) ^ set(fused))
+    if wrong:
+        raise refusal(f"tensors in {MANIFEST_FILE} or in {FUSED_FILE}, but not in both", wrong)
+    wrong = [
+        key
+        for key, entry in fused.items()
+        if listed[key] != {"shape": list(entry.shape), "dtype": _DTYPE_NAMES[str(entry.dtype)]}
+    ]
+    if wrong:
+        raise refusal(f"shape or dtype differs from {MANIFEST_FILE}", wrong)
+
+
+def _object(content: dict[str, Any], key: str) -> dict[str, Any]:
+    value = content.get(key)
+    if not isinstance(value, dict):
+        raise _bad(f"{key} must be an object")
+    return value
+
+
+def _bad(message: str) -> AdapterError:
+    return AdapterError(f"{MANIFEST_FILE}: {message}", [MANIFEST_FILE])

@@ -1,0 +1,86 @@
+"""One LoRA pair per expert and projection, under PEFT keys (forms B and D)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.lora.adapter import ExpertLora
+from engine.lora.detect import PROJECTIONS, Halves
+from engine.lora.files import Entry
+from engine.lora.formats.common import (
+    Reading,
+    Stack,
+    assemble,
+    check_pair,
+    expert_scaling_of_peft_keys,
+    missing,
+    require_rank,
+)
+from engine.lora.settings import scaling
+
+
+@dataclass(frozen=True)
+class _Pair:
+    a: Entry
+    b: Entry
+    rank: int
+    scale: float
+
+
+def read_per_expert(reading: Reading, layers: dict[int, dict[int, dict[str, Halves]]]) -> dict[int, ExpertLora]:
+    """Stack each layer's experts; ranks are padded to the layer's largest, absent experts are zero."""
+    kind = expert_scaling_of_peft_keys(reading)
+    absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
+    if absent:
+        reading.warnings.append(f"{missing(absent)}: no expert LoRA, taken as zero")
+    holes: dict[int, int] = {}
+    result = {}
+    for layer, experts in sorted(layers.items()):
+        pairs = {
+            projection: {
+                expert: _pair(reading, layer, expert, projection, halves[projection], kind)
+                for expert, halves in sorted(experts.items())
+                if projection in halves
+            }
+            for projection in PROJECTIONS
+        }
+        holes[layer] = sum(reading.config.num_experts - len(by_expert) for by_expert in pairs.values())
+        stacks = {name: _stack(reading, name, by_expert) for name, by_expert in pairs.items() if by_expert}
+        result[layer] = assemble(reading, stacks)
+    incomplete = [layer for layer, count in holes.items() if count]
+    if incomplete:
+        total = sum(holes.values())
+        reading.warnings.append(f"{missing(incomplete)}: {total} expert projections have no LoRA, taken as zero")
+    return result
+
+
+def _pair(reading: Reading, layer: int, expert: int, projection: str, halves: Halves, kind: str) -> _Pair:
+    a, b = halves.both
+    rank = check_pair(a, b, *reading.expert_sizes(projection))
+    reading.check_rank(rank, [a.key])
+    expected, alpha = reading.settings.of(f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj")
+    require_rank(rank, expected, "adapter_config.json", [a.key, b.key])
+    return _Pair(a, b, rank, scaling(alpha, rank, kind))
+
+
+def _stack(reading: Reading, projection: str, pairs: dict[int, _Pair]) -> Stack:
+    scales = {pair.scale for pair in pairs.values()}
+    fold = len(scales) > 1
+    experts, rank = reading.config.num_experts, max(pair.rank for pair in pairs.values())
+    size_in, size_out = reading.expert_sizes(projection)
+    a = torch.zeros(experts, rank, size_in, dtype=_common_dtype([pair.a for pair in pairs.values()]))
+    b_dtype = torch.float32 if fold else _common_dtype([pair.b for pair in pairs.values()])
+    b = torch.zeros(experts, size_out, rank, dtype=b_dtype)
+    for expert, pair in pairs.items():
+        a[expert, : pair.rank] = pair.a.read()
+        b[expert, :, : pair.rank] = pair.b.read().float() * pair.scale if fold else pair.b.read()
+    return Stack(a, b, 1.0 if fold else scales.pop())
+
+
+def _common_dtype(entries: list[Entry]) -> torch.dtype:
+    dtype = entries[0].dtype
+    for entry in entries:
+        dtype = torch.promote_types(dtype, entry.dtype)
+    return dtype

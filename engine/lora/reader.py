@@ -1,0 +1,113 @@
+"""Reads an adapter of any supported form into `AdapterWeights`, or refuses it with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.errors import AdapterError, UserError
+from engine.lora.adapter import AdapterWeights
+from engine.lora.detect import Layout, check_places, sort_keys
+from engine.lora.files import AdapterFiles, refusal
+from engine.lora.formats.common import Reading
+from engine.lora.formats.fused3d import read_fused_3d
+from engine.lora.formats.kt_fused import Manifest, read_kt_fused, read_manifest, refuse_or_ignore_stale
+from engine.lora.formats.linears import read_extra_mlps, read_linears
+from engine.lora.formats.per_expert import read_per_expert
+from engine.lora.settings import SCALINGS, Settings, read_settings
+from engine.model_config import ModelConfig
+
+
+def read_adapter(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    name: str,
+    expert_scaling: str | None = None,
+    max_rank: int | None = None,
+    base: str | None = None,
+) -> AdapterWeights:
+    """Read the adapter in folder `path` for the base that `config` describes.
+
+    `expert_scaling` ("alpha/r" or "alpha/sqrt(r)") counts only where the files leave it open. `max_rank` is the
+    largest rank that is accepted, None any. `base` is the base model's name or path: another one in the files is a
+    warning. Tensors keep their stored dtype; they own their memory. Raises AdapterError (with `keys`) for anything
+    that cannot be served exactly, UserError for a wrong `expert_scaling`.
+    """
+    if expert_scaling is not None and expert_scaling not in SCALINGS:
+        raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {SCALINGS}", "expert_scaling")
+    try:
+        with AdapterFiles(path) as files:
+            return _read(files, config, name, expert_scaling, max_rank, base)
+    except AdapterError as error:
+        raise AdapterError(f"adapter {name!r}: {error}", error.keys) from error
+    except OSError as error:
+        raise AdapterError(f"adapter {name!r} cannot be read: {error}") from error
+
+
+def _read(
+    files: AdapterFiles,
+    config: ModelConfig,
+    name: str,
+    expert_scaling: str | None,
+    max_rank: int | None,
+    base: str | None,
+) -> AdapterWeights:
+    refuse_full_experts(files)
+    settings = read_settings(files.folder)
+    layout = sort_keys(files)
+    check_places(layout, config)
+    manifest = read_manifest(files)
+    reading = Reading(config, settings, expert_scaling, max_rank, [*files.warnings, *settings.warnings])
+    weights = AdapterWeights(name, format_name(layout, manifest), path=str(files.folder), warnings=reading.warnings)
+    _warn_other_base(reading, manifest, base)
+    if layout.kt_fused:
+        refuse_or_ignore_stale(reading, layout)
+        weights.experts = read_kt_fused(reading, layout, manifest)
+        reading.warnings += manifest.warnings if manifest else []
+    elif layout.per_expert and layout.fused_3d:
+        keys = [entry.key for nested in layout.fused_3d.values() for h in nested.values() for entry in h.entries]
+        raise refusal("expert LoRA both per expert and on fused experts", keys)
+    elif layout.per_expert:
+        weights.experts = read_per_expert(reading, layout.per_expert)
+    elif layout.fused_3d:
+        weights.experts = read_fused_3d(reading, layout.fused_3d)
+    weights.linears = read_linears(reading, layout.linears)
+    weights.extra_mlps = read_extra_mlps(reading, layout.extra)
+    if not (weights.linears or weights.experts or weights.extra_mlps):
+        raise AdapterError("the files hold no tensor")
+    _warn_unused(reading, layout, expert_scaling)
+    return weights
+
+
+def refuse_full_experts(files: AdapterFiles) -> None:
+    full = [name for name in files.names if name.startswith("kt_full_experts")]
+    if full:
+        raise refusal("full expert weights were trained too, the LoRA alone is not the model", full)
+
+
+def format_name(layout: Layout, manifest: Manifest | None) -> str:
+    """The form in one word, as `AdapterWeights.format` and `adapters inspect` show it."""
+    if layout.kt_fused:
+        form = "kt-fused" if manifest else "kt-fused-no-manifest"
+    elif layout.per_expert:
+        form = "peft-per-expert" if layout.prefixed else "peft-per-expert-unprefixed"
+    elif layout.fused_3d:
+        form = "peft-fused-3d"
+    else:
+        form = "peft-attention"
+    return f"{form}+extra-mlps" if layout.extra else form
+
+
+def _warn_other_base(reading: Reading, manifest: Manifest | None, base: str | None) -> None:
+    trained_on = (manifest.base if manifest else None) or reading.settings.base
+    if base and trained_on and Path(trained_on).name.lower() != Path(base).name.lower():
+        reading.warnings.append(f"trained on {trained_on!r}, served on {base!r}")
+
+
+def _warn_unused(reading: Reading, layout: Layout, expert_scaling: str | None) -> None:
+    settings: Settings = reading.settings
+    if settings.unused_patterns:
+        reading.warnings.append(f"patterns that match no module: {', '.join(settings.unused_patterns)}")
+    open_scaling = bool(layout.per_expert) and not layout.kt_fused and settings.rslora
+    if expert_scaling is not None and not open_scaling:
+        reading.warnings.append(f"expert_scaling {expert_scaling!r} was not needed: the files settle it")
