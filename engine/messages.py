@@ -1,4 +1,4 @@
-"""The wire between the api and the engine: msgspec structs over a ZMQ ipc socket (api DEALER, engine ROUTER).
+"""The wire between the api and the engine: msgspec structs over a pair of ZMQ DEALER sockets (ipc, engine binds).
 
 Each message is one msgpack frame. A request's id is made by the api and unique for ever. The engine answers each
 `Submit` with any number of `Tokens` and exactly one of `Finished`, `Refused`, `Cancelled`, `Failed`; each other
@@ -21,7 +21,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 # ---- api -> engine
 
 
-class Submit(_Message):
+class Submit(_Message, frozen=True):
     request_id: str
     prompt: list[int]
     sampling: SamplingParams
@@ -32,20 +32,20 @@ class Submit(_Message):
     timeout_s: float | None = None  # from receipt to the terminal event; past it the request is cancelled
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True):
     """The client has gone: `Cancelled` follows unless the request ended first."""
 
     request_id: str
 
 
-class StopFound(_Message):
+class StopFound(_Message, frozen=True):
     """The api found a stop string: the request ends as finished ("stop") after `num_tokens` output tokens."""
 
     request_id: str
     num_tokens: int
 
 
-class LoadAdapter(_Message):
+class LoadAdapter(_Message, frozen=True):
     """Read an adapter from disk and make it known under `name`. A name already known is replaced if `replace`,
     else refused. `expert_scaling`: "alpha/r" or "alpha/sqrt(r)", where the files leave it open."""
 
@@ -56,18 +56,18 @@ class LoadAdapter(_Message):
     expert_scaling: str | None = None
 
 
-class UnloadAdapter(_Message):
+class UnloadAdapter(_Message, frozen=True):
     """Running requests of the adapter go on to their end; new ones are refused."""
 
     call_id: int
     name: str
 
 
-class GetStats(_Message):
+class GetStats(_Message, frozen=True):
     call_id: int
 
 
-class Drain(_Message):
+class Drain(_Message, frozen=True):
     """Finish what runs or waits, refuse what is new; `Reply` when nothing is left or after `timeout_s`
     (the rest is then cancelled)."""
 
@@ -75,7 +75,7 @@ class Drain(_Message):
     timeout_s: float
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True):
     """End the process. No reply."""
 
 
@@ -99,7 +99,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[Logprob]
 
 
-class Loading(_Message):
+class Loading(_Message, frozen=True):
     """Progress while the model loads: shown as a bar."""
 
     stage: str
@@ -118,7 +118,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     warnings: list[str] = []
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The engine serves. `lines` is what a person should be told (memory plan, backends chosen and why)."""
 
     model_name: str
@@ -130,7 +130,7 @@ class Ready(_Message):
     lines: list[str]
 
 
-class FatalError(_Message):
+class FatalError(_Message, frozen=True):
     """The engine cannot start or go on; the process ends with status 1. `user` tells a mistake in the
     configuration or the files (print the message alone) from a fault of ours (print `detail` too)."""
 
@@ -139,7 +139,7 @@ class FatalError(_Message):
     detail: str = ""
 
 
-class Tokens(_Message):
+class Tokens(_Message, frozen=True):
     """New output tokens of a request, one step's or several merged. The first one carries the prompt's
     log-probabilities if they were asked for (None at position 0)."""
 
@@ -150,7 +150,7 @@ class Tokens(_Message):
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
 
 
-class Finished(_Message):
+class Finished(_Message, frozen=True):
     request_id: str
     reason: str  # "stop" (end-of-sequence token, stop token or stop string) or "length"
     prompt_tokens: int
@@ -159,7 +159,7 @@ class Finished(_Message):
     stop_token: int | None = None  # the token that ended it; it was not sent as output
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     """Never ran. `status` is the HTTP status it amounts to (400, 404, 429, 503)."""
 
     request_id: str
@@ -170,19 +170,19 @@ class Refused(_Message):
     retry_after_s: float | None = None
 
 
-class Cancelled(_Message):
+class Cancelled(_Message, frozen=True):
     request_id: str
     reason: str  # "client", "timeout" or "shutdown"
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True):
     """A fault of the engine while the request ran (500)."""
 
     request_id: str
     message: str
 
 
-class Reply(_Message):
+class Reply(_Message, frozen=True):
     call_id: int
     ok: bool
     error: str | None = None

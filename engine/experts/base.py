@@ -89,5 +89,6 @@ class ExpertBackend(ABC):
     def wait(self, task: ExpertTask, stream: Any = None) -> None:
         """Make the stream (or, on a CPU, the caller) wait for the task's `out`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give back threads and memory where the backend can."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class WeightTensor:
     name: str
     shape: tuple[int, ...]
     type: str
-    data: np.ndarray
+    data: npt.NDArray[np.uint8]
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,61 @@
+"""Paged attention in plain torch, row by row: the oracle, and the fallback that a rule may ask for."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
+from engine.model_config import ModelConfig
+
+
+class ReferenceAttention(AttentionBackend):
+    """KV of layer l: two tensors [num_blocks, BLOCK_SIZE, G, D]. Works on any device, bf16 or float32."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+        self.cache = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(config.num_hidden_layers)
+        ]
+        self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
+        self._gathers: list[torch.Tensor] = []
+        self._masks: list[torch.Tensor | None] = []
+        self._batch: BatchLayout | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._token_bytes
+
+    def plan(self, batch: BatchLayout) -> None:
+        device = batch.positions.device
+        self._batch, self._gathers, self._masks = batch, [], []
+        for r in range(batch.num_rows):
+            context, new = batch.context_lens[r], batch.row_starts[r + 1] - batch.row_starts[r]
+            used = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
+            blocks = torch.tensor(batch.block_tables[r][:used], dtype=torch.int64, device=device)
+            offsets = torch.arange(BLOCK_SIZE, device=device)
+            self._gathers.append((blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:context])
+            # query i stands at position context - new + i and sees itself and all before
+            mask = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
+            self._masks.append(None if new == 1 else mask)
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        batch = self._batch
+        if batch is None:
+            raise RuntimeError("plan() comes before forward()")
+        keys, values = (t.flatten(0, 1) for t in self.cache[layer])
+        keys[batch.slot_mapping] = k
+        values[batch.slot_mapping] = v
+        out = torch.empty_like(q)
+        for r in range(batch.num_rows):
+            rows = slice(batch.row_starts[r], batch.row_starts[r + 1])
+            attended = F.scaled_dot_product_attention(
+                q[rows].transpose(0, 1),
+                keys[self._gathers[r]].transpose(0, 1),
+                values[self._gathers[r]].transpose(0, 1),
+                attn_mask=self._masks[r],
+                enable_gqa=True,
+            )
+            out[rows] = attended.transpose(0, 1)
+        return out

@@ -1,0 +1,118 @@
+"""From settings to a running engine: open, plan, place, load, and what to tell people about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.attention.base import BLOCK_SIZE
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import UserError
+from engine.lora.registry import AdapterRegistry
+from engine.memory_plan import MemoryPlan, plan_memory
+from engine.messages import AdapterInfo, FromEngine, Ready
+from engine.model.load import Backends, Loader, Progress
+from engine.placement import Placement, activation_dtype, choose, find_machine, make_backends
+from engine.profile import Profiler
+from engine.runner import ModelRunner
+from engine.weights.open import open_model
+from engine.weights.store import WeightSource
+from scheduler.config import SchedulerConfig
+from scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything decided before a byte of weights is read."""
+
+    config: EngineConfig
+    source: WeightSource
+    placement: Placement
+    memory: MemoryPlan
+    max_model_len: int
+    num_blocks: int
+
+    @property
+    def lines(self) -> list[str]:
+        return [*self.placement.lines, *self.memory.render().splitlines()]
+
+    def backends(self) -> Backends:
+        c = self.config
+        return make_backends(
+            c, self.source.config, self.placement, self.num_blocks, self.max_model_len, c.max_num_batched_tokens
+        )
+
+
+def draw(config: EngineConfig) -> Blueprint:
+    """Open the files, choose the backends, plan the memory. Reads headers only."""
+    source = open_model(config.model, config.gguf)
+    placement = choose(config, source.config, find_machine(config))
+    memory = plan_memory(config, source, placement.backend_of_experts, activation_dtype(config).itemsize)
+    return Blueprint(config, source, placement, memory, memory.max_model_len, memory.kv_tokens // BLOCK_SIZE)
+
+
+def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress: Progress) -> EngineCore:
+    """Load the weights and put the parts together."""
+    config, source, model_config = blueprint.config, blueprint.source, blueprint.source.config
+    backends = blueprint.backends()
+    model = Loader(source, backends, config.max_num_batched_tokens).model(progress)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=blueprint.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=blueprint.max_model_len,
+            max_queue=config.max_queue,
+            num_adapter_slots=config.max_adapter_slots,
+            eos_token_ids=model_config.eos_token_ids,
+            prefix_caching=config.prefix_caching,
+            itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
+        )
+    )
+    profiler = None
+    if config.profile_dir:
+        kv_bytes = sum(b.kv_bytes_per_token for b in model.attention_backends)
+        profiler = Profiler(config.profile_dir, source, kv_bytes)
+    return EngineCore(
+        scheduler,
+        ModelRunner(model, backends.device, config.seed, tracing=profiler is not None),
+        AdapterRegistry(model_config, base_name=model_name(config), max_rank=config.max_adapter_rank),
+        send,
+        overlap=bool(config.overlap),
+        check_integrity=config.check_integrity,
+        profiler=profiler,
+    )
+
+
+def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
+    """The whole way, adapters given at start included; a wrong one is a UserError."""
+    blueprint = draw(config)
+    blueprint.memory.check(config.force_memory_plan)
+    core = assemble(blueprint, send, progress)
+    adapters = [_load_adapter(core.registry, text, config.expert_scaling) for text in config.adapters]
+    model = blueprint.source.config
+    ready = Ready(
+        model_name=model_name(config),
+        vocab_size=model.vocab_size,
+        max_model_len=blueprint.max_model_len,
+        bos_token_id=model.bos_token_id,
+        eos_token_ids=list(model.eos_token_ids),
+        adapters=adapters,
+        lines=blueprint.lines,
+    )
+    return core, ready
+
+
+def model_name(config: EngineConfig) -> str:
+    path = Path(config.model)
+    return config.served_model_name or (path.stem if path.suffix == ".gguf" else path.resolve().name)
+
+
+def _load_adapter(registry: AdapterRegistry, text: str, expert_scaling: str | None) -> AdapterInfo:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise UserError(f"--adapters {text!r}: write NAME=PATH", field="adapters")
+    return registry.load_now(name, path, expert_scaling=expert_scaling)

@@ -1,0 +1,188 @@
+"""`ktserve check MODEL`: the model layer by layer, the chosen backends against float32 reference.
+
+Both sides get the reference's own hidden states as input, so an error is found where it is made, not where it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.base import BLOCK_SIZE, BatchLayout
+from engine.attention.reference import ReferenceAttention
+from engine.experts.base import ExpertBuffers
+from engine.experts.reference import ReferenceExperts
+from engine.linear.reference import ReferenceLinearBackend
+from engine.model.load import Backends, Loader
+from engine.model.ops import TorchOps
+from engine.model.qwen3_moe import Layer, Qwen3Moe
+from engine.model.rope import Rope
+from engine.model_config import ModelConfig
+from engine.weights.store import WeightSource, WeightTensor
+
+# mean|d| / mean|ref| above which a backend diverges, by the coarsest type of the layer's weights. bf16 activations
+# alone cost about 0.005; quantised activations (int8 per block) up to 0.03; int4 per channel (kt AMXInt4) up to 0.3.
+TOLERANCE = {"bf16": 0.02, "quantised": 0.06}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One compared place. `error` is mean|d| / mean|ref|; `note` says what is wrong, "" if nothing is."""
+
+    place: str
+    error: float
+    reference_mean: float
+    reference_max: float
+    nonfinite: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        mark = "ok  " if not self.note else "BAD "
+        text = f"{mark}{self.place:<34} error {self.error:8.5f}  mean|x| {self.reference_mean:9.4f}  max|x| {self.reference_max:9.3f}"
+        return text + (f"  {self.nonfinite} not finite" if self.nonfinite else "") + (f"  <- {self.note}" if self.note else "")
+
+
+def check_model(
+    source: WeightSource, backends: Backends, tokens: list[int], report: Callable[[str], None], tolerance: float | None = None
+) -> Finding | None:
+    """Compare every layer on a prefill of `tokens`; returns the first divergence, or None.
+
+    Before a layer is compared its tensors' statistics are looked at: a tensor with values that are not finite, or all
+    zero, is reported by name.
+    """
+    config, n = source.config, len(tokens)
+    batch = _layout(n)
+    loader = Loader(source, backends, n)
+    embedding = source.tensor("model.embed_tokens.weight").dequantise(torch.float32)
+    hidden = embedding[torch.tensor(tokens)]
+    first: Finding | None = None
+    for index in range(config.num_hidden_layers):
+        for finding in _tensor_findings(source, index):
+            report(str(finding))
+            first = first or finding
+        reference = _reference_loader(source, n)
+        outputs = {}
+        for side, made in (("reference", reference), ("chosen", loader)):
+            outputs[side] = _run_layer(made, made.layer(index), index, hidden, batch, config)
+        limit = tolerance or _tolerance(source, index)
+        for place, ref in outputs["reference"].items():
+            finding = compare(place, outputs["chosen"][place], ref, limit)
+            report(str(finding))
+            if finding.note and place.endswith(".mlp") and config.is_sparse(index):
+                for expert in _bad_experts(source, backends, index, hidden, limit):
+                    report(str(expert))
+                    first = first or expert
+            first = first or (finding if finding.note else None)
+        hidden = hidden + outputs["reference"][f"model.layers.{index}.self_attn"] + outputs["reference"][f"model.layers.{index}.mlp"]
+    return first
+
+
+def compare(place: str, got: torch.Tensor, ref: torch.Tensor, limit: float) -> Finding:
+    """Relative error of `got` against `ref`, both of one shape."""
+    got, ref = got.float(), ref.float()
+    nonfinite = int((~torch.isfinite(got)).sum())
+    mean = float(ref.abs().mean())
+    error = float((got - ref).abs().mean()) / max(mean, 1e-12)
+    note = ""
+    if nonfinite:
+        note = "values that are not finite"
+    elif error > limit:
+        note = f"diverges (allowed {limit})"
+    return Finding(place, error, mean, float(ref.abs().max()), nonfinite, note)
+
+
+def _tolerance(source: WeightSource, layer: int) -> float:
+    types = {source.tensor(f"model.layers.{layer}.self_attn.q_proj.weight").type}
+    if source.config.is_sparse(layer):
+        types |= {source.experts(layer).type(p) for p in ("gate", "up", "down")}
+    return TOLERANCE["bf16" if types <= {"BF16", "F16", "F32"} else "quantised"]
+
+
+def _layout(n: int) -> BatchLayout:
+    blocks = tuple(range((n + BLOCK_SIZE - 1) // BLOCK_SIZE))
+    positions = torch.arange(n)
+    return BatchLayout([0, n], [n], [blocks], positions, positions.clone())
+
+
+def _reference_loader(source: WeightSource, n: int) -> Loader:
+    """A fresh float32 reference: only one layer of it is ever in memory."""
+    config, cpu = source.config, torch.device("cpu")
+    linear = ReferenceLinearBackend(torch.float32, cpu)
+    attention = ReferenceAttention(config, len(_layout(n).block_tables[0]), torch.float32, cpu)
+    experts = ReferenceExperts(torch.float32, cpu)
+    ops = TorchOps(config.rms_norm_eps, Rope(config, n, cpu))
+    made = Backends(ops, lambda _: linear, linear, lambda _: attention, lambda _: experts, torch.float32, cpu)
+    return Loader(source, made, n)
+
+
+def _run_layer(
+    loader: Loader, layer: Layer, index: int, hidden: torch.Tensor, batch: BatchLayout, config: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """What the layer's attention and MLP add, in float32, from float32 input."""
+    seen: dict[str, torch.Tensor] = {}
+    model = Qwen3Moe(config, loader.backends.ops, hidden, [layer], hidden, layer.q, {}, loader.buffers)
+
+    def observe(place: str, value: torch.Tensor) -> None:
+        seen[place] = value.float().clone()
+
+    with torch.inference_mode():
+        layer.attention.plan(batch)
+        model.buffers.bsz[0] = hidden.shape[0]
+        model.buffers.slots.zero_()
+        model.run_layer(index, layer, hidden.to(loader.backends.dtype, copy=True), None, batch, None, observe=observe)
+    return {place: value for place, value in seen.items() if not place.endswith(".gate")}
+
+
+def _bad_experts(
+    source: WeightSource, backends: Backends, layer: int, hidden: torch.Tensor, limit: float
+) -> Iterator[Finding]:
+    """Every expert alone on every row, chosen backend against reference; yields those that diverge."""
+    config, n = source.config, hidden.shape[0]
+    reference, chosen = ReferenceExperts(torch.float32, torch.device("cpu")), backends.experts(layer)
+    reference.load_layer(layer, source.experts(layer))
+    x = torch.nn.functional.rms_norm(hidden, (config.hidden_size,))
+    outs: list[torch.Tensor] = []
+    sides: list[tuple[ExpertBuffers, Callable[[], None]]] = []
+    for backend, dtype in ((reference, torch.float32), (chosen, backends.dtype)):
+        buffers = ExpertBuffers.allocate(n, config.num_experts_per_tok, config.hidden_size, dtype)
+        buffers.bsz[0], buffers.hidden[:] = n, x
+        task = backend.bind(layer, buffers)
+        sides.append((buffers, lambda backend=backend, task=task: (backend.post(task), backend.wait(task))[1]))  # type: ignore[misc]
+    for expert in range(config.num_experts):
+        outs = []
+        for buffers, run in sides:
+            buffers.ids.fill_(-1)
+            buffers.ids[:, 0], buffers.weights[:, 0] = expert, 1.0
+            run()
+            outs.append(buffers.out.float().clone())
+        finding = compare(f"model.layers.{layer}.mlp.experts.{expert}", outs[1], outs[0], limit)
+        if finding.note:
+            yield finding
+
+
+def _tensor_findings(source: WeightSource, layer: int) -> Iterator[Finding]:
+    """Tensors of a layer whose values cannot be right, whatever computes with them."""
+    prefix = f"model.layers.{layer}."
+    for name in source.names():
+        if name.startswith(prefix):
+            yield from _judge(name, source.tensor(name))
+    if source.config.is_sparse(layer):
+        store = source.experts(layer)
+        for expert in range(store.num_experts):
+            for projection in ("gate", "up", "down"):
+                yield from _judge(f"{prefix}mlp.experts.{expert}.{projection}_proj", store.expert(projection, expert))
+
+
+def _judge(name: str, tensor: WeightTensor) -> Iterator[Finding]:
+    values = tensor.dequantise(torch.float32)
+    bad = int((~torch.isfinite(values)).sum())
+    mean, most = float(values.abs().mean()), float(values.abs().max())
+    if bad:
+        yield Finding(name, 0.0, mean, most, bad, f"{tensor.type} tensor with values that are not finite")
+    elif most == 0.0 and not name.endswith(".bias"):
+        yield Finding(name, 0.0, mean, most, 0, f"{tensor.type} tensor is all zero")
+    elif most > 1e4:
+        yield Finding(name, 0.0, mean, most, 0, f"{tensor.type} tensor has values up to {most:.3g}: scales look corrupt")
+

@@ -1,0 +1,97 @@
+"""Routed experts in plain torch: the oracle for every other backend, all LoRA forms, any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.errors import ExpertBackendError
+from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.lora.adapter import ExpertLora
+from engine.weights.store import ExpertStore
+
+
+@dataclass(frozen=True)
+class _Weights:
+    gate: torch.Tensor  # [E, I, H]
+    up: torch.Tensor  # [E, I, H]
+    down: torch.Tensor  # [E, H, I]
+
+
+class ReferenceExperts(ExpertBackend):
+    """Weights dequantised to `dtype`; products in `dtype`, LoRA and the weighted sum in float32."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._layers: dict[int, _Weights] = {}
+        self._adapters: dict[int, dict[int, ExpertLora]] = {}  # slot -> layer -> LoRA
+
+    def load_layer(self, layer: int, store: ExpertStore) -> None:
+        gate, up, down = (store.stacked(p, self.dtype).to(self.device) for p in ("gate", "up", "down"))
+        self._layers[layer] = _Weights(gate, up, down)
+
+    def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
+        if layers:
+            self._adapters[slot] = layers
+        else:
+            self._adapters.pop(slot, None)
+
+    def bind(self, layer: int, buffers: ExpertBuffers) -> ExpertTask:
+        if layer not in self._layers:
+            raise ExpertBackendError(f"layer {layer} has no experts loaded (loaded: {sorted(self._layers)})")
+        return ExpertTask(layer, buffers, None)
+
+    def post(self, task: ExpertTask, stream: Any = None) -> None:
+        n = int(task.buffers.bsz[0])
+        if not 0 <= n <= task.buffers.max_rows:
+            raise ExpertBackendError(f"bsz is {n}, the buffers hold 0 to {task.buffers.max_rows} rows")
+        b = task.buffers
+        b.out[:n] = self._forward(task.layer, b.hidden[:n], b.ids[:n], b.weights[:n], b.slots[:n])
+
+    def wait(self, task: ExpertTask, stream: Any = None) -> None:
+        """`post` has already computed."""
+
+    def close(self) -> None:
+        self._layers.clear()
+        self._adapters.clear()
+
+    def base_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """One pass over one expert's base weight: x [rows, in], weight [out, in] -> float32 [rows, out]."""
+        return F.linear(x.to(self.dtype), weight).float()
+
+    def _forward(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        base = self._layers[layer]
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in torch.unique(ids[ids >= 0]).tolist():
+            rows, choice = torch.where(ids == expert)
+            groups = list(self._groups(layer, slots[rows]))
+            h = x[rows]
+            gate = self.base_product(h, base.gate[expert])
+            up = self.base_product(h, base.up[expert])
+            for index, lora in groups:
+                gate[index] += _delta(h[index], lora.gate_a[expert], lora.gate_b[expert], lora.gate_scale)
+                up[index] += _delta(h[index], lora.up_a[expert], lora.up_b[expert], lora.up_scale)
+            inner = (F.silu(gate) * up).to(self.dtype)
+            down = self.base_product(inner, base.down[expert])
+            for index, lora in groups:
+                down[index] += _delta(inner[index], lora.down_a[expert], lora.down_b[expert], lora.down_scale)
+            out.index_add_(0, rows, down * weights[rows, choice, None])
+        return out.to(x.dtype)
+
+    def _groups(self, layer: int, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, ExpertLora]]:
+        """The rows of each adapter that changes this layer's experts; base rows are in none."""
+        for slot in torch.unique(slots).tolist():
+            lora = self._adapters.get(slot, {}).get(layer)
+            if lora is not None:
+                yield torch.where(slots == slot)[0], lora
+
+
+def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.float() @ a.float().to(x.device).T @ b.float().to(x.device).T) * scale

@@ -1,0 +1,97 @@
+"""`python -m engine.main serve|plan|check|inspect`: the engine as a child process. People use `ktserve`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for a mistake of the user's (said in one line), 2 for `check` that found one."""
+    parser = argparse.ArgumentParser(prog="python -m engine.main")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("serve", "plan", "check", "inspect"):
+        command = commands.add_parser(name)
+        command.add_argument("--config-json", required=name != "inspect", default="{}")
+        if name == "serve":
+            command.add_argument("--address", required=True)
+        if name == "inspect":
+            command.add_argument("path")
+        if name == "check":
+            command.add_argument("--tokens", type=int, default=64, help="length of the prompt that is run")
+            command.add_argument("--tolerance", type=float, default=None)
+    args = parser.parse_args(argv)
+    config = msgspec.json.decode(args.config_json, type=EngineConfig)
+    try:
+        if args.command == "serve":
+            return _serve(config, args.address)
+        if args.command == "plan":
+            return _plan(config)
+        if args.command == "check":
+            return _check(config, args.tokens, args.tolerance)
+        return _inspect(config, args.path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(config: EngineConfig, address: str) -> int:
+    from engine.process import EngineProcess
+
+    process = EngineProcess(address)
+
+    def build(*args):  # type: ignore[no-untyped-def]  # torch is imported only once the socket is bound
+        from engine.build import build
+
+        return build(*args)
+
+    return process.serve(config, build)
+
+
+def _plan(config: EngineConfig) -> int:
+    from engine.build import draw
+
+    blueprint = draw(config)
+    print("\n".join(blueprint.lines))
+    blueprint.memory.check(config.force_memory_plan)
+    return 0
+
+
+def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
+    from dataclasses import replace
+
+    from engine.build import draw
+    from engine.check import check_model
+
+    config = replace(config, max_num_batched_tokens=tokens, kv_cache_tokens=max(tokens, 16) + 16, max_num_seqs=1)
+    blueprint = draw(config)
+    print("\n".join(blueprint.placement.lines))
+    vocabulary = blueprint.source.config.vocab_size
+    prompt = [(7919 * i + 13) % vocabulary for i in range(tokens)]  # any tokens do: layers are compared, not answers
+    first = check_model(blueprint.source, blueprint.backends(), prompt, print, tolerance)
+    if first is None:
+        print("every layer agrees with the reference")
+        return 0
+    print(f"first divergence: {first.place}: {first.note}")
+    return 2
+
+
+def _inspect(config: EngineConfig, path: str) -> int:
+    from engine.lora.inspect import describe
+
+    model = None
+    if config.model:
+        from engine.weights.open import open_model
+
+        model = open_model(config.model, config.gguf).config
+    print(describe(path, model))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

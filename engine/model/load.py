@@ -1,0 +1,104 @@
+"""Build a model from its files and a placement: every tensor goes to the backend that its rule names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.experts.base import ExpertBackend, ExpertBuffers
+from engine.linear.base import Linear, LinearBackend
+from engine.model.ops import Ops
+from engine.model.qwen3_moe import DenseMlp, Layer, Qwen3Moe, SparseMlp
+from engine.weights.store import WeightSource
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What computes what. Layers may share a backend object; they usually all do."""
+
+    ops: Ops
+    linear: Callable[[str], LinearBackend]  # by module name
+    router: LinearBackend  # float32, whatever the rest runs in
+    attention: Callable[[int], AttentionBackend]  # by layer
+    experts: Callable[[int], ExpertBackend]  # by layer
+    dtype: torch.dtype  # of activations
+    device: torch.device
+
+
+class Loader:
+    """Loads one layer after another; `max_rows` is the largest step in tokens."""
+
+    def __init__(self, source: WeightSource, backends: Backends, max_rows: int) -> None:
+        config = source.config
+        self.source = source
+        self.backends = backends
+        self.linears: dict[str, Linear] = {}
+        self.buffers = ExpertBuffers.allocate(
+            max_rows,
+            max(config.num_experts_per_tok, 1),
+            config.hidden_size,
+            backends.dtype,
+            pin=backends.device.type == "cuda",
+        )
+
+    def model(self, progress: Progress) -> Qwen3Moe:
+        config = self.source.config
+        layers = []
+        for index in range(config.num_hidden_layers):
+            progress("Loading layers", index, config.num_hidden_layers)
+            layers.append(self.layer(index))
+        progress("Loading layers", config.num_hidden_layers, config.num_hidden_layers)
+        return Qwen3Moe(
+            config=config,
+            ops=self.backends.ops,
+            embedding=self.vector("model.embed_tokens.weight"),
+            layers=layers,
+            final_norm=self.vector("model.norm.weight"),
+            lm_head=self.head(),
+            linears=self.linears,
+            buffers=self.buffers,
+        )
+
+    def layer(self, index: int) -> Layer:
+        name = f"model.layers.{index}"
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        return Layer(
+            input_norm=self.vector(f"{name}.input_layernorm.weight"),
+            q=self.linear(f"{attention}.q_proj"),
+            k=self.linear(f"{attention}.k_proj"),
+            v=self.linear(f"{attention}.v_proj"),
+            o=self.linear(f"{attention}.o_proj"),
+            q_norm=self.vector(f"{attention}.q_norm.weight"),
+            k_norm=self.vector(f"{attention}.k_norm.weight"),
+            attention=self.backends.attention(index),
+            post_norm=self.vector(f"{name}.post_attention_layernorm.weight"),
+            mlp=self._sparse(index, mlp) if self.source.config.is_sparse(index) else self._dense(mlp),
+        )
+
+    def head(self) -> Linear:
+        tied = self.source.config.tie_word_embeddings
+        weight = self.source.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
+        return self.backends.linear("lm_head").load("lm_head", weight, None)
+
+    def linear(self, name: str, backend: LinearBackend | None = None) -> Linear:
+        bias = self.source.tensor(f"{name}.bias") if self.source.has(f"{name}.bias") else None
+        made = (backend or self.backends.linear(name)).load(name, self.source.tensor(f"{name}.weight"), bias)
+        self.linears[name] = made
+        return made
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A norm's weight or the embedding, in the activations' dtype."""
+        return self.source.tensor(name).dequantise(self.backends.dtype).to(self.backends.device)
+
+    def _dense(self, name: str) -> DenseMlp:
+        return DenseMlp(*(self.linear(f"{name}.{part}_proj") for part in ("gate", "up", "down")))
+
+    def _sparse(self, layer: int, name: str) -> SparseMlp:
+        backend = self.backends.experts(layer)
+        backend.load_layer(layer, self.source.experts(layer))
+        return SparseMlp(self.linear(f"{name}.gate", self.backends.router), backend, backend.bind(layer, self.buffers))

@@ -1,0 +1,204 @@
+"""Qwen3MoE over a flat token batch: requests of any adapter, prefill chunks and decode rows side by side.
+
+    embed -> L x [norm, qkv, QK-norm, rope, paged attention, o, norm, router, experts | dense MLP] -> norm -> lm_head
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.base import AttentionBackend, BatchLayout
+from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.linear.base import Linear, LoraBatch
+from engine.lora.adapter import AdapterWeights, ExtraMlp
+from engine.model.ops import Ops
+from engine.model_config import ModelConfig
+
+Observer = Callable[[str, torch.Tensor], None]  # called with (name of the place, its value) by `ktserve check`
+
+
+@dataclass
+class Trace:
+    """What a profiled step says of its experts."""
+
+    experts_touched: list[int] = field(default_factory=list)  # distinct, per sparse layer
+    experts_s: float = 0.0
+
+
+@dataclass
+class DenseMlp:
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass
+class SparseMlp:
+    """`extra` holds adapters' own dense MLPs by slot; the router's weight is kept in float32."""
+
+    router: Linear
+    backend: ExpertBackend
+    task: ExpertTask
+    extra: dict[int, list[ExtraMlp]] = field(default_factory=dict)
+
+
+@dataclass
+class Layer:
+    input_norm: torch.Tensor
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    attention: AttentionBackend
+    post_norm: torch.Tensor
+    mlp: DenseMlp | SparseMlp
+
+
+class Qwen3Moe:
+    """Built by `engine.model.load`. `linears` maps module names to projections, for adapters."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        embedding: torch.Tensor,
+        layers: list[Layer],
+        final_norm: torch.Tensor,
+        lm_head: Linear,
+        linears: dict[str, Linear],
+        buffers: ExpertBuffers,
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.linears = linears
+        self.buffers = buffers
+        self.attention_backends = list({id(layer.attention): layer.attention for layer in layers}.values())
+        sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)]
+        self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in sparse}.values())
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        batch: BatchLayout,
+        lora: LoraBatch | None,
+        trace: Trace | None = None,
+        observe: Observer | None = None,
+    ) -> torch.Tensor:
+        """ids int64 [T] -> hidden states after the final norm [T, H]."""
+        for backend in self.attention_backends:
+            backend.plan(batch)
+        n = ids.shape[0]
+        self.buffers.bsz[0] = n
+        self.buffers.slots[:n] = 0 if lora is None else lora.slots
+        residual = self.ops.embed(self.embedding, ids)
+        delta: torch.Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            delta = self.run_layer(index, layer, residual, delta, batch, lora, trace, observe)
+        return self.ops.add_rms_norm(residual, delta, self.final_norm)
+
+    def run_layer(
+        self,
+        index: int,
+        layer: Layer,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        batch: BatchLayout,
+        lora: LoraBatch | None,
+        trace: Trace | None = None,
+        observe: Observer | None = None,
+    ) -> torch.Tensor:
+        """Adds `delta` and the attention's part to `residual` in place; returns the MLP's part, still to be added."""
+        x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
+        delta = self._attention(index, layer, x, batch, lora)
+        if observe:
+            observe(f"model.layers.{index}.self_attn", delta)
+        x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
+        if isinstance(layer.mlp, SparseMlp):
+            delta = self._experts(index, layer.mlp, x, lora, trace, observe)
+        else:
+            mlp = layer.mlp
+            delta = mlp.down(self.ops.silu_mul(mlp.gate(x, lora), mlp.up(x, lora)), lora)
+        if observe:
+            observe(f"model.layers.{index}.mlp", delta)
+        return delta
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] -> float32 [rows, V]."""
+        return self.lm_head(hidden, None).float()
+
+    def set_adapter(self, slot: int, adapter: AdapterWeights | None) -> None:
+        """Make a slot hold an adapter, or nothing. No step in flight may use the slot."""
+        pairs = adapter.linears if adapter else {}
+        for name, linear in self.linears.items():
+            linear.set_adapter(slot, pairs.get(name))
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer.mlp, SparseMlp):
+                layer.mlp.extra.pop(slot, None)
+                if adapter and index in adapter.extra_mlps:
+                    layer.mlp.extra[slot] = [_to(m, self.embedding) for m in adapter.extra_mlps[index]]
+        for backend in self.expert_backends:
+            backend.set_adapter(slot, adapter.experts if adapter else None)
+
+    def close(self) -> None:
+        for backend in self.expert_backends:
+            backend.close()
+
+    def _attention(
+        self, index: int, layer: Layer, x: torch.Tensor, batch: BatchLayout, lora: LoraBatch | None
+    ) -> torch.Tensor:
+        heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+        q = layer.q(x, lora).view(-1, heads, dim)
+        k = layer.k(x, lora).view(-1, kv_heads, dim)
+        v = layer.v(x, lora).view(-1, kv_heads, dim)
+        q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, batch.positions)
+        return layer.o(layer.attention.forward(index, q, k, v).flatten(1), lora)
+
+    def _experts(
+        self,
+        index: int,
+        mlp: SparseMlp,
+        x: torch.Tensor,
+        lora: LoraBatch | None,
+        trace: Trace | None,
+        observe: Observer | None,
+    ) -> torch.Tensor:
+        n, b = x.shape[0], self.buffers
+        router_logits = mlp.router(x.float(), lora)
+        weights, ids = self.ops.route(router_logits, self.config.num_experts_per_tok, self.config.norm_topk_prob)
+        b.hidden[:n], b.ids[:n], b.weights[:n] = x, ids, weights
+        if observe:
+            observe(f"model.layers.{index}.mlp.gate", router_logits)
+        started = time.perf_counter()
+        mlp.backend.post(mlp.task)
+        extra = self._extra(mlp, x, lora)
+        mlp.backend.wait(mlp.task)
+        if trace is not None:
+            trace.experts_s += time.perf_counter() - started
+            trace.experts_touched.append(torch.unique(ids).numel())
+        return b.out[:n] if extra is None else b.out[:n] + extra
+
+    def _extra(self, mlp: SparseMlp, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
+        """The mean of an adapter's own dense MLPs, for its rows; None if no row has any."""
+        if lora is None or not any(slot in mlp.extra for slot, _ in lora.groups):
+            return None
+        out = torch.zeros_like(x)
+        for slot, rows in lora.groups:
+            for m in mlp.extra.get(slot, []):
+                h = x[rows]
+                out[rows] += F.linear(F.silu(F.linear(h, m.gate)) * F.linear(h, m.up), m.down) / len(mlp.extra[slot])
+        return out
+
+
+def _to(mlp: ExtraMlp, like: torch.Tensor) -> ExtraMlp:
+    return ExtraMlp(*(t.to(like.device, like.dtype) for t in (mlp.gate, mlp.up, mlp.down)))

@@ -1,0 +1,117 @@
+"""The engine process: a socket, a loop, an end. Started by the api, ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from types import FrameType
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import UserError
+from engine.messages import (
+    FatalError,
+    FromEngine,
+    Loading,
+    Ready,
+    Reply,
+    Shutdown,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+
+Build = Callable[[EngineConfig, Callable[[FromEngine], None], Callable[[str, int, int], None]], tuple[EngineCore, Ready]]
+
+_IDLE_S = 1.0  # how often an idle engine looks whether its parent lives
+_THREADS_S = 0.002  # how often it looks after loads while nothing runs
+_MAX_FRAME_BYTES = 64 << 20
+
+
+class EngineProcess:
+    """Binds a DEALER at `address` for exactly one api."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        self._socket.bind(address)
+        self._parent = os.getppid()
+        self._stop = False
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the api decides
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def serve(self, config: EngineConfig, build: Build) -> int:
+        """Load the model and answer until told to end. Returns the exit status."""
+        try:
+            core, ready = build(config, self.send, self._progress)
+        except UserError as error:
+            self.send(FatalError(message=str(error), user=True))
+            return self._close(1)
+        except Exception as error:  # noqa: BLE001 - the api must hear of it, whatever it is
+            self.send(FatalError(message=f"{type(error).__name__}: {error}", user=False, detail=traceback.format_exc()))
+            return self._close(1)
+        self.send(ready)
+        status = 0
+        try:
+            self._loop(core)
+        except Exception as error:  # noqa: BLE001 - a fault outside a step: tell the api, then end
+            self.send(FatalError(message=f"{type(error).__name__}: {error}", user=False, detail=traceback.format_exc()))
+            status = 1
+        core.close()
+        return self._close(status)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(encode(message))
+
+    def _loop(self, core: EngineCore) -> None:
+        while not self._stop and os.getppid() == self._parent:
+            if core.busy:
+                timeout = 0.0
+            else:
+                timeout = _THREADS_S if core.waiting_for_threads else _IDLE_S
+            for message in self._receive(timeout):
+                if isinstance(message, Shutdown):
+                    return
+                core.handle(message)
+            core.step()
+
+    def _receive(self, timeout_s: float) -> list[ToEngine]:
+        """All that has arrived; waits up to `timeout_s` for the first."""
+        messages: list[ToEngine] = []
+        while self._socket.poll(0 if messages else int(timeout_s * 1000)):
+            frame = self._socket.recv()
+            try:
+                messages.append(decode_to_engine(frame))
+            except msgspec.DecodeError as error:
+                self._answer_broken(frame, error)
+        return messages
+
+    def _answer_broken(self, frame: bytes, error: msgspec.DecodeError) -> None:
+        """A frame of another version's api: answer the call if it can be told which, never die of it."""
+        print(f"engine: message not understood: {error}", flush=True)
+        try:
+            call_id = msgspec.msgpack.decode(frame).get("call_id")
+        except (msgspec.DecodeError, AttributeError):
+            return
+        if isinstance(call_id, int):
+            self.send(Reply(call_id=call_id, ok=False, status=500, error=f"message not understood: {error}"))
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self.send(Loading(stage=stage, done=done, total=total))
+
+    def _on_term(self, signum: int, frame: FrameType | None) -> None:
+        self._stop = True
+
+    def _close(self, status: int) -> int:
+        self._socket.close()
+        self._context.term()
+        return status
+
+
