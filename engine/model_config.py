@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,22 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     architecture: str = "Qwen3MoeForCausalLM"
     dtype: str = "bfloat16"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """From config.json and generation_config.json of transformers 4 or 5. Raises ModelFileError."""
+        from engine.weights.hf_config import config_from_hf
+
+        return config_from_hf(config, generation)
+
+    @classmethod
+    def from_gguf(
+        cls, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], types: Collection[str] = ()
+    ) -> ModelConfig:
+        """From GGUF metadata, the tensors' C-order shapes and the types that occur. Raises ModelFileError."""
+        from engine.weights.gguf_config import config_from_gguf
+
+        return config_from_gguf(metadata, tensors, types)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has routed experts; otherwise it is a dense MLP of `intermediate_size`."""

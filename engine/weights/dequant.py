@@ -1,0 +1,115 @@
+"""Stored tensors into torch tensors, a piece at a time so that the float32 stage stays small.
+
+The quantised types' arithmetic is that of the gguf package (`gguf.quants`), llama.cpp's own reference in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.errors import ModelFileError
+from engine.weights.ggml_types import READABLE, by_name
+from engine.weights.store import WeightTensor
+
+_CHUNK = 1 << 19  # values
+
+Bytes = npt.NDArray[np.uint8]
+
+_FLOATS: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Where a block holds float16 scales (byte offsets).
+_SCALES: dict[str, tuple[int, ...]] = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ1_S": (0,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+_EXPONENT: dict[str, tuple[str, int]] = {  # word and exponent mask
+    "F32": ("u4", 0x7F800000),
+    "F16": ("u2", 0x7C00),
+    "BF16": ("u2", 0x7F80),
+}
+
+
+def dequantise(data: Bytes, type: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """uint8 `data` of a GGML type -> a fresh tensor of `shape` in a floating `dtype`, owning its memory.
+
+    Raises ModelFileError for a type that cannot be read or data of another size than type and shape need.
+    """
+    _check(data, type, shape)
+    out = torch.empty(math.prod(shape), dtype=dtype)
+    at = 0
+    for piece in _pieces(data, type):
+        values = _values(piece, type)
+        out[at : at + len(values)].copy_(values)
+        at += len(values)
+    return out.reshape(shape)
+
+
+def nonfinite(tensor: WeightTensor) -> int:
+    """How many values (float types) or blocks (quantised types, by their scales) are NaN or infinite.
+
+    Kernels that quantise or accumulate in integers turn such a value into finite nonsense, so backends ask first.
+    """
+    _check(tensor.data, tensor.type, tensor.shape)
+    return sum(_bad(piece, tensor.type) for piece in _pieces(tensor.data, tensor.type))
+
+
+def _check(data: Bytes, type: str, shape: tuple[int, ...]) -> None:
+    if type not in READABLE:
+        raise ModelFileError(f"type {type} cannot be read; allowed are {', '.join(sorted(READABLE))}")
+    kind = by_name(type)
+    if shape[-1] % kind.block or math.prod(shape) // kind.block * kind.size != data.nbytes:
+        raise ModelFileError(f"{data.nbytes} bytes are not a {type} tensor of shape {list(shape)}")
+
+
+def _pieces(data: Bytes, type: str) -> Iterator[Bytes]:
+    kind = by_name(type)
+    step = _CHUNK // kind.block * kind.size
+    return (data[at : at + step] for at in range(0, data.nbytes, step))
+
+
+def _values(piece: Bytes, type: str) -> torch.Tensor:
+    """One dimension, float32 or the stored float type."""
+    if type in _FLOATS:
+        return torch.from_numpy(piece.copy()).view(_FLOATS[type])
+    values = gguf.quants.dequantize(piece.reshape(1, -1), gguf.GGMLQuantizationType[type])
+    return torch.from_numpy(values.reshape(-1))
+
+
+def _bad(piece: Bytes, type: str) -> int:
+    if type in _EXPONENT:
+        word, mask = _EXPONENT[type]
+        return int(np.count_nonzero((piece.view(word) & mask) == mask))
+    blocks = piece.reshape(-1, by_name(type).size)
+    if type in _SCALES:
+        scales = np.concatenate([blocks[:, at : at + 2] for at in _SCALES[type]], axis=1).view(np.uint16)
+        bad = (scales & 0x7C00) == 0x7C00
+    elif type == "MXFP4":
+        bad = blocks[:, :1] == 0xFF  # E8M0: 255 is NaN
+    elif type == "NVFP4":
+        bad = blocks[:, :4] & 0x7F == 0x7F  # E4M3: all ones is NaN
+    else:
+        bad = ~np.isfinite(_values(piece, type).numpy().reshape(len(blocks), -1))
+    return int(np.count_nonzero(bad.any(axis=1)))

@@ -1,0 +1,57 @@
+"""Open a model on disk, whatever its form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.errors import ModelFileError, UserError
+from engine.model_config import ModelConfig
+from engine.weights.gguf_file import open_gguf
+from engine.weights.gguf_source import GGUFSource
+from engine.weights.hf_config import config_from_hf
+from engine.weights.json_file import read_json
+from engine.weights.safetensors_source import INDEX, SINGLE, SafetensorsSource
+from engine.weights.store import WeightSource
+
+
+def open_model(model: str, gguf: str | None = None) -> WeightSource:
+    """Open and check a model; reads headers only.
+
+    `model` is a Hugging Face folder (safetensors; or none and one GGUF model), a .gguf file, or a folder with one
+    GGUF model, which may be split. `gguf` is a GGUF file or folder whose weights are to be used with the folder's
+    configuration. A folder's config.json goes before GGUF metadata. Raises UserError for a path that leads nowhere,
+    ModelFileError for files that cannot be served.
+    """
+    path = _existing(model, "model")
+    config = _folder_config(path)
+    if gguf is not None:
+        if config is None:
+            raise UserError(f"{path}: gguf is given, so model must be a folder with config.json", "model")
+        return GGUFSource(open_gguf(_existing(gguf, "gguf")), config)
+    if path.is_dir() and ((path / SINGLE).is_file() or (path / INDEX).is_file()):
+        if config is None:
+            raise ModelFileError(f"{path}: config.json is missing", "model")
+        return SafetensorsSource(path, config)
+    if path.is_dir() and not any(path.glob("*.gguf")):
+        other = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise ModelFileError(f"{path}: holds neither {SINGLE}, {INDEX} nor a .gguf file, but {other}", "model")
+    return GGUFSource(open_gguf(path), config)
+
+
+def _existing(name: str, field: str) -> Path:
+    path = Path(name).expanduser()
+    try:
+        found = bool(name) and path.exists()
+    except OSError as error:
+        raise UserError(f"{field} {name!r}: cannot be read: {error.strerror}", field) from error
+    if not found:
+        raise UserError(f"{field} {name!r}: no such file or folder; models are read from this machine's disk", field)
+    return path
+
+
+def _folder_config(path: Path) -> ModelConfig | None:
+    file = path / "config.json"
+    if not path.is_dir() or not file.is_file():
+        return None
+    generation = path / "generation_config.json"
+    return config_from_hf(read_json(file), read_json(generation) if generation.is_file() else None, str(file))
