@@ -14,7 +14,7 @@ from engine.lora.reader import read_adapter
 from tests.lora.make import SAMPLES, sample_config
 from tests.lora.merge import merge
 
-TOLERANCE = 1e-4  # measured 2e-6; the references were made by another release of transformers
+TOLERANCE = 1e-5  # measured 2e-6; the references were made by another release of transformers
 
 
 def read(name: str) -> AdapterWeights:
