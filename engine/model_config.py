@@ -71,6 +71,14 @@ class ModelConfig:
         return (layer + 1) % self.decoder_sparse_step == 0
 
     @property
+    def stretched_positions(self) -> int:
+        """Positions that rope scaling reaches: factor times the original length, at least the configured length."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.original_max_position_embeddings is None:
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
+
+    @property
     def sparse_layers(self) -> list[int]:
         return [layer for layer in range(self.num_hidden_layers) if self.is_sparse(layer)]
 

@@ -1,0 +1,247 @@
+"""What goes where and whether it fits, before a byte of weights is read. Torch-free.
+
+>>> plan = plan_memory(config, source, element_bytes=2, expert_backend=lambda layer: "kt")
+>>> print(plan.render()); plan.check(config.force_memory_plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import MemoryPlanError, UserError
+from engine.memory_costs import (
+    adapter_bytes_per_rank,
+    buffer_bytes,
+    dense_bytes,
+    expert_bytes,
+    file_bytes,
+    loading_bytes,
+)
+from engine.memory_limits import Memory, cpu_memory
+from engine.memory_units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from engine.weights.store import WeightSource
+
+BLOCK = 16  # positions in a KV block
+_TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
+_LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
+_CPU_KV_SHARE, _GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
+_RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
+_TYPICAL_RANK = 16
+
+
+@dataclass(frozen=True)
+class Item:
+    device: str
+    label: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `notes` should be said aloud;
+    `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
+
+    devices: list[Memory]
+    items: list[Item]
+    kv_tokens: int
+    max_model_len: int
+    notes: list[str]
+    remedies: list[str]
+
+    def needed(self, device: Memory) -> int:
+        return sum(item.num_bytes for item in self.items if item.device == device.name)
+
+    @property
+    def short(self) -> list[Memory]:
+        """The devices on which it does not fit."""
+        return [device for device in self.devices if self.needed(device) > device.free_bytes]
+
+    def render(self) -> str:
+        """A table for a terminal."""
+        rows: list[tuple[str, str]] = []
+        for device in self.devices:
+            free, limit = format_bytes(device.free_bytes), format_bytes(device.limit_bytes)
+            rows.append((f"memory plan, {device.name}: {free} free of {limit}", ""))
+            rows += [(f"  {i.label}", format_bytes(i.num_bytes)) for i in self.items if i.device == device.name]
+            over = self.needed(device) - device.free_bytes
+            verdict = f"  needed, {format_bytes(over)} too much" if over > 0 else "  needed"
+            rows.append((verdict, format_bytes(self.needed(device))))
+        left = max(len(label) for label, size in rows if size)
+        right = max(len(size) for _, size in rows)
+        lines = [f"{label:<{left}}  {size:>{right}}" if size else label for label, size in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def check(self, force: bool) -> None:
+        """Raise MemoryPlanError if a device is short, unless `force`."""
+        if force or not self.short:
+            return
+        lines = []
+        for device in self.short:
+            need, free = format_bytes(self.needed(device)), format_bytes(device.free_bytes)
+            largest = sorted((i for i in self.items if i.device == device.name), key=lambda i: -i.num_bytes)[:3]
+            what = ", ".join(f"{item.label} {format_bytes(item.num_bytes)}" for item in largest)
+            lines.append(f"{device.name}: {need} needed, {free} free ({what})")
+        advice = "would fit: " + "; or ".join(self.remedies) if self.remedies else "no setting makes it fit"
+        raise MemoryPlanError(
+            f"the model does not fit. {'; '.join(lines)}. {advice}. "
+            "--force-memory-plan starts anyway (where memory grows with use, for instance).",
+            "force_memory_plan",
+        )
+
+
+def plan_memory(
+    config: EngineConfig,
+    source: WeightSource,
+    element_bytes: int,
+    expert_backend: Callable[[int], str] = lambda layer: "reference",
+    *,
+    linear_backend: str = "reference",
+    cpu: Memory | None = None,
+    gpu: Memory | None = None,
+    extra: Sequence[Item] = (),
+) -> MemoryPlan:
+    """`element_bytes` is the size of an activation, `expert_backend` names a sparse layer's backend.
+
+    With `gpu`, dense weights, KV cache and step buffers lie there, and the experts of layers on "gpu"; all else is
+    on the CPU (its memory is looked up unless given). `extra` are what a backend needs besides. Raises UserError for
+    settings that contradict one another.
+    """
+    cpu = cpu or cpu_memory()
+    inputs = _Inputs(config, source, expert_backend, element_bytes, linear_backend, cpu, gpu, tuple(extra))
+    plan = _draw(inputs)
+    return replace(plan, remedies=_remedies(inputs, plan)) if plan.short else plan
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    config: EngineConfig
+    source: WeightSource
+    expert_backend: Callable[[int], str]
+    element_bytes: int
+    linear_backend: str
+    cpu: Memory
+    gpu: Memory | None
+    extra: tuple[Item, ...]
+
+    @property
+    def main(self) -> Memory:
+        """Where everything but CPU experts lies."""
+        return self.gpu or self.cpu
+
+
+def _draw(inputs: _Inputs) -> MemoryPlan:
+    config, source, main, cpu = inputs.config, inputs.source, inputs.main, inputs.cpu
+    items = [*_expert_items(inputs), *inputs.extra]
+    items.append(Item(main.name, "dense weights", dense_bytes(source, inputs.linear_backend, inputs.element_bytes)))
+    if config.adapters:
+        label = f"adapters at start, {len(config.adapters)}"
+        items.append(Item(main.name, label, sum(file_bytes(text.partition("=")[2]) for text in config.adapters)))
+    rows = config.max_num_batched_tokens
+    items.append(
+        Item(main.name, f"step buffers, {rows} tokens", buffer_bytes(source.config, rows, config.max_num_seqs))
+    )
+    items.append(Item(cpu.name, "while loading, one layer", loading_bytes(source.config)))
+    devices = [cpu] if inputs.gpu is None else [inputs.gpu, cpu]
+    items += [Item(d.name, "reserve", max(_RESERVE, int(_RESERVE_SHARE * d.limit_bytes))) for d in devices]
+    used = sum(item.num_bytes for item in items if item.device == main.name)
+    share = _CPU_KV_SHARE if inputs.gpu is None else _GPU_KV_SHARE
+    per_token = source.config.kv_bytes_per_token(inputs.element_bytes)
+    tokens, length, notes = _cache(inputs, int(share * max(main.free_bytes - used, 0)) // per_token)
+    items.append(Item(main.name, f"KV cache, {tokens} tokens", tokens * per_token))
+    each = format_bytes(_TYPICAL_RANK * adapter_bytes_per_rank(source.config))
+    notes.append(f"each adapter of rank {_TYPICAL_RANK} on all projections takes {each} more")
+    return MemoryPlan(devices, items, tokens, length, notes, [])
+
+
+def _expert_items(inputs: _Inputs) -> list[Item]:
+    """One item per backend; its layers need not be neighbours."""
+    sizes: dict[str, list[int]] = {}
+    for layer in inputs.source.config.sparse_layers:
+        backend = inputs.expert_backend(layer)
+        size = expert_bytes(inputs.source.experts(layer), backend, inputs.element_bytes, inputs.config.kt_method)
+        sizes.setdefault(backend, []).append(size)
+    items = []
+    for backend, layers in sizes.items():
+        device = inputs.main if backend == "gpu" else inputs.cpu
+        items.append(Item(device.name, f"experts, {len(layers)} layers on {backend}", sum(layers)))
+    return items
+
+
+def _cache(inputs: _Inputs, affordable: int) -> tuple[int, int, list[str]]:
+    """(tokens of the cache, max_model_len, notes). `affordable` tokens fit."""
+    config, model = inputs.config, inputs.source.config
+    longest = model.max_position_embeddings
+    length = config.max_model_len or longest
+    if not 1 <= length <= max(longest, model.stretched_positions):
+        raise UserError(f"max_model_len is {length}; this model allows 1 to {longest}", "max_model_len")
+    asked = _asked_tokens(inputs)
+    if asked is not None:
+        if config.max_model_len is not None and asked < length:
+            raise UserError(f"max_model_len is {length}, but the KV cache is set to {asked} tokens", "max_model_len")
+        tokens = asked
+    else:
+        wanted = max(config.max_num_seqs * min(length, _TYPICAL_LEN), length)
+        tokens = _blocks(max(min(wanted, affordable), min(wanted, _LEAST_TOKENS)))
+        if config.max_model_len is not None:
+            tokens = max(tokens, _blocks(length))
+    if tokens >= length:
+        return tokens, length, []
+    return tokens, tokens, [f"max_model_len is {tokens} instead of the model's {length}: the KV cache holds no more"]
+
+
+def _asked_tokens(inputs: _Inputs) -> int | None:
+    """The cache's size if it was set, in whole blocks."""
+    config = inputs.config
+    if config.kv_cache_tokens is not None and config.kv_cache_memory is not None:
+        raise UserError("kv_cache_tokens and kv_cache_memory are both given; one sets the size", "kv_cache_memory")
+    if config.kv_cache_tokens is not None:
+        if config.kv_cache_tokens < 1:
+            raise UserError(f"kv_cache_tokens is {config.kv_cache_tokens}; allowed is 1 or more", "kv_cache_tokens")
+        return _blocks(config.kv_cache_tokens)
+    if config.kv_cache_memory is None:
+        return None
+    per_block = BLOCK * inputs.source.config.kv_bytes_per_token(inputs.element_bytes)
+    size = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
+    if size < per_block:
+        raise UserError(
+            f"kv_cache_memory is {config.kv_cache_memory}; one block of {BLOCK} tokens takes {per_block} bytes",
+            "kv_cache_memory",
+        )
+    return size // per_block * BLOCK
+
+
+def _blocks(tokens: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-tokens // BLOCK) * BLOCK
+
+
+def _remedies(inputs: _Inputs, plan: MemoryPlan) -> list[str]:
+    """Each setting that alone would make it fit, by drawing the plan with it."""
+    config = inputs.config
+    trials: list[tuple[str, _Inputs]] = []
+
+    def trial(text: str, element_bytes: int = inputs.element_bytes, **settings: object) -> None:
+        changed = replace(inputs, config=replace(config, **settings), element_bytes=element_bytes)  # type: ignore[arg-type]
+        backend = settings.get("expert_backend")
+        trials.append((text, replace(changed, expert_backend=lambda _: str(backend)) if backend else changed))
+
+    over = plan.needed(inputs.main) - inputs.main.free_bytes
+    per_token = inputs.source.config.kv_bytes_per_token(inputs.element_bytes)
+    tokens = (plan.kv_tokens - -(-over // per_token)) // BLOCK * BLOCK
+    if tokens >= BLOCK:
+        trial(f"--kv-cache-tokens {tokens}", kv_cache_tokens=tokens, kv_cache_memory=None, max_model_len=None)
+    if inputs.element_bytes > 2:
+        trial("--dtype bfloat16", element_bytes=2, dtype="bfloat16")
+    if config.max_num_batched_tokens > 128:
+        trial("--max-num-batched-tokens 128", max_num_batched_tokens=128)
+    if config.adapters:
+        trial("fewer --adapters", adapters=[])
+    for method in ("AMXInt8", "AMXInt4"):
+        text = f"--expert-backend kt --kt-method {method}"
+        trial(text, expert_backend="kt", kt_method=method)
+    return [text for text, changed in trials if not _draw(changed).short]
