@@ -1,6 +1,6 @@
 """What goes where and whether it fits, before a byte of weights is read. Torch-free.
 
->>> plan = plan_memory(config, source, element_bytes=2, expert_backend=lambda layer: "kt")
+>>> plan = plan_memory(config, source, expert_backend=lambda layer: "kt", element_bytes=2)
 >>> print(plan.render()); plan.check(config.force_memory_plan)
 """
 
@@ -97,15 +97,15 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig,
     source: WeightSource,
+    expert_backend: Callable[[int], str],
     element_bytes: int,
-    expert_backend: Callable[[int], str] = lambda layer: "reference",
     *,
     linear_backend: str = "reference",
     cpu: Memory | None = None,
     gpu: Memory | None = None,
     extra: Sequence[Item] = (),
 ) -> MemoryPlan:
-    """`element_bytes` is the size of an activation, `expert_backend` names a sparse layer's backend.
+    """`expert_backend` names a sparse layer's backend, `element_bytes` is the size of an activation.
 
     With `gpu`, dense weights, KV cache and step buffers lie there, and the experts of layers on "gpu"; all else is
     on the CPU (its memory is looked up unless given). `extra` are what a backend needs besides. Raises UserError for
