@@ -1,1 +1,1 @@
-"""Pure scheduling logic: requests, blocks, prefix cache, batching policy, fairness. Imports neither torch nor the engine."""
+"""Pure scheduling logic: requests, blocks, prefix cache, policy, fairness. Imports neither torch nor the engine."""

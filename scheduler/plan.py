@@ -63,13 +63,16 @@ class Event:
 
     kind: EventKind
     request: Request
-    tokens: list[int] = field(default_factory=list)  # TOKENS; also FINISHED: the tokens committed with it
+    # TOKENS; also FINISHED: the tokens committed with it. An end-of-sequence or stop token is never among them.
+    tokens: list[int] = field(default_factory=list)
     reason: str = ""  # FINISHED: "stop" or "length"; otherwise a sentence for the user
     retry_after_s: float | None = None  # REFUSED for want of room
+    stop_token: int | None = None  # FINISHED "stop": the token that ended it, which is not part of the output
 
 
 class AdmissionError(Exception):
-    """A request that is not taken. `code` is "queue_full", "too_long" or "duplicate"."""
+    """A request that is not taken. `code` is "queue_full", "too_long", "duplicate", "empty_prompt" or
+    "no_adapter_slots"."""
 
     def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

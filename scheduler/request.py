@@ -81,9 +81,13 @@ class Request:
     num_preemptions: int = 0
     slot: int = 0  # adapter slot while running; 0 is the base
     stop_reason: str | None = None
+    rank: float = 0.0  # arrival_s + priority * aging_s; smaller is served first, so waiting makes up for priority
+    num_charged: int = 0  # positions the tenant has been charged for; recomputed ones are not charged again
 
     # BlockManager
     blocks: list[int] = field(default_factory=list)  # block ids, in order of position
+    block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of the full blocks of known tokens
+    num_published: int = 0  # leading blocks that were found in, or offered to, the prefix cache
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,69 @@
+"""What the scheduler is told once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes and policy. Raises ValueError for a value outside its range.
+
+    `num_blocks` blocks of `block_size` positions hold all KV. `max_num_seqs` requests run at the same time;
+    a step has at most `max_num_batched_tokens` tokens, so every running request has room for its decode row.
+    `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill; None: only the budget does.
+    """
+
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_queue: int
+    num_adapter_slots: int  # slots 1 .. num_adapter_slots; slot 0 is the base and always there
+    eos_token_ids: tuple[int, ...]
+    block_size: int = 16
+    prefix_caching: bool = True
+    itl_target_s: float | None = None
+
+    aging_s: float = 10.0  # one step of priority is worth this much waiting
+    slot_patience_s: float = 2.0  # after it, a waiting adapter makes a resident one stop taking requests
+
+    # service per token (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models, 2024)
+    prefill_weight: float = 1.0
+    decode_weight: float = 2.0
+    cached_weight: float = 0.1
+
+    # prefill tokens beside decode rows while the cost model has too few samples, and its lower bound ever after
+    initial_chunk: int = 64
+    min_chunk: int = 16
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_blocks",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "max_queue",
+            "block_size",
+            "initial_chunk",
+            "min_chunk",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.num_adapter_slots < 0:
+            raise ValueError(f"num_adapter_slots is {self.num_adapter_slots}, must be at least 0")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs room for one token in a step"
+            )
+        for name in ("aging_s", "slot_patience_s", "prefill_weight", "decode_weight", "cached_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}, must be a finite number, at least 0")
+        if self.itl_target_s is not None and not 0 < self.itl_target_s < float("inf"):
+            raise ValueError(f"itl_target_s is {self.itl_target_s}, must be a finite number above 0")
+
+    @property
+    def max_tokens_held(self) -> int:
+        """The longest prompt plus output: the model's length, or what all blocks together hold."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)

@@ -1,0 +1,203 @@
+"""The scheduler's state and the moves between its parts.
+
+waiting --admit--> running --preempt--> waiting         anywhere --end--> forgotten
+What an in-flight step reads is handed to that step (`Flight.held`) and given back when the step has ended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from scheduler.blocks import BlockManager, Match
+from scheduler.config import SchedulerConfig
+from scheduler.errors import IntegrityError
+from scheduler.fairness import Fairness
+from scheduler.plan import StepPlan, StepRow
+from scheduler.request import AdapterKey, Request, Status
+from scheduler.slots import AdapterSlots
+from scheduler.waiting import Entry, WaitingQueue, entry
+
+
+@dataclass
+class Flight:
+    """A launched step whose tokens are not committed yet."""
+
+    plan: StepPlan
+    rows: dict[Request, StepRow]
+    void: set[Request] = field(default_factory=set)  # rows whose outcome is ignored
+    published: list[tuple[Request, int]] = field(default_factory=list)  # blocks made findable by it
+    held: list[tuple[list[int], int]] = field(default_factory=list)  # blocks and slot of requests that left it
+
+
+class Core:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.requests: dict[str, Request] = {}
+        self.running: list[Entry] = []  # by rank
+        self.waiting = WaitingQueue()
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
+        self.slots = AdapterSlots(config.num_adapter_slots, config.slot_patience_s)
+        self.fairness = Fairness()
+        self.flights: list[Flight] = []  # oldest first, at most two
+        self.num_arrived = 0
+        self.num_preemptions = 0
+        self.num_hit_tokens = 0
+        self.num_looked_up_tokens = 0
+
+    def arrive(self, request: Request, now: float, tenant_weight: float) -> None:
+        self.fairness.arrive(request.tenant, tenant_weight)
+        request.status = Status.WAITING
+        request.arrival = self.num_arrived
+        request.arrival_s = now
+        request.rank = now + request.priority * self.config.aging_s
+        self.num_arrived += 1
+        self.requests[request.request_id] = request
+        self.slots.add_user(request.adapter)
+        self.waiting.add(request)
+
+    def admit(self, request: Request, match: Match) -> None:
+        self.waiting.remove(request)
+        self.fairness.leave(request.tenant)
+        self.blocks.take(request, match)
+        request.slot = self.slots.pin(request.adapter)
+        request.num_computed = match.num_tokens
+        if request.status is Status.WAITING:
+            request.num_cached = min(match.num_tokens, len(request.prompt))
+            self.num_hit_tokens += request.num_cached
+            self.num_looked_up_tokens += len(request.prompt)
+        if match.num_tokens > request.num_charged:
+            self.charge(request, match.num_tokens, self.config.cached_weight, self.config.cached_weight)
+        request.status = Status.RUNNING
+        insort(self.running, entry(request))
+
+    def preempt(self, request: Request) -> None:
+        """Back to the queue; prompt and output stay, and so does a sampled token that is still in flight."""
+        self._leave_running(request)
+        request.status = Status.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.fairness.wait_again(request.tenant)
+        self.waiting.add(request)
+
+    def end(self, request: Request, status: Status) -> None:
+        """The request's only way out."""
+        if request.status is Status.RUNNING:
+            self._leave_running(request)
+        else:
+            self.waiting.remove(request)
+            self.fairness.leave(request.tenant)
+        for flight in self.flights:
+            self.void(flight, request)
+        request.status = status
+        request.num_in_flight = 0
+        del self.requests[request.request_id]
+        self.fairness.end(request.tenant)
+        self.slots.drop_user(request.adapter)
+
+    def void(self, flight: Flight, request: Request) -> None:
+        row = flight.rows.get(request)
+        if row is not None and request not in flight.void:
+            flight.void.add(request)
+            request.num_in_flight -= row.samples
+
+    def charge(self, request: Request, end: int, prompt_weight: float, output_weight: float) -> None:
+        """Charge the tenant for positions up to `end` that it has not been charged for."""
+        split = len(request.prompt)
+        prompt = max(0, min(end, split) - request.num_charged)
+        output = max(0, end - max(request.num_charged, split))
+        request.num_charged = max(request.num_charged, end)
+        self.fairness.charge(request.tenant, prompt * prompt_weight + output * output_weight)
+
+    def publish(self, request: Request) -> None:
+        """Make what is computed findable; the newest step that has a row of the request answers for it."""
+        published = self.blocks.publish(request)
+        if published and (flight := self._newest_flight(request)) is not None:
+            flight.published += [(request, block) for block in published]
+
+    def land(self, flight: Flight) -> None:
+        """The step has ended: nothing reads what was held for it, unless an older step is still under way."""
+        older = [f for f in self.flights if f.plan.step < flight.plan.step]
+        if older:
+            older[-1].held += flight.held
+            return
+        for blocks, slot in flight.held:
+            self.blocks.release(blocks)
+            self.slots.unpin(slot)
+
+    def undo(self, flight: Flight) -> None:
+        """The step did not happen: nothing it computed is findable, and whoever built on it starts again."""
+        lost = set(flight.rows)
+        for other in [flight, *(f for f in self.flights if f.plan.step > flight.plan.step)]:
+            blocks = {block for f in (flight, other) for request, block in f.published if request in lost}
+            for request in other.rows:
+                if request not in lost and request not in other.void and not blocks.isdisjoint(request.blocks):
+                    lost.add(request)
+                    if request.status is Status.RUNNING:
+                        self.preempt(request)
+                    self.void(other, request)
+            for request, block in other.published:
+                if request in lost:
+                    self.blocks.unpublish(block)
+
+    @property
+    def blocks_are_held(self) -> bool:
+        return any(flight.held for flight in self.flights)
+
+    def check_integrity(self) -> None:
+        found = [
+            f"request {request.request_id} is {request.status.value} but runs"
+            for _, _, request in self.running
+            if request.status is not Status.RUNNING
+        ]
+        found += [
+            f"request {request.request_id} is {request.status.value} but waits"
+            for request in self.waiting
+            if request.status not in (Status.WAITING, Status.PREEMPTED) or request.blocks or request.slot
+        ]
+        listed = [request for _, _, request in self.running] + list(self.waiting)
+        if len(listed) != len(self.waiting) + len(self.running) or {r.request_id for r in listed} != set(self.requests):
+            found.append(f"{len(listed)} requests are listed, {len(self.requests)} are known")
+        pins: dict[int, int] = {}
+        users: dict[AdapterKey, int] = {}
+        holders = []
+        for request in listed:
+            users[request.adapter] = users.get(request.adapter, 0) + 1
+            holders.append(request.blocks)
+            in_flight = sum(
+                f.rows[request].samples for f in self.flights if request in f.rows and request not in f.void
+            )
+            if request.num_in_flight != in_flight:
+                found.append(f"request {request.request_id}: {request.num_in_flight} in flight, rows say {in_flight}")
+            if len(request.blocks) * self.config.block_size < request.num_computed:
+                found.append(f"request {request.request_id}: {request.num_computed} positions computed, blocks too few")
+            if request.slot:
+                pins[request.slot] = pins.get(request.slot, 0) + 1
+                if self.slots.slots[request.slot - 1].adapter != request.adapter:
+                    found.append(f"request {request.request_id}: slot {request.slot} holds another adapter")
+        for flight in self.flights:
+            for blocks, slot in flight.held:
+                holders.append(blocks)
+                pins[slot] = pins.get(slot, 0) + 1
+        pins.pop(0, None)
+        found += self.blocks.problems(holders)
+        found += self.slots.problems(pins, users)
+        found += self.fairness.problems(listed, [r for r in listed if r.status is not Status.RUNNING])
+        if found:
+            raise IntegrityError("; ".join(found))
+
+    def _leave_running(self, request: Request) -> None:
+        del self.running[bisect_left(self.running, entry(request))]
+        flight = self._newest_flight(request)
+        if flight is not None:
+            flight.held.append((request.blocks, request.slot))
+        else:
+            self.blocks.release(request.blocks)
+            self.slots.unpin(request.slot)
+        request.blocks = []
+        request.slot = 0
+        request.num_computed = 0
+        request.num_published = 0
+
+    def _newest_flight(self, request: Request) -> Flight | None:
+        return next((flight for flight in reversed(self.flights) if request in flight.rows), None)

@@ -1,0 +1,131 @@
+"""How long a step takes, learnt while running: t = c0 + c1 tokens + c2 distinct experts + c3 positions read."""
+
+from __future__ import annotations
+
+from scheduler.plan import StepPlan
+
+MIN_SAMPLES = 8
+DECAY = 0.98  # a sample's weight halves every 34 steps
+MAX_SURPRISE = 4.0  # a step is taken for at most so many times faster or slower than predicted
+
+
+class CostModel:
+    """Least squares over exponentially weighted samples; coefficients are never negative, so more work is never
+    predicted to take less time. Deterministic; seconds come from the caller."""
+
+    def __init__(self, initial_chunk: int, min_chunk: int) -> None:
+        self._initial_chunk = initial_chunk
+        self._min_chunk = min_chunk
+        self._num_samples = 0
+        self._moments = [[0.0] * 4 for _ in range(4)]
+        self._targets = [0.0] * 4
+        self._coefficients = [0.0] * 4
+        self._experts: dict[int, tuple[float, float]] = {}  # by bit length of tokens: mean tokens, mean experts
+
+    def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
+        """`experts`: distinct experts that the step touched, over all layers; None if nobody counted."""
+        tokens = plan.num_tokens
+        read = sum(row.start + row.num_tokens for row in plan.rows)
+        if not 0 <= seconds < float("inf") or not tokens:
+            return
+        if experts is not None:
+            self._learn_experts(tokens, experts)
+        features = self._features(tokens, read, experts)
+        if self._num_samples >= MIN_SAMPLES:  # a hiccup of the machine must not throw the fit over
+            expected = self._dot(features)
+            if expected > 0:
+                seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        for i in range(4):
+            for j in range(4):
+                self._moments[i][j] = DECAY * self._moments[i][j] + features[i] * features[j]
+            self._targets[i] = DECAY * self._targets[i] + features[i] * seconds
+        self._num_samples += 1
+        self._coefficients = _fit(self._moments, self._targets)
+
+    def predict(self, tokens: int, read: int) -> float:
+        """Seconds of a step of so many tokens that reads so many positions of the KV cache."""
+        return self._dot(self._features(tokens, read, None))
+
+    def chunk(self, num_decodes: int, decode_read: int, budget: int, target_s: float) -> int:
+        """The most prefill tokens, at most `budget`, that beside so many decode rows keep the step within target.
+
+        Never under the smallest chunk: prefill goes on even if decoding alone is over target.
+        """
+        low, high = min(self._min_chunk, budget), budget
+        if self._num_samples < MIN_SAMPLES:
+            return min(self._initial_chunk, budget)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.predict(num_decodes + middle, decode_read + middle) <= target_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _features(self, tokens: int, read: int, experts: int | None) -> list[float]:
+        touched = self._expected_experts(tokens) if experts is None else float(experts)
+        return [1.0, float(tokens), touched, float(read)]
+
+    def _dot(self, features: list[float]) -> float:
+        return sum(c * f for c, f in zip(self._coefficients, features, strict=True))
+
+    def _learn_experts(self, tokens: int, experts: int) -> None:
+        known = self._experts.get(tokens.bit_length())
+        if known is None:
+            self._experts[tokens.bit_length()] = (float(tokens), float(experts))
+        else:
+            self._experts[tokens.bit_length()] = (
+                known[0] + (tokens - known[0]) / 8,
+                known[1] + (experts - known[1]) / 8,
+            )
+
+    def _expected_experts(self, tokens: int) -> float:
+        """Between the token counts seen, straight lines; outside them, the nearest (more tokens touch at most all
+        experts, fewer at least none)."""
+        below: tuple[float, float] = (0.0, 0.0)
+        above: tuple[float, float] | None = None
+        for count, experts in sorted(self._experts.values()):
+            if above is not None:
+                break
+            point = (count, max(experts, below[1]))  # more tokens never touch fewer
+            if count <= tokens:
+                below = point
+            else:
+                above = point
+        if above is None:
+            return below[1]
+        share = (tokens - below[0]) / (above[0] - below[0])
+        return max(0.0, below[1] + share * (above[1] - below[1]))
+
+
+def _fit(moments: list[list[float]], targets: list[float]) -> list[float]:
+    """Non-negative least squares by leaving out the most negative feature until none is left."""
+    active = [i for i in range(4) if moments[i][i] > 0]
+    while active:
+        solution = _solve([[moments[i][j] for j in active] for i in active], [targets[i] for i in active])
+        worst = min(range(len(active)), key=lambda k: solution[k])
+        if solution[worst] >= 0:
+            found = [0.0] * 4
+            for i, value in zip(active, solution, strict=True):
+                found[i] = value
+            return found
+        del active[worst]
+    return [0.0] * 4
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Cholesky with a small ridge, relative to each feature's own size: collinear features share, none explodes."""
+    n = len(right)
+    scale = [matrix[i][i] ** 0.5 for i in range(n)]
+    lower = [[0.0] * n for _ in range(n)]
+    for i in range(n):
+        for j in range(i + 1):
+            value = matrix[i][j] / (scale[i] * scale[j]) + (1e-6 if i == j else 0.0)
+            value -= sum(lower[i][k] * lower[j][k] for k in range(j))
+            lower[i][j] = max(value, 1e-12) ** 0.5 if i == j else value / lower[j][j]
+    solution = [right[i] / scale[i] for i in range(n)]
+    for i in range(n):
+        solution[i] = (solution[i] - sum(lower[i][k] * solution[k] for k in range(i))) / lower[i][i]
+    for i in reversed(range(n)):
+        solution[i] = (solution[i] - sum(lower[k][i] * solution[k] for k in range(i + 1, n))) / lower[i][i]
+    return [solution[i] / scale[i] for i in range(n)]

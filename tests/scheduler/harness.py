@@ -1,0 +1,251 @@
+"""A fake engine whose KV cache, adapter slots and sampler are plain Python, and a client that counts events.
+
+The value at a position is a hash of the value before it, the token and the adapter, read from and written to the
+blocks that the plan names. A sampled token is a function of the last value: any wrong, stale, shared or too early
+reused block, and any wrong adapter, gives other tokens than `expected_tokens`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+
+from scheduler.plan import Event, EventKind, StepPlan
+from scheduler.request import BASE, AdapterKey, Request, SamplingParams, Status
+from scheduler.scheduler import Scheduler, SchedulerConfig
+
+VOCAB = 50
+EOS = 7
+GARBAGE = -1
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "num_blocks": 32,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "max_queue": 100,
+        "num_adapter_slots": 2,
+        "eos_token_ids": (EOS,),
+    }
+    return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def make_request(
+    request_id: str,
+    prompt: list[int],
+    max_tokens: int = 4,
+    *,
+    adapter: AdapterKey = BASE,
+    tenant: str = "t",
+    priority: int = 0,
+    deadline: float | None = None,
+    ignore_eos: bool = True,
+    stop_token_ids: tuple[int, ...] = (),
+    prompt_logprobs: int | None = None,
+) -> Request:
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, prompt_logprobs=prompt_logprobs
+    )
+    return Request(
+        request_id, list(prompt), sampling, adapter=adapter, tenant=tenant, priority=priority, deadline=deadline
+    )
+
+
+def value_after(value: int, token: int, adapter: AdapterKey) -> int:
+    return zlib.crc32(f"{value}/{token}/{adapter.uid}.{adapter.version}".encode())
+
+
+def sample(value: int) -> int:
+    return value % VOCAB
+
+
+def expected_tokens(request: Request, config: SchedulerConfig) -> tuple[list[int], str]:
+    """Output and reason when nothing interferes."""
+    value, output = 0, []
+    for token in request.prompt:
+        value = value_after(value, token, request.adapter)
+    limit = min(config.max_model_len, config.num_blocks * config.block_size)
+    while len(output) < request.sampling.max_tokens and len(request.prompt) + len(output) < limit:
+        token = sample(value)
+        if token in request.sampling.stop_token_ids or (
+            token in config.eos_token_ids and not request.sampling.ignore_eos
+        ):
+            return output, "stop"
+        output.append(token)
+        value = value_after(value, token, request.adapter)
+    return output, "length"
+
+
+class FakeEngine:
+    """Runs a scheduler at an overlap depth of 0 or 1. The clock advances by `dt` a step."""
+
+    def __init__(self, config: SchedulerConfig, depth: int = 0, dt: float = 0.01) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.depth = depth
+        self.now = 0.0
+        self.dt = dt
+        self.kv = [[GARBAGE] * config.block_size for _ in range(config.num_blocks)]
+        self.resident: dict[int, AdapterKey] = {0: BASE}
+        self.loading: dict[int, AdapterKey] = {}
+        self.hold_loads = False
+        self.in_flight: deque[tuple[StepPlan, list[list[int]], list[int]]] = deque()
+        self.device_tokens: dict[tuple[Request, int], int] = {}
+        self.events: list[Event] = []
+        self.terminal: dict[str, Event] = {}
+        self.streamed: dict[str, list[int]] = {}
+        self.submitted: dict[str, Request] = {}
+        self.cut: set[str] = set()  # ended by a stop string
+        self.trace: list[object] = []  # everything that was decided, to compare runs
+
+    # ---- client
+
+    def add(self, request: Request, weight: float = 1.0) -> Request:
+        self.scheduler.add(request, self.now, weight)
+        self.submitted[request.request_id] = request
+        self.streamed[request.request_id] = []
+        return request
+
+    def take(self, *events: Event | None) -> None:
+        for event in events:
+            if event is None:
+                continue
+            request_id = event.request.request_id
+            assert request_id not in self.terminal, f"{event} after {self.terminal[request_id]}"
+            self.events.append(event)
+            self.trace.append((event.kind.value, request_id, tuple(event.tokens), event.reason, event.stop_token))
+            self.streamed[request_id] += event.tokens
+            if event.kind is not EventKind.TOKENS:
+                self.terminal[request_id] = event
+                assert event.request.status.terminal
+                assert not event.request.blocks
+            else:
+                assert event.request.status in (Status.RUNNING, Status.PREEMPTED)
+
+    def stop_string(self, request_id: str, keep: int) -> None:
+        self.take(self.scheduler.finish(request_id, keep))
+        self.cut.add(request_id)
+        self.streamed[request_id] = self.streamed[request_id][:keep]
+        assert self.streamed[request_id] == self.submitted[request_id].output
+
+    # ---- engine
+
+    def step(self) -> StepPlan | None:
+        """Schedule and launch; then commit what depth leaves no room for."""
+        self.now += self.dt
+        self.take(*self.scheduler.expire(self.now))
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        for load in self.scheduler.slot_loads():
+            assert load.slot not in self.loading
+            self._assert_slot_unused(load.slot)
+            self.resident.pop(load.slot, None)
+            self.loading[load.slot] = load.adapter
+            self.trace.append(load)
+        if not self.hold_loads:
+            self.finish_loads()
+        if plan is not None:
+            self.launch(plan)
+        while len(self.in_flight) > (self.depth if plan is not None else 0):
+            self.commit()
+        self.check()
+        return plan
+
+    def finish_loads(self) -> None:
+        for slot, adapter in list(self.loading.items()):
+            del self.loading[slot]
+            self.resident[slot] = adapter
+            self.scheduler.slot_loaded(slot)
+
+    def fail_load(self, slot: int) -> None:
+        del self.loading[slot]
+        self.take(*self.scheduler.slot_failed(slot, "no such file"))
+
+    def launch(self, plan: StepPlan) -> None:
+        self._check_plan(plan)
+        self.trace.append([(r.request.request_id, r.start, r.num_tokens, r.adapter_slot, r.samples) for r in plan.rows])
+        written: list[int] = []
+        results = []
+        size = self.config.block_size
+        # reads see only what earlier steps wrote: a row never uses what another row of its step writes
+        snapshot = [list(block) for block in self.kv]
+        for row, table in zip(plan.rows, plan.block_tables, strict=True):
+            adapter = self.resident[row.adapter_slot]
+            assert adapter == row.request.adapter
+            value = snapshot[table[(row.start - 1) // size]][(row.start - 1) % size] if row.start else 0
+            assert value != GARBAGE, f"{row.request.request_id} reads what nobody computed"
+            for position in range(row.start, row.start + row.num_tokens):
+                token = row.request.token(position)
+                if token is None:
+                    assert row.is_decode
+                    token = self.device_tokens[row.request, position]
+                value = value_after(value, token, adapter)
+                self.kv[table[position // size]][position % size] = value
+                written.append(table[position // size])
+            if row.samples:
+                self.device_tokens[row.request, row.start + row.num_tokens] = sample(value)
+            results.append([sample(value)] if row.samples else [])
+        self.in_flight.append((plan, results, written))
+
+    def commit(self) -> None:
+        plan, results, _ = self.in_flight.popleft()
+        for row in plan.rows:
+            assert self.resident[row.adapter_slot] == row.request.adapter, "the slot changed under a step"
+        self.take(*self.scheduler.commit(plan, results, self.now))
+
+    def drop(self, index: int) -> None:
+        """The step failed: whatever it wrote is garbage."""
+        plan, _, written = self.in_flight[index]
+        del self.in_flight[index]
+        for block in written:
+            self.kv[block] = [GARBAGE] * self.config.block_size
+        self.take(*self.scheduler.drop(plan))
+
+    def drain(self, max_steps: int) -> int:
+        """Steps until nothing is left; fails if that takes more than `max_steps`."""
+        for count in range(max_steps):
+            if not self.scheduler.has_work():
+                return count
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps: {self.scheduler.stats()}")
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        known = {r.request_id for r in self.scheduler.requests()}
+        assert known == set(self.submitted) - set(self.terminal)
+
+    def check_outputs(self) -> None:
+        for request_id, request in self.submitted.items():
+            event = self.terminal[request_id]
+            tokens, reason = expected_tokens(request, self.config)
+            if event.kind is EventKind.FINISHED and request_id not in self.cut:
+                assert event.reason == reason
+                assert self.streamed[request_id] == tokens == request.output
+            else:  # ended early: what was streamed is right as far as it goes
+                assert self.streamed[request_id] == tokens[: len(self.streamed[request_id])]
+        assert self.scheduler.stats()["blocks_used"] == 0
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.rows) <= self.config.max_num_seqs
+        decodes = [row.is_decode for row in plan.rows]
+        assert decodes == sorted(decodes, reverse=True)
+        assert len({row.request.request_id for row in plan.rows}) == len(plan.rows)
+        size = self.config.block_size
+        others = [p for p, _, _ in self.in_flight]
+        for row, table in zip(plan.rows, plan.block_tables, strict=True):
+            assert row.request.request_id not in self.terminal
+            assert len(table) * size >= row.start + row.num_tokens
+            writes = set(table[row.start // size : (row.start + row.num_tokens - 1) // size + 1])
+            for other in [plan, *others]:
+                for there, blocks in zip(other.rows, other.block_tables, strict=True):
+                    assert there.request is row.request or writes.isdisjoint(blocks), "written while another reads it"
+
+    def _assert_slot_unused(self, slot: int) -> None:
+        for plan, _, _ in self.in_flight:
+            assert all(row.adapter_slot != slot for row in plan.rows), "a slot that a step reads is loaded over"

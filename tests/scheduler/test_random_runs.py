@@ -1,0 +1,121 @@
+"""Random arrivals, aborts, stop strings, drops, loads, preemptions; the fake engine notices every mistake."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.plan import AdmissionError, EventKind
+from scheduler.request import BASE, AdapterKey
+from tests.scheduler.harness import EOS, FakeEngine, config, make_request
+
+ADAPTERS = [BASE, BASE, *(AdapterKey(uid, 1) for uid in (1, 2, 3))]
+
+
+def random_request(rng: random.Random, number: int, max_len: int):
+    # few distinct beginnings, so that prefixes are shared between requests, tenants and adapters
+    prompt = ([rng.randrange(2)] * 20 + [9, 9, 9, 9])[rng.randrange(20) :][: rng.randint(1, max_len)]
+    prompt += [rng.randrange(10, 40) for _ in range(rng.choice([0, 0, 1, 5]))]
+    return make_request(
+        f"r{number}",
+        prompt,
+        rng.choice([0, 1, 2, 5, 9, 30]),
+        adapter=rng.choice(ADAPTERS),
+        tenant=rng.choice("ab"),
+        priority=rng.choice([0, 0, 0, -1, 3]),
+        deadline=None if rng.random() < 0.9 else rng.random() * 3,
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=() if rng.random() < 0.8 else (EOS + 1, EOS + 2),
+        prompt_logprobs=None if rng.random() < 0.9 else 0,
+    )
+
+
+def run(seed: int, depth: int, num_steps: int = 60, faults: bool = True, **changes: object) -> FakeEngine:
+    rng = random.Random(seed)
+    values: dict[str, object] = {
+        "num_blocks": rng.choice([3, 5, 8, 16, 40]),
+        "max_num_seqs": rng.choice([1, 2, 4, 6]),
+        "max_num_batched_tokens": rng.choice([6, 9, 16, 64]),
+        "max_model_len": rng.choice([20, 40, 64]),
+        "max_queue": rng.choice([3, 20]),
+        "num_adapter_slots": rng.choice([1, 2, 3]),
+        "prefix_caching": rng.random() < 0.85,
+        "aging_s": rng.choice([0.0, 0.1, 10.0]),
+        "slot_patience_s": rng.choice([0.0, 0.05, 2.0]),
+        "itl_target_s": rng.choice([None, 0.01]),
+    }
+    engine = FakeEngine(config(**{**values, **changes}), depth)
+    number = 0
+    retired: set[AdapterKey] = set()
+    for _ in range(num_steps):
+        for _ in range(rng.choice([0, 0, 1, 1, 2, 5])):
+            request = random_request(rng, number, 24)
+            if request.adapter not in retired:
+                number += 1
+                try:
+                    engine.add(request, rng.choice([1.0, 4.0]))
+                except AdmissionError as error:
+                    assert error.code in ("queue_full", "too_long")
+        if faults:
+            fault(rng, engine, retired)
+        plan = engine.step()
+        if plan is not None:
+            engine.scheduler.observe(plan, 0.001 * plan.num_tokens * (1 + plan.step % 3), [None, 5][plan.step % 2])
+    engine.hold_loads = False
+    engine.finish_loads()
+    engine.drain(20 * (number + 1) + 100)
+    engine.check_outputs()
+    assert set(engine.terminal) == set(engine.submitted)
+    return engine
+
+
+def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> None:
+    scheduler = engine.scheduler
+    live = scheduler.requests()
+    what = rng.random()
+    if live and what < 0.2:
+        request_id = rng.choice(live).request_id
+        engine.take(scheduler.abort(request_id, "client"))
+        assert scheduler.abort(request_id, "client") is None
+    elif live and what < 0.3:
+        request = rng.choice(live)
+        engine.stop_string(request.request_id, rng.randint(0, len(request.output)))
+    elif live and what < 0.33:
+        engine.take(scheduler.fail(rng.choice(live).request_id, "fault"))
+    elif engine.in_flight and what < 0.4:
+        engine.drop(rng.randrange(len(engine.in_flight)))
+    elif engine.loading and what < 0.5:
+        engine.fail_load(next(iter(engine.loading)))
+    elif what < 0.6:
+        engine.hold_loads = not engine.hold_loads
+    elif what < 0.62:
+        key = rng.choice(ADAPTERS[2:])
+        if key not in retired:
+            retired.add(key)
+            scheduler.retire_adapter(key)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]))
+def test_everything_holds_in_random_runs(seed: int, depth: int) -> None:
+    run(seed, depth)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_depth_one_gives_the_tokens_of_depth_zero(seed: int) -> None:
+    runs = [run(seed, depth, faults=False, max_queue=1000) for depth in (0, 1)]
+    finished = [
+        {key: (value, e.terminal[key].reason) for key, value in e.streamed.items() if e.submitted[key].deadline is None}
+        for e in runs
+    ]
+    assert finished[0] == finished[1]
+    assert all(e.terminal[key].kind is EventKind.FINISHED for e in runs for key in finished[0])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_run_can_be_replayed(depth: int) -> None:
+    assert run(11, depth).trace == run(11, depth).trace
