@@ -1,9 +1,81 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "ops/ops.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace ktserve {
+namespace {
 
-void bind_ops(nb::module_&) {}
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& module) {
+  using release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Ops>(module, "Ops", "Row operations over a pool. Addresses and strides (in elements); bf16 or float32.")
+      .def(
+          "__init__",
+          [](Ops* self, WorkerPool& pool, const std::string& isa) { new (self) Ops(pool, choose_isa(isa)); }, "pool"_a,
+          "isa"_a = "", nb::keep_alive<1, 2>())
+      .def(
+          "norm",
+          [](const Ops& ops, Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight,
+             bool weight_bf16, Address out, int64_t out_stride, int64_t rows, int64_t dim, float eps, bool is_bf16) {
+            ops.norm({at<const void>(x), x_stride, at<void>(residual), residual_stride, at<const void>(weight),
+                      weight_bf16, at<void>(out), out_stride, rows, dim, eps},
+                     is_bf16);
+          },
+          "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "weight_bf16"_a, "out"_a, "out_stride"_a,
+          "rows"_a, "dim"_a, "eps"_a, "is_bf16"_a, release())
+      .def(
+          "qk_norm_rope",
+          [](const Ops& ops, Address q, int64_t q_stride, Address k, int64_t k_stride, Address q_weight,
+             Address k_weight, bool weight_bf16, Address cos, Address sin, Address positions, int64_t table_rows,
+             int64_t tokens, int heads, int kv_heads, int head_dim, float eps, bool is_bf16) {
+            ops.qk_norm_rope({at<void>(q), q_stride, at<void>(k), k_stride, at<const void>(q_weight),
+                              at<const void>(k_weight), weight_bf16, at<const float>(cos), at<const float>(sin),
+                              at<const int64_t>(positions), table_rows, tokens, heads, kv_heads, head_dim, eps},
+                             is_bf16);
+          },
+          "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "q_weight"_a, "k_weight"_a, "weight_bf16"_a, "cos"_a, "sin"_a,
+          "positions"_a, "table_rows"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "is_bf16"_a,
+          release())
+      .def(
+          "silu_mul",
+          [](const Ops& ops, Address gate, int64_t gate_stride, Address up, int64_t up_stride, Address out,
+             int64_t out_stride, int64_t rows, int64_t dim, bool is_bf16) {
+            ops.silu_mul({at<const void>(gate), gate_stride, at<const void>(up), up_stride, at<void>(out), out_stride,
+                          rows, dim},
+                         is_bf16);
+          },
+          "gate"_a, "gate_stride"_a, "up"_a, "up_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "dim"_a, "is_bf16"_a,
+          release())
+      .def(
+          "router_topk",
+          [](const Ops& ops, Address logits, int64_t stride, int64_t rows, int experts, int top_k, bool renormalise,
+             Address ids, Address weights, bool is_bf16) {
+            ops.router_topk({at<const void>(logits), stride, rows, experts, top_k, renormalise, at<int64_t>(ids),
+                             at<float>(weights)},
+                            is_bf16);
+          },
+          "logits"_a, "stride"_a, "rows"_a, "experts"_a, "top_k"_a, "renormalise"_a, "ids"_a, "weights"_a, "is_bf16"_a,
+          release())
+      .def(
+          "embed",
+          [](const Ops& ops, Address ids, int64_t rows, Address table, int64_t vocab, int64_t dim, Address out,
+             int64_t out_stride, int64_t element_bytes) {
+            ops.embed({at<const int64_t>(ids), rows, at<const void>(table), vocab, dim, at<void>(out), out_stride},
+                      element_bytes);
+          },
+          "ids"_a, "rows"_a, "table"_a, "vocab"_a, "dim"_a, "out"_a, "out_stride"_a, "element_bytes"_a, release());
+}
 
 }  // namespace ktserve

@@ -1,0 +1,94 @@
+"""Paged attention on the CPU kernels: bf16 or float32 KV, a row's result the same bits alone or in any batch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from engine.attention.base import AttentionBackend, BatchLayout
+from engine.errors import EngineError, UserError
+from engine.model_config import ModelConfig
+
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 32, 256, 16
+
+
+class NativeAttention(AttentionBackend):
+    """Owns the KV blocks of all layers in the kernels' layout (drawn in native/src/attention/attention.hpp).
+
+    `pool` is a `native._native.WorkerPool`; `isa` "avx2", "avx512" or "amx", "" for the best. The cache's pages are
+    taken from the system when a block is first written. A NaN in q, k or v stays within its own sequence.
+    Raises UserError for shapes and dtypes that the kernels do not take.
+    """
+
+    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, pool: Any, isa: str = "") -> None:
+        dim = config.head_dim
+        if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
+            raise UserError(
+                f"head_dim {dim}: the native attention takes multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
+                f"{MAX_HEAD_DIM}; use attention_backend reference",
+                field="head_dim",
+            )
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise UserError(f"dtype {dtype}: the native attention takes bfloat16 and float32", field="dtype")
+        try:
+            self._kernel: Any = importlib.import_module("native._native").PagedAttention(
+                pool,
+                config.num_hidden_layers,
+                num_blocks,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                dim,
+                dtype == torch.bfloat16,
+                isa,
+            )
+        except ValueError as error:
+            raise UserError(f"native attention: {error}") from error
+        self._dtype = dtype
+        self._q_shape = (config.num_attention_heads, dim)
+        self._kv_shape = (config.num_key_value_heads, dim)
+        self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._token_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of address space that the blocks take."""
+        return int(self._kernel.cache_bytes)
+
+    def plan(self, batch: BatchLayout) -> None:
+        """`slot_mapping` and `positions` follow from the rows, which is what the kernels use."""
+        try:
+            self._kernel.plan(batch.row_starts, batch.context_lens, batch.block_tables)
+        except ValueError as error:
+            raise EngineError(f"native attention: {error}") from error
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q, k, v may be slices of one tensor: tokens any stride apart, heads and dimensions contiguous."""
+        tokens = q.shape[0]
+        out = torch.empty((tokens, *self._q_shape), dtype=self._dtype)
+        for name, t, shape in (("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)):
+            if t.shape != (tokens, *shape) or t.dtype != self._dtype or t.stride()[1:] != (shape[1], 1):
+                raise EngineError(
+                    f"native attention: {name} is {t.dtype} {tuple(t.shape)} with strides {t.stride()}; "
+                    f"wanted {self._dtype} {(tokens, *shape)} with heads and dimensions contiguous"
+                )
+        try:
+            self._kernel.forward(
+                layer,
+                tokens,
+                q.data_ptr(),
+                q.stride(0),
+                k.data_ptr(),
+                k.stride(0),
+                v.data_ptr(),
+                v.stride(0),
+                out.data_ptr(),
+                out.stride(0),
+            )
+        except ValueError as error:
+            raise EngineError(f"native attention: {error}") from error
+        return out

@@ -1,0 +1,276 @@
+#include "attention/attention.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace ktserve {
+namespace {
+
+constexpr int64_t kSplitTiles = 4;    // a row of at most so many tiles is cut into chunks as well
+constexpr int64_t kInlineTokens = 8;  // so few tokens are written without waking the pool
+
+void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
+  if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
+}
+
+AttentionShape checked(const AttentionShape& s) {
+  require(s.layers >= 1, "layers", s.layers, "1 or more");
+  require(s.blocks >= 1, "num_blocks", s.blocks, "1 or more");
+  require(s.kv_heads >= 1, "kv_heads", s.kv_heads, "1 or more");
+  require(s.heads >= 1 && s.heads % s.kv_heads == 0, "heads", s.heads, "a multiple of kv_heads");
+  require(s.head_dim >= 32 && s.head_dim <= kMaxHeadDim && s.head_dim % 16 == 0, "head_dim", s.head_dim,
+          "a multiple of 16 from 32 to 256");
+  return s;
+}
+
+// One token pair's values, [16 dims][2]: the second is zero where there is none yet.
+void write_pair(uint16_t* tile, const uint16_t* even, const uint16_t* odd, int head_dim, int pair) {
+  for (int g = 0; g < head_dim / 16; ++g) {
+    uint16_t* to = tile + (g * 8 + pair) * 32;
+    for (int d = 0; d < 16; ++d) {
+      if (even != nullptr) to[2 * d] = even[g * 16 + d];
+      to[2 * d + 1] = odd != nullptr ? odd[g * 16 + d] : uint16_t{0};
+    }
+  }
+}
+
+}  // namespace
+
+PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
+    : pool_(pool),
+      shape_(checked(shape)),
+      kernels_(isa == Isa::avx2 ? kAttentionAvx2 : kAttentionAvx512),
+      group_(shape.heads / shape.kv_heads),
+      element_bytes_(shape.is_bf16 ? 2 : 4),
+      tile_bytes_(element_bytes_ * kBlock * shape.head_dim),
+      cache_bytes_(static_cast<size_t>(tile_bytes_) * 2 * static_cast<size_t>(shape.kv_heads) *
+                   static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)) {
+  if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
+  scratch_floats_ = kTileRows * (kChunk + shape_.head_dim) + 2 * part_floats(kTileRows);
+  scratch_.resize(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()));
+  // Mapped, not allocated: pages come as zeros when a block is first used.
+  void* memory =
+      mmap(nullptr, cache_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  madvise(memory, cache_bytes_, MADV_HUGEPAGE);  // a hint
+  cache_ = static_cast<char*>(memory);
+}
+
+PagedAttention::~PagedAttention() {
+  munmap(cache_, cache_bytes_);
+}
+
+PagedAttention::Tile PagedAttention::tile_of(const Row& row, int tile) const {
+  const int64_t first = static_cast<int64_t>(tile) * kTileRows;
+  const int64_t end = std::min<int64_t>(first + kTileRows, row.tokens * group_);
+  return {first, static_cast<int>(end - first), row.context - row.tokens + (end - 1) / group_ + 1};
+}
+
+void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
+                          const std::vector<std::vector<int32_t>>& block_tables) {
+  const size_t count = context_lens.size();
+  require(row_starts.size() == count + 1, "row_starts", static_cast<int64_t>(row_starts.size()), "one more than rows");
+  require(block_tables.size() == count, "block_tables", static_cast<int64_t>(block_tables.size()), "one per row");
+  require(row_starts[0] == 0, "row_starts[0]", row_starts[0], "0");
+  for (size_t r = 0; r < count; ++r) {
+    const int64_t tokens = row_starts[r + 1] - row_starts[r];
+    require(tokens >= 1, "tokens of a row", tokens, "1 or more");
+    require(context_lens[r] >= tokens, "context_lens", context_lens[r], "at least the row's tokens");
+    const int64_t needed = (context_lens[r] + kBlock - 1) / kBlock;
+    require(static_cast<int64_t>(block_tables[r].size()) >= needed, "blocks of a row",
+            static_cast<int64_t>(block_tables[r].size()), "at least " + std::to_string(needed));
+    for (int64_t i = 0; i < needed; ++i) {
+      const int32_t block = block_tables[r][static_cast<size_t>(i)];
+      require(block >= 0 && block < shape_.blocks, "block_tables", block, "0 to " + std::to_string(shape_.blocks - 1));
+    }
+  }
+
+  tokens_ = row_starts[count];
+  rows_.clear();
+  tables_.clear();
+  pieces_.clear();
+  writes_.clear();
+  unit_chunks_.clear();
+  int64_t partial_floats = 0;
+  for (size_t r = 0; r < count; ++r) {
+    const Row row{row_starts[r], row_starts[r + 1] - row_starts[r], context_lens[r],
+                  static_cast<int64_t>(tables_.size())};
+    const std::vector<int32_t>& table = block_tables[r];
+    const int64_t needed = (row.context + kBlock - 1) / kBlock;
+    tables_.insert(tables_.end(), table.begin(), table.begin() + needed);
+    for (int64_t p = row.context - row.tokens; p < row.context;) {
+      const int64_t end = std::min(row.context, (p / kBlock + 1) * kBlock);
+      writes_.push_back({row.first_token + p - (row.context - row.tokens), table[static_cast<size_t>(p / kBlock)],
+                         static_cast<int16_t>(p % kBlock), static_cast<int16_t>(end - p)});
+      p = end;
+    }
+    const int64_t tiles = (row.tokens * group_ + kTileRows - 1) / kTileRows;
+    for (int g = 0; g < shape_.kv_heads; ++g) {
+      for (int64_t t = 0; t < tiles; ++t) {
+        Piece piece{static_cast<int32_t>(r), g, static_cast<int32_t>(t), -1, -1, -1};
+        const Tile tile = tile_of(row, piece.tile);
+        const int64_t chunks = (tile.seen + kChunk - 1) / kChunk;
+        if (tiles > kSplitTiles || chunks == 1) {
+          pieces_.push_back(piece);
+          continue;
+        }
+        piece.unit = static_cast<int32_t>(unit_chunks_.size());
+        unit_chunks_.push_back(static_cast<int>(chunks));
+        for (int64_t c = 0; c < chunks; ++c) {
+          piece.chunk = static_cast<int32_t>(c);
+          piece.partial = partial_floats;
+          partial_floats += part_floats(tile.rows);
+          pieces_.push_back(piece);
+        }
+      }
+    }
+    rows_.push_back(row);
+  }
+  // The long pieces first, so that none is left over when everything else has ended.
+  std::stable_partition(pieces_.begin(), pieces_.end(), [](const Piece& p) { return p.chunk < 0; });
+  if (static_cast<int64_t>(partials_.size()) < partial_floats) partials_.resize(static_cast<size_t>(partial_floats));
+  if (pending_.size() < unit_chunks_.size()) pending_ = std::vector<std::atomic<int>>(2 * unit_chunks_.size());
+}
+
+void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q, TokenRows<const void> k,
+                             TokenRows<const void> v, TokenRows<void> out) {
+  require(layer >= 0 && layer < shape_.layers, "layer", layer, "0 to " + std::to_string(shape_.layers - 1));
+  require(tokens == tokens_, "tokens", tokens, "the plan's " + std::to_string(tokens_));
+  const auto bytes = [this](auto rows) {
+    return TokenRows<const char>{static_cast<const char*>(rows.data), rows.stride * element_bytes_};
+  };
+  const Call call{cache_ + static_cast<int64_t>(cache_bytes_) / shape_.layers * layer,
+                  bytes(q),
+                  bytes(k),
+                  bytes(v),
+                  {static_cast<char*>(out.data), out.stride * element_bytes_}};
+  if (tokens <= kInlineTokens) {
+    for (const Write& w : writes_) write(call, w);
+  } else {
+    pool_.parallel_for(static_cast<int64_t>(writes_.size()),
+                       [&](int64_t i, int) { write(call, writes_[static_cast<size_t>(i)]); });
+  }
+  for (size_t u = 0; u < unit_chunks_.size(); ++u) pending_[u].store(unit_chunks_[u], std::memory_order_relaxed);
+  pool_.parallel_for(static_cast<int64_t>(pieces_.size()),
+                     [&](int64_t i, int worker) { attend(call, pieces_[static_cast<size_t>(i)], worker); });
+}
+
+void PagedAttention::write(const Call& call, const Write& w) const {
+  const int dim = shape_.head_dim;
+  for (int g = 0; g < shape_.kv_heads; ++g) {
+    char* tile = kv_tile(call.cache, w.block, g);
+    const auto row = [&](const TokenRows<const char>& rows, int i) {
+      return rows.data + (w.token + i) * rows.stride + g * dim * element_bytes_;
+    };
+    for (int i = 0; i < w.count; ++i) {  // four bytes a step: a pair of bf16 or one float
+      const char* from = row(call.k, i);
+      char* to = tile + (w.offset + i) * 4;
+      for (int64_t step = 0; step < dim * element_bytes_ / 4; ++step)
+        std::memcpy(to + step * kBlock * 4, from + step * 4, 4);
+    }
+    char* values = tile + tile_bytes_;
+    if (shape_.is_bf16) {
+      const auto token = [&](int offset) -> const uint16_t* {
+        if (offset < w.offset || offset >= w.offset + w.count) return nullptr;
+        return reinterpret_cast<const uint16_t*>(row(call.v, offset - w.offset));
+      };
+      for (int pair = w.offset / 2; pair * 2 < w.offset + w.count; ++pair)
+        write_pair(reinterpret_cast<uint16_t*>(values), token(2 * pair), token(2 * pair + 1), dim, pair);
+    } else {
+      for (int i = 0; i < w.count; ++i)
+        for (int d = 0; d < dim; d += 16)
+          std::memcpy(values + (d * kBlock + (w.offset + i) * 16) * 4, row(call.v, i) + d * 4, 64);
+    }
+  }
+}
+
+void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, int worker,
+                               float* part) const {
+  const Row& row = rows_[static_cast<size_t>(piece.row)];
+  const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
+  const void* tiles[kChunk / kBlock];
+  const void* queries[kTileRows];
+  int limits[kTileRows];
+  const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
+  for (int b = 0; b * kBlock < positions; ++b)
+    tiles[b] = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kBlock + b)], piece.kv_head);
+  for (int r = 0; r < tile.rows; ++r) {
+    const int64_t token = (tile.first_row + r) / group_;
+    const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;
+    queries[r] = call.q.data + (row.first_token + token) * call.q.stride + head * shape_.head_dim * element_bytes_;
+    const int64_t sees = row.context - row.tokens + token + 1 - begin;
+    limits[r] = static_cast<int>(std::clamp<int64_t>(sees, 0, kChunk));
+  }
+  float* scratch = const_cast<float*>(scratch_.data()) + scratch_floats_ * worker;
+  ChunkWork work{};
+  work.tiles = tiles;
+  work.q = queries;
+  work.limits = limits;
+  work.rows = tile.rows;
+  work.positions = positions;
+  work.head_dim = shape_.head_dim;
+  work.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(shape_.head_dim)));
+  work.scores = scratch;
+  work.q_float = scratch + kTileRows * kChunk;
+  work.sums = part;
+  work.top = part + static_cast<int64_t>(tile.rows) * shape_.head_dim;
+  work.total = work.top + tile.rows;
+  (shape_.is_bf16 ? kernels_.chunk_bf16 : kernels_.chunk_float)(work);
+}
+
+// Joins a later chunk's part to the earlier ones; rows that see nothing of it are left alone.
+static void join(const AttentionKernels& kernels, float* part, const float* later, int rows, int head_dim) {
+  float* top = part + static_cast<int64_t>(rows) * head_dim;
+  const float* top2 = later + static_cast<int64_t>(rows) * head_dim;
+  for (int r = 0; r < rows; ++r) {
+    if (top2[rows + r] == 0.0f) continue;
+    kernels.merge(top + r, top + rows + r, part + r * head_dim, top2[r], top2[rows + r], later + r * head_dim,
+                  head_dim);
+  }
+}
+
+void PagedAttention::finish(const Call& call, const Piece& piece, const Tile& tile, const float* part) const {
+  const Row& row = rows_[static_cast<size_t>(piece.row)];
+  const float* total = part + static_cast<int64_t>(tile.rows) * (shape_.head_dim + 1);
+  for (int r = 0; r < tile.rows; ++r) {
+    const int64_t token = row.first_token + (tile.first_row + r) / group_;
+    const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;
+    char* out = call.out.data + token * call.out.stride + head * shape_.head_dim * element_bytes_;
+    (shape_.is_bf16 ? kernels_.finish_bf16 : kernels_.finish_float)(out, part + r * shape_.head_dim, total[r],
+                                                                    shape_.head_dim);
+  }
+}
+
+void PagedAttention::attend(const Call& call, const Piece& piece, int worker) {
+  const Tile tile = tile_of(rows_[static_cast<size_t>(piece.row)], piece.tile);
+  if (piece.chunk >= 0) {
+    run_chunk(call, piece, tile, piece.chunk, worker, partials_.data() + piece.partial);
+    if (pending_[static_cast<size_t>(piece.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
+      join_last(call, piece, tile);
+    return;
+  }
+  float* part = scratch_.data() + scratch_floats_ * worker + kTileRows * (kChunk + shape_.head_dim);
+  float* later = part + part_floats(kTileRows);
+  run_chunk(call, piece, tile, 0, worker, part);
+  for (int chunk = 1; static_cast<int64_t>(chunk) * kChunk < tile.seen; ++chunk) {
+    run_chunk(call, piece, tile, chunk, worker, later);
+    join(kernels_, part, later, tile.rows, shape_.head_dim);
+  }
+  finish(call, piece, tile, part);
+}
+
+void PagedAttention::join_last(const Call& call, const Piece& piece, const Tile& tile) {
+  const int64_t size = part_floats(tile.rows);
+  float* first = partials_.data() + piece.partial - piece.chunk * size;
+  for (int chunk = 1; chunk < unit_chunks_[static_cast<size_t>(piece.unit)]; ++chunk)
+    join(kernels_, first, first + chunk * size, tile.rows, shape_.head_dim);
+  finish(call, piece, tile, first);
+}
+
+}  // namespace ktserve

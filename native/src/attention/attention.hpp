@@ -1,0 +1,135 @@
+// Paged causal attention on a CPU: the KV blocks of all layers and the plan of a step.
+//
+// Memory, per layer:  block 0 | block 1 | ...          a block holds 16 positions of one sequence
+//
+//   block:      kv head 0 | kv head 1 | ...            what one piece of work reads is one run
+//   kv head:    K tile | V tile                        2 x 16 x head_dim elements
+//   K tile:     [D/S][16 positions][S]                 S = 2 for bf16, 1 for float32:
+//                                                          d0d1 of p0 | d0d1 of p1 | ... d0d1 of p15
+//                                                          d2d3 of p0 | ...
+//   V tile:     [D/16][16/S][16 dims][S]                   d0: p0p1 | d1: p0p1 | ... d15: p0p1
+//                                                          d0: p2p3 | ...
+// so that scores come out one position per lane, values one dimension per lane, and a bf16 dot product finds its
+// pairs side by side. Where an even position is a sequence's last, its odd neighbour in the V tile is zero: what a
+// block held before cannot reach a new owner.
+//
+// Work: the (token, query head) rows of one kv head are cut into tiles of 32; the positions before them into
+// chunks of 256, each with its own maximum. A chunk's (maximum, sum, values) do not depend on who else is
+// in the step, and chunks are joined in rising order: a row's bits are the same alone or in any batch.
+//
+//   few tiles (decode, small chunks):  one piece per (tile, chunk); the last to finish a tile joins its chunks
+//   many tiles (prefill):              one piece per tile, which walks its chunks itself
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "attention/attention_kernels.hpp"
+#include "core/isa.hpp"
+#include "core/pool.hpp"
+
+namespace ktserve {
+
+struct AttentionShape {
+  int layers = 0;
+  int blocks = 0;
+  int heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+  bool is_bf16 = true;
+};
+
+// Rows of tokens: element strides from token to token; heads and dimensions are contiguous.
+template <class T>
+struct TokenRows {
+  T* data;
+  int64_t stride;
+};
+
+class PagedAttention {
+ public:
+  // Throws std::invalid_argument naming the field, and std::bad_alloc if the cache cannot be mapped.
+  PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa);
+  ~PagedAttention();
+  PagedAttention(const PagedAttention&) = delete;
+  PagedAttention& operator=(const PagedAttention&) = delete;
+
+  // Row r has tokens [row_starts[r], row_starts[r + 1]) at the last positions of context_lens[r], its blocks in
+  // block_tables[r]. Throws std::invalid_argument; the former plan then stays.
+  void plan(const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
+            const std::vector<std::vector<int32_t>>& block_tables);
+
+  // Writes k, v of the planned tokens into their blocks of the layer, then attends: out = softmax(q k / sqrt(D)) v.
+  void forward(int layer, int64_t tokens, TokenRows<const void> q, TokenRows<const void> k, TokenRows<const void> v,
+               TokenRows<void> out);
+
+  int64_t tokens() const { return tokens_; }
+  size_t cache_bytes() const { return cache_bytes_; }
+
+ private:
+  struct Row {
+    int64_t first_token;
+    int64_t tokens;
+    int64_t context;
+    int64_t table;  // index of its first block in tables_
+  };
+  struct Piece {
+    int32_t row;
+    int32_t kv_head;
+    int32_t tile;
+    int32_t chunk;    // -1: all chunks of the tile
+    int32_t unit;     // of a tile cut into chunks: its counter
+    int64_t partial;  // and where in partials_ this chunk's part goes
+  };
+  struct Write {
+    int64_t token;  // first
+    int32_t block;
+    int16_t offset;
+    int16_t count;
+  };
+  struct Call {
+    char* cache;  // the layer's
+    TokenRows<const char> q, k, v;
+    TokenRows<char> out;
+  };
+  struct Tile {
+    int64_t first_row;
+    int rows;
+    int64_t seen;  // positions its last row sees
+  };
+
+  Tile tile_of(const Row& row, int tile) const;
+  void write(const Call& call, const Write& write) const;
+  void attend(const Call& call, const Piece& piece, int worker);
+  void run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, int worker, float* part) const;
+  void join_last(const Call& call, const Piece& piece, const Tile& tile);
+  void finish(const Call& call, const Piece& piece, const Tile& tile, const float* part) const;
+  char* kv_tile(char* cache, int32_t block, int kv_head) const {
+    return cache + (static_cast<int64_t>(block) * shape_.kv_heads + kv_head) * 2 * tile_bytes_;
+  }
+  // A part: sums [rows, head_dim], then the rows' maxima, then their totals.
+  int64_t part_floats(int rows) const { return static_cast<int64_t>(rows) * (shape_.head_dim + 2); }
+
+  WorkerPool& pool_;
+  AttentionShape shape_;
+  const AttentionKernels& kernels_;
+  int group_;  // query heads of a kv head
+  int64_t element_bytes_;
+  int64_t tile_bytes_;
+  size_t cache_bytes_;
+  char* cache_;
+  int64_t tokens_ = 0;
+  std::vector<Row> rows_;
+  std::vector<int32_t> tables_;
+  std::vector<Piece> pieces_;
+  std::vector<Write> writes_;
+  std::vector<float> partials_;
+  std::vector<float> scratch_;  // per worker: scores, queries as floats, two parts
+  int64_t scratch_floats_;
+  std::vector<std::atomic<int>> pending_;  // per unit: chunks still to come
+  std::vector<int> unit_chunks_;
+};
+
+}  // namespace ktserve

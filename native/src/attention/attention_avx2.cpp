@@ -1,0 +1,5 @@
+#include "attention/attention_tiles.hpp"
+
+namespace ktserve {
+const AttentionKernels kAttentionAvx2 = avx2::kAttention;
+}

@@ -1,0 +1,296 @@
+// The chunk kernel of paged attention, written once on sixteen-float vectors; included by attention_avx2.cpp and
+// attention_avx512.cpp. S is 2 for bf16 (neighbours lie together, as a bf16 dot product wants them) and 1 for float32.
+//
+//   scores: a K tile [D/S][16 positions][S] is read front to back; lane = position, so nothing is summed across lanes
+//
+//        K tile of block b             K tile of block b+1
+//        d ->  [p0 p1 ... p15]         [p0 p1 ... p15]         q row 0: broadcast q[d] --> acc[0][b], acc[0][b+1]
+//        d+S   [p0 p1 ... p15]         [p0 p1 ... p15]         q row 1:                --> acc[1][b], acc[1][b+1]
+//        ...                                                   ... kRows rows at once
+//
+//   softmax: scale, mask what a row may not see, subtract the chunk's maximum, 2^x, sum
+//
+//   values: a V tile [D/16][16/S positions][16 dims][S]; lane = dimension
+//
+//        pos -> [d0 d1 ... d15]        p row 0: broadcast p[pos] --> acc[0][dims]        acc = sums in memory (L1),
+//        pos+S  [d0 d1 ... d15]        p row 1:                                          held over kValueBlocks blocks
+//
+// A row's additions run over d and over positions in the one order whatever rows share the tile, and masked
+// positions add exact zeros: a row's bits depend on nothing but its own sequence.
+#pragma once
+
+#include "attention/attention_kernels.hpp"
+#include "ops/simd16.hpp"
+
+namespace ktserve::KT_SIMD {
+
+#if KT_HAS_512
+constexpr int kRows = 8, kBlocks = 2, kDims = 2;  // 16 accumulators of 32 registers
+#else
+constexpr int kRows = 4, kBlocks = 1, kDims = 1;  // 8 accumulators of 16 registers
+#endif
+constexpr int kValueBlocks = 4;
+
+#if defined(__AVX512BF16__) && KT_HAS_512
+constexpr bool kDot = true;  // bf16 queries and probabilities go into the dot product as they are
+#else
+constexpr bool kDot = false;
+#endif
+
+template <class T>
+constexpr int kPack = sizeof(T) == 2 ? 2 : 1;
+
+inline void prefetch_tile(const void* p, int64_t bytes) {
+  const char* c = static_cast<const char*>(p);
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(c + i, _MM_HINT_T0);
+}
+
+struct Pair {
+  F16 even, odd;
+};
+// Sixteen pairs of bf16 as two float vectors.
+inline Pair split16(const bf16* p) {
+#if KT_HAS_512
+  const __m512i w = _mm512_loadu_si512(p);
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))},
+          {_mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}};
+#else
+  const __m256i* q = reinterpret_cast<const __m256i*>(p);
+  const __m256i a = _mm256_loadu_si256(q), b = _mm256_loadu_si256(q + 1);
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
+#endif
+}
+
+// acc[r][n] += sum over `steps` of a_r[step] * tile_n[step], the tiles `steps` rows of 16 lanes x S.
+// Rows are broadcast: as floats (S per step), or as a pair of bf16 where the dot product takes them.
+template <class T, int R, int N>
+inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* const (&tiles)[N], int steps) {
+  constexpr int S = kPack<T>;
+  for (int i = 0; i < steps; ++i) {
+    if constexpr (S == 1) {
+      F16 w[N];
+      for (int n = 0; n < N; ++n) w[n] = load16(tiles[n] + i * 16);
+      for (int r = 0; r < R; ++r) {
+        const F16 x = set16(static_cast<const float*>(rows[r])[i]);
+        for (int n = 0; n < N; ++n) acc[r][n] = fma(w[n], x, acc[r][n]);
+      }
+    } else if constexpr (!kDot) {
+      for (int n = 0; n < N; ++n) {
+        const Pair w = split16(tiles[n] + i * 32);
+        for (int r = 0; r < R; ++r) {
+          const float* x = static_cast<const float*>(rows[r]) + 2 * i;
+          acc[r][n] = fma(w.even, set16(x[0]), acc[r][n]);
+          acc[r][n] = fma(w.odd, set16(x[1]), acc[r][n]);
+        }
+      }
+    } else {
+#if defined(__AVX512BF16__) && KT_HAS_512
+      __m512bh w[N];
+      for (int n = 0; n < N; ++n) w[n] = (__m512bh)_mm512_loadu_si512(tiles[n] + i * 32);
+      for (int r = 0; r < R; ++r) {
+        int pair;
+        std::memcpy(&pair, static_cast<const char*>(rows[r]) + 4 * i, 4);
+        const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+        for (int n = 0; n < N; ++n) acc[r][n].v = _mm512_dpbf16_ps(acc[r][n].v, w[n], x);
+      }
+#endif
+    }
+  }
+}
+
+template <class T, int R, int N>
+void score_tile(const ChunkWork& w, const void* const* q, int row, int block) {
+  F16 acc[R][N];
+  const void* rows[R];
+  const T* tiles[N];
+  for (int r = 0; r < R; ++r) rows[r] = q[row + r];
+  for (int n = 0; n < N; ++n) tiles[n] = static_cast<const T*>(w.tiles[block + n]);
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) acc[r][n] = zero16();
+  multiply<T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kChunk + (block + n) * kBlock, acc[r][n]);
+}
+
+template <class T, int R, int N>
+void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim) {
+  constexpr int S = kPack<T>;
+  F16 acc[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) acc[r][n] = load16(w.sums + (row + r) * w.head_dim + dim + n * 16);
+  for (int b = block; b < block + num_blocks; ++b) {
+    const T* values = static_cast<const T*>(w.tiles[b]) + w.head_dim * kBlock;
+    const T* tiles[N];
+    const void* rows[R];
+    for (int n = 0; n < N; ++n) tiles[n] = values + (dim + n * 16) * kBlock;
+    for (int r = 0; r < R; ++r) {
+      const char* p = reinterpret_cast<const char*>(w.scores + (row + r) * kChunk);
+      rows[r] = p + b * kBlock * (kDot ? sizeof(T) : sizeof(float));
+    }
+    const int seen = static_cast<int>(least(kBlock, w.positions - b * kBlock));
+    multiply<T, R, N>(acc, rows, tiles, (seen + S - 1) / S);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store16(w.sums + (row + r) * w.head_dim + dim + n * 16, acc[r][n]);
+}
+
+// One row's scores become 2^(scaled score - top), in place; as bf16 packed at the row's front where Packed.
+// What is summed is what will multiply v: the rounded probabilities.
+template <bool Packed>
+void softmax_row(float* scores, int limit, int num_blocks, float scale, float* top, float* total) {
+  const F16 s = set16(scale);
+  F16 highest = set16(-__builtin_inff());
+  for (int b = 0; b < num_blocks; ++b) {
+    F16 x = mul(load16(scores + b * 16), s);
+    const int seen = limit - b * 16;
+    if (seen < 16) x = keep_first(x, seen > 0 ? seen : 0, -__builtin_inff());
+    store16(scores + b * 16, x);
+    highest = max(highest, x);
+  }
+  *top = largest(highest);
+  const F16 t = set16(limit > 0 ? *top : 0.0f);  // nothing seen: 2^(-inf - 0) = 0
+  F16 acc = zero16();
+  for (int b = 0; b < num_blocks; ++b) {
+    const F16 p = exp2_16(sub(load16(scores + b * 16), t));
+    if constexpr (Packed) {
+      bf16* packed = reinterpret_cast<bf16*>(scores) + b * 16;
+      store16(packed, p);
+      acc = add(acc, load16(packed));
+    } else {
+      store16(scores + b * 16, p);
+      acc = add(acc, p);
+    }
+  }
+  *total = sum(acc);
+}
+
+template <class T, int R>
+void score_rows(const ChunkWork& w, const void* const* q, int row, int block, int count) {
+  if (count == kBlocks)
+    score_tile<T, R, kBlocks>(w, q, row, block);
+  else
+    score_tile<T, R, 1>(w, q, row, block);
+}
+
+template <class T, int R>
+void value_rows(const ChunkWork& w, int row, int block, int count) {
+  int dim = 0;
+  for (; dim + kDims * 16 <= w.head_dim; dim += kDims * 16) value_tile<T, R, kDims>(w, row, block, count, dim);
+  if (dim < w.head_dim) value_tile<T, R, 1>(w, row, block, count, dim);
+}
+
+// Calls f.template run<R>(row) for R rows at a time, R = kRows and then what is left.
+template <class F>
+inline void by_rows(int rows, const F& f) {
+  int row = 0;
+  for (; row + kRows <= rows; row += kRows) f.template run<kRows>(row);
+  switch (rows - row) {
+    case 1:
+      f.template run<1>(row);
+      break;
+    case 2:
+      f.template run<2>(row);
+      break;
+    case 3:
+      f.template run<3>(row);
+      break;
+#if KT_HAS_512
+    case 4:
+      f.template run<4>(row);
+      break;
+    case 5:
+      f.template run<5>(row);
+      break;
+    case 6:
+      f.template run<6>(row);
+      break;
+    case 7:
+      f.template run<7>(row);
+      break;
+#endif
+    default:
+      break;
+  }
+}
+
+template <class T>
+struct ScoreStep {
+  const ChunkWork& w;
+  const void* const* q;
+  int block, count;
+  template <int R>
+  void run(int row) const {
+    score_rows<T, R>(w, q, row, block, count);
+  }
+};
+
+template <class T>
+struct ValueStep {
+  const ChunkWork& w;
+  int block, count;
+  template <int R>
+  void run(int row) const {
+    value_rows<T, R>(w, row, block, count);
+  }
+};
+
+template <class T>
+void attend_chunk(const ChunkWork& w) {
+  constexpr bool packed = kDot && sizeof(T) == 2;
+  const int num_blocks = (w.positions + kBlock - 1) / kBlock;
+  const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kBlock * static_cast<int64_t>(sizeof(T));
+
+  const void* q[kTileRows];
+  for (int r = 0; r < w.rows; ++r) {
+    q[r] = w.q[r];
+    if constexpr (!packed && sizeof(T) == 2) {
+      float* row = w.q_float + r * w.head_dim;
+      for (int d = 0; d < w.head_dim; d += 16) store16(row + d, load16(static_cast<const bf16*>(w.q[r]) + d));
+      q[r] = row;
+    }
+  }
+  for (int b = 0; b < num_blocks; b += kBlocks) {
+    const int count = static_cast<int>(least(kBlocks, num_blocks - b));
+    for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
+      prefetch_tile(w.tiles[next], tile_bytes);
+    by_rows(w.rows, ScoreStep<T>{w, q, b, count});
+  }
+  prefetch_tile(static_cast<const char*>(w.tiles[0]) + tile_bytes, tile_bytes);
+  for (int r = 0; r < w.rows; ++r)
+    softmax_row<packed>(w.scores + r * kChunk, w.limits[r], num_blocks, w.scale_log2, w.top + r, w.total + r);
+  std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
+  for (int b = 0; b < num_blocks; b += kValueBlocks) {
+    const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
+    for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
+      prefetch_tile(static_cast<const char*>(w.tiles[next]) + tile_bytes, tile_bytes);
+    by_rows(w.rows, ValueStep<T>{w, b, count});
+  }
+}
+
+inline float exp2_one(float x) {
+  float y[16];
+  store16(y, exp2_16(set16(x)));
+  return y[0];
+}
+
+inline void merge_row(float* top, float* total, float* sums, float top2, float total2, const float* sums2, int dim) {
+  const float highest = top2 > *top ? top2 : *top;
+  const float old_factor = exp2_one(*top - highest), new_factor = exp2_one(top2 - highest);
+  const F16 f = set16(old_factor), g = set16(new_factor);
+  for (int d = 0; d < dim; d += 16) store16(sums + d, fma(load16(sums + d), f, mul(load16(sums2 + d), g)));
+  *total = *total * old_factor + total2 * new_factor;
+  *top = highest;
+}
+
+template <class T>
+void finish_row(void* out, const float* sums, float total, int dim) {
+  const F16 t = set16(total);
+  for (int d = 0; d < dim; d += 16) store16(static_cast<T*>(out) + d, div(load16(sums + d), t));
+}
+
+constexpr AttentionKernels kAttention = {attend_chunk<bf16>, attend_chunk<float>, merge_row, finish_row<bf16>,
+                                         finish_row<float>};
+
+}  // namespace ktserve::KT_SIMD

@@ -1,0 +1,122 @@
+#include "ops/ops.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ktserve {
+namespace {
+
+constexpr int64_t kPieceElements = 16384;
+constexpr int kMaxExperts = 1024;
+
+void require(bool holds, const char* name, int64_t value, const char* allowed) {
+  if (!holds) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + "; allowed is " + allowed);
+}
+
+// The k largest of n, in the order in which torch.topk puts them on a CPU, also among equals: the same
+// standard-library algorithms on the same pairs (aten/src/ATen/native/TopKImpl.h). NaN counts as the largest.
+void select_topk(const float* p, int n, int k, std::vector<std::pair<float, int64_t>>& queue) {
+  queue.resize(static_cast<size_t>(n));
+  for (int i = 0; i < n; ++i) queue[static_cast<size_t>(i)] = {p[i], i};
+  const auto before = [](const std::pair<float, int64_t>& x, const std::pair<float, int64_t>& y) {
+    return (std::isnan(x.first) && !std::isnan(y.first)) || x.first > y.first;
+  };
+  if (static_cast<int64_t>(k) * 64 <= n) {
+    std::partial_sort(queue.begin(), queue.begin() + k, queue.end(), before);
+  } else {
+    std::nth_element(queue.begin(), queue.begin() + k - 1, queue.end(), before);
+    std::sort(queue.begin(), queue.begin() + k - 1, before);
+  }
+}
+
+}  // namespace
+
+Ops::Ops(WorkerPool& pool, Isa isa) : pool_(pool), kernels_(isa == Isa::avx2 ? kOpsAvx2 : kOpsAvx512) {
+  if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
+}
+
+template <class F>
+void Ops::split(int64_t rows, int64_t row_elements, const F& body) const {
+  const int64_t per_piece = std::max<int64_t>(1, kPieceElements / std::max<int64_t>(1, row_elements));
+  const int64_t pieces = (rows + per_piece - 1) / per_piece;
+  if (pieces <= 1) {
+    if (rows > 0) body(0, rows);
+    return;
+  }
+  pool_.parallel_for(pieces,
+                     [&](int64_t piece, int) { body(piece * per_piece, std::min(rows, (piece + 1) * per_piece)); });
+}
+
+void Ops::norm(const Norm& n, bool is_bf16) const {
+  require(n.rows >= 0, "rows", n.rows, "0 or more");
+  require(n.dim >= 1, "dim", n.dim, "1 or more");
+  const auto kernel = kernels_.norm[is_bf16];
+  split(n.rows, n.dim, [&](int64_t begin, int64_t end) { kernel(n, begin, end); });
+}
+
+void Ops::qk_norm_rope(const QkNormRope& r, bool is_bf16) const {
+  require(r.tokens >= 0, "tokens", r.tokens, "0 or more");
+  require(r.heads >= 1, "heads", r.heads, "1 or more");
+  require(r.kv_heads >= 1, "kv_heads", r.kv_heads, "1 or more");
+  require(r.head_dim >= 2 && r.head_dim % 2 == 0, "head_dim", r.head_dim, "an even number");
+  for (int64_t t = 0; t < r.tokens; ++t) {
+    if (r.positions[t] >= 0 && r.positions[t] < r.table_rows) continue;
+    throw std::invalid_argument("positions: " + std::to_string(r.positions[t]) + " of token " + std::to_string(t) +
+                                "; allowed is 0 to " + std::to_string(r.table_rows - 1));
+  }
+  const auto kernel = kernels_.qk_norm_rope[is_bf16];
+  const int64_t elements = static_cast<int64_t>(r.heads + r.kv_heads) * r.head_dim;
+  split(r.tokens, elements, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
+}
+
+void Ops::silu_mul(const SiluMul& s, bool is_bf16) const {
+  require(s.rows >= 0, "rows", s.rows, "0 or more");
+  require(s.dim >= 1, "dim", s.dim, "1 or more");
+  const auto kernel = kernels_.silu_mul[is_bf16];
+  split(s.rows, s.dim, [&](int64_t begin, int64_t end) { kernel(s, begin, end); });
+}
+
+void Ops::router_topk(const RouterTopK& r, bool is_bf16) const {
+  require(r.rows >= 0, "rows", r.rows, "0 or more");
+  require(r.experts >= 1 && r.experts <= kMaxExperts, "experts", r.experts, "1 to 1024");
+  require(r.top_k >= 1 && r.top_k <= r.experts, "top_k", r.top_k, "1 to the number of experts");
+  const int64_t bytes = is_bf16 ? 2 : 4;
+  split(r.rows, r.experts * 8, [&](int64_t begin, int64_t end) {
+    float p[kMaxExperts];
+    std::vector<std::pair<float, int64_t>> queue;
+    for (int64_t row = begin; row < end; ++row) {
+      kernels_.softmax[is_bf16](static_cast<const char*>(r.logits) + row * r.stride * bytes, p, r.experts);
+      select_topk(p, r.experts, r.top_k, queue);
+      float total = 0.0f;
+      for (int j = 0; j < r.top_k; ++j) total += queue[static_cast<size_t>(j)].first;
+      for (int j = 0; j < r.top_k; ++j) {
+        const auto& [weight, id] = queue[static_cast<size_t>(j)];
+        r.ids[row * r.top_k + j] = id;
+        r.weights[row * r.top_k + j] = r.renormalise ? weight / total : weight;
+      }
+    }
+  });
+}
+
+void Ops::embed(const Embed& e, int64_t element_bytes) const {
+  require(e.rows >= 0, "rows", e.rows, "0 or more");
+  require(e.dim >= 1, "dim", e.dim, "1 or more");
+  for (int64_t i = 0; i < e.rows; ++i) {
+    if (e.ids[i] >= 0 && e.ids[i] < e.vocab) continue;
+    throw std::invalid_argument("ids: token id " + std::to_string(e.ids[i]) + "; allowed is 0 to " +
+                                std::to_string(e.vocab - 1));
+  }
+  const int64_t row_bytes = e.dim * element_bytes;
+  split(e.rows, e.dim, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      std::memcpy(static_cast<char*>(e.out) + i * e.out_stride * element_bytes,
+                  static_cast<const char*>(e.table) + e.ids[i] * row_bytes, static_cast<size_t>(row_bytes));
+  });
+}
+
+}  // namespace ktserve

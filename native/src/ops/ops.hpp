@@ -1,0 +1,50 @@
+// The row operations over a pool: sizes are checked, rows are cut into pieces of about 16 K elements, and small calls
+// stay on the caller's thread. All throw std::invalid_argument naming the argument, its value and what is allowed.
+#pragma once
+
+#include "core/isa.hpp"
+#include "core/pool.hpp"
+#include "ops/ops_kernels.hpp"
+
+namespace ktserve {
+
+struct RouterTopK {
+  const void* logits;  // [rows, experts]
+  int64_t stride;
+  int64_t rows;
+  int experts;
+  int top_k;
+  bool renormalise;  // weights of a row are divided by their sum
+  int64_t* ids;      // [rows, top_k], by falling weight
+  float* weights;    // [rows, top_k]
+};
+
+struct Embed {
+  const int64_t* ids;
+  int64_t rows;
+  const void* table;  // [vocab, dim]
+  int64_t vocab;
+  int64_t dim;
+  void* out;  // [rows, dim]
+  int64_t out_stride;
+};
+
+class Ops {
+ public:
+  Ops(WorkerPool& pool, Isa isa);
+
+  void norm(const Norm& n, bool is_bf16) const;
+  void qk_norm_rope(const QkNormRope& r, bool is_bf16) const;
+  void silu_mul(const SiluMul& s, bool is_bf16) const;
+  void router_topk(const RouterTopK& r, bool is_bf16) const;
+  void embed(const Embed& e, int64_t element_bytes) const;
+
+ private:
+  template <class F>
+  void split(int64_t rows, int64_t row_elements, const F& body) const;
+
+  WorkerPool& pool_;
+  const OpsKernels& kernels_;
+};
+
+}  // namespace ktserve

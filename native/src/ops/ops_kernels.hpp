@@ -1,0 +1,65 @@
+// The small operations between projections: what each reads and writes, and the table of an instruction set's versions.
+// Activations are bf16 or float32 in rows with a stride (in elements); norm weights either.
+// Tables of cos and sin are float32.
+#pragma once
+
+#include <cstdint>
+
+namespace ktserve {
+
+struct Norm {
+  const void* x;
+  int64_t x_stride;
+  void* residual;  // null, or rows to which x is added first; the sum (rounded) is written back and normalised
+  int64_t residual_stride;
+  const void* weight;  // dim
+  bool weight_bf16;
+  void* out;  // may be x
+  int64_t out_stride;
+  int64_t rows;
+  int64_t dim;
+  float eps;
+};
+
+struct QkNormRope {  // in place
+  void* q;
+  int64_t q_stride;  // from token to token
+  void* k;
+  int64_t k_stride;
+  const void* q_weight;  // head_dim
+  const void* k_weight;
+  bool weight_bf16;
+  const float* cos;  // [positions, head_dim / 2]
+  const float* sin;
+  const int64_t* positions;  // per token
+  int64_t table_rows;
+  int64_t tokens;
+  int heads;
+  int kv_heads;
+  int head_dim;  // even
+  float eps;
+};
+
+struct SiluMul {
+  const void* gate;
+  int64_t gate_stride;
+  const void* up;
+  int64_t up_stride;
+  void* out;
+  int64_t out_stride;
+  int64_t rows;
+  int64_t dim;
+};
+
+struct OpsKernels {
+  // Each works on rows [begin, end). Index 0: float32, 1: bf16.
+  void (*norm[2])(const Norm&, int64_t begin, int64_t end);
+  void (*qk_norm_rope[2])(const QkNormRope&, int64_t begin, int64_t end);
+  void (*silu_mul[2])(const SiluMul&, int64_t begin, int64_t end);
+  void (*softmax[2])(const void* x, float* out, int64_t n);  // one row
+};
+
+extern const OpsKernels kOpsAvx2;
+extern const OpsKernels kOpsAvx512;
+
+}  // namespace ktserve

@@ -1,0 +1,240 @@
+"""Native paged attention against dense float32 attention, and what a row's bits may depend on: its sequence only."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.base import BLOCK_SIZE, BatchLayout
+from engine.attention.native import NativeAttention
+from engine.errors import EngineError, UserError
+from native import _native
+from tests.native.shapes import config
+
+ISAS = [isa for isa in ("avx2", "avx512") if isa in ("avx2", _native.best_isa()) or _native.best_isa() == "amx"]
+DTYPES = [torch.bfloat16, torch.float32]
+POOL = _native.WorkerPool([[0, 1, 2]])
+
+
+@dataclasses.dataclass
+class Shape:
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    layers: int = 2
+
+    def make(self, dtype: torch.dtype, isa: str, num_blocks: int = 256) -> NativeAttention:
+        model = config(
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+        )
+        return NativeAttention(model, num_blocks, dtype, POOL, isa)
+
+
+@dataclasses.dataclass
+class Sequence:
+    q: torch.Tensor  # [length, heads, head_dim]
+    k: torch.Tensor
+    v: torch.Tensor
+    blocks: tuple[int, ...]
+
+    def reference(self) -> torch.Tensor:
+        q, k, v = (t.float().transpose(0, 1) for t in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+
+def draw_sequences(shape: Shape, lengths: list[int], dtype: torch.dtype, seed: int) -> list[Sequence]:
+    generator = torch.Generator().manual_seed(seed)
+    free = random.Random(seed).sample(range(256), 256)
+    sequences = []
+    for n in lengths:
+        q, k, v = (
+            torch.randn(n, heads, shape.head_dim, generator=generator).to(dtype)
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+        sequences.append(Sequence(q, k, v, tuple(free.pop() for _ in range(-(-n // BLOCK_SIZE)))))
+    return sequences
+
+
+def step(backend: NativeAttention, layer: int, rows: list[tuple[Sequence, int, int]]) -> list[torch.Tensor]:
+    """Run positions [start, end) of each sequence as one step."""
+    starts = [0]
+    for _, start, end in rows:
+        starts.append(starts[-1] + end - start)
+    positions = torch.cat([torch.arange(start, end) for _, start, end in rows])
+    slots = torch.cat([torch.tensor([s.blocks[p // 16] * 16 + p % 16 for p in range(a, b)]) for s, a, b in rows])
+    backend.plan(BatchLayout(starts, [end for _, _, end in rows], [s.blocks for s, _, _ in rows], positions, slots))
+    q, k, v = (torch.cat([getattr(s, name)[a:b] for s, a, b in rows]) for name in "qkv")
+    out = backend.forward(layer, q, k, v)
+    return [out[starts[i] : starts[i + 1]] for i in range(len(rows))]
+
+
+def whole(backend: NativeAttention, sequence: Sequence, cuts: list[int], layer: int = 0) -> torch.Tensor:
+    """A sequence alone, in chunks that end at `cuts`."""
+    ends = [*sorted({c for c in cuts if 0 < c < len(sequence.q)}), len(sequence.q)]
+    return torch.cat([step(backend, layer, [(sequence, a, b)])[0] for a, b in zip([0, *ends], ends, strict=False)])
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    if out.dtype == torch.float32:
+        torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-6)
+    else:
+        error = (out.float() - expected).abs().mean() / expected.abs().mean()
+        assert error < 0.004, f"relative error {error:.5f}"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_equals_dense_attention(isa: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    kv_heads = data.draw(st.integers(1, 3))
+    group = data.draw(st.sampled_from([1, 2, 3, 5, 8, 40]))
+    shape = Shape(kv_heads * group, kv_heads, 16 * data.draw(st.integers(2, 16)))
+    lengths = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=3))
+    backend = shape.make(dtype, isa)
+    sequences = draw_sequences(shape, lengths, dtype, data.draw(st.integers(0, 2**20)))
+    cuts = data.draw(st.lists(st.integers(1, 599), max_size=3))
+    for sequence in sequences:
+        assert_close(whole(backend, sequence, cuts, layer=1), sequence.reference())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_alone_in_a_batch_and_chunked(isa: str, dtype: torch.dtype) -> None:
+    shape = Shape(heads=12, kv_heads=2, head_dim=80)
+    sequences = draw_sequences(shape, [700, 257, 33, 256, 300], dtype, seed=3)
+    alone = [whole(shape.make(dtype, isa), s, []) for s in sequences]
+    for s, expected in zip(sequences, alone, strict=True):  # prefill in odd chunks, then decode one by one
+        cuts = [7, 20, 100, *range(len(s.q) - 12, len(s.q))]
+        assert torch.equal(whole(shape.make(dtype, isa), s, cuts), expected)
+    together = shape.make(dtype, isa)
+    step(together, 0, [(s, 0, len(s.q) - 5) for s in sequences])
+    mixed = step(together, 0, [(s, len(s.q) - 5, len(s.q) - i) for i, s in enumerate(sequences)])
+    for i, (s, expected) in enumerate(zip(sequences, alone, strict=True)):
+        assert torch.equal(mixed[i], expected[len(s.q) - 5 : len(s.q) - i])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_repeats_bit_for_bit(isa: str) -> None:
+    shape = Shape(heads=16, kv_heads=4, head_dim=128)
+    sequences = draw_sequences(shape, [900, 530, 64, 1], torch.bfloat16, seed=5)
+    rows = [(s, 0, len(s.q)) for s in sequences]
+    backend = shape.make(torch.bfloat16, isa)
+    first = torch.cat(step(backend, 0, rows))
+    for _ in range(20):
+        assert torch.equal(torch.cat(step(backend, 0, rows)), first)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=15)
+@given(old=st.integers(1, 64), new=st.integers(1, 64), cut=st.integers(1, 63))
+def test_what_a_block_held_before_has_no_influence(isa: str, dtype: torch.dtype, old: int, new: int, cut: int) -> None:
+    shape = Shape(heads=4, kv_heads=1, head_dim=32)
+    poison, sequence = draw_sequences(shape, [old, new], dtype, seed=old * 64 + new)
+    poison.k[:], poison.v[:] = float("nan"), float("inf")
+    poison.blocks = tuple(sequence.blocks[i % len(sequence.blocks)] for i in range(len(poison.blocks)))
+    expected = whole(shape.make(dtype, isa), sequence, [])
+    used = shape.make(dtype, isa)
+    whole(used, poison, [])
+    out = whole(used, sequence, [cut])
+    assert torch.isfinite(out).all()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_reaches_its_own_sequence_only(isa: str, dtype: torch.dtype, name: str) -> None:
+    shape = Shape()
+    bad, good = draw_sequences(shape, [300, 300], dtype, seed=9)
+    expected = whole(shape.make(dtype, isa), good, [])
+    getattr(bad, name)[280] = float("nan")
+    out_bad, out_good = step(shape.make(dtype, isa), 0, [(bad, 0, 300), (good, 0, 300)])
+    assert torch.equal(out_good, expected)
+    assert out_bad[280].isnan().all()
+    if name != "q":
+        assert out_bad[280:].isnan().all()
+    assert torch.isfinite(out_bad[:256]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_large_scores_do_not_overflow(isa: str) -> None:
+    shape = Shape()
+    (sequence,) = draw_sequences(shape, [520], torch.float32, seed=1)
+    sequence.q *= 200
+    out = whole(shape.make(torch.float32, isa), sequence, [])
+    torch.testing.assert_close(out, sequence.reference(), rtol=1e-3, atol=1e-3)
+
+
+def test_slices_of_one_tensor() -> None:
+    shape = Shape()
+    (s,) = draw_sequences(shape, [40], torch.bfloat16, seed=2)
+    expected = whole(shape.make(torch.bfloat16, ""), s, [])
+    fused = torch.cat([t.flatten(1) for t in (s.q, s.k, s.v)], dim=1)
+    q, k, v = fused.split([8 * 64, 2 * 64, 2 * 64], dim=1)
+    s.q, s.k, s.v = q.view(40, 8, 64), k.view(40, 2, 64), v.view(40, 2, 64)
+    backend = shape.make(torch.bfloat16, "")
+    backend.plan(BatchLayout([0, 40], [40], [s.blocks], torch.arange(40), torch.zeros(40, dtype=torch.int64)))
+    assert torch.equal(backend.forward(0, s.q, s.k, s.v), expected)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 40, 272, 8])
+def test_head_dims_that_are_refused(head_dim: int) -> None:
+    with pytest.raises(UserError, match=f"head_dim {head_dim}") as caught:
+        Shape(head_dim=head_dim).make(torch.bfloat16, "")
+    assert caught.value.field == "head_dim"
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(UserError, match="float16"):
+        Shape().make(torch.float16, "")
+    with pytest.raises(UserError, match="kv_heads"):
+        Shape(heads=9).make(torch.bfloat16, "")
+    with pytest.raises(UserError, match="num_blocks: 0"):
+        Shape().make(torch.bfloat16, "", num_blocks=0)
+    with pytest.raises(UserError, match="sse"):
+        Shape().make(torch.bfloat16, "sse")
+
+
+@pytest.mark.parametrize(
+    ("starts", "contexts", "tables", "message"),
+    [
+        ([0, 2], [2], [(256,)], "block_tables: 256"),
+        ([0, 2], [2], [(-1,)], "block_tables: -1"),
+        ([0, 2], [17], [(0,)], "blocks of a row: 1"),
+        ([0, 2], [1], [(0,)], "context_lens: 1"),
+        ([0, 0], [1], [(0,)], "tokens of a row: 0"),
+        ([0, 2], [2, 3], [(0,)], "row_starts: 2"),
+        ([1, 2], [2], [(0,)], "row_starts\\[0\\]: 1"),
+    ],
+)
+def test_bad_plans(starts: list[int], contexts: list[int], tables: list[tuple[int, ...]], message: str) -> None:
+    empty = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(EngineError, match=message):
+        Shape().make(torch.bfloat16, "").plan(BatchLayout(starts, contexts, tables, empty, empty))
+
+
+def test_bad_calls() -> None:
+    backend = Shape().make(torch.bfloat16, "")
+    (s,) = draw_sequences(Shape(), [4], torch.bfloat16, seed=2)
+    step(backend, 0, [(s, 0, 4)])
+    with pytest.raises(EngineError, match="layer: 2"):
+        backend.forward(2, s.q, s.k, s.v)
+    with pytest.raises(EngineError, match="tokens: 3"):
+        backend.forward(0, s.q[:3], s.k[:3], s.v[:3])
+    with pytest.raises(EngineError, match="k is torch.float32"):
+        backend.forward(0, s.q, s.k.float(), s.v)
+    with pytest.raises(EngineError, match="v is torch.bfloat16"):
+        backend.forward(0, s.q, s.k, s.v[:, :1])
+    with pytest.raises(EngineError, match="q is torch.bfloat16"):
+        backend.forward(0, s.q.transpose(1, 2).contiguous().transpose(1, 2), s.k, s.v)
