@@ -49,7 +49,13 @@ def draw(config: EngineConfig) -> Blueprint:
     """Open the files, choose the backends, plan the memory. Reads headers only."""
     source = open_model(config.model, config.gguf)
     placement = choose(config, source.config, find_machine(config))
-    memory = plan_memory(config, source, placement.backend_of_experts, activation_dtype(config).itemsize)
+    memory = plan_memory(
+        config,
+        source,
+        lambda layer: placement.backend(f"model.layers.{layer}.mlp.experts"),
+        activation_dtype(config).itemsize,
+        linear_backend=placement.used("_proj")[0],
+    )
     return Blueprint(config, source, placement, memory, memory.max_model_len, memory.kv_tokens // BLOCK_SIZE)
 
 
@@ -92,7 +98,7 @@ def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Pr
     blueprint = draw(config)
     blueprint.memory.check(config.force_memory_plan)
     core = assemble(blueprint, send, progress)
-    adapters = [_load_adapter(core.registry, text, config.expert_scaling) for text in config.adapters]
+    adapters = [load_adapter(core.registry, text, config.expert_scaling) for text in config.adapters]
     model = blueprint.source.config
     ready = Ready(
         model_name=model_name(config),
@@ -111,8 +117,12 @@ def model_name(config: EngineConfig) -> str:
     return config.served_model_name or (path.stem if path.suffix == ".gguf" else path.resolve().name)
 
 
-def _load_adapter(registry: AdapterRegistry, text: str, expert_scaling: str | None) -> AdapterInfo:
+def load_adapter(registry: AdapterRegistry, text: str, expert_scaling: str | None) -> AdapterInfo:
     name, _, path = text.partition("=")
     if not name or not path:
         raise UserError(f"--adapters {text!r}: write NAME=PATH", field="adapters")
-    return registry.load_now(name, path, expert_scaling=expert_scaling)
+    registry.load(name, path, expert_scaling=expert_scaling)
+    result = registry.wait()[0]
+    if result.info is None:
+        raise result.error or UserError(f"adapter {name} could not be loaded")
+    return result.info

@@ -41,11 +41,19 @@ class Finding:
     def __str__(self) -> str:
         mark = "ok  " if not self.note else "BAD "
         text = f"{mark}{self.place:<34} error {self.error:8.5f}  mean|x| {self.reference_mean:9.4f}  max|x| {self.reference_max:9.3f}"
-        return text + (f"  {self.nonfinite} not finite" if self.nonfinite else "") + (f"  <- {self.note}" if self.note else "")
+        return (
+            text
+            + (f"  {self.nonfinite} not finite" if self.nonfinite else "")
+            + (f"  <- {self.note}" if self.note else "")
+        )
 
 
 def check_model(
-    source: WeightSource, backends: Backends, tokens: list[int], report: Callable[[str], None], tolerance: float | None = None
+    source: WeightSource,
+    backends: Backends,
+    tokens: list[int],
+    report: Callable[[str], None],
+    tolerance: float | None = None,
 ) -> Finding | None:
     """Compare every layer on a prefill of `tokens`; returns the first divergence, or None.
 
@@ -75,7 +83,11 @@ def check_model(
                     report(str(expert))
                     first = first or expert
             first = first or (finding if finding.note else None)
-        hidden = hidden + outputs["reference"][f"model.layers.{index}.self_attn"] + outputs["reference"][f"model.layers.{index}.mlp"]
+        hidden = (
+            hidden
+            + outputs["reference"][f"model.layers.{index}.self_attn"]
+            + outputs["reference"][f"model.layers.{index}.mlp"]
+        )
     return first
 
 
@@ -184,5 +196,6 @@ def _judge(name: str, tensor: WeightTensor) -> Iterator[Finding]:
     elif most == 0.0 and not name.endswith(".bias"):
         yield Finding(name, 0.0, mean, most, 0, f"{tensor.type} tensor is all zero")
     elif most > 1e4:
-        yield Finding(name, 0.0, mean, most, 0, f"{tensor.type} tensor has values up to {most:.3g}: scales look corrupt")
-
+        yield Finding(
+            name, 0.0, mean, most, 0, f"{tensor.type} tensor has values up to {most:.3g}: scales look corrupt"
+        )

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.errors import KtserveError, UserError
 from engine.lora.registry import AdapterRegistry
@@ -23,15 +23,15 @@ from engine.messages import (
     Reply,
     StopFound,
     Submit,
+    ToEngine,
     TokenLogprobs,
     Tokens,
-    ToEngine,
     UnloadAdapter,
 )
 from engine.profile import Profiler
 from engine.runner import InFlight, ModelRunner
 from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan
-from scheduler.request import BASE, Request
+from scheduler.request import BASE, AdapterKey, Request
 from scheduler.scheduler import Scheduler
 
 
@@ -74,7 +74,8 @@ class EngineCore:
         self._schedule_s = 0.0
         self._slot_loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-slot")
         self._slot_loads: list[tuple[SlotLoad, Future[None]]] = []
-        self._adapter_calls: dict[object, int] = {}  # load handle -> call_id
+        self._adapter_calls: dict[int, int] = {}  # load id -> call_id
+        self._retired: set[AdapterKey] = set()  # the scheduler knows that these are to go
         self._drain: tuple[int, float] | None = None  # call_id, when to give up
         self._steps = 0
         self._failed_steps = 0
@@ -102,7 +103,12 @@ class EngineCore:
         def refuse(status: int, code: str, text: str, field: str | None, retry_after_s: float | None = None) -> None:
             self._send(
                 Refused(
-                    request_id=m.request_id, status=status, code=code, message=text, field=field, retry_after_s=retry_after_s
+                    request_id=m.request_id,
+                    status=status,
+                    code=code,
+                    message=text,
+                    field=field,
+                    retry_after_s=retry_after_s,
                 )
             )
 
@@ -123,21 +129,23 @@ class EngineCore:
             return refuse(404, "unknown_adapter", str(error), "model")
         except AdmissionError as error:
             status = 429 if error.code == "queue_full" else 400
-            return refuse(status, error.code, str(error), "prompt" if error.code == "too_long" else None, error.retry_after_s)
+            return refuse(
+                status, error.code, str(error), "prompt" if error.code == "too_long" else None, error.retry_after_s
+            )
         self._live[m.request_id] = _Live(request)
         return None
 
     def _load_adapter(self, m: LoadAdapter) -> None:
         try:
-            handle = self.registry.load(m.name, m.path, replace=m.replace, expert_scaling=m.expert_scaling)
+            load_id = self.registry.load(m.name, m.path, replace=m.replace, expert_scaling=m.expert_scaling)
         except UserError as error:
             self._send(Reply(call_id=m.call_id, ok=False, error=str(error), field=error.field, status=400))
         else:
-            self._adapter_calls[handle] = m.call_id
+            self._adapter_calls[load_id] = m.call_id
 
     def _unload_adapter(self, m: UnloadAdapter) -> None:
         try:
-            self.scheduler.retire_adapter(self.registry.unload(m.name))
+            self.registry.unload(m.name)
         except UserError as error:
             self._send(Reply(call_id=m.call_id, ok=False, error=str(error), field=error.field, status=404))
         else:
@@ -233,7 +241,8 @@ class EngineCore:
         self._failed_steps += 1
         if not isinstance(error, KtserveError):
             traceback.print_exception(error)
-        self._emit(self.scheduler.drop(plan, f"{type(error).__name__}: {error}"), None)
+        reason = f"{type(error).__name__}: {error}"
+        self._emit([replace(event, reason=reason) for event in self.scheduler.drop(plan)], None)
 
     # ---- events
 
@@ -282,15 +291,16 @@ class EngineCore:
     def _tend_adapters(self) -> None:
         """Take in what the threads have finished."""
         for result in self.registry.poll():
-            call_id = self._adapter_calls.pop(result.handle, None)
-            if result.replaced is not None:
-                self.scheduler.retire_adapter(result.replaced)
-            if call_id is None:
-                continue
+            call_id = self._adapter_calls.pop(result.load_id)
             if result.info is not None:
                 self._send(Reply(call_id=call_id, ok=True, adapter=result.info))
             else:
-                self._send(Reply(call_id=call_id, ok=False, error=result.error, field="lora_path", status=400))
+                status = 400 if isinstance(result.error, UserError) else 500
+                self._send(Reply(call_id=call_id, ok=False, error=str(result.error), field="lora_path", status=status))
+        for key in self.registry.retiring():  # replaced by a load or unloaded by a call
+            if key not in self._retired:
+                self._retired.add(key)
+                self.scheduler.retire_adapter(key)
         for item in [item for item in self._slot_loads if item[1].done()]:
             self._slot_loads.remove(item)
             load, future = item
@@ -300,6 +310,7 @@ class EngineCore:
             else:
                 self._emit(self.scheduler.slot_failed(load.slot, f"the adapter could not be loaded: {error}"), None)
         for key in self.scheduler.released_adapters():
+            self._retired.discard(key)
             self.registry.released(key)
 
     def _tend_drain(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from engine.model.rope import Rope
 from engine.model_config import ModelConfig
 from rules import Choice, Machine, default_rules, load_rules, place, qwen3moe_modules
 from rules import RulesError as BadRules
+from rules.choice import Backend
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
             raise UserError(f"--{kind.removesuffix('s')}-backend {backend}: {reason}", field=f"{kind}_backend")
         for module, choice in choices.items():
             if module.endswith(suffix) or (kind == "linear" and module == "lm_head"):
-                choices[module] = replace(choice, backend=backend)
+                choices[module] = replace(choice, backend=cast(Backend, backend))
     placement = Placement(choices, [])
     lines = [f"rules: {name}" + ("" if config.rules else " (chosen from this machine)")]
     lines += [str(note) for note in rule_set.notes]
@@ -88,7 +89,9 @@ def cpu_threads(config: EngineConfig) -> int:
     if config.cpu_threads is None:
         return available
     if not 1 <= config.cpu_threads <= 4 * available:
-        raise UserError(f"--cpu-threads {config.cpu_threads}: 1 to {4 * available} on this machine", field="cpu_threads")
+        raise UserError(
+            f"--cpu-threads {config.cpu_threads}: 1 to {4 * available} on this machine", field="cpu_threads"
+        )
     return config.cpu_threads
 
 

@@ -26,7 +26,9 @@ from engine.messages import (
     encode,
 )
 
-Build = Callable[[EngineConfig, Callable[[FromEngine], None], Callable[[str, int, int], None]], tuple[EngineCore, Ready]]
+Build = Callable[
+    [EngineConfig, Callable[[FromEngine], None], Callable[[str, int, int], None]], tuple[EngineCore, Ready]
+]
 
 _IDLE_S = 1.0  # how often an idle engine looks whether its parent lives
 _THREADS_S = 0.002  # how often it looks after loads while nothing runs
@@ -72,10 +74,7 @@ class EngineProcess:
 
     def _loop(self, core: EngineCore) -> None:
         while not self._stop and os.getppid() == self._parent:
-            if core.busy:
-                timeout = 0.0
-            else:
-                timeout = _THREADS_S if core.waiting_for_threads else _IDLE_S
+            timeout = 0.0 if core.busy else _THREADS_S if core.waiting_for_threads else _IDLE_S
             for message in self._receive(timeout):
                 if isinstance(message, Shutdown):
                     return
@@ -113,5 +112,3 @@ class EngineProcess:
         self._socket.close()
         self._context.term()
         return status
-
-

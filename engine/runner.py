@@ -1,6 +1,6 @@
 """Runs a step plan: fills the inputs, runs the model, samples.
 
-    launch_forward(plan) -> InFlight     launch_sample(step)     tokens(step) -> one list per row
+launch_forward(plan) -> InFlight     launch_sample(step)     tokens(step) -> one list per row
 """
 
 from __future__ import annotations

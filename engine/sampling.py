@@ -117,7 +117,13 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: list[int | N
     width = max((top[i] or 0) for i in wanted)
     values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], logprobs[:, :0].long())
     table = zip(
-        wanted, tokens[index].tolist(), chosen[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), strict=True
+        wanted,
+        tokens[index].tolist(),
+        chosen[:, 0].tolist(),
+        ranks.tolist(),
+        values.tolist(),
+        ids.tolist(),
+        strict=True,
     )
     for i, token, logprob, rank, row_values, row_ids in table:
         n = top[i] or 0

@@ -1,4 +1,4 @@
-"""The small operations of a CPU step on the native kernels: `engine.model.ops.Ops`, computed in float32, rounded once."""
+"""`engine.model.ops.Ops` on the native kernels: computed in float32, rounded once when stored."""
 
 from __future__ import annotations
 

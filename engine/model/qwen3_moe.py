@@ -1,6 +1,6 @@
 """Qwen3MoE over a flat token batch: requests of any adapter, prefill chunks and decode rows side by side.
 
-    embed -> L x [norm, qkv, QK-norm, rope, paged attention, o, norm, router, experts | dense MLP] -> norm -> lm_head
+embed -> L x [norm, qkv, QK-norm, rope, paged attention, o, norm, router, experts | dense MLP] -> norm -> lm_head
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ def inverse_frequencies(config: ModelConfig, max_len: int) -> tuple[torch.Tensor
         return 1.0 / (theta**exponents), 1.0
     if scaling.kind == "yarn":
         return _yarn(config, scaling, plain, trained)
-    raise ModelFileError(f"rope scaling {scaling.kind!r} is not supported: linear, dynamic and yarn are", field="rope_scaling")
+    raise ModelFileError(
+        f"rope scaling {scaling.kind!r} is not supported: linear, dynamic and yarn are", field="rope_scaling"
+    )
 
 
 def _yarn(config: ModelConfig, scaling: RopeScaling, plain: torch.Tensor, trained: int) -> tuple[torch.Tensor, float]:
@@ -57,9 +59,8 @@ def _yarn(config: ModelConfig, scaling: RopeScaling, plain: torch.Tensor, traine
 
     attention = scaling.attention_factor
     if attention is None:
-        mscale_num, mscale_den = scaling.extra.get("mscale"), scaling.extra.get("mscale_all_dim")
-        both = bool(mscale_num and mscale_den)
-        attention = mscale(factor, mscale_num) / mscale(factor, mscale_den) if both else mscale(factor)
+        top, bottom = scaling.extra.get("mscale"), scaling.extra.get("mscale_all_dim")
+        attention = mscale(factor, top) / mscale(factor, bottom) if top and bottom else mscale(factor)
     return plain / factor * (1 - keep) + plain * keep, float(attention)
 
 

@@ -43,11 +43,13 @@ def filtered(logits: torch.Tensor, p: SamplingParams) -> set[int]:
 )
 def test_only_tokens_that_pass_the_filters_are_drawn(seed, vocabulary, temperature, top_p, top_k, min_p):
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
-    params = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    params = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     allowed = filtered(logits[0], SamplingParams(**params))
     rows = [row(position=i, seed=seed, **params) for i in range(50)]
     drawn = _draw(logits.expand(50, -1).clone(), rows)
-    near = filtered(logits[0], SamplingParams(**{**params, "top_p": min(1.0, top_p + 1e-5), "min_p": max(0.0, min_p - 1e-6)}))
+    near = filtered(
+        logits[0], SamplingParams(**{**params, "top_p": min(1.0, top_p + 1e-5), "min_p": max(0.0, min_p - 1e-6)})
+    )
     assert set(drawn.tolist()) <= allowed | near
 
 

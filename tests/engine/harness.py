@@ -1,0 +1,107 @@
+"""A whole engine in this process, without sockets: submit, run, look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from engine.build import assemble, draw, load_adapter
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.messages import Cancelled, Failed, Finished, FromEngine, Refused, Submit, TokenLogprobs, Tokens
+from scheduler.request import SamplingParams
+
+
+@dataclass
+class Result:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    end: FromEngine | None = None
+
+
+class Harness:
+    """`config` are EngineConfig's fields. Every step checks the integrity of blocks and slots."""
+
+    def __init__(self, model: Path, **config) -> None:
+        defaults = {
+            "dtype": "float32",
+            "kv_cache_tokens": 2048,
+            "rules": "reference",
+            "cpu_threads": 1,
+            "device": "cpu",
+        }
+        settings = EngineConfig(model=str(model), check_integrity=True, **(defaults | config))
+        self.blueprint = draw(settings)
+        self.core: EngineCore = assemble(self.blueprint, self._take, lambda *_: None)
+        self.results: dict[str, Result] = {}
+        self._ids = 0
+        self.messages: list[FromEngine] = []
+
+    def adapter(self, name: str, path: Path, expert_scaling: str | None = None) -> None:
+        load_adapter(self.core.registry, f"{name}={path}", expert_scaling)
+
+    def submit(self, prompt: list[int], adapter: str | None = None, **sampling) -> str:
+        options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
+        extra = {k: options.pop(k) for k in ("tenant", "priority", "timeout_s") if k in options}
+        rid = f"r{self._ids}"
+        self._ids += 1
+        self.results[rid] = Result()
+        self.core.handle(
+            Submit(request_id=rid, prompt=prompt, sampling=SamplingParams(**options), adapter=adapter, **extra)
+        )
+        return rid
+
+    def run(self, limit: int = 10_000) -> dict[str, Result]:
+        """Step until every request has ended."""
+        for _ in range(limit):
+            if all(r.end for r in self.results.values()) and not self.core.busy:
+                return self.results
+            self.core.step()
+        raise AssertionError(f"not done after {limit} steps: {[k for k, r in self.results.items() if not r.end]}")
+
+    def generate(
+        self, prompts: list[list[int]], adapters: list[str | None] | None = None, **sampling
+    ) -> list[list[int]]:
+        """All at once; greedy tokens of each."""
+        rids = [self.submit(p, a, **sampling) for p, a in zip(prompts, adapters or [None] * len(prompts), strict=True)]
+        self.run()
+        for rid in rids:
+            assert isinstance(self.results[rid].end, Finished), self.results[rid].end
+        return [self.results[rid].tokens for rid in rids]
+
+    def close(self) -> None:
+        self.core.close()
+
+    def _take(self, message: FromEngine) -> None:
+        self.messages.append(message)
+        if isinstance(message, Tokens):
+            result = self.results[message.request_id]
+            assert result.end is None, "a token after the end"
+            result.tokens += message.tokens
+            result.logprobs += message.logprobs or []
+            result.prompt_logprobs = message.prompt_logprobs or result.prompt_logprobs
+        elif isinstance(message, Finished | Refused | Cancelled | Failed):
+            result = self.results[message.request_id]
+            assert result.end is None, "two ends"
+            result.end = message
+
+
+@torch.inference_mode()
+def greedy(model, prompt: list[int], n: int) -> tuple[list[int], float]:
+    """transformers' greedy continuation, and the smallest gap between the best two logits on the way."""
+    ids, gap = list(prompt), float("inf")
+    for _ in range(n):
+        logits = model(torch.tensor([ids])).logits[0, -1].float()
+        best = logits.topk(2).values
+        gap = min(gap, float(best[0] - best[1]))
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :], gap
+
+
+@torch.inference_mode()
+def full_logits(model, tokens: list[int]) -> torch.Tensor:
+    """float32 [len, V]."""
+    return model(torch.tensor([tokens])).logits[0].float()

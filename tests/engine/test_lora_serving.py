@@ -1,0 +1,157 @@
+"""Base and adapters in one batch: equal to merged models, and to themselves alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.experts.reference import ReferenceExperts
+from engine.messages import Finished, LoadAdapter, Refused, Reply, UnloadAdapter
+from tests.engine.harness import Harness, greedy
+from tests.engine.test_parity import CLEAR, prompts
+from tests.lora.make import config_of, extra_keys, linear_keys, lora_config, per_expert_keys, random_adapter, write
+from tests.lora.merge import merge
+from tests.tiny import save_hf, tiny_model
+
+
+class Family:
+    """A base model on disk with adapters, and each of them merged."""
+
+    def __init__(self, folder: Path, count: int = 3, scale: float = 0.3, **shape) -> None:
+        self.base = tiny_model(21, **({"num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers": [1]} | shape))
+        self.model_path = folder / "base"
+        save_hf(self.base, self.model_path)
+        self.paths: dict[str, Path] = {}
+        self.merged: dict[str | None, torch.nn.Module] = {None: self.base}
+        config = config_of(self.base)
+        for i in range(count):
+            rank = 2 + i
+            weights = random_adapter(config, rank=rank, alpha=2.0 * rank, seed=50 + i, extra=i % 2, scale=scale)
+            keys = {**linear_keys(weights), **per_expert_keys(weights), **extra_keys(weights)}
+            name = f"adapter-{i}"
+            self.paths[name] = write(folder / name, keys, lora_config(rank, 2.0 * rank))
+            self.merged[name] = merge(copy.deepcopy(self.base), weights)
+
+    def engine(self, **config) -> Harness:
+        harness = Harness(self.model_path, **config)
+        for name, path in self.paths.items():
+            harness.adapter(name, path)
+        return harness
+
+    def expect(self, name: str | None, prompt: list[int], tokens: list[int]) -> None:
+        expected, gap = greedy(self.merged[name], prompt, len(tokens))
+        assert tokens == expected or gap < CLEAR
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    return Family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.mark.parametrize("budget", [16, 256])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_mixed_batch_equals_merged_models(family, budget, overlap):
+    names = [None, "adapter-0", "adapter-1", "adapter-2", None, "adapter-1"]
+    asked = prompts(1, [3, 9, 20, 31, 14, 5])
+    engine = family.engine(max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap)
+    got = engine.generate(asked, names)
+    for name, prompt, tokens in zip(names, asked, got, strict=True):
+        family.expect(name, prompt, tokens)
+    assert len({tuple(t) for t in got}) > 3
+    engine.close()
+
+
+def test_alone_and_in_company_the_tokens_are_the_same(family):
+    """Same prompt for everyone: only the adapter makes the difference, and neighbours make none."""
+    prompt = prompts(2, [24])[0]
+    names = [None, "adapter-0", "adapter-1", "adapter-2"]
+    alone = []
+    for name in names:
+        engine = family.engine()
+        alone += engine.generate([prompt], [name])
+        engine.close()
+    engine = family.engine()
+    together = engine.generate([prompt] * 4, names)
+    again = engine.generate([prompt] * 4, names)  # now from the prefix cache, each from its own
+    assert together == alone == again
+    assert len({tuple(t) for t in together}) == 4
+    engine.close()
+
+
+def test_more_adapters_than_slots(family):
+    engine = family.engine(max_adapter_slots=1)
+    names = ["adapter-0", "adapter-1", "adapter-2", None] * 2
+    asked = prompts(3, [7] * 8)
+    for name, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
+        family.expect(name, prompt, tokens)
+    engine.close()
+
+
+def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch):
+    passes: list[int] = []
+    original = ReferenceExperts.base_product
+    monkeypatch.setattr(
+        ReferenceExperts, "base_product", lambda self, x, w: (passes.append(w.data_ptr()), original(self, x, w))[1]
+    )
+    engine = family.engine()
+    for name in (None, "adapter-0", "adapter-1", "adapter-2"):
+        engine.submit(prompts(4, [16])[0], name, max_tokens=2)
+    while not all(r.end for r in engine.results.values()):
+        passes.clear()
+        engine.core.step()
+        assert len(passes) == len(set(passes)), "a base weight was read twice in a step"
+    engine.close()
+
+
+def test_replace_while_requests_run(family):
+    """The old version serves those that have it; new requests get the new one; the old one is then let go."""
+    engine = family.engine()
+    prompt = prompts(5, [12])[0]
+    old = engine.submit(prompt, "adapter-0", max_tokens=30)
+    for _ in range(5):
+        engine.core.step()
+    engine.core.handle(LoadAdapter(call_id=1, name="adapter-0", path=str(family.paths["adapter-1"]), replace=True))
+    while not any(isinstance(m, Reply) for m in engine.messages):
+        engine.core.step()
+    reply = next(m for m in engine.messages if isinstance(m, Reply))
+    assert reply.ok and reply.adapter is not None and reply.adapter.version == 2
+    new = engine.submit(prompt, "adapter-0", max_tokens=8)
+    engine.run()
+    family.expect("adapter-0", prompt, engine.results[old].tokens)
+    family.expect("adapter-1", prompt, engine.results[new].tokens)
+    engine.core.step()
+    assert engine.core.registry.retiring() == []
+    engine.close()
+
+
+def test_unload_and_unknown(family):
+    engine = family.engine()
+    running = engine.submit(prompts(6, [10])[0], "adapter-2", max_tokens=12)
+    for _ in range(3):
+        engine.core.step()
+    engine.core.handle(UnloadAdapter(call_id=2, name="adapter-2"))
+    late = engine.submit([2, 3], "adapter-2")
+    engine.run()
+    assert isinstance(engine.results[running].end, Finished)
+    refused = engine.results[late].end
+    assert isinstance(refused, Refused) and refused.status == 404 and "adapter-1" in refused.message
+    engine.core.handle(LoadAdapter(call_id=3, name="x", path="/nowhere"))
+    while len([m for m in engine.messages if isinstance(m, Reply)]) < 2:
+        engine.core.step()
+    last = [m for m in engine.messages if isinstance(m, Reply)][-1]
+    assert not last.ok and last.status == 400 and "/nowhere" in str(last.error)
+    engine.close()
+
+
+def test_prefix_cache_keeps_tenants_and_adapters_apart(family):
+    engine = family.engine()
+    prompt = prompts(7, [48])[0]
+    for tenant, name in (("a", None), ("b", None), ("a", "adapter-0"), ("a", None)):
+        rid = engine.submit(prompt, name, tenant=tenant)
+        engine.run()
+        cached = engine.results[rid].end.cached_tokens
+        assert cached == (47 if rid == "r3" else 0)
+    engine.close()

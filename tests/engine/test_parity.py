@@ -1,0 +1,163 @@
+"""float32 reference gives exactly transformers' greedy tokens, whatever shape the model and the batch have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.harness import Harness, full_logits, greedy
+from tests.tiny import save_gguf, save_hf, tiny_model
+
+CLEAR = 1e-3  # a smaller gap between the best two tokens is a tie that rounding may break either way
+
+
+def prompts(seed: int, lengths: list[int], vocabulary: int = 128) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, vocabulary, (n,), generator=g).tolist() for n in lengths]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict:
+    experts = draw(st.sampled_from([8, 16, 60, 128]))
+    kv_heads = draw(st.sampled_from([1, 2]))
+    layers = draw(st.integers(1, 3))
+    return {
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "num_experts_per_tok": draw(st.integers(1, 8)),
+        "norm_topk_prob": draw(st.booleans()),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.sampled_from([1, 2, 4])),
+        "head_dim": draw(st.sampled_from([16, 32, 64])),
+        "attention_bias": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+        "decoder_sparse_step": draw(st.sampled_from([1, 1, 2])),
+        "mlp_only_layers": draw(st.sampled_from([[], [], [0]])),
+        "moe_intermediate_size": draw(st.sampled_from([32, 48])),
+    }
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes(), seed=st.integers(0, 1000), budget=st.sampled_from([8, 32, 256]), overlap=st.booleans())
+def test_greedy_tokens_equal_transformers(tmp_path_factory, shape, seed, budget, overlap):
+    model = tiny_model(seed, **shape)
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(model, folder)
+    asked = prompts(seed, [3, 17, 40])
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap)
+    got = engine.generate(asked, max_tokens=6)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(model, prompt, 6)
+        assert tokens == expected or gap < CLEAR
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
+    model = tiny_model(7, num_hidden_layers=3, num_experts=16, num_experts_per_tok=4)
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(model, folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [8, 64])
+def test_preempted_and_recomputed(model_folder, overlap, budget):
+    """A cache far too small for all at once: requests are preempted, recomputed, and none changes."""
+    model, folder = model_folder
+    asked = prompts(3, [20, 25, 30, 35])
+    engine = Harness(
+        folder, kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=budget, max_num_seqs=4, overlap=overlap
+    )
+    got = engine.generate(asked, max_tokens=24)
+    assert engine.core.scheduler.stats()["preemptions"] > 0
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(model, prompt, 24)
+        assert tokens == expected or gap < CLEAR
+    engine.close()
+
+
+def test_prefix_hits_do_not_change_tokens(model_folder):
+    model, folder = model_folder
+    start = prompts(5, [64])[0]
+    asked = [start + tail for tail in prompts(6, [1, 9, 33])] + [start, start]
+    engine = Harness(folder)
+    first = engine.generate(asked[:1])
+    rest = engine.generate(asked[1:])
+    assert sum(engine.results[f"r{i}"].end.cached_tokens for i in range(1, 5)) >= 4 * 48
+    for prompt, tokens in zip(asked, first + rest, strict=True):
+        assert tokens == greedy(model, prompt, 8)[0]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "expert_type,dense_type",
+    [
+        ("F32", "F32"),
+        ("F16", "BF16"),
+        ("BF16", "F16"),
+        ("Q8_0", "Q8_0"),
+        ("Q4_0", "Q4_1"),
+        ("Q5_0", "Q5_1"),
+        ("Q4_K", "Q6_K"),
+        ("Q5_K", "Q4_K"),
+    ],
+)
+def test_gguf_types(tmp_path, expert_type, dense_type):
+    """The engine computes with exactly the values that the file holds."""
+    model = tiny_model(11, hidden_size=256, moe_intermediate_size=256, num_experts=8, head_dim=64)
+    held = save_gguf(model, tmp_path / "m.gguf", expert_type=expert_type, dense_type=dense_type)
+    engine = Harness(tmp_path / "m.gguf")
+    asked = prompts(1, [5, 21])
+    for prompt, tokens in zip(asked, engine.generate(asked), strict=True):
+        expected, gap = greedy(held, prompt, 8)
+        assert tokens == expected or gap < CLEAR
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "yarn",
+            "factor": 2.5,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.3,
+            "beta_fast": 16,
+        },
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+)
+def test_rope_scaling(tmp_path, scaling):
+    model = tiny_model(2, max_position_embeddings=512, rope_parameters={"rope_theta": 10000.0, **scaling})
+    save_hf(model, tmp_path)
+    prompt = prompts(4, [100])[0]
+    engine = Harness(tmp_path)
+    assert engine.generate([prompt]) == [greedy(model, prompt, 8)[0]]
+    engine.close()
+
+
+def test_prompt_and_token_logprobs(model_folder):
+    model, folder = model_folder
+    prompt = prompts(9, [30])[0]
+    engine = Harness(folder, max_num_batched_tokens=8, max_num_seqs=2)
+    rid = engine.submit(prompt, prompt_logprobs=2, logprobs=3, max_tokens=4)
+    engine.run()
+    result = engine.results[rid]
+    expected = torch.log_softmax(full_logits(model, prompt + result.tokens), -1)
+    assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == len(prompt)
+    for position in range(1, len(prompt)):
+        at = result.prompt_logprobs[position]
+        assert at.chosen.token == prompt[position]
+        assert at.chosen.logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-3)
+        assert [t.token for t in at.top] == expected[position - 1].topk(2).indices.tolist()
+    for i, at in enumerate(result.logprobs):
+        assert at.chosen.logprob == pytest.approx(float(expected[len(prompt) - 1 + i].max()), abs=1e-3)
+        assert at.chosen.rank == 1 and len(at.top) == 3
+    engine.close()
