@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.errors import AdapterError
-from engine.lora.files import AdapterFiles, Entry, refusal
+from engine.lora.files import EXTRA_FILE, FUSED_FILE, AdapterFiles, Entry, refusal
 from engine.model_config import ModelConfig
 
 PREFIX = "base_model.model."
@@ -85,9 +85,14 @@ def sort_keys(files: AdapterFiles) -> Layout:
             leftovers.append(entry.key)
         elif not placed:
             twice.append(entry.key)
+    if files.fused is not None and not files.fused:
+        raise AdapterError(f"{FUSED_FILE} holds no tensor", [FUSED_FILE])
     for entry in (files.fused or {}).values():
         if not _place_fused(layout, entry):
             leftovers.append(entry.key)
+    shadowed = [key for key in files.extra or {} if key in main]
+    if shadowed:
+        files.warnings.append(f"{len(shadowed)} tensors of {EXTRA_FILE} count instead of those in {files.main_file}")
     for entry in (files.extra or {}).values():
         if not _place_extra(layout, entry, again=True):
             leftovers.append(entry.key)
