@@ -1,1 +1,1 @@
-"""HTTP and command line: everything a person or a client touches. Never imports torch."""
+"""HTTP, tokenizer, chat template, CLI. Imports neither torch nor transformers."""

@@ -1,0 +1,182 @@
+"""ktserve chat: a conversation in the terminal, engine as a child process, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from api.client import EngineClient
+from api.config import ServeConfig
+from api.generation import Answer
+from api.launch import sampling_defaults, start_engine, tokenizer_for, with_demo
+from api.metrics import Metrics
+from api.protocol import ChatRequest, sampling_params
+from api.text.template import ChatTemplate
+from api.tokenizer import Tokenizer
+from engine import messages as m
+from engine.config import EngineConfig
+from engine.errors import KtserveError, UserError
+
+_HELP = """\
+/adapter NAME   answer with an adapter (/adapter alone: the base model)
+/adapters       what there is
+/reset          forget the conversation
+/quit           leave (also Ctrl-D)
+Ctrl-C stops an answer."""
+
+
+async def chat(
+    engine: EngineConfig,
+    config: ServeConfig,
+    notes: list[str],
+    console: Console,
+    *,
+    adapter: str | None,
+    system: str | None,
+) -> int:
+    """Talk until /quit or the end of stdin. Raises UserError or EngineError if it cannot start."""
+    engine, lines = with_demo(engine)
+    tokenizer = tokenizer_for(engine, config)
+    if tokenizer is None or tokenizer.template is None:
+        raise UserError("chat needs a tokenizer and a chat template (--tokenizer, --chat-template)", "tokenizer")
+    defaults, more = sampling_defaults(engine, config)
+    client, ready = await start_engine(engine, config, console)
+    try:
+        talk = Talk(client, tokenizer, tokenizer.template, defaults, config.default_max_tokens, system)
+        for line in [*notes, *lines, *more, *ready.lines]:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if adapter is not None:
+            talk.use(adapter)
+        await _loop(talk, console)
+    finally:
+        await client.shutdown()
+    return 0
+
+
+@dataclass
+class Talk:
+    """A conversation. `adapter` None: the base model."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: dict[str, Any]
+    max_tokens: int | None = None
+    system: str | None = None
+    adapter: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def use(self, name: str) -> None:
+        """Raises UserError for an unknown adapter."""
+        if name and name not in self.client.adapters:
+            known = ", ".join(self.client.adapters) or "none"
+            raise UserError(f"no adapter {name!r}; there is: {known}", "adapter")
+        self.adapter = name or None
+
+    def submit(self, text: str) -> Answer:
+        """Send the conversation with `text` as the next message. Raises UserError if it is too long."""
+        ready = self.client.ready
+        if ready is None:
+            raise self.client.unavailable()
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*head, *self.messages, {"role": "user", "content": text}]
+        prompt = self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
+        room = ready.max_model_len - len(prompt)
+        if room < 1:
+            raise UserError(f"the conversation fills the context of {ready.max_model_len} tokens; /reset begins anew")
+        limit = room if self.max_tokens is None else min(self.max_tokens, room)
+        body = ChatRequest(model=ready.model_name, messages=messages)
+        stream = self.client.submit(
+            m.Submit(
+                request_id=uuid.uuid4().hex,
+                prompt=prompt,
+                sampling=sampling_params(body, self.defaults, limit, 0),
+                adapter=self.adapter,
+            )
+        )
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=True)
+        self.messages.append({"role": "user", "content": text})
+        return Answer(stream, detokenizer, (), Metrics(), prompt_tokens=len(prompt))
+
+
+async def _loop(talk: Talk, console: Console) -> None:
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() a history
+        adapters = ", ".join(talk.client.adapters) or "none"
+        console.print(f"adapters: {adapters}. /help shows what else there is.", markup=False, highlight=False)
+    async for line in _lines(interactive, talk):
+        words = line.split()
+        if not words:
+            continue
+        if words[0] in ("/quit", "/exit"):
+            return
+        try:
+            if words[0].startswith("/"):
+                _command(talk, words, console)
+            else:
+                await _answer(talk, line)
+        except KtserveError as error:
+            console.print(f"error: {error}", markup=False, highlight=False)
+
+
+async def _lines(interactive: bool, talk: Talk) -> AsyncIterator[str]:
+    while True:
+        try:
+            prompt = f"{talk.adapter or 'base'}> " if interactive else ""
+            line = await asyncio.to_thread(input, prompt) if interactive else await asyncio.to_thread(_read_line)
+        except EOFError:
+            return
+        yield line
+
+
+def _read_line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _command(talk: Talk, words: list[str], console: Console) -> None:
+    match words:
+        case ["/help"]:
+            text = _HELP
+        case ["/reset"]:
+            talk.messages.clear()
+            text = "(a new conversation)"
+        case ["/adapters"]:
+            text = "\n".join(["base", *talk.client.adapters])
+        case ["/adapter"]:
+            talk.use("")
+            text = "(the base model answers)"
+        case ["/adapter", name]:
+            talk.use(name)
+            text = f"({name} answers)"
+        case _:
+            text = f"unknown command {words[0]}; /help shows all"
+    console.print(text, markup=False, highlight=False)
+
+
+async def _answer(talk: Talk, text: str) -> None:
+    answer = talk.submit(text)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, answer.abort)
+    said: list[str] = []
+    try:
+        async for piece in answer:
+            said.append(piece.text)
+            print(piece.text, end="", flush=True)
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        answer.abort()
+        print(flush=True)
+        talk.messages.append({"role": "assistant", "content": "".join(said)})

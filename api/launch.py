@@ -1,0 +1,132 @@
+"""From settings to a running engine with its tokenizer: what `serve` and `chat` share."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from api.client import ENGINE_COMMAND, EngineClient
+from api.config import ServeConfig
+from api.text.files import read_json
+from api.tokenizer import Tokenizer, load_tokenizer
+from engine.config import EngineConfig
+from engine.errors import UserError
+from engine.messages import Loading, Ready
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def with_demo(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """Without a model, the demo in the repository and its adapters are served; the lines say so."""
+    if config.model:
+        return config, []
+    from demo.paths import demo_adapters, demo_model
+
+    try:
+        config.model = str(demo_model())
+        adapters = [f"{name}={path}" for name, path in demo_adapters().items()]
+    except FileNotFoundError as error:
+        raise UserError(f"no --model was given, and the demo model cannot be served: {error}", "model") from None
+    config.served_model_name = config.served_model_name or "demo"
+    config.adapters = [*adapters, *config.adapters]
+    return config, [f"no --model: serving the demo model, {config.model}"]
+
+
+def engine_command(serve: ServeConfig) -> tuple[str, ...]:
+    if serve.engine_command is None:
+        return ENGINE_COMMAND
+    try:
+        command = tuple(shlex.split(serve.engine_command))
+    except ValueError as error:
+        raise UserError(f"--engine-command: {error}", "engine_command") from None
+    if not command:
+        raise UserError("--engine-command is empty", "engine_command")
+    return command
+
+
+def tokenizer_for(engine: EngineConfig, serve: ServeConfig) -> Tokenizer | None:
+    """Raises UserError if there is none and --skip-tokenizer was not given."""
+    if serve.skip_tokenizer:
+        return None
+    model = existing(engine.model, "model")
+    template = Path(serve.chat_template) if serve.chat_template else None
+    if serve.tokenizer:
+        return load_tokenizer(existing(serve.tokenizer, "tokenizer"), chat_template=template)
+    gguf = existing(engine.gguf, "gguf") if engine.gguf else None
+    return load_tokenizer(model, gguf, template)
+
+
+def existing(path: str, field: str) -> Path:
+    if not Path(path).exists():
+        raise UserError(f"--{field} {path}: no such file or folder", field)
+    return Path(path)
+
+
+def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[str, Any], list[str]]:
+    """The sampling settings that the model's author recommends (generation_config.json), and a line about them."""
+    if serve.generation_config == "none":
+        return {}, []
+    if serve.generation_config == "auto":
+        model = Path(engine.model)
+        path = (model if model.is_dir() else model.parent) / "generation_config.json"
+        if not path.is_file():
+            return {}, []
+    else:
+        path = existing(serve.generation_config, "generation-config")
+        path = path / "generation_config.json" if path.is_dir() else path
+    content = read_json(path)
+    defaults = {name: content[name] for name in _DEFAULTS if content.get(name) is not None}
+    if content.get("do_sample") is False:
+        defaults = {"temperature": 0.0, **{k: v for k, v in defaults.items() if k == "repetition_penalty"}}
+    for name, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{path}: {name} is {value!r}, a number is expected", "generation_config")
+    if not defaults:
+        return {}, []
+    shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    return defaults, [f"sampling defaults from {path.name}: {shown} (--generation-config none: off)"]
+
+
+class LoadingBar:
+    """A progress bar on stderr while the model loads; on a terminal only."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> LoadingBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def update(self, loading: Loading) -> None:
+        if loading.stage not in self._tasks:
+            self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
+        self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
+
+
+async def start_engine(engine: EngineConfig, serve: ServeConfig, console: Console) -> tuple[EngineClient, Ready]:
+    """A client whose engine serves. Raises UserError or EngineError."""
+    with LoadingBar(console) as bar:
+        client = EngineClient(
+            engine, command=engine_command(serve), max_restarts=serve.max_restarts, on_loading=bar.update
+        )
+        try:
+            return client, await client.start()
+        except BaseException:
+            await client.shutdown(grace_s=0)
+            raise

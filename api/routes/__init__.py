@@ -1,0 +1,1 @@
+"""The HTTP endpoints, one file a family."""

@@ -1,0 +1,76 @@
+"""/health, /metrics, /version, /tokenize, /detokenize"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import bad_request
+from api.http import json_response, read_body
+from api.protocol import DetokenizeRequest, TokenizeRequest, parse
+from api.routes.common import service_of, tenant_of
+from api.stream import EngineUnavailable
+
+
+def project_version() -> str:
+    try:
+        return version("ktserve")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+def router() -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health(request: Request) -> Response:
+        """200 while requests are served; 503 while the engine loads, restarts, drains or has ended."""
+        client = service_of(request).client
+        status = 200 if client.state == "ready" else 503
+        return json_response({"status": client.state, "restarts": client.restarts}, status)
+
+    @routes.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        service = service_of(request)
+        try:
+            service.metrics.stats = await service.client.stats()
+            service.metrics.engine_up = True
+        except EngineUnavailable:
+            service.metrics.stats = {}
+            service.metrics.engine_up = False
+        service.metrics.restarts = service.client.restarts
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/version")
+    async def version_() -> Response:
+        return json_response({"version": project_version()})
+
+    @routes.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        service, tenant = service_of(request), tenant_of(request)
+        body = parse(TokenizeRequest, await read_body(request, service.config.max_body_bytes))
+        service.adapter(tenant, body.model)
+        if body.prompt is not None:
+            tokens = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens, param="prompt")
+        else:
+            tokens = await service.encode_chat(
+                body.messages or [],
+                add_generation_prompt=body.add_generation_prompt,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.ready.max_model_len})
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        service, tenant = service_of(request), tenant_of(request)
+        body = parse(DetokenizeRequest, await read_body(request, service.config.max_body_bytes))
+        service.adapter(tenant, body.model)
+        tokenizer = service.need_tokenizer("tokens")
+        if any(token >= service.ready.vocab_size for token in body.tokens):
+            raise bad_request(f"tokens: ids must be under {service.ready.vocab_size}", "tokens")
+        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return routes

@@ -1,0 +1,1 @@
+"""Tokenizer files, chat templates, incremental text."""

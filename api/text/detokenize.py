@@ -1,0 +1,63 @@
+"""Text from tokens as they come, without ever showing half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    def push(self, token: int) -> str:
+        """The text that is certain once `token` has come; may be empty."""
+
+    def finish(self) -> str:
+        """What was held back: bytes that never became a character, as U+FFFD."""
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers: a token is bytes, so an incremental UTF-8 decoder is exact. `bytes_of` gives a
+    token's bytes, b"" for one that is not shown."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(self._bytes_of(token))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other tokenizer, where a token's text depends on its neighbours: the text of a window of tokens is
+    compared with that of the window before; what ends in U+FFFD is held back."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._shown = 0  # tokens of the window whose text has been given out
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith(REPLACEMENT):
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        return self._advance(self._decode(self._tokens))
+
+    def _advance(self, text: str) -> str:
+        before = self._decode(self._tokens[: self._shown])
+        if len(text) <= len(before):
+            return ""
+        if self._shown:
+            # the tokens just shown are the next ones' left neighbours; older ones are no longer needed
+            self._tokens = self._tokens[self._shown :] if self._shown < len(self._tokens) else self._tokens
+        delta = text[len(before) :]
+        self._shown = len(self._tokens)
+        return delta

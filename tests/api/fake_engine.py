@@ -1,0 +1,236 @@
+"""A process that speaks the engine's wire without a model: it echoes prompts, and misbehaves when asked to.
+
+The output is the prompt's tokens in order (an adapter "reverse" reverses them), then an end-of-sequence token.
+Adapters with names of their own misbehave: "slow" (50 ms a token), "die" (the process ends after two tokens),
+"refuse" (429), "fail" (Failed after two tokens), "silent" (no answer at all), "burst" (all tokens in one event).
+FAKE_ENGINE holds JSON: {"log": path of an NDJSON file of all messages received, "fatal": message, "start_delay_s",
+"vocab_size", "max_model_len", "eos"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from engine import messages as m
+
+BUILT_IN = ("reverse", "slow", "die", "refuse", "fail", "silent", "burst")
+
+
+class Running:
+    def __init__(self, submit: m.Submit, eos: int) -> None:
+        self.submit = submit
+        tokens = list(reversed(submit.prompt)) if submit.adapter == "reverse" else list(submit.prompt)
+        if submit.sampling.ignore_eos:
+            tokens = (tokens * (submit.sampling.max_tokens // len(tokens) + 1))[: submit.sampling.max_tokens]
+        self.tokens = tokens
+        self.position = 0
+        self.next_s = time.monotonic()
+
+
+class FakeEngine:
+    def __init__(self, config: dict, address: str) -> None:
+        self.config = config
+        self.options = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
+        self.vocab_size = self.options.get("vocab_size", 400)
+        self.max_model_len = self.options.get("max_model_len", 2048)
+        self.eos = self.options.get("eos", 0)
+        self.log = open(self.options["log"], "a") if "log" in self.options else None  # noqa: SIM115
+        self.socket = zmq.Context().socket(zmq.ROUTER)
+        self.socket.bind(address)
+        self.peer = b""
+        self.running: dict[str, Running] = {}
+        self.adapters: dict[str, m.AdapterInfo] = {}
+        self.draining: tuple[int, float] | None = None
+        self.steps = 0
+
+    def send(self, message: m.FromEngine) -> None:
+        self.socket.send_multipart([self.peer, m.encode(message)])
+
+    def note(self, message: object) -> None:
+        if self.log is not None:
+            line = {"pid": os.getpid(), "t": time.monotonic(), "type": type(message).__name__}
+            print(json.dumps({**line, **msgspec.to_builtins(message, str_keys=True)}), file=self.log, flush=True)
+
+    def add_adapter(self, name: str, path: str, version: int = 1) -> m.AdapterInfo:
+        uid = len(self.adapters) + 1
+        info = m.AdapterInfo(name, path, uid, version, "fake", 8, 1000, [])
+        self.adapters[name] = info
+        return info
+
+    def serve(self) -> None:
+        self.peer, frame = self.socket.recv_multipart()
+        hello = m.decode_to_engine(frame)
+        assert isinstance(hello, m.GetStats)
+        for done in range(3):
+            self.send(m.Loading(stage="weights", done=done + 1, total=3))
+            time.sleep(self.options.get("start_delay_s", 0) / 3)
+        if "fatal" in self.options:
+            self.send(m.FatalError(message=self.options["fatal"], user=True))
+            sys.exit(1)
+        for entry in self.config["adapters"]:
+            self.add_adapter(*entry.split("="))
+        self.send(
+            m.Ready(
+                model_name=self.config.get("served_model_name") or Path(self.config["model"]).name,
+                vocab_size=self.vocab_size,
+                max_model_len=self.max_model_len,
+                bos_token_id=None,
+                eos_token_ids=[self.eos],
+                adapters=list(self.adapters.values()),
+                lines=["memory plan: fake"],
+            )
+        )
+        self.receive(hello)
+        while True:
+            if self.socket.poll(2 if self.running or self.draining else 1000):
+                while self.socket.poll(0):
+                    self.receive(m.decode_to_engine(self.socket.recv_multipart()[1]))
+            self.step()
+
+    def receive(self, message: m.ToEngine) -> None:
+        self.note(message)
+        match message:
+            case m.Submit(adapter="refuse"):
+                self.send(
+                    m.Refused(
+                        request_id=message.request_id,
+                        status=429,
+                        code="queue_full",
+                        message="the queue is full",
+                        retry_after_s=3,
+                    )
+                )
+            case m.Submit() if message.adapter is not None and message.adapter not in self.adapters:
+                self.send(
+                    m.Refused(request_id=message.request_id, status=404, code="unknown_adapter", message="no adapter")
+                )
+            case m.Submit():
+                self.running[message.request_id] = Running(message, self.eos)
+            case m.Abort():
+                if self.running.pop(message.request_id, None):
+                    self.send(m.Cancelled(request_id=message.request_id, reason="client"))
+            case m.StopFound():
+                if running := self.running.pop(message.request_id, None):
+                    self.finish(running, "stop", message.num_tokens)
+            case m.LoadAdapter():
+                self.load(message)
+            case m.UnloadAdapter():
+                self.adapters.pop(message.name)
+                self.send(m.Reply(call_id=message.call_id, ok=True))
+            case m.GetStats():
+                stats = {"running": len(self.running), "waiting": 0, "blocks": {"total": 10, "free": 9}}
+                self.send(m.Reply(call_id=message.call_id, ok=True, stats=stats))
+            case m.Drain():
+                self.draining = (message.call_id, time.monotonic() + message.timeout_s)
+            case m.Shutdown():
+                sys.exit(0)
+
+    def load(self, message: m.LoadAdapter) -> None:
+        call = message.call_id
+        if not Path(message.path).exists():
+            error = f"{message.path}: no such folder"
+            self.send(m.Reply(call_id=call, ok=False, error=error, field="lora_path", status=400))
+        elif message.name in self.adapters and not message.replace:
+            self.send(m.Reply(call_id=call, ok=False, error="already loaded", field="lora_name", status=409))
+        else:
+            old = self.adapters.get(message.name)
+            info = self.add_adapter(message.name, message.path, old.version + 1 if old else 1)
+            self.send(m.Reply(call_id=call, ok=True, adapter=info))
+
+    def step(self) -> None:
+        self.steps += 1
+        now = time.monotonic()
+        for request_id, running in list(self.running.items()):
+            adapter = running.submit.adapter
+            if adapter == "silent" or now < running.next_s:
+                continue
+            if adapter == "slow":
+                running.next_s = now + 0.05
+            if running.position == 2 and adapter == "die":
+                os._exit(3)
+            if running.position == 2 and adapter == "fail":
+                del self.running[request_id]
+                self.send(m.Failed(request_id=request_id, message="a fault of the fake"))
+                continue
+            self.advance(running)
+            while adapter == "burst" and request_id in self.running:
+                self.advance(running)
+        if self.draining and (not self.running or now > self.draining[1]):
+            for request_id in self.running:
+                self.send(m.Cancelled(request_id=request_id, reason="shutdown"))
+            self.running.clear()
+            self.send(m.Reply(call_id=self.draining[0], ok=True))
+            self.draining = None
+
+    def advance(self, running: Running) -> None:
+        submit, sampling = running.submit, running.submit.sampling
+        first = running.position == 0
+        prompt_logprobs = None
+        if first and sampling.prompt_logprobs is not None:
+            scored = [self.logprobs(token, sampling.prompt_logprobs) for token in submit.prompt[1:]]
+            prompt_logprobs = [None, *scored]
+        token = running.tokens[running.position] if running.position < len(running.tokens) else self.eos
+        ended = token == self.eos and not sampling.ignore_eos
+        if ended or token in sampling.stop_token_ids:
+            self.running.pop(submit.request_id)
+            if prompt_logprobs is not None:
+                self.send(m.Tokens(request_id=submit.request_id, tokens=[], prompt_logprobs=prompt_logprobs))
+            self.finish(running, "stop", running.position, token)
+            return
+        running.position += 1
+        logprobs = None if sampling.logprobs is None else [self.logprobs(token, sampling.logprobs)]
+        self.send(
+            m.Tokens(
+                request_id=submit.request_id,
+                tokens=[token],
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                cached_tokens=len(submit.prompt) // 16 * 16 if first else 0,
+            )
+        )
+        if running.position == sampling.max_tokens:
+            self.running.pop(submit.request_id)
+            self.finish(running, "length", running.position)
+
+    def logprobs(self, token: int, count: int) -> m.TokenLogprobs:
+        top = [m.Logprob((token + i) % self.vocab_size, -0.25 * (i + 1), i + 1) for i in range(count)]
+        return m.TokenLogprobs(m.Logprob(token, -0.25, 1), top)
+
+    def finish(self, running: Running, reason: str, output_tokens: int, stop_token: int | None = None) -> None:
+        self.send(
+            m.Finished(
+                request_id=running.submit.request_id,
+                reason=reason,
+                prompt_tokens=len(running.submit.prompt),
+                output_tokens=output_tokens,
+                cached_tokens=len(running.submit.prompt) // 16 * 16,
+                stop_token=stop_token,
+            )
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command")
+    parser.add_argument("path", nargs="?")
+    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--address")
+    args = parser.parse_args()
+    config = json.loads(args.config_json)
+    if args.command == "serve":
+        FakeEngine(config, args.address).serve()
+    else:
+        print(json.dumps({"command": args.command, "path": args.path, "config": config}))
+        sys.exit(7 if args.path == "bad" else 0)
+
+
+if __name__ == "__main__":
+    main()
