@@ -1,0 +1,108 @@
+// The one packed layout of weights, read by every kernel, the disk cache and the GPU.
+//
+// A matrix [n, k] (y = W x) is cut into panels of 16 output rows, each panel one contiguous run of memory:
+//
+//    panel p = rows 16p .. 16p+15     | meta (scales, minima), padded to 64 B | quants, K x 16 values |
+//
+//    quants, 8-bit:   for each 4 of k:  [row 0: k..k+3][row 1: k..k+3] ... [row 15: k..k+3]       = 64 bytes
+//            bf16:    for each 2 of k:  [row 0: k,k+1][row 1: k,k+1]   ... [row 15: k,k+1]        = 64 bytes
+//            4-bit:   for each block of 32 k, four vectors of 64 bytes; vector j holds k = 4j..4j+3 of the block in
+//                     the low nibbles and k = 16+4j..16+4j+3 in the high ones
+//            6-bit:   the same four vectors of low nibbles, then two vectors of upper bit pairs: vector j of eight
+//                     (k = 4j..4j+3) takes bits 2(j%4), 2(j%4)+1 of upper vector j/4
+//
+// so one 64-byte load feeds one vpdpbusd / vdpbf16ps for 16 outputs, with four (two) activations broadcast, and
+// 16 (8) consecutive vectors are an AMX tile. Rows and k are padded with zeros to multiples of 16 and 32.
+//
+//    meta, per block of 32 k:        i8, i4: d[16] f16            i8m, i4m: d[16] f16, m[16] f16
+//          per super-block of 256 k: k4, k8: d[16] f16, dmin[16] f16, scale[8][16] u8, min[8][16] u8
+//                                    k6:     d[16] f16, scale[16][16] i8
+//
+//    value:  i8 d (u - 128)   i4 d (u - 8)   i8m, i4m d u + m   k4, k8 d scale u - dmin min   k6 d scale (u - 32)
+//
+// The formats hold GGUF's blocks without loss: Q8_0, Q5_0 -> i8; Q4_0 -> i4; Q4_1 -> i4m; Q5_1 -> i8m; Q4_K -> k4;
+// Q5_K -> k8; Q6_K -> k6. (Block formats: ggml-common.h of the GGML project.)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ktserve {
+
+enum class Format : int { bf16 = 0, i8 = 1, i8m = 2, i4 = 3, i4m = 4, k4 = 5, k8 = 6, k6 = 7 };
+constexpr int kFormats = 8;
+constexpr int kLayoutVersion = 1;
+constexpr int64_t kPanel = 16;  // output rows of a panel
+constexpr int64_t kBlock = 32;  // k of a block
+constexpr int64_t kSuper = 256;
+
+static constexpr int64_t round_up(int64_t value, int64_t step) {
+  return (value + step - 1) / step * step;
+}
+
+// Numbers that differ between formats, in one place.
+struct FormatInfo {
+  const char* name;
+  int64_t unit;         // k must be a multiple of this (bf16: padded to it)
+  int64_t meta_bytes;   // of a panel, per unit of k
+  int64_t quant_bytes;  // of a panel, per block of 32 k
+  int bias;             // subtracted from the unsigned quants
+  int group;            // k that share a scale
+  bool minima;          // has an additive term per block
+};
+
+constexpr FormatInfo kFormatInfo[kFormats] = {
+    {"bf16", 32, 0, 1024, 0, 0, false}, {"i8", 32, 32, 512, 128, 32, false},  {"i8m", 32, 64, 512, 0, 32, true},
+    {"i4", 32, 32, 256, 8, 32, false},  {"i4m", 32, 64, 256, 0, 32, true},    {"k4", 256, 320, 256, 0, 32, true},
+    {"k8", 256, 320, 512, 0, 32, true}, {"k6", 256, 288, 384, 32, 16, false},
+};
+
+static constexpr const FormatInfo& info(Format format) {
+  return kFormatInfo[static_cast<int>(format)];
+}
+
+static constexpr int64_t padded_k(int64_t k) {
+  return round_up(k, kBlock);
+}
+static constexpr int64_t panels_of(int64_t n) {
+  return round_up(n, kPanel) / kPanel;
+}
+static constexpr int64_t meta_size(Format f, int64_t k) {
+  return round_up(padded_k(k) / info(f).unit * info(f).meta_bytes, 64);
+}
+static constexpr int64_t panel_size(Format f, int64_t k) {
+  return meta_size(f, k) + padded_k(k) / kBlock * info(f).quant_bytes;
+}
+static constexpr int64_t packed_size(Format f, int64_t n, int64_t k) {
+  return panels_of(n) * panel_size(f, k);
+}
+
+// An activation row as the kernels of quantised formats read it: int8 per block of 32, all parts 64-byte aligned.
+//
+//    | q[k] int8 | scale[k/32] f32 | init[k/group] i32 = -bias * sum(q of the group) | sum[k/32] f32 = scale * sum(q) |
+//
+// init starts the integer accumulator, which takes the weights' bias off again; sum multiplies the minima.
+// The length is an odd number of cache lines, so that the same k of several rows never shares a cache set.
+struct RowLayout {
+  int64_t scale, init, sum, bytes;
+};
+
+static constexpr int64_t odd_lines(int64_t bytes) {
+  return (round_up(bytes, 64) / 64 | 1) * 64;
+}
+
+static constexpr RowLayout row_layout(Format f, int64_t k) {
+  const int64_t kp = padded_k(k);
+  RowLayout row{};
+  if (f == Format::bf16) {
+    row.bytes = odd_lines(kp * 2);
+    return row;
+  }
+  row.scale = round_up(kp, 64);
+  row.init = row.scale + round_up(kp / kBlock * 4, 64);
+  row.sum = row.init + (info(f).bias != 0 ? round_up(kp / info(f).group * 4, 64) : 0);
+  row.bytes = odd_lines(row.sum + (info(f).minima ? kp / kBlock * 4 : 0));
+  return row;
+}
+
+}  // namespace ktserve

@@ -1,0 +1,50 @@
+// The kernels of one instruction set, as a table of functions. A row of a result depends on that row of the
+// activations and on the weights only: never on how many rows or panels a call computes.
+#pragma once
+
+#include <cstdint>
+
+#include "core/format.hpp"
+#include "core/isa.hpp"
+
+namespace ktserve {
+
+// out[r][16 p + i] = sum_k w[16 p + i][k] x[r][k], float32.
+struct DotArgs {
+  Format format;
+  const uint8_t* w;  // first of `panels` panels, panel_size(format, k) apart, 64-byte aligned
+  int64_t panels;
+  int64_t k;
+  const uint8_t* x;  // activation rows made by pack_rows for this format and k, 64-byte aligned
+  int64_t x_stride;  // bytes from row to row, a multiple of 64
+  int64_t rows;
+  float* out;
+  int64_t out_stride;  // floats from row to row
+};
+
+struct Kernels {
+  Isa isa;
+  // Bytes of an activation row as `dot` reads it.
+  int64_t (*row_bytes)(Format format, int64_t k);
+  // Values [first, last) of a row of k to that form, x[0] being value `first`; both multiples of 32, or last = k.
+  // Non-finite values make the row's results NaN.
+  void (*pack_f32)(Format format, const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row);
+  void (*pack_bf16)(Format format, const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row);
+  void (*dot)(const DotArgs& args);
+  // gate[i] = silu(gate[i]) * up[i]
+  void (*silu_mul)(float* gate, const float* up, int64_t n);
+  // out[16 p + i] += sum_r b[p][r][i] t[r]; b bf16, panels of [rank][16].
+  void (*lora_b)(const uint16_t* b, int64_t panels, int64_t rank, const float* t, float* out);
+  // out[i] = sum_j weights[j] * rows[j][i], j ascending; rows with a null pointer are skipped.
+  void (*combine)(const float* const* rows, const float* weights, int64_t count, int64_t n, float* out);
+  void (*to_bf16)(const float* x, int64_t n, uint16_t* out);
+  void (*from_bf16)(const uint16_t* x, int64_t n, float* out);
+};
+
+const Kernels& kernels(Isa isa);
+
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_amx();
+
+}  // namespace ktserve

@@ -1,0 +1,449 @@
+// Dot products on AVX-512 with VNNI and BF16. A register tile is M activation rows by N panels of 16 outputs:
+//
+//              panel 0   panel 1        for each 4 k (2 k in bf16): load one vector per panel, broadcast four
+//    row 0     f[0][0]   f[0][1]        (two) activations of each row from memory, M x N multiply-adds; after each
+//    ...                                block of 32 k the integer sums are scaled into the float sums f
+//    row M-1
+//
+// Each f has one chain of additions in the order of k, whatever M and N are: so the tile's shape never shows.
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "core/kernels.hpp"
+
+namespace ktserve {
+namespace {
+
+__m512 half_scales(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
+}
+__m512 byte_scales(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
+}
+__m512 signed_scales(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// Vector j of 8 of a block: u8 quants of k = 4j..4j+3 for 16 rows.
+template <Format F>
+inline __attribute__((always_inline)) __m512i quants(const uint8_t* block, int j) {
+  if constexpr (info(F).quant_bytes == 512) return _mm512_load_si512(block + 64 * j);
+  const __m512i nibbles = _mm512_set1_epi8(15);
+  __m512i v = _mm512_load_si512(block + 64 * (j & 3));
+  if (j >= 4) v = _mm512_srli_epi16(v, 4);
+  v = _mm512_and_si512(v, nibbles);
+  if constexpr (F == Format::k6) {
+    const int shift = 2 * (j & 3);
+    __m512i upper = _mm512_load_si512(block + 256 + 64 * (j >> 2));
+    upper = shift < 4 ? _mm512_slli_epi16(upper, 4 - shift) : _mm512_srli_epi16(upper, shift - 4);
+    v = _mm512_ternarylogic_epi32(v, upper, _mm512_set1_epi8(0x30), 0xf8);  // v | (upper & 0x30)
+  }
+  return v;
+}
+
+// Scale of group g (of 16 or 32 k) of block b, per row; and the block's minima with their sign.
+template <Format F>
+inline __attribute__((always_inline)) __m512 scale_of(const uint8_t* meta, int64_t b, int g) {
+  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes);
+  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
+  if constexpr (F == Format::k6) {
+    return _mm512_mul_ps(half_scales(super), signed_scales(super + 32 + 16 * (b % 8 * 2 + g)));
+  }
+  return _mm512_mul_ps(half_scales(super), byte_scales(super + 64 + 16 * (b % 8)));
+}
+
+template <Format F>
+inline __attribute__((always_inline)) __m512 minimum_of(const uint8_t* meta, int64_t b) {
+  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes + 32);
+  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
+  const __m512 m = _mm512_mul_ps(half_scales(super + 32), byte_scales(super + 192 + 16 * (b % 8)));
+  return _mm512_sub_ps(_mm512_setzero_ps(), m);
+}
+
+inline __attribute__((always_inline)) int32_t word(const uint8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+
+inline __attribute__((always_inline)) __m512 broadcast(const uint8_t* p) {
+  return _mm512_castsi512_ps(_mm512_set1_epi32(word(p)));
+}
+
+template <Format F, int M, int N>
+void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, int64_t stride, float* out,
+          int64_t out_stride) {
+  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  constexpr int steps = 8 / groups;
+  const RowLayout row = row_layout(F, k);
+  const int64_t meta_bytes = meta_size(F, k);
+  __m512 f[M][N];
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
+  }
+  for (int64_t b = 0; b < k / kBlock; ++b) {
+    const uint8_t* q = w + meta_bytes + b * info(F).quant_bytes;
+    const uint8_t* xb = x + b * kBlock;
+    if constexpr (M == 1) {
+      for (int n = 0; n < N; ++n) {
+        for (int i = 0; i < info(F).quant_bytes; i += 64) _mm_prefetch(q + n * panel_bytes + 4096 + i, _MM_HINT_T0);
+      }
+    }
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; ++g) {
+      __m512i acc[M][N];
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        __m512i start = _mm512_setzero_si512();
+        if constexpr (info(F).bias != 0)
+          start = _mm512_set1_epi32(word(x + m * stride + row.init + (b * groups + g) * 4));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[m][n] = start;
+      }
+#pragma GCC unroll 8
+      for (int j = g * steps; j < (g + 1) * steps; ++j) {
+        __m512i u[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) u[n] = quants<F>(q + n * panel_bytes, j);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) {
+          const __m512i v = _mm512_set1_epi32(word(xb + m * stride + 4 * j));
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) acc[m][n] = _mm512_dpbusd_epi32(acc[m][n], u[n], v);
+        }
+      }
+      __m512 scale[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) scale[n] = scale_of<F>(w + n * panel_bytes, b, g);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const __m512 xs = broadcast(x + m * stride + row.scale + b * 4);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          f[m][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[m][n]), _mm512_mul_ps(scale[n], xs), f[m][n]);
+        }
+      }
+    }
+    if constexpr (info(F).minima) {
+      __m512 minimum[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) minimum[n] = minimum_of<F>(w + n * panel_bytes, b);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const __m512 sum = broadcast(x + m * stride + row.sum + b * 4);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) f[m][n] = _mm512_fmadd_ps(minimum[n], sum, f[m][n]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(out + m * out_stride + n * kPanel, f[m][n]);
+  }
+}
+
+template <int M, int N>
+void tile_bf16(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, int64_t stride, float* out,
+               int64_t out_stride) {
+  __m512 f[M][N];
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
+  }
+  for (int64_t pair = 0; pair < padded_k(k) / 2; pair += 2) {
+#pragma GCC unroll 2
+    for (int64_t i = pair; i < pair + 2; ++i) {
+      __m512i v[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        v[n] = _mm512_load_si512(w + n * panel_bytes + i * 64);
+        if constexpr (M == 1) _mm_prefetch(w + n * panel_bytes + i * 64 + 4096, _MM_HINT_T0);
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const __m512i xv = _mm512_set1_epi32(word(x + m * stride + i * 4));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          f[m][n] = _mm512_dpbf16_ps(f[m][n], reinterpret_cast<__m512bh>(v[n]), reinterpret_cast<__m512bh>(xv));
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(out + m * out_stride + n * kPanel, f[m][n]);
+  }
+}
+
+using Tile = void (*)(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, float*, int64_t);
+
+template <Format F, int M, int N>
+constexpr Tile tile_for() {
+  if constexpr (F == Format::bf16)
+    return &tile_bf16<M, N>;
+  else
+    return &tile<F, M, N>;
+}
+
+// The most rows of a tile: what 32 registers hold with two panels.
+template <Format F>
+constexpr int most_rows() {
+  return F == Format::bf16 ? 12 : 6;
+}
+
+template <Format F, int N>
+Tile tile_of(int64_t rows) {
+  switch (rows) {
+    case 1:
+      return tile_for<F, 1, N>();
+    case 2:
+      return tile_for<F, 2, N>();
+    case 3:
+      return tile_for<F, 3, N>();
+    case 4:
+      return tile_for<F, 4, N>();
+    case 5:
+      return tile_for<F, 5, N>();
+    case 6:
+      return tile_for<F, 6, N>();
+    default:
+      break;
+  }
+  if constexpr (most_rows<F>() == 12) {
+    switch (rows) {
+      case 7:
+        return tile_for<F, 7, N>();
+      case 8:
+        return tile_for<F, 8, N>();
+      case 9:
+        return tile_for<F, 9, N>();
+      case 10:
+        return tile_for<F, 10, N>();
+      case 11:
+        return tile_for<F, 11, N>();
+      default:
+        return tile_for<F, 12, N>();
+    }
+  }
+  return tile_for<F, 6, N>();
+}
+
+template <Format F, int N>
+void dot_panels(const DotArgs& a, int64_t panel) {
+  const int64_t size = panel_size(F, a.k);
+  // Equal tiles rather than full ones and a rest: 7 rows are 4 + 3, not 6 + 1.
+  const int64_t tiles = (a.rows + most_rows<F>() - 1) / most_rows<F>();
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t row = a.rows * t / tiles;
+    const int64_t rows = a.rows * (t + 1) / tiles - row;
+    tile_of<F, N>(rows)(a.w + panel * size, size, a.k, a.x + row * a.x_stride, a.x_stride,
+                        a.out + row * a.out_stride + panel * kPanel, a.out_stride);
+  }
+}
+
+template <Format F>
+void dot_format(const DotArgs& a) {
+  int64_t p = 0;
+  if (a.rows == 1) {  // four panels hide the latency of one row's chains
+    for (; p + 4 <= a.panels; p += 4)
+      tile_for<F, 1, 4>()(a.w + p * panel_size(F, a.k), panel_size(F, a.k), a.k, a.x, a.x_stride, a.out + p * kPanel,
+                          a.out_stride);
+  }
+  for (; p + 2 <= a.panels; p += 2) dot_panels<F, 2>(a, p);
+  if (p < a.panels) dot_panels<F, 1>(a, p);
+}
+
+void dot(const DotArgs& a) {
+  switch (a.format) {
+    case Format::bf16:
+      return dot_format<Format::bf16>(a);
+    case Format::i8:
+      return dot_format<Format::i8>(a);
+    case Format::i8m:
+      return dot_format<Format::i8m>(a);
+    case Format::i4:
+      return dot_format<Format::i4>(a);
+    case Format::i4m:
+      return dot_format<Format::i4m>(a);
+    case Format::k4:
+      return dot_format<Format::k4>(a);
+    case Format::k8:
+      return dot_format<Format::k8>(a);
+    case Format::k6:
+      return dot_format<Format::k6>(a);
+  }
+}
+
+__m512 widen(__m256i bf16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));
+}
+
+__m256i narrow(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded =
+      _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+}
+
+struct FromF32 {
+  const float* x;
+  __m512 load(int64_t i) const { return _mm512_loadu_ps(x + i); }
+  __m512 load(int64_t i, __mmask16 mask) const { return _mm512_maskz_loadu_ps(mask, x + i); }
+};
+
+struct FromBf16 {
+  const uint16_t* x;
+  __m512 load(int64_t i) const { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i))); }
+  __m512 load(int64_t i, __mmask16 mask) const { return widen(_mm256_maskz_loadu_epi16(mask, x + i)); }
+};
+
+template <class From>
+void pack_bf16(From from, int64_t k, int64_t first, int64_t last, uint8_t* row) {
+  const auto store = [row](int64_t i, __m256i v) { _mm256_store_si256(reinterpret_cast<__m256i*>(row + 2 * i), v); };
+  int64_t i = first;
+  for (; i + 16 <= last; i += 16) store(i, narrow(from.load(i - first)));
+  if (i < last) {
+    store(i, narrow(from.load(i - first, static_cast<__mmask16>((1u << (last - i)) - 1))));
+    i += 16;
+  }
+  if (last < k) return;
+  for (; 2 * i < row_layout(Format::bf16, k).bytes; i += 16) store(i, _mm256_setzero_si256());
+}
+
+// Blocks of 32 to int8 with scale = max|x| / 127. A block with a non-finite value gets a NaN scale.
+template <class From>
+void pack_int8(Format format, From from, int64_t k, int64_t first, int64_t last, uint8_t* row) {
+  const RowLayout layout = row_layout(format, k);
+  const int bias = info(format).bias;
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (int64_t b = first / kBlock; b < last / kBlock; ++b) {
+    const __m512 low = from.load(b * kBlock - first);
+    const __m512 high = from.load(b * kBlock + 16 - first);
+    const __m512i bits = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(low), magnitude),
+                                          _mm512_and_si512(_mm512_castps_si512(high), magnitude));
+    const uint32_t most_bits = _mm512_reduce_max_epu32(bits);
+    float most;
+    std::memcpy(&most, &most_bits, 4);
+    float scale = most / 127.0f;
+    float inverse = 127.0f / most;
+    if (most_bits >= 0x7f800000u) {
+      scale = __builtin_nanf("");
+      inverse = 0;
+    } else if (most < 1e-30f) {
+      scale = inverse = 0;
+    }
+    const __mmask16 all = most_bits >= 0x7f800000u ? 0 : 0xffff;
+    const __m512i a = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(low, _mm512_set1_ps(inverse)));
+    const __m512i c = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(high, _mm512_set1_ps(inverse)));
+    _mm_store_si128(reinterpret_cast<__m128i*>(row + b * kBlock), _mm512_cvtepi32_epi8(a));
+    _mm_store_si128(reinterpret_cast<__m128i*>(row + b * kBlock + 16), _mm512_cvtepi32_epi8(c));
+    std::memcpy(row + layout.scale + b * 4, &scale, 4);
+    const int32_t sums[2] = {_mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(c)};
+    if (info(format).group == 16) {
+      const int32_t init[2] = {-bias * sums[0], -bias * sums[1]};
+      std::memcpy(row + layout.init + b * 8, init, 8);
+    } else if (bias != 0) {
+      const int32_t init = -bias * (sums[0] + sums[1]);
+      std::memcpy(row + layout.init + b * 4, &init, 4);
+    }
+    if (info(format).minima) {
+      const float sum = scale * static_cast<float>(sums[0] + sums[1]);
+      std::memcpy(row + layout.sum + b * 4, &sum, 4);
+    }
+  }
+}
+
+int64_t row_bytes(Format format, int64_t k) {
+  return row_layout(format, k).bytes;
+}
+
+void pack_f32(Format format, const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) {
+  if (format == Format::bf16) return pack_bf16(FromF32{x}, k, first, last, row);
+  pack_int8(format, FromF32{x}, k, first, last, row);
+}
+
+void pack_from_bf16(Format format, const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) {
+  if (format == Format::bf16) return pack_bf16(FromBf16{x}, k, first, last, row);
+  pack_int8(format, FromBf16{x}, k, first, last, row);
+}
+
+// exp(x) for x <= 88: 2^n times a polynomial on [-ln2/2, ln2/2] (coefficients of Cephes' expf), within 2 ulp.
+__m512 exp_ps(__m512 x) {
+  x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+__mmask16 tail(int64_t left) {
+  return static_cast<__mmask16>(left >= 16 ? 0xffff : (1u << left) - 1);
+}
+
+void silu_mul(float* gate, const float* up, int64_t n) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = tail(n - i);
+    const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i);
+    const __m512 u = _mm512_maskz_loadu_ps(mask, up + i);
+    const __m512 s = _mm512_div_ps(g, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), g))));
+    _mm512_mask_storeu_ps(gate + i, mask, _mm512_mul_ps(s, u));
+  }
+}
+
+void lora_b(const uint16_t* b, int64_t panels, int64_t rank, const float* t, float* out) {
+  for (int64_t p = 0; p < panels; ++p) {
+    __m512 sum = _mm512_loadu_ps(out + p * kPanel);
+    for (int64_t r = 0; r < rank; ++r, b += kPanel) {
+      sum = _mm512_fmadd_ps(widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b))), _mm512_set1_ps(t[r]), sum);
+    }
+    _mm512_storeu_ps(out + p * kPanel, sum);
+  }
+}
+
+void combine(const float* const* rows, const float* weights, int64_t count, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = tail(n - i);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t j = 0; j < count; ++j) {
+      if (rows[j] == nullptr) continue;
+      sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), _mm512_maskz_loadu_ps(mask, rows[j] + i), sum);
+    }
+    _mm512_mask_storeu_ps(out + i, mask, sum);
+  }
+}
+
+void to_bf16(const float* x, int64_t n, uint16_t* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = tail(n - i);
+    _mm256_mask_storeu_epi16(out + i, mask, narrow(_mm512_maskz_loadu_ps(mask, x + i)));
+  }
+}
+
+void from_bf16(const uint16_t* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 mask = tail(n - i);
+    _mm512_mask_storeu_ps(out + i, mask, widen(_mm256_maskz_loadu_epi16(mask, x + i)));
+  }
+}
+
+}  // namespace
+
+const Kernels& kernels_avx512() {
+  static constexpr Kernels table{Isa::avx512, row_bytes, pack_f32, pack_from_bf16, dot,
+                                 silu_mul,    lora_b,    combine,  to_bf16,        from_bf16};
+  return table;
+}
+
+}  // namespace ktserve
