@@ -22,13 +22,13 @@ EXTRA_FILE = "lora_experts.safetensors"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SHOWN = 4
+KEYS_SHOWN = 4
 
 
 def refusal(message: str, keys: list[str]) -> AdapterError:
     """An AdapterError that shows the first few keys and how many there are."""
-    shown = ", ".join(keys[:_SHOWN])
-    more = f" and {len(keys) - _SHOWN} more ({len(keys)} in all)" if len(keys) > _SHOWN else ""
+    shown = ", ".join(keys[:KEYS_SHOWN])
+    more = f" and {len(keys) - KEYS_SHOWN} more ({len(keys)} in all)" if len(keys) > KEYS_SHOWN else ""
     return AdapterError(f"{message}: {shown}{more}" if keys else message, keys)
 
 

@@ -1,0 +1,186 @@
+"""What a person is told about an adapter before it is served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from engine.errors import AdapterError
+from engine.lora.adapter import AdapterWeights
+from engine.lora.detect import PROJECTIONS, Halves, Layout, sort_keys
+from engine.lora.files import KEYS_SHOWN, AdapterFiles, Entry
+from engine.lora.formats.kt_fused import Manifest, read_manifest
+from engine.lora.reader import format_name, read_adapter, refuse_full_experts
+from engine.lora.settings import SCALINGS, Settings, read_settings, scaling
+from engine.memory_units import format_bytes
+from engine.model_config import ModelConfig
+
+_KEYS_LISTED = 20
+_FORMS = {
+    "kt-fused": "KT fused experts, with manifest",
+    "kt-fused-no-manifest": "KT fused experts, without manifest",
+    "peft-per-expert": "PEFT, one pair per expert",
+    "peft-per-expert-unprefixed": "PEFT, one pair per expert, keys without base_model.model.",
+    "peft-fused-3d": "PEFT on fused experts (target_parameters)",
+    "peft-attention": "PEFT, no experts",
+}
+
+
+def describe(
+    path: str | Path,
+    config: ModelConfig | None,
+    *,
+    expert_scaling: str | None = None,
+    max_rank: int | None = None,
+) -> str:
+    """Several lines on the adapter in `path`: form, rank, scale, modules, layers, experts, bytes, warnings and
+    whether the base `config` can serve it, or why not. Without `config` headers, settings and manifest are checked,
+    but not the values and not the fit. Never raises AdapterError: the reason is part of the text."""
+    name = Path(path).name or str(path)
+    lines = [f"adapter    {path}"]
+    error: AdapterError | None = None
+    try:
+        with AdapterFiles(path) as files:
+            error = _folder(files, lines)
+    except (AdapterError, OSError) as failed:
+        error = failed if isinstance(failed, AdapterError) else AdapterError(f"cannot be read: {failed}")
+    weights = None
+    if error is None and config is not None:
+        try:
+            weights = read_adapter(path, config, name=name, expert_scaling=expert_scaling, max_rank=max_rank)
+        except AdapterError as failed:
+            error = failed
+    return "\n".join(dict.fromkeys([*lines, *_verdict(error, weights, config)]))  # a warning is said once
+
+
+def _folder(files: AdapterFiles, lines: list[str]) -> AdapterError | None:
+    """Add what the folder tells; every part is read even if another is refused. The first refusal."""
+    errors: list[AdapterError] = []
+    settings: Settings | None = None
+    layout: Layout | None = None
+    manifest: Manifest | None = None
+    try:
+        refuse_full_experts(files)
+    except AdapterError as error:
+        errors.append(error)
+    try:
+        settings = read_settings(files.folder)
+    except AdapterError as error:
+        errors.append(error)
+    try:
+        layout = sort_keys(files)
+    except AdapterError as error:
+        errors.append(error)
+    try:
+        manifest = read_manifest(files)
+    except AdapterError as error:
+        errors.append(error)
+    if layout is not None:
+        form = format_name(layout, manifest)
+        lines.append(f"format     {form}: {_FORMS[form.removesuffix('+extra-mlps')]}")
+    if settings is not None:
+        lines += _settings(settings, layout, manifest)
+    if layout is not None:
+        lines += _layout(layout)
+    entries = [entry for held in (files.main, files.fused, files.extra) for entry in (held or {}).values()]
+    lines.append(f"tensors    {_tensors(entries)}")
+    lines += [f"warning    {text}" for text in (*files.warnings, *(settings.warnings if settings else ()))]
+    return errors[0] if errors else None
+
+
+def _settings(settings: Settings, layout: Layout | None, manifest: Manifest | None) -> Iterator[str]:
+    yield f"trained on {(manifest.base if manifest else None) or settings.base or 'not said'}"
+    patterns = ", ".join(
+        f"{name} {values}"
+        for name, values in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern))
+        if values
+    )
+    rule = SCALINGS[settings.rslora]
+    value = scaling(settings.alpha, settings.rank, rule)
+    yield f"rank       {settings.rank}, alpha {settings.alpha:g}, scaled by {rule} = {value:g}"
+    if patterns:
+        yield f"patterns   {patterns}"
+    if manifest is not None:
+        yield f"experts'   rank {manifest.rank}, alpha {manifest.alpha:g}, scaled by alpha/r (manifest)"
+    elif layout is not None and layout.kt_fused:
+        yield f"experts'   alpha {settings.alpha:g}, scaled by alpha/r at the tensors' rank"
+    elif layout is not None and layout.per_expert and settings.rslora:
+        yield "experts'   scale not settled by the files: load with expert_scaling alpha/r or alpha/sqrt(r)"
+
+
+def _layout(layout: Layout) -> Iterator[str]:
+    by_name: dict[str, list[int]] = {}
+    ranks: Counter[int] = Counter()
+    for module, halves in layout.linears.items():
+        _, _, layer, name = module.split(".", 3)
+        by_name.setdefault(name, []).append(int(layer))
+        ranks[halves.both[0].shape[0] if halves.both[0].shape else 0] += 1
+    same: dict[str, list[str]] = {}
+    for name, layers in by_name.items():
+        same.setdefault(_ranges(layers), []).append(name)
+    for where, names in same.items():
+        yield f"modules    {', '.join(sorted(names))}: layers {where}"
+    if ranks:
+        yield f"           of rank {', '.join(map(str, sorted(ranks)))}"
+    for projections, experts, layers in _experts(layout):
+        yield f"experts    {projections}: {experts}layers {_ranges(layers)}"
+    if layout.extra:
+        counts = sorted({len(mlps) for mlps in layout.extra.values()})
+        yield f"extra MLPs {', '.join(map(str, counts))} a layer: layers {_ranges(layout.extra)}"
+
+
+def _experts(layout: Layout) -> Iterator[tuple[str, str, list[int]]]:
+    """(projections, experts, layers) of layers that are alike."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for layer, projections in layout.kt_fused.items():
+        counts = [halves.both[0].shape[0] for halves in projections.values() if halves.both[0].shape]
+        alike.setdefault((_names(projections), f"{_ranges(range(max(counts, default=0)))} of "), []).append(layer)
+    for layer, by_expert in layout.per_expert.items():
+        names = _names({name for projections in by_expert.values() for name in projections})
+        alike.setdefault((names, f"{_ranges(by_expert)} of "), []).append(layer)
+    for layer, nested in layout.fused_3d.items():
+        shapes = ", ".join(_shapes(halves) for halves in nested.values())
+        alike.setdefault((f"fused {shapes}", ""), []).append(layer)
+    for (names, experts), layers in alike.items():
+        yield names, experts, layers
+
+
+def _shapes(halves: Halves) -> str:
+    return " ".join(str(list(entry.shape)) for entry in halves.both)
+
+
+def _names(projections: Iterable[str]) -> str:
+    there = set(projections)
+    return " ".join(name for name in PROJECTIONS if name in there)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """ "0-3, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+
+
+def _tensors(entries: list[Entry]) -> str:
+    types = Counter(str(entry.dtype).removeprefix("torch.") for entry in entries)
+    size = format_bytes(sum(entry.num_bytes for entry in entries))
+    return f"{len(entries)}, {size} ({', '.join(f'{count} {name}' for name, count in sorted(types.items()))})"
+
+
+def _verdict(error: AdapterError | None, weights: AdapterWeights | None, config: ModelConfig | None) -> Iterator[str]:
+    if error is not None:
+        yield f"refused    {error}"
+        if len(error.keys) > KEYS_SHOWN:  # the message shows fewer
+            yield from (f"           {key}" for key in error.keys[:_KEYS_LISTED])
+            if len(error.keys) > _KEYS_LISTED:
+                yield f"           and {len(error.keys) - _KEYS_LISTED} more"
+    elif weights is not None:
+        yield from (f"warning    {text}" for text in weights.warnings)
+        yield f"served     yes: rank {weights.rank}, {format_bytes(weights.num_bytes)} in memory"
+    elif config is None:
+        yield "served     not checked against a base: give a model"
