@@ -37,6 +37,7 @@ class Harness:
         self.blueprint = draw(settings)
         self.core: EngineCore = assemble(self.blueprint, self._take, lambda *_: None)
         self.results: dict[str, Result] = {}
+        self.prompts: dict[str, list[int]] = {}
         self._ids = 0
         self.messages: list[FromEngine] = []
 
@@ -49,6 +50,7 @@ class Harness:
         rid = f"r{self._ids}"
         self._ids += 1
         self.results[rid] = Result()
+        self.prompts[rid] = prompt
         self.core.handle(
             Submit(request_id=rid, prompt=prompt, sampling=SamplingParams(**options), adapter=adapter, **extra)
         )
