@@ -49,7 +49,10 @@ std::vector<double> latencies(WorkerPool& pool, int calls, double gap_us) {
 
 }  // namespace
 
+void bind_pack(nb::module_& module);
+
 void bind_core(nb::module_& module) {
+  bind_pack(module);
   module.def("best_isa", [] { return isa_name(best_isa()); }, "Newest instruction set of this machine, or 'none'.");
   module.def(
       "choose_isa", [](const std::string& name) { return isa_name(choose_isa(name)); }, "name"_a = "",

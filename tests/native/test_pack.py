@@ -1,0 +1,208 @@
+"""The packed layout holds GGUF's blocks without loss, and the dot products over it are right on every instruction set."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from native import _native
+from tests.native.blocks import QUANTISED, random_blocks, values_of
+
+F32 = npt.NDArray[np.float32]
+ALL_ISAS = ["avx2", "avx512", "amx"]
+ISAS = ALL_ISAS[: ALL_ISAS.index(_native.best_isa()) + 1]
+FORMATS = {kind: _native.format_of(kind) for kind in [*QUANTISED, "BF16"]}
+
+
+@pytest.fixture(scope="module")
+def pool() -> _native.WorkerPool:
+    return _native.WorkerPool([[0, 1]])
+
+
+def aligned(size: int) -> npt.NDArray[np.uint8]:
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size]
+
+
+def pack(
+    pool: _native.WorkerPool, kind: str, data: npt.NDArray[np.uint8], n: int, k: int, form: str = ""
+) -> npt.NDArray[np.uint8]:
+    form = form or _native.format_of(kind)
+    out = aligned(_native.packed_size(form, n, k))
+    _native.pack(pool, kind, form, data.ctypes.data, n, k, out.ctypes.data)
+    return out
+
+
+def unpack(form: str, packed: npt.NDArray[np.uint8], n: int, k: int) -> F32:
+    out = np.empty((n, k), np.float32)
+    _native.unpack(form, packed.ctypes.data, k, 0, n, out.ctypes.data)
+    return out
+
+
+def dot(isa: str, form: str, packed: npt.NDArray[np.uint8], n: int, k: int, x: F32) -> F32:
+    out = np.full((len(x), -(-n // 16) * 16), np.nan, np.float32)
+    _native.dot(isa, form, packed.ctypes.data, n, k, x.ctypes.data, len(x), out.ctypes.data)
+    return out[:, :n]
+
+
+def weights(pool: _native.WorkerPool, kind: str, n: int, k: int) -> tuple[npt.NDArray[np.uint8], F32]:
+    """A packed random matrix and its values."""
+    if kind == "BF16":
+        bits = (np.random.default_rng(3).standard_normal((n, k)).astype(np.float32).view(np.uint32) >> 16).astype(
+            np.uint16
+        )
+        return pack(pool, kind, bits.view(np.uint8), n, k), (bits.astype(np.uint32) << 16).view(np.float32)
+    data = random_blocks(kind, n, k)
+    return pack(pool, kind, data, n, k), values_of(kind, data)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("n,k", [(16, 256), (50, 768), (7, 2304)])
+def test_repacking_loses_nothing(pool: _native.WorkerPool, kind: str, n: int, k: int) -> None:
+    packed, values = weights(pool, kind, n, k)
+    np.testing.assert_array_equal(unpack(FORMATS[kind], packed, n, k), values)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_the_packed_form_hardly_grows(kind: str) -> None:
+    n, k = 768, 2048
+    assert _native.packed_size(FORMATS[kind], n, k) <= 1.03 * random_blocks(kind, n, k).nbytes
+
+
+@pytest.mark.parametrize("kind,bits", [("F32", np.float32), ("F16", np.float16)])
+def test_plain_sources_become_bf16(pool: _native.WorkerPool, kind: str, bits: type) -> None:
+    torch = pytest.importorskip("torch")
+    x = (
+        np.random.default_rng(1).standard_normal((33, 70)) * 10 ** np.random.default_rng(2).uniform(-6, 4, (33, 70))
+    ).astype(bits)
+    x[0, :5] = [0, -0.0, 65504, 6e-8, -1]
+    expected = torch.from_numpy(x.astype(np.float32)).bfloat16().float().numpy()
+    np.testing.assert_array_equal(unpack("bf16", pack(pool, kind, x.view(np.uint8), 33, 70), 33, 70), expected)
+
+
+@pytest.mark.parametrize("form,bound", [("i8", 0.006), ("i4m", 0.1)])
+def test_plain_sources_are_quantised_on_request(pool: _native.WorkerPool, form: str, bound: float) -> None:
+    x = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
+    got = unpack(form, pack(pool, "F32", x.view(np.uint8), 32, 128, form), 32, 128)
+    assert np.abs(got - x).mean() < bound * np.abs(x).mean()
+    if form == "i8":
+        import gguf
+
+        q8_0 = gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0)
+        assert np.abs(got - x).mean() <= 1.001 * np.abs(values_of("Q8_0", q8_0) - x).mean()
+
+
+@pytest.mark.parametrize(
+    "kind,form,n,k,message",
+    [
+        ("Q2_K", "k4", 16, 256, "Q2_K"),
+        ("Q8_0", "i4", 16, 256, "cannot be packed as i4"),
+        ("Q4_K", "k4", 16, 128, "multiple of 256"),
+        ("Q8_0", "i8", 16, 48, "multiple of 32"),
+        ("Q8_0", "i8", 0, 32, "shape"),
+        ("F32", "int9", 16, 32, "int9"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(kind: str, form: str, n: int, k: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _native.check_pack(kind, form, n, k)
+
+
+def test_a_weight_that_is_not_finite_is_not_quantised(pool: _native.WorkerPool) -> None:
+    x = np.zeros((16, 32), np.float32)
+    x[3, 4] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        pack(pool, "F32", x.view(np.uint8), 16, 32, "i8")
+
+
+def relative(got: F32, expected: npt.NDArray[np.float64]) -> float:
+    return float(np.abs(got - expected).mean() / np.abs(expected).mean())
+
+
+def as_llama(x: F32, kind: str) -> npt.NDArray[np.float64]:
+    """Activations as llama.cpp's integer path rounds them: int8 per 32 (half-precision scale), K types per 256."""
+    block = 256 if kind.endswith("_K") else 32
+    parts = x.reshape(len(x), -1, block).astype(np.float64)
+    scale = np.abs(parts).max(-1, keepdims=True) / 127
+    stored = scale if block == 256 else scale.astype(np.float16).astype(np.float64)
+    return (np.rint(parts / scale) * stored).reshape(x.shape)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_dot_products_err_no_more_than_llama_cpp(pool: _native.WorkerPool, kind: str, isa: str) -> None:
+    n, k = 64, 2048
+    packed, values = weights(pool, kind, n, k)
+    x = np.random.default_rng(7).standard_normal((9, k)).astype(np.float32)
+    exact = x.astype(np.float64) @ values.astype(np.float64).T
+    error = relative(dot(isa, FORMATS[kind], packed, n, k, x), exact)
+    if kind == "BF16":
+        assert error < 0.003
+    else:
+        theirs = relative((as_llama(x, kind) @ values.astype(np.float64).T).astype(np.float32), exact)
+        assert error <= 1.03 * theirs
+        assert error < 0.02
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_and_panels_do_not_see_each_other(pool: _native.WorkerPool, kind: str, isa: str) -> None:
+    n, k = 80, 1536
+    packed, _ = weights(pool, kind, n, k)
+    x = np.random.default_rng(8).standard_normal((70, k)).astype(np.float32)
+    alone = np.concatenate([dot(isa, FORMATS[kind], packed, n, k, x[r : r + 1]) for r in range(len(x))])
+    for rows in [2, 3, 5, 7, 12, 16, 17, 31, 32, 33, 70]:
+        np.testing.assert_array_equal(dot(isa, FORMATS[kind], packed, n, k, x[:rows]), alone[:rows])
+    for columns in [1, 16, 17, 48]:
+        np.testing.assert_array_equal(dot(isa, FORMATS[kind], packed, columns, k, x[:6]), alone[:6, :columns])
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_integer_formats_agree_bit_for_bit_between_instruction_sets(
+    pool: _native.WorkerPool, kind: str, isa: str
+) -> None:
+    n, k = 48, 768
+    packed, _ = weights(pool, kind, n, k)
+    x = np.random.default_rng(9).standard_normal((5, k)).astype(np.float32)
+    np.testing.assert_array_equal(dot(isa, FORMATS[kind], packed, n, k, x), dot("avx2", FORMATS[kind], packed, n, k, x))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_extreme_activations(pool: _native.WorkerPool, kind: str, isa: str) -> None:
+    n, k = 16, 512
+    packed, values = weights(pool, kind, n, k)
+    x = np.random.default_rng(10).standard_normal((6, k)).astype(np.float32)
+    x[1] = 0
+    x[2] *= 3e4
+    x[3, 40] = np.nan
+    x[4, 300] = np.inf
+    x[5] *= 1e-35
+    got = dot(isa, FORMATS[kind], packed, n, k, x)
+    assert not got[1].any()
+    exact = x[2].astype(np.float64) @ values.astype(np.float64).T
+    assert relative(got[2], exact) < 0.02
+    assert np.isnan(got[3]).all()
+    assert not np.isfinite(got[4]).any()
+    assert np.abs(got[5]).max() < 1e-28
+    np.testing.assert_array_equal(got[:1], dot(isa, FORMATS[kind], packed, n, k, x[:1]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bf16_takes_any_inner_size(pool: _native.WorkerPool, isa: str) -> None:
+    for k in [1, 2, 15, 33, 100]:
+        packed, values = weights(pool, "BF16", 20, k)
+        x = np.random.default_rng(k).standard_normal((3, k)).astype(np.float32)
+        exact = x.astype(np.float64) @ values.astype(np.float64).T
+        assert relative(dot(isa, "bf16", packed, 20, k, x), exact) < 0.02
+
+
+def test_an_unknown_or_newer_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="sse9"):
+        _native.choose_isa("sse9")
+    if _native.best_isa() != "amx":
+        with pytest.raises(ValueError, match="amx"):
+            _native.choose_isa("amx")
