@@ -20,8 +20,15 @@ class Found(NamedTuple):
     path: Path
 
 
+def refuse_types(found: Mapping[str, Found]) -> None:
+    """Refuse the first tensor of a type that cannot be read."""
+    for name, tensor in found.items():
+        if tensor.type not in READABLE:
+            raise ModelFileError(f"{tensor.path}: tensor {name} has type {tensor.type}, which cannot be read", "model")
+
+
 def require(name: str, shape: tuple[int, ...], found: Mapping[str, Found], where: Path) -> None:
-    """Refuse a tensor that is missing, has another shape, or a type that cannot be read."""
+    """Refuse a tensor that is missing or has another shape."""
     tensor = found.get(name)
     if tensor is None:
         raise ModelFileError(f"{where}: tensor {name} {list(shape)} is missing", "model")
@@ -30,8 +37,6 @@ def require(name: str, shape: tuple[int, ...], found: Mapping[str, Found], where
             f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the configuration needs {list(shape)}",
             "model",
         )
-    if tensor.type not in READABLE:
-        raise ModelFileError(f"{tensor.path}: tensor {name} has type {tensor.type}, which cannot be read", "model")
 
 
 def refuse_extra(names: Iterable[str], where: Path) -> None:

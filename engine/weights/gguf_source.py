@@ -7,7 +7,7 @@ import math
 
 from engine.errors import ModelFileError
 from engine.model_config import ModelConfig
-from engine.weights.checks import Found, refuse_extra, require
+from engine.weights.checks import Found, refuse_extra, refuse_types, require
 from engine.weights.gguf_config import config_from_gguf
 from engine.weights.gguf_file import GGUFFile
 from engine.weights.layout import HEAD, dense_tensors, expert_shape, gguf_expert_name, gguf_name
@@ -59,6 +59,7 @@ class GGUFSource(WeightSource):
 
     def _check(self) -> None:
         found = {n: Found(t.shape, t.type, self.file.parts[n].path) for n, t in self.file.tensors.items()}
+        refuse_types(found)
         needed = {gguf_name(name): shape for name, shape in self._dense.items()}
         for layer in self.config.sparse_layers:
             fused = gguf_expert_name(layer, "gate_up") in found

@@ -81,9 +81,9 @@ def _refuse_unsupported(fields: Fields) -> None:
     window = fields.values.get("sliding_window", 4096)
     if fields.boolean("use_sliding_window", False) and window is not None:
         raise fields.error("use_sliding_window", f"is true with a window of {window}; sliding windows cannot be served")
-    other = set(fields.get("layer_types", [])) - {"full_attention"}
-    if other:
-        raise fields.error("layer_types", f"holds {sorted(map(str, other))}; only full_attention can be served")
+    kinds = fields.get("layer_types", [])
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise fields.error("layer_types", f"is {kinds!r}; only lists of 'full_attention' can be served")
     quantised = fields.get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
@@ -125,7 +125,7 @@ def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
     if kind not in ("default", "linear", "dynamic", "yarn"):
         raise rope.error("rope_type", f"is {kind!r}; allowed are default, linear, dynamic and yarn")
     if unknown:
-        raise rope.error(min(unknown), "is not known")
+        raise rope.error(repr(min(unknown)), "is not known")
     partial = rope.number("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise rope.error("partial_rotary_factor", f"is {partial}; only 1 can be served")
