@@ -128,10 +128,10 @@ class AdapterFiles:
 def _folder(path: str | Path) -> Path:
     folder = Path(path)
     try:
-        resolved = folder.resolve(strict=True)
+        resolved = folder.expanduser().resolve(strict=True)
         if not resolved.is_dir():
             raise AdapterError(f"{folder} is not a folder; an adapter is the folder that holds {CONFIG_FILE}")
-    except (OSError, RuntimeError, ValueError) as error:  # missing, a loop of links, a NUL in the path
+    except (OSError, RuntimeError, ValueError) as error:  # missing, a loop of links, a NUL, no home
         raise AdapterError(f"the adapter's path {str(folder)!r} cannot be opened: {error}") from error
     return resolved
 
