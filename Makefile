@@ -1,30 +1,75 @@
-# make serve   set everything up and serve the demo model
-# make test    set everything up and run the tests
+# make serve    set everything up and serve the demo model
+# make test     set everything up and run all tests
+# make help     the rest
 PYTHON ?= python3
-VENV := .venv
-PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
-STAMP := $(VENV)/.installed
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check --no-input
+SOURCES := api engine scheduler native rules loadtests demo benchmarks tests
 
-.PHONY: serve test setup lint format
-setup: $(STAMP)
+.DEFAULT_GOAL := help
+.PHONY: help serve chat setup test lint format load clean
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
-
-$(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja torch
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
-	touch $@
+help:
+	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
+	@echo 'make chat       talk to the demo model in this terminal'
+	@echo 'make test       set everything up and run all tests'
+	@echo 'make lint       ruff, mypy, import directions, clang-format'
+	@echo 'make load       a minute of locust against a server of its own; prints the table'
+	@echo 'make clean      remove what was built here, the venv included'
 
 serve: setup
-	$(VENV)/bin/ktserve serve
+	@$(VENV)/bin/ktserve serve $(ARGS)
+
+chat: setup
+	@$(VENV)/bin/ktserve chat $(ARGS)
 
 test: setup
-	$(PY) -m pytest tests
+	@$(PY) -m pytest $(ARGS)
 
 lint: setup
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports
+	@$(VENV)/bin/ruff check $(SOURCES)
+	@$(VENV)/bin/ruff format --check --quiet $(SOURCES)
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-logo 2>/dev/null || $(VENV)/bin/lint-imports
+	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+
+format: setup
+	@$(VENV)/bin/ruff check --fix --quiet $(SOURCES)
+	@$(VENV)/bin/ruff format --quiet $(SOURCES)
+	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format -i
+
+load: setup
+	@$(PY) -m loadtests.run $(ARGS)
+
+clean:
+	rm -rf $(VENV) build native/*.so
+
+# ---- set-up: each stamp is made once and again only when what it stands on has changed
+
+NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
+
+setup: $(VENV)/.packages $(VENV)/.kt $(VENV)/.native
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v < (3, 13) else "ktserve needs Python 3.10 to 3.12, this is %d.%d: make PYTHON=python3.11 ..." % v[:2])'
+	@echo 'setting up $(VENV) ...'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.packages: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo 'installing packages (a few minutes the first time) ...'
+	@$(PIP) install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja torch
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --config-settings=wheel.cmake=false --editable '.[dev]'
+	@touch $@
+
+# kt_kernel pins another torch in its metadata but does not use it; its wheel needs Linux x86-64 with glibc 2.35.
+$(VENV)/.kt: constraints.txt | $(VENV)/.packages
+	@$(PIP) install --quiet --no-deps --constraint constraints.txt kt-kernel 2>$(VENV)/kt.log \
+	  || echo 'kt_kernel is not available here (see $(VENV)/kt.log); the kt expert backend will be off'
+	@touch $@
+
+$(VENV)/.native: $(NATIVE) | $(VENV)/.packages
+	@echo 'building the CPU kernels ...'
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable . >$(VENV)/native.log 2>&1 \
+	  || echo 'the CPU kernels could not be built (see $(VENV)/native.log): torch computes instead, much slower'
+	@touch $@
