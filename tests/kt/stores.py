@@ -1,0 +1,87 @@
+"""Random experts as stores of any GGML type, and what they compute in plain float32."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.experts.base import ExpertBuffers
+from engine.model_config import ModelConfig
+from engine.weights.store import ExpertStore, WeightTensor
+
+# Where a K-quant's blocks hold float16 scales, and sizes of them that make weights near 1.
+SCALES = {
+    "Q2_K": ((80, 0.05), (82, 0.05)),
+    "Q3_K": ((108, 0.01),),
+    "Q4_K": ((0, 0.002), (2, 0.002)),
+    "Q5_K": ((0, 0.001), (2, 0.002)),
+    "Q6_K": ((208, 0.001),),
+    "IQ4_XS": ((0, 0.0008),),
+}
+
+
+def config(hidden: int, inter: int, experts: int = 8, top_k: int = 2) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=64, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=inter,
+        intermediate_size=inter, norm_topk_prob=True, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
+        max_position_embeddings=128, attention_bias=False, tie_word_embeddings=True, decoder_sparse_step=1,
+        mlp_only_layers=(), bos_token_id=None, eos_token_ids=(0,),
+    )  # fmt: skip
+
+
+def encode(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:
+    """float32 -> the bytes of a type; for K-quants random blocks instead, since gguf only decodes those."""
+    if kind == "BF16":
+        return torch.from_numpy(values).bfloat16().view(torch.uint8).numpy().reshape(-1)
+    if kind in SCALES:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        blocks = rng.integers(0, 256, (values.size // block, size), dtype=np.uint8)
+        for at, scale in SCALES[kind]:
+            d = (np.abs(rng.standard_normal(len(blocks))) * scale / values.shape[-1] ** 0.5 * 16).astype(np.float16)
+            blocks[:, at : at + 2] = d.view(np.uint8).reshape(-1, 2)
+        return blocks.reshape(-1)
+    return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).reshape(-1).view(np.uint8)
+
+
+def make_store(c: ModelConfig, kinds: tuple[str, str, str], layer: int = 0, seed: int = 0, split: bool = False):  # type: ignore[no-untyped-def]
+    """An ExpertStore with gate, up, down of these types; `split` holds every expert apart."""
+    rng = np.random.default_rng(seed + 100 * layer)
+    e, i, h = c.num_experts, c.moe_intermediate_size, c.hidden_size
+    held = []
+    for name, shape, kind in zip(("gate", "up", "down"), ((e, i, h), (e, i, h), (e, h, i)), kinds, strict=True):
+        values = (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+        whole = WeightTensor(f"blk.{layer}.ffn_{name}_exps.weight", shape, kind, encode(values, kind, rng))
+        held.append([whole[n] for n in range(e)] if split else whole)
+    return ExpertStore(layer, *held)
+
+
+def fill(b: ExpertBuffers, c: ModelConfig, rows: int, seed: int, skip: float = 0.0) -> None:
+    """Random inputs for `rows` rows, distinct experts in a row, some choices left out (-1)."""
+    g = torch.Generator().manual_seed(seed)
+    b.bsz[0] = rows
+    b.hidden.copy_(torch.randn(b.hidden.shape, generator=g))
+    b.ids.copy_(torch.rand(b.max_rows, c.num_experts, generator=g).argsort(dim=1)[:, : c.num_experts_per_tok])
+    b.ids[torch.rand(b.ids.shape, generator=g) < skip] = -1
+    b.weights.copy_(torch.rand(b.weights.shape, generator=g) + 0.1)
+    b.out.fill_(7.0)
+
+
+def expected(store: ExpertStore, b: ExpertBuffers, rows: int) -> torch.Tensor:
+    """float32 [rows, H], row by row and choice by choice."""
+    gate, up, down = (store.stacked(p, torch.float32) for p in ("gate", "up", "down"))
+    x = b.hidden[:rows].float()
+    out = torch.zeros(x.shape)
+    for row in range(rows):
+        for weight, e in zip(b.weights[row], b.ids[row].tolist(), strict=True):
+            if e >= 0:
+                out[row] += weight * (down[e] @ (F.silu(gate[e] @ x[row]) * (up[e] @ x[row])))
+    return out
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """mean |difference| / mean |reference|; plain mean where the reference is zero."""
+    scale = want.abs().mean()
+    return float((got.float() - want).abs().mean() / (scale if scale > 0 else 1.0))
