@@ -12,7 +12,7 @@ from rich.console import Console
 
 from api.config import ServeConfig
 from api.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
-from api.routes.system import project_version
+from api.version import project_version
 from engine.config import EngineConfig
 from engine.errors import KtserveError, UserError
 
@@ -59,7 +59,10 @@ def build_parser() -> Parser:
     text = [s for s in serve if s.group == "Text" or s.name in ("engine_command", "log_level")]
 
     def add(name: str, help: str, settings: list[Setting], epilog: str | None = None) -> Parser:
-        command: Parser = commands.add_parser(name, help=help, description=help, epilog=epilog, formatter_class=_Help)
+        usage = f"ktserve {name} [MODEL] [--flag VALUE ...]"
+        command: Parser = commands.add_parser(
+            name, help=help, description=help, usage=usage, epilog=epilog, formatter_class=_Help
+        )
         _add_common(command, settings)
         return command
 

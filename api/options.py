@@ -45,6 +45,11 @@ class Setting:
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def meaning(self) -> str:
+        """The help without what it says about the default."""
+        return self.help.partition("; default")[0]
+
     def convert(self, value: Any, where: str) -> Any:
         """A value as its type. Raises UserError that names `where` it was written."""
         if self.many:
@@ -162,7 +167,7 @@ class _Alias(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, values)
-        note(namespace, f"{option_string} {values}: here {self._setting.flag} {values} ({self._setting.help})")
+        note(namespace, f"{option_string} {values}: here {self._setting.flag} {values} ({self._setting.meaning})")
 
 
 def note(namespace: argparse.Namespace, line: str) -> None:
@@ -242,7 +247,7 @@ def _from_file(path: Path, settings: Sequence[Setting], notes: list[str]) -> dic
         if setting.name in values:
             raise UserError(f"--config {path}: {setting.name} is given twice", "config")
         if name in by_alias:
-            notes.append(f"{key} in {path}: here {setting.name} ({setting.help})")
+            notes.append(f"{key} in {path}: here {setting.name} ({setting.meaning})")
         values[setting.name] = setting.convert(value, f"{path}: {key}")
     return values
 

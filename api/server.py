@@ -18,6 +18,7 @@ from api.errors import ApiError
 from api.http import ClientGoneError, error_response
 from api.routes import chat, completions, models, system
 from api.service import Service
+from api.version import project_version
 from engine.errors import KtserveError, UserError
 
 log = logging.getLogger("ktserve")
@@ -26,7 +27,7 @@ DEFAULT_PORT = 8000
 
 def create_app(service: Service) -> FastAPI:
     """All endpoints over one service."""
-    app = FastAPI(title="ktserve", version=system.project_version(), redirect_slashes=False)
+    app = FastAPI(title="ktserve", version=project_version(), redirect_slashes=False)
     app.state.service = service
     for family in (chat, completions, models, system):
         app.include_router(family.router())

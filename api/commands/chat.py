@@ -73,6 +73,7 @@ class Talk:
     system: str | None = None
     adapter: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=Metrics)
 
     def use(self, name: str) -> None:
         """Raises UserError for an unknown adapter."""
@@ -104,7 +105,7 @@ class Talk:
         )
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=True)
         self.messages.append({"role": "user", "content": text})
-        return Answer(stream, detokenizer, (), Metrics(), prompt_tokens=len(prompt))
+        return Answer(stream, detokenizer, (), self.metrics, prompt_tokens=len(prompt))
 
 
 async def _loop(talk: Talk, console: Console) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,13 +11,7 @@ from api.http import json_response, read_body
 from api.protocol import DetokenizeRequest, TokenizeRequest, parse
 from api.routes.common import service_of, tenant_of
 from api.stream import EngineUnavailable
-
-
-def project_version() -> str:
-    try:
-        return version("ktserve")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"
+from api.version import project_version
 
 
 def router() -> APIRouter:
@@ -37,10 +29,9 @@ def router() -> APIRouter:
         service = service_of(request)
         try:
             service.metrics.stats = await service.client.stats()
-            service.metrics.engine_up = True
-        except EngineUnavailable:
+        except EngineUnavailable:  # no gauges rather than old ones
             service.metrics.stats = {}
-            service.metrics.engine_up = False
+        service.metrics.engine_up = service.client.state == "ready"
         service.metrics.restarts = service.client.restarts
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

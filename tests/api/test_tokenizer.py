@@ -1,0 +1,156 @@
+"""Tokenizers from Hugging Face files and from GGUF metadata: the same ids as transformers'."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from api.text.bytelevel import byte_of_char
+from api.tokenizer import Tokenizer, load_tokenizer
+from engine.errors import UserError
+from tests.api.conftest import MERGES, SPECIAL, TEMPLATE, tiny_tokenizer
+
+TEXTS = [
+    "hello world, hello!",
+    "<|im_start|>user\nhi<|im_end|>\n<tool>x",
+    "I'LL we've 12345 \u00e4 a\u0308  \n\n\t end  ",
+    "日本語 👨‍👩‍👧 naïve\r\nمرحبا",
+    "",
+]
+
+
+def write_gguf(path: Path, *, template: str | None = TEMPLATE, bos: bool = False, pre: str = "qwen2") -> Path:
+    """What llama.cpp's converter writes about a tokenizer, and one tensor."""
+    writer = gguf.GGUFWriter(str(path), "qwen3moe")
+    tokens = [*SPECIAL, *byte_of_char(), *("".join(merge) for merge in MERGES), "<tool>", "[PAD0]"]
+    types = [1] * len(tokens)
+    types[:3] = [3, 3, 3]
+    types[-2:] = [4, 5]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in MERGES])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(bos)
+    if template is not None:
+        writer.add_chat_template(template)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
+    path = write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    return load_tokenizer(model_dir), load_tokenizer(path)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_same_ids_as_transformers(both: tuple[Tokenizer, Tokenizer], model_dir: Path, text: str) -> None:
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"))
+    for tokenizer in both:
+        assert tokenizer.encode(text, add_special_tokens=True) == reference(text)["input_ids"]
+
+
+@settings(max_examples=200)
+@given(st.text(max_size=30))
+def test_gguf_and_hugging_face_agree(both: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    hf, from_gguf = both
+    tokens = hf.encode(text, add_special_tokens=False)
+    assert from_gguf.encode(text, add_special_tokens=False) == tokens
+    assert from_gguf.decode(tokens, skip_special_tokens=False) == hf.decode(tokens, skip_special_tokens=False)
+
+
+def test_gguf_brings_template_special_tokens_and_bos(tmp_path: Path) -> None:
+    source = "{{ bos_token }}{{ eos_token }}{{ messages[0].content }}"
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", template=source, bos=True))
+    assert tokenizer.template is not None
+    assert tokenizer.template.render([{"role": "user", "content": "x"}]) == "<|endoftext|><|im_end|>x"
+    assert tokenizer.encode("a", add_special_tokens=True)[0] == 0
+    assert 0 not in tokenizer.encode("a", add_special_tokens=False)
+
+
+def test_files_beside_a_gguf_file_win(tmp_path: Path, model_dir: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", pre="llama-bpe")
+    with pytest.raises(UserError, match="llama-bpe"):
+        load_tokenizer(path)
+    shutil.copy(model_dir / "tokenizer.json", tmp_path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.source == str(tmp_path)
+    assert tokenizer.template is not None, "the file's template is used when the folder has none"
+
+
+def test_vocab_and_merges_files(tmp_path: Path, both: tuple[Tokenizer, Tokenizer]) -> None:
+    tokens = [*SPECIAL, *byte_of_char(), *("".join(merge) for merge in MERGES)]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(merge) for merge in MERGES))
+    added = {str(i): {"content": token, "special": True} for i, token in enumerate(SPECIAL)}
+    added[str(len(tokens))] = {"content": "<tool>", "special": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special_tokens=False) == both[0].encode(text, add_special_tokens=False)
+
+
+def test_added_tokens_only_the_config_knows(tmp_path: Path) -> None:
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    place = tiny_tokenizer().get_vocab_size()
+    config = {"added_tokens_decoder": {str(place): {"content": "<late>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).encode("a<late>", add_special_tokens=False)[-1] == place
+    config["added_tokens_decoder"] = {str(place + 3): {"content": "<late>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="<late>"):
+        load_tokenizer(tmp_path)
+
+
+def test_template_sources(tmp_path: Path) -> None:
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    messages = [{"role": "user", "content": "x"}]
+
+    def rendered(**options: Path) -> str | None:
+        template = load_tokenizer(tmp_path, **options).template
+        return template.render(messages) if template else None
+
+    assert rendered() is None
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "list"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert rendered() == "list"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert rendered() == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert rendered() == "jinja"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert rendered(chat_template=tmp_path / "mine.jinja") == "mine"
+
+
+def test_no_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--skip-tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokens_as_bytes(both: tuple[Tokenizer, Tokenizer]) -> None:
+    tokenizer = both[0]
+    tokens = tokenizer.encode("👋", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == "👋".encode()
+    assert tokenizer.token_text(tokens[0]) == "\ufffd"
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 9) == b""
