@@ -25,6 +25,8 @@ class Batch:
         self._admitting = True
         self._open: dict[AdapterKey, bool] = {}
         self._planned: set[Request] = set()
+        self._put_off: set[Request] = set()  # waiting requests that do better to come in the next step
+        self._completed: set[bytes] = set()  # hashes of the blocks that the prefill chunks of this step complete
 
     def build(self, step: int, now: float) -> Flight | None:
         """Raises IntegrityError if two steps are in flight already."""
@@ -106,7 +108,7 @@ class Batch:
         running = partial[0] if partial else None
         waiting = None
         if self._admitting and len(self._core.running) < self._config.max_num_seqs:
-            waiting = self._core.waiting.first(tenant, self._is_open)
+            waiting = self._core.waiting.first(tenant, self._is_open, self._put_off)
         if running is None or waiting is None:
             return running or waiting
         return running if entry(running) < entry(waiting) else waiting
@@ -127,7 +129,7 @@ class Batch:
         size = min(budget, request.num_tokens - request.num_computed, have - request.num_computed)
         blocks.grow(request, request.num_computed + size)
         self._owed -= missing - self._blocks_missing(request)
-        self._add_row(request, size)
+        self._add_chunk(request, size)
         return size
 
     def _admit(self, request: Request, budget: int) -> int:
@@ -136,20 +138,33 @@ class Batch:
         If they do not, nobody is admitted in this step: smaller requests must not overtake it for ever.
         """
         core = self._core
-        match = core.blocks.match(request)
-        need = core.blocks.blocks_for(request.num_tokens) - len(match.blocks)
-        spare = core.blocks.num_free - match.num_free - self._owed
+        spare = core.blocks.num_free - self._owed
         if core.running:
             spare -= self._config.num_blocks // 100  # so that decode rows do not preempt it at once
-        if need > spare:
+            if core.blocked is not None and core.blocked[0] is request and spare <= core.blocked[1]:
+                self._admitting = False
+                return 0
+        match = core.blocks.match(request)
+        if core.blocks.next_hash(request, match) in self._completed:
+            # another request computes its next block right now: in the next step it is a hit
+            self._put_off.add(request)
+            self._admitting = len(self._put_off) < self._config.max_num_seqs
+            return 0
+        if core.blocks.blocks_for(request.num_tokens) - len(match.blocks) > spare - match.num_free:
+            core.blocked = request, spare
             self._admitting = False
             return 0
         core.admit(request, match)
         size = min(budget, request.num_tokens - request.num_computed)
         core.blocks.grow(request, request.num_computed + size)
         self._owed += self._blocks_missing(request)
-        self._add_row(request, size)
+        self._add_chunk(request, size)
         return size
+
+    def _add_chunk(self, request: Request, size: int) -> None:
+        start = request.num_computed
+        self._completed.update(self._core.blocks.hashes(request, start, start + size))
+        self._add_row(request, size)
 
     # ---- both
 

@@ -50,8 +50,8 @@ class BlockManager:
     def match(self, request: Request) -> Match:
         """The longest cached beginning of prompt and output that leaves at least the last token to compute."""
         blocks: list[int] = []
-        if not self._caching or request.sampling.prompt_logprobs is not None:
-            return Match(blocks, 0, 0, False)  # prompt log-probabilities need every position's logits
+        if not self._looks_up(request):
+            return Match(blocks, 0, 0, False)
         total = len(request.prompt) + len(request.output)
         for index in range(total // self.block_size):
             block = self.cache.find(self.cache.content(request, index))
@@ -67,6 +67,20 @@ class BlockManager:
         elif rewrite:
             num_tokens -= 1
         return Match(blocks, num_tokens, sum(not self._holders[block] for block in blocks), rewrite)
+
+    def next_hash(self, request: Request, match: Match) -> bytes | None:
+        """Hash of the first full block that the match lacks; None if a hit would not help."""
+        index = len(match.blocks)
+        total = len(request.prompt) + len(request.output)
+        if not self._looks_up(request) or (index + 1) * self.block_size >= total:
+            return None
+        return self.cache.content(request, index).hash
+
+    def hashes(self, request: Request, start: int, end: int) -> list[bytes]:
+        """Of the blocks that computing positions [start, end), whose tokens are known, completes."""
+        if not self._caching:
+            return []
+        return [self.cache.content(request, i).hash for i in range(start // self.block_size, end // self.block_size)]
 
     def take(self, request: Request, match: Match) -> None:
         """Make a match the beginning of the request's blocks."""
@@ -123,6 +137,10 @@ class BlockManager:
             self.num_free_cached -= block in self.cache
             self._free.move_to_end(block, last=False)
         self.cache.discard(block)
+
+    def _looks_up(self, request: Request) -> bool:
+        # prompt log-probabilities need every position's logits
+        return self._caching and request.sampling.prompt_logprobs is None
 
     def problems(self, holders: Iterable[Sequence[int]]) -> list[str]:
         """What contradicts `holders`, the block lists of all requests and in-flight steps."""

@@ -40,6 +40,7 @@ class Core:
         self.slots = AdapterSlots(config.num_adapter_slots, config.slot_patience_s)
         self.fairness = Fairness()
         self.flights: list[Flight] = []  # oldest first, at most two
+        self.blocked: tuple[Request, int] | None = None  # the request that did not fit, and the blocks there were
         self.num_arrived = 0
         self.num_preemptions = 0
         self.num_hit_tokens = 0

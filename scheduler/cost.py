@@ -10,8 +10,11 @@ MAX_SURPRISE = 4.0  # a step is taken for at most so many times faster or slower
 
 
 class CostModel:
-    """Least squares over exponentially weighted samples; coefficients are never negative, so more work is never
-    predicted to take less time. Deterministic; seconds come from the caller."""
+    """Least squares of relative errors over exponentially weighted samples.
+
+    Coefficients are never negative, so more work is never predicted to take less time. Deterministic; seconds come
+    from the caller.
+    """
 
     def __init__(self, initial_chunk: int, min_chunk: int) -> None:
         self._initial_chunk = initial_chunk
@@ -26,19 +29,21 @@ class CostModel:
         """`experts`: distinct experts that the step touched, over all layers; None if nobody counted."""
         tokens = plan.num_tokens
         read = sum(row.start + row.num_tokens for row in plan.rows)
-        if not 0 <= seconds < float("inf") or not tokens:
-            return
+        if not 0 < seconds < float("inf") or not tokens:
+            return  # a clock that stood still or jumped tells nothing
         if experts is not None:
             self._learn_experts(tokens, experts)
         features = self._features(tokens, read, experts)
-        if self._num_samples >= MIN_SAMPLES:  # a hiccup of the machine must not throw the fit over
-            expected = self._dot(features)
-            if expected > 0:
-                seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        size = seconds
+        if self._num_samples >= MIN_SAMPLES and (expected := self._dot(features)) > 0:
+            size = expected
+            # a hiccup of the machine must not throw the fit over
+            seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        weight = size**-2  # relative errors count, so that small steps are learnt as well as large ones
         for i in range(4):
             for j in range(4):
-                self._moments[i][j] = DECAY * self._moments[i][j] + features[i] * features[j]
-            self._targets[i] = DECAY * self._targets[i] + features[i] * seconds
+                self._moments[i][j] = DECAY * self._moments[i][j] + weight * features[i] * features[j]
+            self._targets[i] = DECAY * self._targets[i] + weight * features[i] * seconds
         self._num_samples += 1
         self._coefficients = _fit(self._moments, self._targets)
 

@@ -27,7 +27,7 @@ class Tenant:
 class Fairness:
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._last = 0.0  # counter of the tenant that was the last to have something waiting
+        self._last = Tenant()  # the one that was the last to have something waiting
 
     def __getitem__(self, tenant: str) -> Tenant:
         return self._tenants[tenant]
@@ -42,7 +42,7 @@ class Fairness:
             tenant = self._tenants[name] = Tenant()
         tenant.weight = weight
         if not tenant.num_waiting:
-            level = min((t.counter for t in self._tenants.values() if t.num_waiting), default=self._last)
+            level = min((t.counter for t in self._tenants.values() if t.num_waiting), default=self._last.counter)
             tenant.counter = max(tenant.counter, level)
         tenant.num_waiting += 1
         tenant.num_live += 1
@@ -60,7 +60,7 @@ class Fairness:
         tenant = self._tenants[name]
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
-            self._last = tenant.counter
+            self._last = tenant
 
     def charge(self, name: str, service: float) -> None:
         tenant = self._tenants[name]
@@ -82,5 +82,5 @@ class Fairness:
     def _forget_idle(self) -> None:
         # those at or below the level would be lifted to it anyway: nothing is lost
         if len(self._tenants) >= MAX_IDLE_TENANTS:
-            for name in [n for n, t in self._tenants.items() if not t.num_live and t.counter <= self._last]:
+            for name in [n for n, t in self._tenants.items() if not t.num_live and t.counter <= self._last.counter]:
                 del self._tenants[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from scheduler.request import AdapterKey, Request
 
@@ -45,14 +45,15 @@ class WaitingQueue:
     def tenants(self) -> list[str]:
         return list(self._lists)
 
-    def first(self, tenant: str, is_open: Callable[[AdapterKey], bool]) -> Request | None:
-        """The tenant's best request among the adapters that are open. One whose sampled token is still to come in
-        closes its adapter for this step."""
+    def first(self, tenant: str, is_open: Callable[[AdapterKey], bool], put_off: Container[Request]) -> Request | None:
+        """The tenant's best request whose adapter is open, leaving out those put off and those whose sampled token
+        is still to come in."""
         best: Entry | None = None
         for adapter, entries in self._lists.get(tenant, {}).items():
-            head = entries[0]
-            if (best is None or head[:2] < best[:2]) and not head[2].num_in_flight and is_open(adapter):
-                best = head
+            if (best is None or entries[0][:2] < best[:2]) and is_open(adapter):
+                head = next((e for e in entries if e[2] not in put_off and not e[2].num_in_flight), None)
+                if head is not None and (best is None or head[:2] < best[:2]):
+                    best = head
         return best[2] if best is not None else None
 
     def best_ranks(self) -> dict[AdapterKey, tuple[float, int]]:

@@ -1,0 +1,125 @@
+"""The model of step time and the chunks it allows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler.cost import MIN_SAMPLES, CostModel
+from scheduler.plan import StepPlan, StepRow
+from tests.scheduler.harness import FakeEngine, config, make_request
+
+
+def plan(num_decodes: int, chunk: int, context: int) -> StepPlan:
+    request = make_request("a", [1])
+    rows = [StepRow(request, context, 1, 0, True) for _ in range(num_decodes)]
+    if chunk:
+        rows.append(StepRow(request, 0, chunk, 0, True))
+    return StepPlan(0, rows, [()] * len(rows))
+
+
+def seconds_of(step: StepPlan, experts: int) -> float:
+    read = sum(r.start + r.num_tokens for r in step.rows)
+    return 0.002 + 0.0005 * step.num_tokens + 0.0001 * experts + 1e-6 * read
+
+
+def experts_of(tokens: int) -> int:
+    return round(128 * (1 - (1 - 8 / 128) ** tokens))
+
+
+def trained(noise: float = 0.0, num_steps: int = 300) -> CostModel:
+    rng = random.Random(5)
+    model = CostModel(64, 16)
+    for _ in range(num_steps):
+        step = plan(rng.randint(1, 32), rng.choice([0, 0, 16, 64, 200]), rng.randint(10, 2000))
+        experts = experts_of(step.num_tokens)
+        hiccup = 50.0 if noise and rng.random() < 0.03 else 1.0
+        model.observe(step, seconds_of(step, experts) * hiccup * (1 + noise * rng.uniform(-1, 1)), experts)
+    return model
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.1), (0.2, 0.35)])
+def test_it_learns_the_time_of_a_step(noise: float, tolerance: float) -> None:
+    model = trained(noise)
+    for decodes, chunk, context in ((1, 0, 500), (8, 0, 1000), (8, 64, 1000), (32, 200, 2000)):
+        step = plan(decodes, chunk, context)
+        read = sum(r.start + r.num_tokens for r in step.rows)
+        expected = seconds_of(step, experts_of(step.num_tokens))
+        assert model.predict(step.num_tokens, read) == pytest.approx(expected, rel=tolerance)
+
+
+def test_the_chunk_keeps_the_target_and_uses_it() -> None:
+    model = trained()
+    for target in (0.05, 0.1, 0.2):
+        chunk = model.chunk(8, 8 * 500, 512, target)
+        time = seconds_of(plan(8, chunk, 500), experts_of(8 + chunk))
+        assert 0.8 * target < time < 1.15 * target
+    assert model.chunk(8, 4000, 512, 100.0) == 512
+    assert model.chunk(8, 4000, 512, 1e-6) == 16  # prefill goes on
+    assert model.chunk(8, 4000, 5, 1e-6) == 5
+
+
+def test_without_samples_the_chunk_is_cautious() -> None:
+    model = CostModel(64, 16)
+    assert model.chunk(4, 100, 512, 10.0) == 64
+    assert model.chunk(4, 100, 10, 10.0) == 10
+    for _ in range(MIN_SAMPLES):
+        model.observe(plan(4, 0, 10), 0.001, None)
+    assert model.chunk(4, 40, 512, 10.0) == 512
+
+
+def test_more_work_is_never_predicted_to_take_less() -> None:
+    rng = random.Random(2)
+    model = CostModel(64, 16)
+    for _ in range(200):
+        model.observe(
+            plan(rng.randint(1, 9), rng.choice([0, 50]), rng.randint(1, 99)), rng.random(), rng.randint(1, 99)
+        )
+        assert model.predict(1, 10) >= 0
+        for tokens in range(1, 100, 7):
+            assert model.predict(tokens + 7, 100) >= model.predict(tokens, 100) - 1e-12
+            assert model.predict(tokens, 200) >= model.predict(tokens, 100) - 1e-12
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
+def test_times_that_cannot_be_are_left_out(seconds: float) -> None:
+    model = trained()
+    before = model.predict(10, 100)
+    model.observe(plan(1, 0, 1), seconds, 3)
+    assert model.predict(10, 100) == before
+
+
+def test_it_follows_a_machine_that_becomes_slower() -> None:
+    model = trained()
+    rng = random.Random(6)
+    for _ in range(200):
+        step = plan(rng.randint(1, 32), rng.choice([0, 16, 64]), 500)
+        model.observe(step, 3 * seconds_of(step, experts_of(step.num_tokens)), experts_of(step.num_tokens))
+    step = plan(8, 64, 500)
+    expected = 3 * seconds_of(step, experts_of(72))
+    assert model.predict(72, sum(r.start + r.num_tokens for r in step.rows)) == pytest.approx(expected, rel=0.15)
+
+
+def test_running_streams_keep_their_pace_while_a_long_prompt_is_read() -> None:
+    def time_of(step: StepPlan) -> float:
+        return seconds_of(step, experts_of(step.num_tokens))
+
+    engine = FakeEngine(
+        config(num_blocks=2000, max_model_len=4000, max_num_batched_tokens=512, itl_target_s=0.05), dt=0.05
+    )
+    for i in range(3):
+        engine.add(make_request(f"stream{i}", [i] * 5, 400))
+    for _ in range(20):
+        step = engine.step()
+        engine.scheduler.observe(step, time_of(step), experts_of(step.num_tokens))
+    engine.add(make_request("long", [9] * 2000, 2))
+    mixed = []
+    while "long" not in engine.terminal:
+        step = engine.step()
+        engine.scheduler.observe(step, time_of(step), experts_of(step.num_tokens))
+        if len(step.rows) == 4 and not all(r.is_decode for r in step.rows):
+            mixed.append(step)
+    late = [time_of(step) for step in mixed[10:-1]]
+    assert late and max(late) < 0.06
+    assert min(step.rows[-1].num_tokens for step in mixed[10:-1]) > 16

@@ -1,0 +1,336 @@
+"""Single behaviours of the scheduler's face."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.errors import IntegrityError
+from scheduler.plan import AdmissionError, EventKind
+from scheduler.request import AdapterKey, Status
+from scheduler.scheduler import Scheduler
+from tests.scheduler.harness import FakeEngine, config, expected_tokens, make_request
+
+
+def rows(plan):
+    return [(r.request.request_id, r.start, r.num_tokens, r.samples) for r in plan.rows]
+
+
+# ---- admission
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("num_blocks", 0),
+        ("max_num_seqs", 0),
+        ("block_size", 0),
+        ("max_queue", 0),
+        ("num_adapter_slots", -1),
+        ("max_num_batched_tokens", 3),  # below max_num_seqs
+        ("itl_target_s", 0.0),
+        ("itl_target_s", float("nan")),
+        ("aging_s", -1.0),
+        ("prefill_weight", float("inf")),
+    ],
+)
+def test_config_names_what_is_out_of_range(change: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{change} is {value}"):
+        config(**{change: value})
+
+
+def refusal(scheduler: Scheduler, request) -> AdmissionError:
+    with pytest.raises(AdmissionError) as caught:
+        scheduler.add(request, 0.0)
+    scheduler.check_integrity()
+    return caught.value
+
+
+def test_prompts_that_can_never_fit_are_refused_at_once() -> None:
+    error = refusal(Scheduler(config(max_model_len=10)), make_request("a", [1] * 10))
+    assert error.code == "too_long"
+    assert "10 tokens" in str(error) and "length limit" in str(error)
+    error = refusal(Scheduler(config(num_blocks=2, block_size=4)), make_request("a", [1] * 8))
+    assert error.code == "too_long" and "8 tokens" in str(error) and "KV cache" in str(error)
+    Scheduler(config(max_model_len=10)).add(make_request("a", [1] * 9), 0.0)
+    Scheduler(config(max_model_len=10)).add(make_request("a", [1] * 10, max_tokens=0), 0.0)
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
+    scheduler = Scheduler(config(max_queue=2))
+    for i in range(2):
+        scheduler.add(make_request(f"r{i}", [1]), 0.0)
+    error = refusal(scheduler, make_request("r2", [1]))
+    assert error.code == "queue_full" and error.retry_after_s is not None and 1 <= error.retry_after_s <= 60
+    scheduler.abort("r0", "client")
+    scheduler.add(make_request("r2", [1]), 0.0)
+
+
+def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
+    engine = FakeEngine(config(max_queue=40, max_num_seqs=1), dt=1.0)
+    for i in range(40):
+        engine.add(make_request(f"r{i}", [1], 4))
+    for _ in range(40):
+        engine.step()
+    for i in range(40, 50):
+        engine.add(make_request(f"r{i}", [1], 4))
+    error = refusal(engine.scheduler, make_request("late", [1]))
+    assert error.retry_after_s == 60  # half of 40, four steps of a second each: at the bound
+
+
+def test_other_refusals() -> None:
+    scheduler = Scheduler(config(num_adapter_slots=0))
+    scheduler.add(make_request("a", [1]), 0.0)
+    assert refusal(scheduler, make_request("a", [1])).code == "duplicate"
+    assert refusal(scheduler, make_request("b", [])).code == "empty_prompt"
+    assert refusal(scheduler, make_request("c", [1], adapter=AdapterKey(1, 1))).code == "no_adapter_slots"
+    with pytest.raises(ValueError, match="weight of tenant 't' is 0"):
+        scheduler.add(make_request("d", [1]), 0.0, tenant_weight=0)
+    scheduler.check_integrity()
+
+
+# ---- steps
+
+
+def test_prompts_are_chunked_into_what_decode_rows_leave() -> None:
+    engine = FakeEngine(config(max_num_batched_tokens=8, max_num_seqs=4))
+    engine.add(make_request("a", [1, 2, 3], 10))
+    assert rows(engine.step()) == [("a", 0, 3, True)]
+    engine.add(make_request("b", [5] * 12, 10))
+    assert rows(engine.step()) == [("a", 3, 1, True), ("b", 0, 7, False)]
+    assert rows(engine.step()) == [("a", 4, 1, True), ("b", 7, 5, True)]
+    assert rows(engine.step()) == [("a", 5, 1, True), ("b", 12, 1, True)]
+    engine.drain(20)
+    engine.check_outputs()
+
+
+def test_a_decode_row_is_planned_before_its_token_is_known() -> None:
+    scheduler = Scheduler(config(prefix_caching=False))
+    request = make_request("a", [1, 2], 3)
+    scheduler.add(request, 0.0)
+    first = scheduler.schedule(0.0)
+    second = scheduler.schedule(0.0)
+    assert rows(second) == [("a", 2, 1, True)]
+    assert request.num_in_flight == 2 and request.token(2) is None
+    with pytest.raises(IntegrityError, match="in flight"):
+        scheduler.schedule(0.0)
+    with pytest.raises(IntegrityError, match="oldest"):
+        scheduler.commit(second, [[9]], 0.0)
+    scheduler.commit(first, [[8]], 0.0)
+    assert request.token(2) == 8 and request.num_in_flight == 1
+    third = scheduler.schedule(0.0)
+    assert scheduler.commit(second, [[9]], 0.0)[0].tokens == [9]
+    # the third token is the last: nothing more is planned although it is not known yet
+    assert scheduler.schedule(0.0) is None
+    (event,) = scheduler.commit(third, [[10]], 0.0)
+    assert (event.kind, event.reason, event.tokens) == (EventKind.FINISHED, "length", [10])
+    assert request.output == [8, 9, 10] and not scheduler.has_work()
+
+
+def test_a_step_ahead_of_an_end_is_ignored_and_keeps_its_blocks() -> None:
+    scheduler = Scheduler(config(eos_token_ids=(7,), prefix_caching=False))
+    scheduler.add(make_request("a", [1, 2], 9, ignore_eos=False), 0.0)
+    first = scheduler.schedule(0.0)
+    second = scheduler.schedule(0.0)
+    (event,) = scheduler.commit(first, [[7]], 0.0)
+    assert (event.kind, event.reason, event.tokens, event.stop_token) == (EventKind.FINISHED, "stop", [], 7)
+    assert event.request.output == [] and event.request.stop_reason == "stop"
+    assert scheduler.stats()["blocks_used"] == 1 and scheduler.has_work()
+    assert scheduler.commit(second, [[5]], 0.0) == []
+    assert scheduler.stats()["blocks_used"] == 0 and not scheduler.has_work()
+    assert event.request.output == []
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_stop_tokens(depth: int) -> None:
+    settings = config(eos_token_ids=())
+    reference = expected_tokens(make_request("a", [1, 2], 10), settings)[0]
+    stop = next(t for i, t in enumerate(reference) if i and t not in reference[:i])
+    engine = FakeEngine(config(eos_token_ids=(stop,)), depth)
+    engine.add(make_request("eos", [1, 2], 10, ignore_eos=False))
+    engine.add(make_request("ignored", [1, 2], 10, ignore_eos=True))
+    engine.add(make_request("stop", [1, 2], 10, ignore_eos=True, stop_token_ids=(stop,)))
+    engine.drain(30)
+    for name in ("eos", "stop"):
+        assert engine.streamed[name] == reference[: reference.index(stop)]
+        assert engine.terminal[name].stop_token == stop
+    assert engine.streamed["ignored"] == reference
+    assert engine.terminal["ignored"].stop_token is None and engine.terminal["ignored"].reason == "length"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("num_blocks", "max_model_len", "total"), [(32, 11, 11), (3, 64, 12)])
+def test_output_ends_at_the_length_limit(depth: int, num_blocks: int, max_model_len: int, total: int) -> None:
+    engine = FakeEngine(config(num_blocks=num_blocks, max_model_len=max_model_len), depth)
+    engine.add(make_request("a", [1, 2, 3], 100))
+    engine.drain(30)
+    assert len(engine.streamed["a"]) == total - 3
+    assert engine.terminal["a"].reason == "length"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_output_asked_for(depth: int) -> None:
+    engine = FakeEngine(config(max_num_batched_tokens=4), depth)
+    engine.add(make_request("a", [1] * 10, 0))
+    plans = [engine.step() for _ in range(3)]
+    assert [r.num_tokens for p in plans for r in p.rows] == [4, 4, 2]
+    assert not any(r.samples for p in plans for r in p.rows)
+    engine.drain(3)
+    assert engine.terminal["a"].reason == "length" and engine.streamed["a"] == []
+
+
+def test_tokens_that_do_not_match_the_plan_are_refused_and_change_nothing() -> None:
+    scheduler = Scheduler(config())
+    request = make_request("a", [1, 2], 3)
+    scheduler.add(request, 0.0)
+    plan = scheduler.schedule(0.0)
+    for wrong in ([], [[]], [[1, 2]], [[1], [2]]):
+        with pytest.raises(IntegrityError):
+            scheduler.commit(plan, wrong, 0.0)
+    scheduler.commit(plan, [[4]], 0.0)
+    assert request.output == [4]
+    with pytest.raises(IntegrityError):
+        scheduler.commit(plan, [[4]], 0.0)
+    with pytest.raises(IntegrityError):
+        scheduler.drop(plan)
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_cancelled_request_leaves_at_once_and_its_blocks_within_two_steps(depth: int) -> None:
+    engine = FakeEngine(config(), depth)
+    engine.add(make_request("a", [1] * 9, 50))
+    engine.add(make_request("b", [2] * 9, 50))
+    for _ in range(5):
+        engine.step()
+    held = engine.scheduler.request("b")
+    assert held is not None
+    engine.take(engine.scheduler.abort("a", "client"))
+    assert engine.terminal["a"].kind is EventKind.CANCELLED and engine.terminal["a"].reason == "client"
+    for _ in range(2):
+        assert [row.request.request_id for row in engine.step().rows] == ["b"]
+    while engine.in_flight:
+        engine.commit()
+    assert engine.scheduler.stats()["blocks_used"] == len(held.blocks)
+    assert engine.scheduler.abort("a", "client") is None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stop_string_cuts_the_output(depth: int) -> None:
+    engine = FakeEngine(config(), depth)
+    request = engine.add(make_request("a", [1], 50))
+    for _ in range(6):
+        engine.step()
+    engine.stop_string("a", 3)
+    assert (engine.terminal["a"].kind, engine.terminal["a"].reason) == (EventKind.FINISHED, "stop")
+    engine.drain(2)
+    assert len(request.output) == 3 and engine.scheduler.finish("a", 1) is None
+    engine.add(make_request("b", [1], 5))
+    with pytest.raises(ValueError, match="num_tokens is -1"):
+        engine.scheduler.finish("b", -1)
+
+
+def test_deadlines_cancel_waiting_and_running_requests() -> None:
+    engine = FakeEngine(config(max_num_seqs=1), dt=1.0)
+    engine.add(make_request("runs", [1], 50, deadline=4.0))
+    engine.add(make_request("waits", [1], 50, deadline=2.0))
+    engine.add(make_request("free", [1], 2))
+    engine.drain(20)
+    for name in ("runs", "waits"):
+        assert engine.terminal[name].kind is EventKind.CANCELLED and engine.terminal[name].reason == "timeout"
+    assert engine.streamed["waits"] == [] and len(engine.streamed["runs"]) == 3
+    assert engine.terminal["free"].kind is EventKind.FINISHED
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_step_fails_its_requests_and_nobody_else(depth: int) -> None:
+    engine = FakeEngine(config(max_num_seqs=2), depth)
+    for i in range(4):
+        engine.add(make_request(f"r{i}", [i] * 6, 6))
+    engine.step()
+    if not depth:  # a step that fails has not been committed: launch one and keep it
+        plan = engine.scheduler.schedule(engine.now)
+        engine.launch(plan)
+    engine.drop(0)
+    engine.drain(30)
+    kinds = [engine.terminal[f"r{i}"].kind for i in range(4)]
+    assert kinds == [EventKind.FAILED] * 2 + [EventKind.FINISHED] * 2
+    engine.check_outputs()
+
+
+def test_refuse_and_fail() -> None:
+    engine = FakeEngine(config())
+    engine.add(make_request("new", [1]))
+    engine.add(make_request("ran", [1], 9))
+    assert engine.scheduler.refuse("new", "gone").kind is EventKind.REFUSED
+    engine.submitted.pop("new")
+    engine.step()
+    assert engine.scheduler.refuse("ran", "gone").kind is EventKind.FAILED
+    assert engine.scheduler.fail("ran", "gone") is None
+    assert engine.scheduler.refuse("unknown", "gone") is None
+
+
+# ---- preemption
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_newest_of_the_lowest_priority_is_preempted_and_recomputed(depth: int) -> None:
+    engine = FakeEngine(config(num_blocks=9, prefix_caching=False), depth)
+    engine.add(make_request("low", [1] * 4, 20, priority=1))
+    engine.add(make_request("old", [2] * 4, 20))
+    engine.add(make_request("new", [3] * 4, 20))
+    victims = []
+    while engine.scheduler.has_work():
+        before = {r.request_id: r.num_preemptions for r in engine.scheduler.requests()}
+        engine.step()
+        victims += [r.request_id for r in engine.scheduler.requests() if r.num_preemptions > before[r.request_id]]
+    assert victims[:2] == ["low", "new"] and "old" not in victims
+    engine.check_outputs()
+
+
+def test_a_preempted_request_keeps_its_tokens_and_samples_none_again() -> None:
+    engine = FakeEngine(config(num_blocks=6, max_num_batched_tokens=5, max_num_seqs=2))
+    engine.add(make_request("a", [1] * 4, 16))
+    engine.add(make_request("b", [2] * 4, 16))
+    sampled: dict[str, list[int]] = {"a": [], "b": []}
+    seen_preempted = False
+    while engine.scheduler.has_work():
+        plan = engine.step()
+        for row in plan.rows if plan else ():
+            if row.samples:
+                sampled[row.request.request_id].append(row.start + row.num_tokens)
+        seen_preempted |= any(r.status is Status.PREEMPTED for r in engine.scheduler.requests())
+    assert seen_preempted
+    assert all(positions == list(range(4, 20)) for positions in sampled.values())
+    engine.check_outputs()
+
+
+def test_ended_requests_are_forgotten() -> None:
+    engine = FakeEngine(config())
+    for i in range(50):
+        engine.add(make_request(f"r{i}", [i, i, i], 3, adapter=AdapterKey(i % 3 + 1, 1)))
+        engine.step()
+    engine.drain(200)
+    core = engine.scheduler._core
+    assert not core.requests and not core.flights and not core.running and not len(core.waiting)
+    assert not core.slots._users and not core.slots._since
+
+
+def test_integrity_check_finds_what_is_wrong() -> None:
+    engine = FakeEngine(config())
+    request = engine.add(make_request("a", [1] * 5, 9, adapter=AdapterKey(1, 1)))
+    for _ in range(3):
+        engine.step()
+    for spoil, message in (
+        (lambda: request.blocks.append(request.blocks[0]), "holders"),
+        (lambda: setattr(request, "num_in_flight", 1), "in flight"),
+        (lambda: setattr(request, "slot", 2), "slot"),
+        (lambda: setattr(request, "status", Status.WAITING), "but runs"),
+    ):
+        saved = dict(vars(request), blocks=list(request.blocks))
+        spoil()
+        with pytest.raises(IntegrityError, match=message):
+            engine.scheduler.check_integrity()
+        vars(request).update(saved)
+        engine.scheduler.check_integrity()

@@ -1,0 +1,148 @@
+"""The same engine under hypothesis' own choice of calls, which it can shrink to the few that matter."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.plan import AdmissionError, EventKind
+from scheduler.request import BASE, AdapterKey
+from tests.scheduler.harness import EOS, FakeEngine, config, make_request
+
+ADAPTERS = (BASE, AdapterKey(1, 1), AdapterKey(1, 2), AdapterKey(2, 1))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    engine: FakeEngine
+
+    @initialize(
+        depth=st.sampled_from([0, 1]),
+        num_blocks=st.integers(2, 12),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(4, 20),
+        slots=st.integers(1, 2),
+        patience=st.sampled_from([0.0, 0.05]),
+        caching=st.booleans(),
+    )
+    def start(self, depth, num_blocks, max_num_seqs, budget, slots, patience, caching) -> None:
+        self.retired: set[AdapterKey] = set()
+        self.released: list[AdapterKey] = []
+        self.engine = FakeEngine(
+            config(
+                num_blocks=num_blocks,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                num_adapter_slots=slots,
+                slot_patience_s=patience,
+                prefix_caching=caching,
+                max_queue=6,
+                max_model_len=40,
+            ),
+            depth,
+        )
+
+    @rule(
+        same=st.integers(0, 17),
+        tail=st.lists(st.integers(10, 12), max_size=3),
+        max_tokens=st.integers(0, 24),
+        adapter=st.sampled_from(ADAPTERS),
+        tenant=st.sampled_from("ab"),
+        priority=st.integers(-1, 1),
+        ignore_eos=st.booleans(),
+        stop=st.booleans(),
+    )
+    def arrive(self, same, tail, max_tokens, adapter, tenant, priority, ignore_eos, stop) -> None:
+        if adapter in self.retired:
+            return
+        request = make_request(
+            f"r{len(self.engine.submitted)}",
+            [1] * same + tail,
+            max_tokens,
+            adapter=adapter,
+            tenant=tenant,
+            priority=priority,
+            ignore_eos=ignore_eos,
+            stop_token_ids=(EOS + 1, EOS + 2) if stop else (),
+        )
+        known = len(self.engine.scheduler.requests())
+        try:
+            self.engine.add(request)
+        except AdmissionError as error:
+            assert error.code in ("queue_full", "too_long", "empty_prompt")
+            assert len(self.engine.scheduler.requests()) == known
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @rule()
+    def schedule_without_commit(self) -> None:
+        if len(self.engine.in_flight) < 2:
+            self.engine.now += self.engine.dt
+            plan = self.engine.scheduler.schedule(self.engine.now)
+            for load in self.engine.scheduler.slot_loads():
+                self.engine.loading[load.slot] = load.adapter
+                self.engine.resident.pop(load.slot, None)
+            if plan is not None:
+                self.engine.launch(plan)
+        if len(self.engine.in_flight) == 2:
+            self.engine.commit()
+
+    @precondition(lambda self: self.engine.scheduler.requests())
+    @rule(data=st.data(), how=st.sampled_from(["abort", "finish", "fail"]))
+    def end(self, data, how) -> None:
+        request = data.draw(st.sampled_from(self.engine.scheduler.requests()))
+        scheduler = self.engine.scheduler
+        if how == "finish":
+            self.engine.stop_string(request.request_id, data.draw(st.integers(0, len(request.output))))
+        elif how == "abort":
+            self.engine.take(scheduler.abort(request.request_id, "client"))
+        else:
+            self.engine.take(scheduler.fail(request.request_id, "fault"))
+        assert scheduler.request(request.request_id) is None
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule(data=st.data())
+    def step_fails(self, data) -> None:
+        self.engine.drop(data.draw(st.integers(0, len(self.engine.in_flight) - 1)))
+
+    @rule()
+    def loading_pauses(self) -> None:
+        self.engine.hold_loads = not self.engine.hold_loads
+
+    @precondition(lambda self: self.engine.loading)
+    @rule()
+    def load_fails(self) -> None:
+        self.engine.fail_load(next(iter(self.engine.loading)))
+
+    @rule(adapter=st.sampled_from(ADAPTERS[1:]))
+    def retire(self, adapter) -> None:
+        if adapter not in self.retired:
+            self.retired.add(adapter)
+            self.engine.scheduler.retire_adapter(adapter)
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check()
+            self.released += self.engine.scheduler.released_adapters()
+            assert len(self.released) == len(set(self.released)) and set(self.released) <= self.retired
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.hold_loads = False
+        self.engine.finish_loads()
+        self.engine.drain(100 + 60 * len(self.engine.submitted))
+        self.engine.check_outputs()
+        self.consistent()
+        assert set(self.released) == self.retired
+        assert all(e.kind is not EventKind.TOKENS for e in self.engine.terminal.values())
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)
