@@ -22,7 +22,8 @@ from engine.model.load import Backends
 from engine.model.ops import TorchOps
 from engine.model.rope import Rope
 from engine.model_config import ModelConfig
-from rules import Choice, Machine, default_rules, load_rules, place, qwen3moe_modules
+from native import available as native_available
+from rules import Choice, Machine, RuleSet, default_rules, load_rules, place, qwen3moe_modules
 from rules import RulesError as BadRules
 from rules.choice import Backend
 
@@ -45,41 +46,59 @@ class Placement:
 
 
 def find_machine(config: EngineConfig) -> Machine:
-    """What this machine has; packages are tried, not guessed."""
+    """What this machine has; packages are tried, not guessed. kt_kernel only if something asks for it: loading it
+    changes the process (its threads, its handling of denormal numbers)."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
     if config.device == "cuda" and not gpu:
         raise UserError("--device cuda: torch finds no GPU here (auto or cpu would work)", field="device")
-    kt, why = kt_available()
-    return Machine(gpu=gpu, kt=kt, gpu_count=torch.cuda.device_count() if gpu else 0, reasons={} if kt else {"kt": why})
+    reasons: dict[str, str] = {}
+    native, reasons["native"] = native_available()
+    kt, reasons["kt"] = kt_available() if _asks_for_kt(config) else (False, "not looked for")
+    return Machine(gpu=gpu, native=native, kt=kt, gpu_count=torch.cuda.device_count() if gpu else 0, reasons=reasons)
+
+
+def _asks_for_kt(config: EngineConfig) -> bool:
+    if config.expert_backend == "kt":
+        return True
+    rules = _load(config.rules).rules if config.rules else ()
+    return any("kt" in (rule.choice.backend, rule.choice.options.get("cpu")) for rule in rules)
+
+
+def _load(name: str) -> RuleSet:
+    try:
+        return load_rules(name)
+    except BadRules as error:
+        raise RulesError(str(error), field="rules") from error
 
 
 def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placement:
     """Rules, then the flags that override them. RulesError names the file, the line and what is allowed."""
     name = config.rules or default_rules(machine)
+    rule_set = _load(name)
     try:
-        rule_set = load_rules(name)
         choices = place(rule_set, qwen3moe_modules(model.num_hidden_layers, model.sparse_layers), machine)
     except BadRules as error:
         raise RulesError(str(error), field="rules") from error
     flags = {
-        "experts": (config.expert_backend, ".mlp.experts"),
+        "expert": (config.expert_backend, ".mlp.experts"),
         "attention": (config.attention_backend, ".self_attn"),
         "linear": (config.linear_backend, "_proj"),
     }
     for kind, (backend, suffix) in flags.items():
         if backend is None:
             continue
-        reason = machine.missing(backend)
-        if reason:
-            raise UserError(f"--{kind.removesuffix('s')}-backend {backend}: {reason}", field=f"{kind}_backend")
+        if reason := machine.missing(backend):
+            raise UserError(f"--{kind}-backend {backend}: {reason}", field=f"{kind}_backend")
         for module, choice in choices.items():
             if module.endswith(suffix) or (kind == "linear" and module == "lm_head"):
                 choices[module] = replace(choice, backend=cast(Backend, backend))
     placement = Placement(choices, [])
     lines = [f"rules: {name}" + ("" if config.rules else " (chosen from this machine)")]
+    if not config.rules and not machine.native:
+        lines.append(f"note: no native kernels, torch computes, much slower: {machine.reasons['native']}")
     lines += [str(note) for note in rule_set.notes]
     for kind, (_, suffix) in flags.items():
-        lines.append(f"{kind}: {', '.join(placement.used(suffix)) or 'none'}")
+        lines.append(f"{kind}s: {', '.join(placement.used(suffix)) or 'none'}")
     return Placement(choices, lines)
 
 
