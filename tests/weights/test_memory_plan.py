@@ -1,0 +1,297 @@
+"""The memory plan: what is counted, against which limit, what it refuses and what it advises."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.errors import MemoryPlanError, UserError
+from engine.memory_limits import Memory, cpu_memory
+from engine.memory_plan import Item, MemoryPlan, plan_memory
+from engine.memory_units import format_bytes, parse_bytes
+from engine.weights.open import open_model
+from engine.weights.store import WeightSource
+from tests.tiny import save_gguf, tiny_model
+
+GIB, MIB = 1 << 30, 1 << 20
+WEIGHTS = 8 * 3 * 64 * 64  # of one layer's experts
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> WeightSource:
+    """Two layers; one token's KV is 2 * 2 * 2 * 32 numbers."""
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    save_gguf(tiny_model(0, max_position_embeddings=40960), path, expert_type="Q8_0", dense_type="Q8_0")
+    return open_model(str(path))
+
+
+def plan(source: WeightSource, cpu: int = 64 * GIB, element: int = 2, backend: str = "reference", **more) -> MemoryPlan:
+    gpu, extra = more.pop("gpu", None), more.pop("extra", ())
+    linear = more.pop("linear_backend", "reference")
+    return plan_memory(
+        EngineConfig(model="m", **more),
+        source,
+        lambda layer: backend,
+        element,
+        linear_backend=linear,
+        cpu=Memory("CPU", cpu, 2 * cpu),
+        gpu=gpu,
+        extra=extra,
+    )
+
+
+def size(made: MemoryPlan, label: str) -> int:
+    (item,) = [item for item in made.items if item.label.startswith(label)]
+    return item.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("backend", "method", "expected"),
+    [
+        ("reference", "auto", 2 * WEIGHTS),
+        ("kt", "AMXBF16", 2 * WEIGHTS),
+        ("kt", "AMXInt8", 1.01 * WEIGHTS),
+        ("kt", "AMXInt4", 0.51 * WEIGHTS),
+        ("kt", "GGUF", WEIGHTS * 34 / 32),
+        ("native", "auto", 1.05 * WEIGHTS * 34 / 32),
+        ("gpu", "auto", 2 * WEIGHTS),
+    ],
+)
+def test_experts_by_backend(source: WeightSource, backend: str, method: str, expected: float) -> None:
+    made = plan(source, backend=backend, kt_method=method)
+    assert size(made, "experts") == pytest.approx(2 * expected, rel=1e-4)
+    assert f"2 layers on {backend}" in made.render()
+
+
+def test_dense_weights(source: WeightSource) -> None:
+    model = tiny_model(0)
+    dense = sum(p.numel() for n, p in model.named_parameters() if "experts" not in n)
+    routers = 2 * 8 * 64
+    assert size(plan(source), "dense") == 2 * (dense - routers) + 4 * routers
+    assert size(plan(source, element=4), "dense") == 4 * dense
+    assert size(plan(source, linear_backend="native"), "dense") < 2 * dense
+
+
+def test_a_tied_head_is_counted_beside_the_embedding(tmp_path: Path) -> None:
+    save_gguf(tiny_model(0, tie_word_embeddings=True), tmp_path / "m.gguf")
+    save_gguf(tiny_model(0), tmp_path / "n.gguf")
+    tied, untied = (plan(open_model(str(tmp_path / name))) for name in ("m.gguf", "n.gguf"))
+    assert size(tied, "dense") == size(untied, "dense")
+
+
+def test_cache_holds_a_typical_batch(source: WeightSource) -> None:
+    made = plan(source, max_num_seqs=32)
+    assert made.kv_tokens == 32 * 4096 and made.max_model_len == 40960
+    assert size(made, "KV cache, 131072 tokens") == 131072 * 2 * 2 * 2 * 32 * 2
+    assert plan(source, max_num_seqs=32, max_model_len=1000).kv_tokens == 32 * 1000
+    assert plan(source, max_num_seqs=1).kv_tokens == 40960  # one longest request, at least
+
+
+def test_cache_takes_a_share_of_what_is_free(source: WeightSource) -> None:
+    made = plan(source, cpu=300 * MIB)
+    rest = 300 * MIB - sum(item.num_bytes for item in made.items if not item.label.startswith("KV"))
+    assert 0.45 * rest < size(made, "KV") <= 0.5 * rest + 16 * 512
+    assert made.max_model_len == 40960 and not made.short
+    small = plan(source, cpu=270 * MIB)
+    assert small.max_model_len == small.kv_tokens < 40960
+    assert f"max_model_len is {small.kv_tokens} instead of the model's 40960" in small.render()
+
+
+def test_cache_by_tokens_and_by_bytes(source: WeightSource) -> None:
+    assert plan(source, kv_cache_tokens=1000).kv_tokens == 1008
+    assert plan(source, kv_cache_tokens=1000).max_model_len == 1008
+    assert plan(source, kv_cache_memory="1MiB").kv_tokens == 2048
+    assert plan(source, kv_cache_memory="1MB").kv_tokens == 1000_000 // (16 * 512) * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "said"),
+    [
+        ({"kv_cache_tokens": 64, "kv_cache_memory": "1GiB"}, "kv_cache_memory", "both"),
+        ({"kv_cache_tokens": 0}, "kv_cache_tokens", "0"),
+        ({"kv_cache_memory": "lots"}, "kv_cache_memory", "'lots'"),
+        ({"kv_cache_memory": "-1GiB"}, "kv_cache_memory", "'-1GiB'"),
+        ({"kv_cache_memory": "100"}, "kv_cache_memory", "8192 bytes"),
+        ({"max_model_len": 50000}, "max_model_len", "50000; this model allows 1 to 40960"),
+        ({"max_model_len": -1}, "max_model_len", "-1"),
+        ({"max_model_len": 2000, "kv_cache_tokens": 1000}, "max_model_len", "1008 tokens"),
+    ],
+)
+def test_settings_that_contradict(source: WeightSource, settings: dict[str, object], field: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(source, **settings)
+    assert caught.value.field == field and said in str(caught.value)
+
+
+def test_yarn_allows_a_longer_model(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    save_gguf(tiny_model(0, rope_scaling=scaling), tmp_path / "m.gguf")
+    stretched = open_model(str(tmp_path / "m.gguf"))
+    assert plan(stretched).max_model_len == 512
+    assert plan(stretched, max_model_len=2048).max_model_len == 2048
+
+
+def test_too_large_a_cache_is_refused_with_what_would_fit(source: WeightSource) -> None:
+    made = plan(source, cpu=300 * MIB, kv_cache_tokens=1_000_000)
+    with pytest.raises(MemoryPlanError) as caught:
+        made.check(force=False)
+    assert "KV cache, 1000000 tokens 488.3 MiB" in str(caught.value) and "--force-memory-plan" in str(caught.value)
+    made.check(force=True)
+    (advice,) = [text for text in made.remedies if "kv-cache" in text]
+    tokens = int(advice.split()[-1])
+    plan(source, cpu=300 * MIB, kv_cache_tokens=tokens).check(force=False)
+    assert plan(source, cpu=300 * MIB, kv_cache_tokens=tokens + 16).short
+
+
+def test_advice_is_tried(source: WeightSource, tmp_path: Path) -> None:
+    """Whatever is named does make it fit; what does not help is not named."""
+    buffers = plan(source, cpu=300 * MIB, max_num_batched_tokens=50_000)
+    assert buffers.remedies == ["--max-num-batched-tokens 128"]
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * (100 * MIB))
+    (tmp_path / "notes.txt").write_bytes(b"\0" * MIB)
+    adapters = plan(source, cpu=300 * MIB, adapters=[f"a={tmp_path}"])
+    assert size(adapters, "adapters at start, 1") == 100 * MIB
+    assert adapters.remedies == ["fewer --adapters"]
+    hopeless = plan(source, cpu=10 * MIB)
+    assert hopeless.remedies == []
+    with pytest.raises(MemoryPlanError, match="no setting makes it fit"):
+        hopeless.check(force=False)
+
+
+def test_smaller_experts_are_advised(source: WeightSource) -> None:
+    big = dataclasses.replace(source.config, max_position_embeddings=512)
+    source_of_big = _Scaled(source, big, 5000)
+    made = plan(source_of_big, cpu=1200 * MIB)
+    assert made.remedies == ["--expert-backend kt --kt-method AMXInt4"]
+    made = plan(source_of_big, cpu=5 * GIB // 2, element=4)
+    assert "--dtype bfloat16" in made.remedies and "--expert-backend kt --kt-method AMXInt8" in made.remedies
+
+
+class _Scaled:
+    """A source whose expert count is multiplied: what is planned, never read."""
+
+    def __init__(self, source: WeightSource, config, factor: int) -> None:
+        self.source, self.config, self.factor = source, config, factor
+        self.names, self.tensor = source.names, source.tensor
+
+    def experts(self, layer: int):
+        store = self.source.experts(layer)
+        return _Many(store, store.num_experts * self.factor)
+
+
+class _Many:
+    def __init__(self, store, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.expert = lambda projection, index: store.expert(projection, 0)
+
+
+def test_gpu_takes_the_dense_part(source: WeightSource) -> None:
+    gpu = Memory("GPU 0", GIB, 2 * GIB)
+    made = plan(source, gpu=gpu, extra=[Item("GPU 0", "workspace", 512 * MIB)])
+    where = {item.label.split(",")[0]: item.device for item in made.items if item.label != "reserve"}
+    assert where["KV cache"] == where["dense weights"] == where["workspace"] == "GPU 0"
+    assert where["experts"] == where["while loading"] == "CPU"
+    assert "memory plan, GPU 0: 1.00 GiB free of 2.00 GiB" in made.render()
+    on_gpu = plan(source, gpu=gpu, backend="gpu")
+    assert {item.device for item in on_gpu.items if item.label.startswith("experts")} == {"GPU 0"}
+    short = plan(source, gpu=Memory("GPU 0", 100 * MIB, GIB))
+    assert [device.name for device in short.short] == ["GPU 0"]
+
+
+@given(
+    free=st.integers(0, 8 * GIB),
+    seqs=st.integers(1, 256),
+    length=st.none() | st.integers(1, 40960),
+    tokens=st.none() | st.integers(1, 1 << 20),
+)
+def test_what_always_holds(source: WeightSource, free: int, seqs: int, length: int | None, tokens: int | None) -> None:
+    try:
+        made = plan(source, cpu=free, max_num_seqs=seqs, max_model_len=length, kv_cache_tokens=tokens)
+    except UserError:
+        assert length is not None and tokens is not None and tokens < length
+        return
+    assert made.kv_tokens % 16 == 0 and 1 <= made.max_model_len <= made.kv_tokens
+    assert length is None or made.max_model_len == length
+    assert tokens is None or tokens <= made.kv_tokens < tokens + 16
+    assert bool(made.short) == (sum(item.num_bytes for item in made.items) > free)
+    if not made.short:
+        made.check(force=False)
+    lines = made.render().splitlines()
+    table = [line for line in lines if line.endswith(("iB", " B")) and line.startswith("  ")]
+    assert len({len(line) for line in table}) == 1 and len(table) == len(made.items) + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("4GiB", 4 * GIB), ("4 gib", 4 * GIB), ("1.5g", 3 * GIB // 2), ("2GB", 2 * 10**9), ("10 MiB", 10 * MIB)],
+)
+def test_bytes_as_written(text: str, size: int) -> None:
+    assert parse_bytes(text, "f") == size
+
+
+def test_bytes_as_shown() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1024, 12 * MIB, 3 * GIB // 2)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "12.0 MiB",
+        "1.50 GiB",
+    ]
+
+
+def groups(root: Path, lines: str, files: dict[str, str]) -> Memory:
+    for name, text in ({"proc/self/cgroup": lines} | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return cpu_memory(root)
+
+
+def test_limit_of_cgroup_v2(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/user/job"
+    memory = groups(
+        tmp_path,
+        "0::/user/job\n",
+        {
+            f"{folder}/memory.max": "max\n",
+            f"{folder}/memory.current": "5000000\n",
+            "sys/fs/cgroup/user/memory.max": "200000000\n",
+            "sys/fs/cgroup/user/memory.current": "150000000\n",
+            "sys/fs/cgroup/user/memory.stat": "anon 1\ninactive_file 30000000\n",
+        },
+    )
+    assert memory == Memory("CPU", 80_000_000, 200_000_000)
+
+
+def test_limit_of_cgroup_v1(tmp_path: Path) -> None:
+    memory = groups(
+        tmp_path,
+        "9:name=systemd:/\n4:memory,hugetlb:/docker/abc\n0::/\n",
+        {
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "100000000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "120000000\n",
+            "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 50000000\n",
+        },
+    )
+    assert memory == Memory("CPU", 30_000_000, 100_000_000)
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    total = psutil.virtual_memory().total
+    unlimited = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+    }
+    for memory in (groups(tmp_path / "a", "4:memory:/\n", unlimited), cpu_memory(tmp_path / "nothing")):
+        assert memory.limit_bytes == total and 0 < memory.free_bytes <= total
+
+
+def test_this_machine() -> None:
+    memory = cpu_memory()
+    assert 0 < memory.free_bytes <= memory.limit_bytes <= psutil.virtual_memory().total
