@@ -2,7 +2,7 @@
 
 The output is the prompt's tokens in order (an adapter "reverse" reverses them), then an end-of-sequence token.
 Adapters with names of their own misbehave: "slow" (50 ms a token), "die" (the process ends after two tokens),
-"refuse" (429), "fail" (Failed after two tokens), "silent" (no answer at all), "burst" (all tokens in one event).
+"refuse" (429 for prompts over two tokens, else no answer), "fail" (Failed after two tokens), "silent" (no answer at all), "burst" (all tokens in one event).
 FAKE_ENGINE holds JSON: {"log": path of an NDJSON file of all messages received, "fatal": message, "start_delay_s",
 "vocab_size", "max_model_len", "eos"}.
 """
@@ -98,7 +98,7 @@ class FakeEngine:
     def receive(self, message: m.ToEngine) -> None:
         self.note(message)
         match message:
-            case m.Submit(adapter="refuse"):
+            case m.Submit(adapter="refuse") if len(message.prompt) > 2:
                 self.send(
                     m.Refused(
                         request_id=message.request_id,
@@ -150,7 +150,7 @@ class FakeEngine:
         now = time.monotonic()
         for request_id, running in list(self.running.items()):
             adapter = running.submit.adapter
-            if adapter == "silent" or now < running.next_s:
+            if adapter in ("silent", "refuse") or now < running.next_s:
                 continue
             if adapter == "slow":
                 running.next_s = now + 0.05

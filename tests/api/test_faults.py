@@ -1,0 +1,186 @@
+"""Clients that go away, engines that die, servers that are told to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import ROOT, Running, environment, serving
+
+LONG = "x" * 400  # 20 s from the slow adapter
+
+
+def eventually(check: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_aborts_all_its_answers(server: Running, path: str, stream: bool) -> None:
+    submits, aborts = len(server.received("Submit")), len(server.received("Abort"))
+    body = {"model": "slow", "prompt": LONG, "messages": [{"role": "user", "content": LONG}], "max_tokens": 400, "n": 2}
+    body.pop("messages" if path == "/v1/completions" else "prompt")
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.url, timeout=0.6 if not stream else 30) as client:
+            if not stream:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(path, json=body)
+                return
+            with client.stream("POST", path, json={**body, "stream": True}) as response:
+                next(response.iter_lines())
+
+    ask()
+    sent = {message["request_id"] for message in server.wait_for("Submit", submits + 2)[submits:]}
+    aborted = {message["request_id"] for message in server.wait_for("Abort", aborts + 2)[aborts:]}
+    assert sent == aborted
+
+
+def test_a_client_that_goes_away_while_it_waits_in_the_queue(server: Running) -> None:
+    aborts = len(server.received("Abort"))
+    with httpx.Client(base_url=server.url, timeout=0.5) as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json={"model": "silent", "prompt": "a", "stream": True})
+    server.wait_for("Abort", aborts + 1)
+
+
+def test_one_refused_answer_aborts_its_siblings(server: Running) -> None:
+    submits, aborts = len(server.received("Submit")), len(server.received("Abort"))
+    with pytest.raises(openai.RateLimitError):
+        server.openai.completions.create(model="refuse", prompt=["ab", "abcd"])  # the fake refuses the longer one
+    waiting = server.wait_for("Submit", submits + 2)[submits]
+    assert server.wait_for("Abort", aborts + 1)[aborts]["request_id"] == waiting["request_id"]
+
+
+def test_the_engine_dies_and_comes_back(model_dir: Path, tmp_path: Path) -> None:
+    adapters = ["--adapters", "die=/x", "--adapters", "slow=/y", "--adapters", "temporary=/z", "--admin-key", "admin"]
+    with serving(model_dir, tmp_path, *adapters, key="admin") as server:
+        for name in ("late", "slow"):
+            body = {"lora_name": name, "lora_path": str(tmp_path), "replace": True}
+            assert server.http.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert server.http.post("/v1/unload_lora_adapter", json={"lora_name": "temporary"}).status_code == 200
+        stream = server.openai.completions.create(model="slow", prompt=LONG, max_tokens=400, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.openai.completions.create(model="die", prompt="abcdef")
+        assert caught.value.status_code == 503 and caught.value.code == "engine_unavailable"
+        assert caught.value.response.headers["retry-after"]
+        with pytest.raises(openai.APIError, match="the engine ended"):
+            list(stream)
+        health = server.http.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "restarting"
+        with pytest.raises(openai.InternalServerError, match="restarting"):
+            server.openai.completions.create(model="tiny", prompt="a")
+        eventually(lambda: server.http.get("/health").status_code == 200)
+        assert server.http.get("/health").json()["restarts"] == 1
+        names = {model.id for model in server.openai.models.list()}
+        assert names == {"tiny", "die", "late", "slow"}, "what was loaded is again, what was unloaded stays away"
+        assert server.openai.completions.create(model="late", prompt="ab").choices[0].text == "ab"
+        assert "ktserve_engine_restarts 1.0" in server.http.get("/metrics").text
+
+
+def test_restarts_are_bounded(model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, tmp_path, "--adapters", "die=/x", "--max-restarts", "1") as server:
+        for _ in range(2):
+            eventually(lambda: server.http.get("/health").status_code == 200)
+            with pytest.raises(openai.InternalServerError):
+                server.openai.completions.create(model="die", prompt="abcdef")
+        eventually(lambda: server.http.get("/health").json()["status"] == "dead")
+        with pytest.raises(openai.InternalServerError, match="not restarted"):
+            server.openai.completions.create(model="tiny", prompt="a")
+        assert server.stop() == 0
+
+
+def test_sigterm_drains(model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, tmp_path, "--adapters", "slow=/x") as server:
+        texts: list[str] = []
+
+        def run() -> None:
+            texts.append(server.openai.completions.create(model="slow", prompt="x" * 30, max_tokens=30).choices[0].text)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        server.wait_for("Submit")
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.http.get("/health").json()["status"] == "draining", 3)
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.openai.completions.create(model="tiny", prompt="a")
+        assert caught.value.status_code == 503
+        thread.join(20)
+        assert texts == ["x" * 30]
+        assert server.process.wait(10) == 0
+
+
+def test_a_drain_is_bounded_and_a_second_signal_ends_at_once(model_dir: Path, tmp_path: Path) -> None:
+    flags = ["--adapters", "slow=/x", "--drain-timeout-s", "0.3"]
+    with serving(model_dir, tmp_path, *flags) as server:
+        stream = server.openai.completions.create(model="slow", prompt=LONG, max_tokens=400, stream=True)
+        next(iter(stream))
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutdown"):
+            list(stream)
+        assert server.process.wait(10) == 0 and time.monotonic() - began < 8
+
+
+def engine_of(server: Running) -> int:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return int(children[0])
+
+
+def test_no_orphan_when_the_api_is_killed(model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, tmp_path) as server:
+        engine = engine_of(server)
+        assert not gone(engine)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(5)
+        eventually(lambda: gone(engine), 5)
+
+
+def test_the_socket_is_private_and_removed(model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, tmp_path) as server:
+        command = Path(f"/proc/{engine_of(server)}/cmdline").read_bytes().split(b"\0")
+        address = next(part.decode() for part in command if part.startswith(b"ipc://"))
+        folder = Path(address.removeprefix("ipc://")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert server.stop() == 0
+        assert not folder.exists()
+
+
+def test_a_mistake_of_the_users_is_one_line(model_dir: Path, tmp_path: Path) -> None:
+    def run(*flags: str, **fake: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "api.cli", "serve", *flags],
+            env=environment(**fake), cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    for flags, fake, part in (
+        ([str(model_dir)], {"fatal": "the model does not fit"}, "the model does not fit"),
+        ([str(tmp_path / "nope")], {}, "no such file"),
+        ([str(model_dir), "--engine-command", "/nowhere/engine"], {}, "/nowhere/engine"),
+        ([str(model_dir), "--port", "99999"], {}, "--port 99999"),
+        ([str(model_dir), "--api-key", "="], {}, "--api-key number 1"),
+    ):
+        status, stderr = run(*flags, **fake)
+        assert status == 1, stderr
+        assert part in stderr.splitlines()[-1] and stderr.splitlines()[-1].startswith("error: ")
+        assert "Traceback" not in stderr
