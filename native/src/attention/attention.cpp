@@ -48,7 +48,7 @@ PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
       kernels_(isa == Isa::avx2 ? kAttentionAvx2 : kAttentionAvx512),
       group_(shape.heads / shape.kv_heads),
       element_bytes_(shape.is_bf16 ? 2 : 4),
-      tile_bytes_(element_bytes_ * kBlock * shape.head_dim),
+      tile_bytes_(element_bytes_ * kKvBlock * shape.head_dim),
       cache_bytes_(static_cast<size_t>(tile_bytes_) * 2 * static_cast<size_t>(shape.kv_heads) *
                    static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)) {
   if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
@@ -82,7 +82,7 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
     const int64_t tokens = row_starts[r + 1] - row_starts[r];
     require(tokens >= 1, "tokens of a row", tokens, "1 or more");
     require(context_lens[r] >= tokens, "context_lens", context_lens[r], "at least the row's tokens");
-    const int64_t needed = (context_lens[r] + kBlock - 1) / kBlock;
+    const int64_t needed = (context_lens[r] + kKvBlock - 1) / kKvBlock;
     require(static_cast<int64_t>(block_tables[r].size()) >= needed, "blocks of a row",
             static_cast<int64_t>(block_tables[r].size()), "at least " + std::to_string(needed));
     for (int64_t i = 0; i < needed; ++i) {
@@ -102,12 +102,12 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
     const Row row{row_starts[r], row_starts[r + 1] - row_starts[r], context_lens[r],
                   static_cast<int64_t>(tables_.size())};
     const std::vector<int32_t>& table = block_tables[r];
-    const int64_t needed = (row.context + kBlock - 1) / kBlock;
+    const int64_t needed = (row.context + kKvBlock - 1) / kKvBlock;
     tables_.insert(tables_.end(), table.begin(), table.begin() + needed);
     for (int64_t p = row.context - row.tokens; p < row.context;) {
-      const int64_t end = std::min(row.context, (p / kBlock + 1) * kBlock);
-      writes_.push_back({row.first_token + p - (row.context - row.tokens), table[static_cast<size_t>(p / kBlock)],
-                         static_cast<int16_t>(p % kBlock), static_cast<int16_t>(end - p)});
+      const int64_t end = std::min(row.context, (p / kKvBlock + 1) * kKvBlock);
+      writes_.push_back({row.first_token + p - (row.context - row.tokens), table[static_cast<size_t>(p / kKvBlock)],
+                         static_cast<int16_t>(p % kKvBlock), static_cast<int16_t>(end - p)});
       p = end;
     }
     const int64_t tiles = (row.tokens * group_ + kTileRows - 1) / kTileRows;
@@ -172,7 +172,7 @@ void PagedAttention::write(const Call& call, const Write& w) const {
       const char* from = row(call.k, i);
       char* to = tile + (w.offset + i) * 4;
       for (int64_t step = 0; step < dim * element_bytes_ / 4; ++step)
-        std::memcpy(to + step * kBlock * 4, from + step * 4, 4);
+        std::memcpy(to + step * kKvBlock * 4, from + step * 4, 4);
     }
     char* values = tile + tile_bytes_;
     if (shape_.is_bf16) {
@@ -185,7 +185,7 @@ void PagedAttention::write(const Call& call, const Write& w) const {
     } else {
       for (int i = 0; i < w.count; ++i)
         for (int d = 0; d < dim; d += 16)
-          std::memcpy(values + (d * kBlock + (w.offset + i) * 16) * 4, row(call.v, i) + d * 4, 64);
+          std::memcpy(values + (d * kKvBlock + (w.offset + i) * 16) * 4, row(call.v, i) + d * 4, 64);
     }
   }
 }
@@ -194,12 +194,12 @@ void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile&
                                float* part) const {
   const Row& row = rows_[static_cast<size_t>(piece.row)];
   const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
-  const void* tiles[kChunk / kBlock];
+  const void* tiles[kChunk / kKvBlock];
   const void* queries[kTileRows];
   int limits[kTileRows];
   const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
-  for (int b = 0; b * kBlock < positions; ++b)
-    tiles[b] = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kBlock + b)], piece.kv_head);
+  for (int b = 0; b * kKvBlock < positions; ++b)
+    tiles[b] = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)], piece.kv_head);
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
     const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;

@@ -111,7 +111,7 @@ void score_tile(const ChunkWork& w, const void* const* q, int row, int block) {
     for (int n = 0; n < N; ++n) acc[r][n] = zero16();
   multiply<T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kChunk + (block + n) * kBlock, acc[r][n]);
+    for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kChunk + (block + n) * kKvBlock, acc[r][n]);
 }
 
 template <class T, int R, int N>
@@ -121,15 +121,15 @@ void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim)
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = load16(w.sums + (row + r) * w.head_dim + dim + n * 16);
   for (int b = block; b < block + num_blocks; ++b) {
-    const T* values = static_cast<const T*>(w.tiles[b]) + w.head_dim * kBlock;
+    const T* values = static_cast<const T*>(w.tiles[b]) + w.head_dim * kKvBlock;
     const T* tiles[N];
     const void* rows[R];
-    for (int n = 0; n < N; ++n) tiles[n] = values + (dim + n * 16) * kBlock;
+    for (int n = 0; n < N; ++n) tiles[n] = values + (dim + n * 16) * kKvBlock;
     for (int r = 0; r < R; ++r) {
       const char* p = reinterpret_cast<const char*>(w.scores + (row + r) * kChunk);
-      rows[r] = p + b * kBlock * (kDot ? sizeof(T) : sizeof(float));
+      rows[r] = p + b * kKvBlock * (kDot ? sizeof(T) : sizeof(float));
     }
-    const int seen = static_cast<int>(least(kBlock, w.positions - b * kBlock));
+    const int seen = static_cast<int>(least(kKvBlock, w.positions - b * kKvBlock));
     multiply<T, R, N>(acc, rows, tiles, (seen + S - 1) / S);
   }
   for (int r = 0; r < R; ++r)
@@ -239,8 +239,8 @@ struct ValueStep {
 template <class T>
 void attend_chunk(const ChunkWork& w) {
   constexpr bool packed = kDot && sizeof(T) == 2;
-  const int num_blocks = (w.positions + kBlock - 1) / kBlock;
-  const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kBlock * static_cast<int64_t>(sizeof(T));
+  const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
+  const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kKvBlock * static_cast<int64_t>(sizeof(T));
 
   const void* q[kTileRows];
   for (int r = 0; r < w.rows; ++r) {

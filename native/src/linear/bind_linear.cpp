@@ -1,9 +1,76 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "core/pack.hpp"
+#include "linear/linear.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace ktserve {
 
-void bind_linear(nb::module_&) {}
+void bind_linear(nb::module_& module) {
+  using Address = uintptr_t;
+  using release = nb::call_guard<nb::gil_scoped_release>;
+  module.def(
+      "linear_form",
+      [](const std::string& source) { return has_source_type(source) ? info(source_type(source).format).name : ""; },
+      "source"_a, "The packed format that holds a GGML type without loss (F32 and F16: rounded to bf16), or ''.");
+
+  nb::class_<PackedLinear>(module, "PackedLinear", "One projection's packed weights and its adapters by slot.")
+      .def(
+          "__init__",
+          [](PackedLinear* self, WorkerPool& pool, const std::string& source, const std::string& form, Address data,
+             int64_t data_bytes, int64_t n, int64_t k, Address bias) {
+            nb::gil_scoped_release unlocked;
+            new (self) PackedLinear(pool, source, form, reinterpret_cast<const uint8_t*>(data), data_bytes, n, k,
+                                    reinterpret_cast<const float*>(bias));
+          },
+          "pool"_a, "source"_a, "form"_a, "data"_a, "data_bytes"_a, "n"_a, "k"_a, "bias"_a = 0)
+      .def_prop_ro("form", &PackedLinear::form_name)
+      .def_prop_ro("bytes", &PackedLinear::bytes)
+      .def("row", &PackedLinear::row, "index"_a, "One output's weights as the kernels see them.")
+      .def(
+          "set_adapter",
+          [](PackedLinear& self, int slot, Address a, Address b, bool is_bf16, int64_t rank, float scale) {
+            self.set_adapter(slot, reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(b), is_bf16, rank,
+                             scale);
+          },
+          "slot"_a, "a"_a, "b"_a, "is_bf16"_a, "rank"_a, "scale"_a, release())
+      .def("clear_adapter", &PackedLinear::clear_adapter, "slot"_a)
+      .def_prop_ro("has_adapters", &PackedLinear::has_adapters);
+
+  nb::class_<LinearRunner>(module, "LinearRunner", "Runs projections that share an input.")
+      .def(
+          "__init__",
+          [](LinearRunner* self, WorkerPool& pool, const std::string& isa) {
+            new (self) LinearRunner(pool, choose_isa(isa));
+          },
+          "pool"_a, "isa"_a = "", nb::keep_alive<1, 2>())
+      .def(
+          "run",
+          [](LinearRunner& self, const PackedLinear& linear, Address x, int64_t stride, int64_t rows, bool is_bf16,
+             Address slots, Address out, int64_t out_stride) {
+            self.run(
+                {{&linear, reinterpret_cast<void*>(out), out_stride}},
+                {reinterpret_cast<const void*>(x), stride, rows, is_bf16, reinterpret_cast<const int32_t*>(slots)});
+          },
+          "linear"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "out"_a, "out_stride"_a, release())
+      .def(
+          "run_many",
+          [](LinearRunner& self, const std::vector<const PackedLinear*>& linears, Address x, int64_t stride,
+             int64_t rows, bool is_bf16, Address slots, const std::vector<Address>& outs,
+             const std::vector<int64_t>& out_strides) {
+            if (outs.size() != linears.size() || out_strides.size() != linears.size())
+              throw std::invalid_argument("outs, out_strides: one for each of linears");
+            std::vector<LinearCall> calls;
+            for (size_t i = 0; i < linears.size(); ++i)
+              calls.push_back({linears[i], reinterpret_cast<void*>(outs[i]), out_strides[i]});
+            self.run(calls, {reinterpret_cast<const void*>(x), stride, rows, is_bf16,
+                             reinterpret_cast<const int32_t*>(slots)});
+          },
+          "linears"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "outs"_a, "out_strides"_a, release());
+}
 
 }  // namespace ktserve

@@ -1,0 +1,152 @@
+"""Dense projections on the CPU kernels: bf16, int8 and int4 weights as the file has them, adapters fused."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.errors import EngineError, UserError
+from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.lora.adapter import LoraPair
+from engine.weights.store import WeightTensor
+
+_PLAIN = ("F32", "F16", "BF16")
+QUANTISED_FORMS = ("i8", "i4m")
+
+
+class NativeLinear(Linear):
+    """x bf16 or float32 [T, in], rows any stride apart; a row's result does not depend on its neighbours.
+
+    Sums are float32 and rounded once. Quantised weights meet activations in int8 blocks of 32, a bf16 weight meets bf16
+    activations, a float32 one float32; an adapter's A meets bf16 activations (float32 where the weight is). A row
+    with a NaN or infinity comes out as NaN and leaves the others alone.
+    """
+
+    def __init__(self, name: str, packed: Any, runner: Any, shape: tuple[int, int]) -> None:
+        self.name = name
+        self.packed = packed
+        self.out_features, self.in_features = shape
+        self._runner = runner
+
+    @property
+    def form(self) -> str:
+        """How the weights lie: "f32", or a packed format of native/src/core/format.hpp."""
+        return str(self.packed.form)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.packed.bytes)
+
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        rows, bf16 = _input(self, x)
+        out = torch.empty((rows, self.out_features), dtype=x.dtype)
+        slots = _slots(lora, rows)
+        self._runner.run(self.packed, x.data_ptr(), x.stride(0), rows, bf16, slots, out.data_ptr(), self.out_features)
+        return out
+
+    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
+        if slot < 1:
+            raise EngineError(f"{self.name}: slot {slot}; an adapter's slot is 1 or more")
+        if pair is None:
+            self.packed.clear_adapter(slot)
+            return
+        a, b, rank = pair.a, pair.b, pair.rank
+        if a.shape != (rank, self.in_features) or b.shape != (self.out_features, rank) or rank == 0:
+            raise EngineError(
+                f"{self.name}: LoRA A {tuple(a.shape)}, B {tuple(b.shape)}; wanted [r, {self.in_features}] and "
+                f"[{self.out_features}, r], r at least 1"
+            )
+        dtype = torch.bfloat16 if a.dtype == b.dtype == torch.bfloat16 else torch.float32
+        a, b = (t.detach().to("cpu", dtype).contiguous() for t in (a, b))
+        self.packed.set_adapter(slot, a.data_ptr(), b.data_ptr(), dtype == torch.bfloat16, rank, pair.scale)
+
+
+class NativeLinearBackend(LinearBackend):
+    """Packs each weight once, over `pool` (a `native._native.WorkerPool`), into the format that holds it without loss.
+
+    F32, F16 and BF16 weights become bf16, or stay float32 if `dtype` is float32; `quantise` ("i8": as Q8_0, "i4m": as
+    Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised and treated likewise.
+    Calls of one backend follow one another: its scratch is shared.
+    """
+
+    def __init__(self, dtype: torch.dtype, pool: Any, isa: str = "", quantise: str | None = None) -> None:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise UserError(f"dtype {dtype}: the native projections take bfloat16 and float32", field="dtype")
+        if quantise is not None and quantise not in QUANTISED_FORMS:
+            raise UserError(f"quantise {quantise!r}: allowed are {', '.join(QUANTISED_FORMS)}", field="quantise")
+        self._native: Any = importlib.import_module("native._native")
+        self._pool = pool
+        self._dtype = dtype
+        self._quantise = quantise
+        try:
+            self._runner: Any = self._native.LinearRunner(pool, isa)
+        except ValueError as error:
+            raise UserError(f"native linear: {error}") from error
+
+    def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> NativeLinear:
+        if len(weight.shape) != 2:
+            raise UserError(f"{name}: shape {weight.shape}; a projection has two dimensions", field=name)
+        source, data = weight.type, weight.data
+        form = self._native.linear_form(source)
+        if not form:
+            source, form = "F32", "bf16"
+            data = weight.dequantise(torch.float32).view(torch.uint8).flatten().numpy()
+        if source in _PLAIN:
+            form = self._quantise or ("f32" if self._dtype == torch.float32 else "bf16")
+        data = np.ascontiguousarray(data)
+        added = None if bias is None else bias.dequantise(torch.float32).contiguous()
+        if added is not None and added.shape != weight.shape[:1]:
+            raise UserError(f"{name}: bias {tuple(added.shape)}; wanted {weight.shape[:1]}", field=name)
+        n, k = weight.shape
+        try:
+            packed = self._native.PackedLinear(
+                self._pool, source, form, data.ctypes.data, data.nbytes, n, k, 0 if added is None else added.data_ptr()
+            )
+        except ValueError as error:
+            raise UserError(f"{name}: {error}", field=name) from error
+        return NativeLinear(name, packed, self._runner, (n, k))
+
+    def run_many(self, linears: Sequence[NativeLinear], x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
+        """Projections of this backend that share x, in one call: x is packed once and the pool is woken once."""
+        rows, bf16 = _input(linears[0], x)
+        outs = [torch.empty((rows, linear.out_features), dtype=x.dtype) for linear in linears]
+        try:
+            self._runner.run_many(
+                [linear.packed for linear in linears],
+                x.data_ptr(),
+                x.stride(0),
+                rows,
+                bf16,
+                _slots(lora, rows),
+                [out.data_ptr() for out in outs],
+                [linear.out_features for linear in linears],
+            )
+        except ValueError as error:
+            raise EngineError(f"{', '.join(linear.name for linear in linears)}: {error}") from error
+        return outs
+
+
+def _input(linear: NativeLinear, x: torch.Tensor) -> tuple[int, bool]:
+    """(rows, whether bf16) of an x that the kernels can read; EngineError otherwise."""
+    bf16 = x.dtype is torch.bfloat16
+    if x.dim() != 2 or x.shape[1] != linear.in_features or not (bf16 or x.dtype is torch.float32):
+        raise EngineError(
+            f"{linear.name}: x is {x.dtype} {tuple(x.shape)}; wanted bf16 or float32 [T, {linear.in_features}]"
+        )
+    if x.stride(1) != 1 and linear.in_features > 1:
+        raise EngineError(f"{linear.name}: x has strides {x.stride()}; rows must be contiguous")
+    return x.shape[0], bf16
+
+
+def _slots(lora: LoraBatch | None, rows: int) -> int:
+    """Address of the rows' slots, 0 for a base-only batch."""
+    if lora is None or not lora.groups:
+        return 0
+    slots = lora.slots
+    if slots.shape != (rows,) or slots.dtype is not torch.int32 or not slots.is_contiguous():
+        raise EngineError(f"slots: {slots.dtype} {tuple(slots.shape)}; wanted contiguous int32 [{rows}]")
+    return int(slots.data_ptr())

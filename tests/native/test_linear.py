@@ -1,0 +1,262 @@
+"""Native projections against float32 of the dequantised weights; adapters; a row's bits depend on that row alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineError, UserError
+from engine.linear.base import LoraBatch
+from engine.linear.native import NativeLinear, NativeLinearBackend
+from engine.lora.adapter import LoraPair
+from engine.weights.store import WeightTensor
+from native import _native
+from tests.native.isas import ISAS
+from tests.tiny import encode
+
+POOL = _native.WorkerPool([[0, 1, 2]])
+BF16, F32 = torch.bfloat16, torch.float32
+# mean|d| / mean|ref|: bf16 and float32 round the result; int8 activations cost the rest
+BOUNDS = {"f32": 2e-6, "bf16": 0.004, "int8": 0.015}
+BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def tensor(values: torch.Tensor, type: str) -> tuple[WeightTensor, torch.Tensor]:
+    """(the weight as a file holds it, the float32 values it stands for)."""
+    if type == "BF16":
+        data = values.to(BF16).contiguous().view(torch.uint8).numpy().ravel()
+        return WeightTensor("w", tuple(values.shape), type, data), values.to(BF16).float()
+    data, exact = encode(values, type)
+    return WeightTensor("w", tuple(values.shape), type, np.ascontiguousarray(data).view(np.uint8).ravel()), exact
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lora_batch(slots: list[int]) -> LoraBatch:
+    groups = [(s, torch.tensor([i for i, t in enumerate(slots) if t == s])) for s in sorted(set(slots) - {0})]
+    return LoraBatch(torch.tensor(slots, dtype=torch.int32), groups)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.float() - expected).abs().mean() / expected.abs().mean())
+
+
+def pairs(out_features: int, in_features: int, dtype: torch.dtype, ranks: dict[int, int]) -> dict[int, LoraPair]:
+    return {
+        slot: LoraPair(
+            (draw(rank, in_features, seed=slot) * 0.3).to(dtype),
+            (draw(out_features, rank, seed=slot + 50) * 0.3).to(dtype),
+            0.5 * slot,
+        )
+        for slot, rank in ranks.items()
+    }
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", *BLOCKS])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_equals_float32(isa: str, type: str, data: st.DataObject) -> None:
+    unit = 256 if type.endswith("_K") else 32
+    n, k = data.draw(st.integers(1, 150)), unit * data.draw(st.integers(1, 512 // unit))
+    rows = data.draw(st.one_of(st.integers(1, 20), st.sampled_from([95, 97, 200])))
+    dtype = data.draw(st.sampled_from([BF16, F32]))
+    biased = data.draw(st.booleans())
+    seed = data.draw(st.integers(0, 999))
+    weight, exact = tensor(draw(n, k, seed=seed), type)
+    bias, exact_bias = tensor(draw(n, seed=seed + 1) * 5, "F32")
+    x = draw(rows, k, seed=seed + 2).to(dtype)
+    linear = NativeLinearBackend(dtype, POOL, isa).load("w", weight, bias if biased else None)
+    expected = x.float() @ exact.T + (exact_bias if biased else 0)
+    out = linear(x, None)
+    assert out.dtype == dtype and out.shape == (rows, n)
+    wide = type in ("F32", "F16", "BF16") and dtype == F32
+    bound = BOUNDS["int8" if type in BLOCKS else "f32" if wide else "bf16"]
+    # a handful of outputs has no mean to speak of: measured against their spread, |x| |w| / sqrt(k), and more loosely
+    spread = x.float().norm(dim=1)[:, None] * exact.norm(dim=1) / k**0.5
+    bound *= 3 if n * rows < 256 else 1
+    assert (out.float() - expected).abs().mean() < bound * max(expected.abs().mean(), spread.mean())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type", ["F32", "BF16", "Q8_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_adapters_act_on_their_rows_only(isa: str, type: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    n, k = data.draw(st.integers(1, 90)), 256
+    slots = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=80))
+    stored = data.draw(st.sampled_from([BF16, F32]))
+    ranks = {slot: data.draw(st.integers(1, 40)) for slot in (1, 2, 4)}  # slot 3 has no pair for this projection
+    weight, _ = tensor(draw(n, k, seed=1), type)
+    backend = NativeLinearBackend(dtype, POOL, isa)
+    linear, plain = backend.load("w", weight, None), backend.load("w", weight, None)
+    x = draw(len(slots), k, seed=3).to(dtype)
+    held = pairs(n, k, stored, ranks)
+    for slot, pair in held.items():
+        linear.set_adapter(slot, pair)
+    out, base = linear(x, lora_batch(slots)), plain(x, None)
+    delta = torch.zeros(len(slots), n)
+    for i, slot in enumerate(slots):
+        if slot in held:
+            p = held[slot]
+            delta[i] = p.scale * (x[i].float() @ p.a.float().T) @ p.b.float().T
+        else:
+            assert torch.equal(out[i], base[i])
+    if delta.any():
+        bound = 1e-5 if linear.form == "f32" else 0.006
+        error = (out.float() - (base.float() + delta)).abs().mean()
+        assert error / (base.float() + delta).abs().mean() < bound
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type", ["F32", "BF16", *BLOCKS])
+def test_a_row_does_not_see_its_neighbours(isa: str, type: str) -> None:
+    n, k = 75, 512
+    weight, _ = tensor(draw(n, k, seed=1), type)
+    bias, _ = tensor(draw(n, seed=2), "F32")
+    for dtype in (BF16, F32):
+        linear = NativeLinearBackend(dtype, POOL, isa).load("w", weight, bias)
+        for slot, pair in pairs(n, k, BF16, {1: 16, 2: 5}).items():
+            linear.set_adapter(slot, pair)
+        x = draw(300, k, seed=4).to(dtype)
+        slots = [i * i % 3 for i in range(300)]
+        alone = torch.cat([linear(x[i : i + 1], lora_batch(slots[i : i + 1])) for i in range(300)])
+        for begin, end in ((0, 300), (0, 2), (3, 6), (10, 17), (5, 13), (40, 80), (99, 196), (1, 258)):
+            assert torch.equal(linear(x[begin:end], lora_batch(slots[begin:end])), alone[begin:end])
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(linear(x[order], lora_batch([slots[i] for i in order])), alone[order])
+        for _ in range(10):
+            assert torch.equal(linear(x, lora_batch(slots)), alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_projections_of_one_input_in_one_call(isa: str, rows: int) -> None:
+    k = 256
+    backend = NativeLinearBackend(BF16, POOL, isa)
+    types = [("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 33), ("BF16", 7)]
+    linears = [backend.load("w", tensor(draw(n, k, seed=i), t)[0], None) for i, (t, n) in enumerate(types)]
+    linears[1].set_adapter(2, pairs(32, k, F32, {2: 8})[2])
+    linears[3].set_adapter(2, pairs(7, k, F32, {2: 3})[2])
+    x, lora = draw(rows, k, seed=9).to(BF16), lora_batch([i % 3 for i in range(rows)])
+    for together, linear in zip(backend.run_many(linears, x, lora), linears, strict=True):
+        assert torch.equal(together, linear(x, lora))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type", ["F32", "BF16", *BLOCKS])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_stays_alone(isa: str, type: str, value: float) -> None:
+    weight, _ = tensor(draw(40, 256, seed=1), type)
+    linear = NativeLinearBackend(BF16, POOL, isa).load("w", weight, None)
+    x = draw(9, 256, seed=2).to(BF16)
+    expected = linear(x, None)
+    x[4, 33] = value
+    out = linear(x, None)
+    assert not torch.isfinite(out[4]).any()
+    rest = [i for i in range(9) if i != 4]
+    assert torch.equal(out[rest], expected[rest])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_rows_and_many_outputs(isa: str) -> None:
+    backend = NativeLinearBackend(BF16, POOL, isa)
+    weight, exact = tensor(draw(64, 64, seed=1), "Q8_0")
+    x = draw(4096, 64, seed=2).to(BF16)
+    assert relative_error(backend.load("w", weight, None)(x, None), x.float() @ exact.T) < BOUNDS["int8"]
+    weight, exact = tensor(draw(151936, 32, seed=1), "Q8_0")
+    assert relative_error(backend.load("w", weight, None)(x[:2, :32], None), x[:2, :32].float() @ exact.T) < 0.015
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_strided_rows_and_no_rows(isa: str) -> None:
+    weight, _ = tensor(draw(40, 64, seed=1), "BF16")
+    linear = NativeLinearBackend(BF16, POOL, isa).load("w", weight, None)
+    wide = draw(5, 200, seed=2).to(BF16)
+    assert torch.equal(linear(wide[:, 100:164], None), linear(wide[:, 100:164].contiguous(), None))
+    assert linear(wide[:0, :64], None).shape == (0, 40)
+
+
+def test_an_adapter_is_replaced_and_cleared() -> None:
+    weight, _ = tensor(draw(40, 64, seed=1), "BF16")
+    linear = NativeLinearBackend(BF16, POOL).load("w", weight, None)
+    x, lora = draw(3, 64, seed=2).to(BF16), lora_batch([1, 0, 1])
+    base = linear(x, lora)
+    assert not linear.packed.has_adapters
+    first, second = pairs(40, 64, F32, {1: 4, 2: 9}).values()
+    linear.set_adapter(1, first)
+    with_first = linear(x, lora)
+    linear.set_adapter(1, second)
+    with_second = linear(x, lora)
+    assert not torch.equal(with_first, with_second) and torch.equal(with_second[1], base[1])
+    linear.set_adapter(1, first)
+    assert torch.equal(linear(x, lora), with_first)
+    linear.set_adapter(1, None)
+    assert torch.equal(linear(x, lora), base) and not linear.packed.has_adapters
+
+
+@pytest.mark.parametrize("form", ["i8", "i4m"])
+def test_quantised_on_request(form: str) -> None:
+    weight, exact = tensor(draw(64, 128, seed=1), "BF16")
+    linear = NativeLinearBackend(BF16, POOL, quantise=form).load("w", weight, None)
+    x = draw(20, 128, seed=2).to(BF16)
+    assert linear.form == form
+    assert relative_error(linear(x, None), x.float() @ exact.T) < {"i8": 0.02, "i4m": 0.15}[form]
+
+
+@pytest.mark.parametrize("type", ["F32", "BF16", *BLOCKS])
+def test_weights_are_kept_as_the_file_has_them(type: str) -> None:
+    weight, exact = tensor(draw(19, 512, seed=1), type)
+    linear = NativeLinearBackend(F32, POOL).load("w", weight, None)
+    rows = torch.stack([torch.tensor(linear.packed.row(i)) for i in range(19)])
+    torch.testing.assert_close(rows, exact, rtol=2e-7, atol=1e-7)
+
+
+def test_types_without_a_packed_format_are_dequantised() -> None:
+    weight, exact = tensor(draw(32, 256, seed=1), "Q3_K")
+    linear = NativeLinearBackend(BF16, POOL).load("w", weight, None)
+    x = draw(8, 256, seed=2).to(BF16)
+    assert linear.form == "bf16"
+    assert relative_error(linear(x, None), x.float() @ exact.T) < BOUNDS["bf16"]
+
+
+def make(n: int = 40, k: int = 64) -> NativeLinear:
+    return NativeLinearBackend(BF16, POOL).load("q_proj", tensor(draw(n, k, seed=1), "BF16")[0], None)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(UserError, match="float16"):
+        NativeLinearBackend(torch.float16, POOL)
+    with pytest.raises(UserError, match="allowed are i8, i4m"):
+        NativeLinearBackend(BF16, POOL, quantise="q2")
+    with pytest.raises(UserError, match="sse"):
+        NativeLinearBackend(BF16, POOL, isa="sse")
+    backend = NativeLinearBackend(BF16, POOL)
+    weight, _ = tensor(draw(4, 64, seed=1), "BF16")
+    with pytest.raises(UserError, match="q_proj: shape"):
+        backend.load("q_proj", WeightTensor("w", (4, 8, 8), "BF16", weight.data), None)
+    with pytest.raises(UserError, match="q_proj: data_bytes"):
+        backend.load("q_proj", WeightTensor("w", (5, 64), "BF16", weight.data), None)
+    with pytest.raises(UserError, match="q_proj: bias"):
+        backend.load("q_proj", weight, tensor(draw(5, seed=1), "F32")[0])
+    x = draw(3, 64, seed=1).to(BF16)
+    linear = make()
+    for bad in (x.half(), x[:, :32], x[None], x.T.contiguous().T):
+        with pytest.raises(EngineError, match="q_proj: x"):
+            linear(bad, None)
+    with pytest.raises(EngineError, match="slots"):
+        linear(x, lora_batch([1, 1]))
+    with pytest.raises(EngineError, match="slot 0"):
+        linear.set_adapter(0, None)
+    with pytest.raises(EngineError, match="LoRA A"):
+        linear.set_adapter(1, LoraPair(torch.zeros(2, 65), torch.zeros(40, 2), 1.0))
+    with pytest.raises(EngineError, match="LoRA A"):
+        linear.set_adapter(1, LoraPair(torch.zeros(2, 64), torch.zeros(41, 2), 1.0))
+    with pytest.raises(EngineError, match="k: 32"):
+        backend.run_many([make(), make(k=32)], x, None)
