@@ -84,6 +84,10 @@ class NativeOps:
         _weight("k_weight", k_weight, q_weight.dtype, dim)
         _typed("positions", positions, torch.int64)
         cos, sin = self.rope.cos, self.rope.sin
+        if positions.shape[0] != tokens:
+            raise EngineError(f"positions: {positions.shape[0]}; wanted one for each of {tokens} tokens")
+        if cos.shape[1] * 2 != dim:
+            raise EngineError(f"head_dim: {dim}; the rotation's tables are made for {cos.shape[1] * 2}")
         try:
             self._kernel.qk_norm_rope(
                 q.data_ptr(),

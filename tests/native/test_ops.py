@@ -1,0 +1,239 @@
+"""The native row operations against float32 torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineError
+from engine.model.native_ops import NativeOps
+from engine.model.ops import TorchOps
+from engine.model.rope import Rope
+from engine.model_config import RopeScaling
+from native import _native
+from tests.native.isas import ISAS
+from tests.native.shapes import config
+
+POOL = _native.WorkerPool([[0, 1, 2]])
+BF16, F32 = torch.bfloat16, torch.float32
+EPS = 1e-6
+
+
+def rope(head_dim: int = 32, scaling: RopeScaling | None = None) -> Rope:
+    return Rope(config(head_dim=head_dim, rope_scaling=scaling), 512, torch.device("cpu"))
+
+
+def make(isa: str = "", head_dim: int = 32) -> NativeOps:
+    return NativeOps(EPS, rope(head_dim), POOL, isa)
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """float32 to the last places; bf16 to its rounding of the float32 result."""
+    if out.dtype == F32:
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    else:
+        torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=1e-6)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
+
+
+on_all = pytest.mark.parametrize("isa", ISAS)
+both = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+shapes = st.tuples(st.sampled_from([0, 1, 2, 3, 8, 65, 300]), st.one_of(st.integers(1, 70), st.just(2048)))
+
+
+@on_all
+@both
+@settings(max_examples=20)
+@given(shape=shapes, wide_weight=st.booleans(), with_delta=st.booleans())
+def test_add_rms_norm(
+    isa: str, dtype: torch.dtype, shape: tuple[int, int], wide_weight: bool, with_delta: bool
+) -> None:
+    residual, delta = draw(*shape, seed=1, dtype=dtype), draw(*shape, seed=2, dtype=dtype)
+    weight = draw(shape[1], seed=3, dtype=F32 if wide_weight else dtype)
+    added = (residual.float() + delta.float()).to(dtype) if with_delta else residual.clone()
+    out = make(isa).add_rms_norm(residual, delta if with_delta else None, weight)
+    assert torch.equal(residual, added)
+    assert_close(out, rms_norm(added, weight))
+
+
+@on_all
+@both
+@settings(max_examples=20)
+@given(
+    tokens=st.sampled_from([0, 1, 2, 7, 90]),
+    heads=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 80).map(lambda half: 2 * half),
+)
+def test_qk_norm_rope(isa: str, dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    ops, table = make(isa, head_dim), rope(head_dim)
+    fused = draw(tokens, (heads + 2 * kv_heads) * head_dim, seed=5, dtype=dtype)
+    q, k, v = fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+    q, k = q.view(tokens, heads, head_dim), k.view(tokens, kv_heads, head_dim)
+    q_weight, k_weight = draw(head_dim, seed=6, dtype=dtype), draw(head_dim, seed=7, dtype=dtype)
+    positions = torch.arange(tokens) * 5 % 512
+    expected_q = table.apply(rms_norm(q, q_weight), positions)
+    expected_k = table.apply(rms_norm(k, k_weight), positions)
+    kept = v.clone()
+    out_q, out_k = ops.qk_norm_rope(q, k, q_weight, k_weight, positions)
+    assert out_q is q and out_k is k and torch.equal(v, kept)
+    # a difference of two products may be small: the places lost are those of the terms
+    torch.testing.assert_close(out_q.float(), expected_q, rtol=2**-8 if dtype == BF16 else 1e-5, atol=2e-6)
+    torch.testing.assert_close(out_k.float(), expected_k, rtol=2**-8 if dtype == BF16 else 1e-5, atol=2e-6)
+
+
+def test_rope_takes_scaled_tables() -> None:
+    scaling = RopeScaling("yarn", 4.0, original_max_position_embeddings=64)
+    ops = NativeOps(EPS, rope(32, scaling), POOL)
+    q, k = draw(9, 2, 32, seed=1), draw(9, 1, 32, seed=2)
+    one = torch.ones(32)
+    positions = torch.arange(9) * 50
+    expected = TorchOps(EPS, rope(32, scaling)).qk_norm_rope(q, k, one, one, positions)
+    out = ops.qk_norm_rope(q.clone(), k.clone(), one, one, positions)
+    for a, b in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+@on_all
+@both
+@settings(max_examples=20)
+@given(shape=shapes, scale=st.sampled_from([1.0, 30.0]))
+def test_silu_mul(isa: str, dtype: torch.dtype, shape: tuple[int, int], scale: float) -> None:
+    both_parts = draw(shape[0], 2 * shape[1], seed=1) * scale
+    gate, up = both_parts.to(dtype).split([shape[1], shape[1]], dim=1)
+    out = make(isa).silu_mul(gate, up)
+    assert_close(out, F.silu(gate.float()) * up.float())
+
+
+@on_all
+def test_silu_at_the_ends(isa: str) -> None:
+    gate = torch.tensor([[0.0, -0.0, 88.0, -88.0, 200.0, -200.0, 3e38, -3e38, float("inf")]])
+    out = make(isa).silu_mul(gate, torch.ones_like(gate))
+    torch.testing.assert_close(out, F.silu(gate), rtol=1e-5, atol=1e-37)
+
+
+@on_all
+@both
+@settings(max_examples=40)
+@given(
+    rows=st.sampled_from([0, 1, 5, 70]),
+    experts=st.one_of(st.integers(1, 140), st.sampled_from([512, 1024])),
+    data=st.data(),
+)
+def test_route(isa: str, dtype: torch.dtype, rows: int, experts: int, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, min(experts, 12)))
+    normalise, coarse = data.draw(st.booleans()), data.draw(st.booleans())
+    logits = draw(rows, experts, seed=experts) * 3
+    if coarse:  # many equal probabilities: the order of equals is torch.topk's
+        logits = logits.round()
+    logits = logits.to(dtype)
+    weights, ids = make(isa).route(logits, top_k, normalise)
+    probabilities = F.softmax(logits, dim=-1, dtype=F32)
+    expected, expected_ids = torch.topk(probabilities, top_k, dim=-1)
+    if coarse:
+        assert torch.equal(ids, expected_ids)
+    else:
+        torch.testing.assert_close(probabilities.gather(1, ids), expected, rtol=1e-5, atol=1e-9)
+    if normalise:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-9)
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+@both
+@settings(max_examples=20)
+@given(rows=st.sampled_from([0, 1, 17, 400]), dim=st.integers(1, 200))
+def test_embed(dtype: torch.dtype, rows: int, dim: int) -> None:
+    table = draw(50, dim, seed=1, dtype=dtype)
+    ids = torch.arange(rows) * 7 % 50
+    assert torch.equal(make().embed(table, ids), table[ids])
+
+
+@on_all
+@both
+def test_a_row_is_the_same_alone_and_in_a_batch(isa: str, dtype: torch.dtype) -> None:
+    ops, rows = make(isa), 150
+    x, y, w = draw(rows, 720, seed=1, dtype=dtype), draw(rows, 720, seed=2, dtype=dtype), draw(720, seed=3)
+    q, k, h = draw(rows, 9, 32, seed=4, dtype=dtype), draw(rows, 4, 32, seed=5, dtype=dtype), draw(32, seed=6)
+    positions = torch.arange(rows)
+
+    def run(a: int, b: int) -> list[torch.Tensor]:
+        residual = x[a:b].clone()
+        q_out, k_out = ops.qk_norm_rope(q[a:b].clone(), k[a:b].clone(), h, h, positions[a:b])
+        return [
+            ops.add_rms_norm(residual, y[a:b], w),
+            residual,
+            ops.silu_mul(x[a:b], y[a:b]),
+            q_out,
+            k_out,
+            *ops.route(x[a:b], 8, True),
+        ]
+
+    together = run(0, rows)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(run(0, rows), together, strict=True))
+    for i in (0, 1, 77, 149):
+        assert all(torch.equal(a[0], b[i]) for a, b in zip(run(i, i + 1), together, strict=True))
+
+
+@on_all
+@both
+def test_nan_stays_in_its_row(isa: str, dtype: torch.dtype) -> None:
+    ops = make(isa)
+    x, y, w = draw(40, 100, seed=1, dtype=dtype), draw(40, 100, seed=2, dtype=dtype), draw(100, seed=3)
+    clean = [ops.add_rms_norm(x.clone(), y, w), ops.silu_mul(x, y), ops.route(x, 4, True)[0]]
+    x[7, 50] = float("nan")
+    dirty = [ops.add_rms_norm(x.clone(), y, w), ops.silu_mul(x, y), ops.route(x, 4, True)[0]]
+    rest = [i for i in range(40) if i != 7]
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[rest], b[rest])
+    assert dirty[0][7].isnan().all() and dirty[2][7].isnan().all()
+    assert dirty[1][7, 50].isnan() and dirty[1][7].isnan().sum() == 1
+    q, k = draw(3, 2, 32, seed=4, dtype=dtype), draw(3, 1, 32, seed=5, dtype=dtype)
+    q[1, 1, 3] = float("nan")
+    ops.qk_norm_rope(q, k, torch.ones(32), torch.ones(32), torch.arange(3))
+    assert q[1, 1].isnan().all() and q.isnan().sum() == 32 and torch.isfinite(k).all()
+
+
+def test_what_is_refused() -> None:
+    ops = make()
+    x, w = draw(3, 32, seed=1), draw(32, seed=2)
+    q, k, one, positions = draw(3, 2, 32, seed=3), draw(3, 1, 32, seed=4), torch.ones(32), torch.arange(3)
+    with pytest.raises(EngineError, match="token id 50; allowed is 0 to 49"):
+        ops.embed(draw(50, 8, seed=1), torch.tensor([3, 50]))
+    with pytest.raises(EngineError, match="token id -1"):
+        ops.embed(draw(50, 8, seed=1), torch.tensor([-1]))
+    with pytest.raises(EngineError, match="ids"):
+        ops.embed(draw(50, 8, seed=1), torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(EngineError, match="residual"):
+        ops.add_rms_norm(x.half(), None, w.half())
+    with pytest.raises(EngineError, match="weight"):
+        ops.add_rms_norm(x, None, draw(33, seed=1))
+    with pytest.raises(EngineError, match="delta"):
+        ops.add_rms_norm(x, x[:2], w)
+    with pytest.raises(EngineError, match="positions: 512 of token 2; allowed is 0 to 511"):
+        ops.qk_norm_rope(q, k, one, one, torch.tensor([0, 1, 512]))
+    with pytest.raises(EngineError, match="positions: "):
+        ops.qk_norm_rope(q, k, one, one, torch.tensor([0, 1]))
+    with pytest.raises(EngineError, match="head_dim: 16"):
+        ops.qk_norm_rope(q[..., :16].contiguous(), k[..., :16].contiguous(), one[:16], one[:16], positions)
+    with pytest.raises(EngineError, match="k: "):
+        ops.qk_norm_rope(q, k.bfloat16(), one, one, positions)
+    with pytest.raises(EngineError, match="up"):
+        ops.silu_mul(x, x[:, :16])
+    with pytest.raises(EngineError, match="top_k: 33"):
+        ops.route(x, 33, True)
+    with pytest.raises(EngineError, match="experts: 1025"):
+        ops.route(draw(1, 1025, seed=1), 8, True)
+    with pytest.raises(EngineError, match="strides"):
+        ops.silu_mul(x.T.contiguous().T, x)
