@@ -31,7 +31,7 @@ _NAMED = (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class Halves:
     """The A and the B of one module."""
 
@@ -80,6 +80,7 @@ def sort_keys(files: AdapterFiles) -> Layout:
     layout.prefixed = not main or any(key.startswith(PREFIX) for key in main)
     leftovers, twice = [], []
     for entry in main.values():
+        files.pause()
         placed = _place(layout, entry)
         if placed is None:
             leftovers.append(entry.key)

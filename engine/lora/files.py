@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,28 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEYS_SHOWN = 4
+# What the restricted unpickler raises over damaged bytes; it promises no kind of its own.
+_PICKLE_ERRORS = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
+    struct.error,
+    zipfile.BadZipFile,
+)
+
+
+NOT_FINITE = "values that are not finite"
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 def refusal(message: str, keys: list[str]) -> AdapterError:
@@ -33,14 +56,27 @@ def refusal(message: str, keys: list[str]) -> AdapterError:
 
 
 @dataclass(frozen=True)
+class _Held:
+    """An open file: get(key) is a tensor, maybe a view of the mapped file."""
+
+    name: str
+    get: Callable[[str], torch.Tensor]
+    pause: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor in a file, not read yet."""
 
-    file: str
+    held: _Held
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    load: Callable[[], torch.Tensor]
+
+    def load(self) -> torch.Tensor:
+        """Maybe a view of the mapped file: to be copied before the file is closed."""
+        self.held.pause()
+        return self.held.get(self.key)
 
     @property
     def num_bytes(self) -> int:
@@ -49,17 +85,19 @@ class Entry:
     def read(self) -> torch.Tensor:
         """A contiguous copy that owns its memory: the file may be replaced later. Refuses NaN and infinity."""
         tensor = self.load().to(memory_format=torch.contiguous_format, copy=True)
-        if not bool(torch.isfinite(tensor).all()):
-            raise refusal("values that are not finite", [self.key])
+        if not finite(tensor):
+            raise refusal(NOT_FINITE, [self.key])
         return tensor
 
 
 class AdapterFiles:
     """An open adapter folder. `main` holds adapter_model.* by key, `fused` fused_expert_lora.safetensors,
-    `extra` lora_experts.safetensors; None where there is no such file."""
+    `extra` lora_experts.safetensors; None where there is no such file. `pause` is called between small pieces of work,
+    so that a reading thread can let others run."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, pause: Callable[[], None] = lambda: None) -> None:
         self.folder = _folder(path)
+        self.pause = pause
         self.warnings: list[str] = []
         self._open: list[Any] = []
         try:
@@ -97,7 +135,8 @@ class AdapterFiles:
             file: Any = safe_open(str(self.folder / name), framework="pt")
             self._open.append(file)
             file.__enter__()
-            return {key: _safetensors_entry(file, name, key) for key in sorted(file.keys())}
+            held = _Held(name, file.get_tensor, self.pause)
+            return {key: _entry(held, file, key) for key in sorted(file.keys())}
         except SafetensorError as error:
             raise AdapterError(f"{name} is corrupt or truncated: {error}", [name]) from error
 
@@ -106,11 +145,13 @@ class AdapterFiles:
         try:
             mmap = zipfile.is_zipfile(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except _PICKLE_ERRORS as error:
             raise AdapterError(f"{name} is corrupt, or holds more than plain tensors: {error}", [name]) from error
         if not isinstance(state, dict):
             raise AdapterError(f"{name} must hold a dictionary of tensors, not {type(state).__name__}", [name])
-        return {str(key): _pickled_entry(name, str(key), value) for key, value in state.items()}
+        tensors = {str(key): value for key, value in state.items()}
+        held = _Held(name, tensors.__getitem__, self.pause)
+        return {key: _pickled_entry(held, key, value) for key, value in tensors.items()}
 
     def close(self) -> None:
         while self._open:
@@ -136,17 +177,18 @@ def _folder(path: str | Path) -> Path:
     return resolved
 
 
-def _safetensors_entry(file: Any, name: str, key: str) -> Entry:
+def _entry(held: _Held, file: Any, key: str) -> Entry:
+    held.pause()
     header = file.get_slice(key)
     dtype = _DTYPES.get(header.get_dtype())
     if dtype is None:
-        raise AdapterError(f"{name}: {key} has type {header.get_dtype()}; {', '.join(_DTYPES)} are read", [key])
-    return Entry(name, key, tuple(header.get_shape()), dtype, lambda: file.get_tensor(key))
+        raise AdapterError(f"{held.name}: {key} has type {header.get_dtype()}; {', '.join(_DTYPES)} are read", [key])
+    return Entry(held, key, tuple(header.get_shape()), dtype)
 
 
-def _pickled_entry(name: str, key: str, value: object) -> Entry:
+def _pickled_entry(held: _Held, key: str, value: object) -> Entry:
     if not isinstance(value, torch.Tensor):
-        raise AdapterError(f"{name}: {key} is a {type(value).__name__}, not a tensor", [key])
+        raise AdapterError(f"{held.name}: {key} is a {type(value).__name__}, not a tensor", [key])
     if value.dtype not in _DTYPES.values():
-        raise AdapterError(f"{name}: {key} has type {value.dtype}; {', '.join(_DTYPES)} are read", [key])
-    return Entry(name, key, tuple(value.shape), value.dtype, lambda: value)
+        raise AdapterError(f"{held.name}: {key} has type {value.dtype}; {', '.join(_DTYPES)} are read", [key])
+    return Entry(held, key, tuple(value.shape), value.dtype)

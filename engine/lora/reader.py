@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import AdapterError, UserError
@@ -25,18 +26,20 @@ def read_adapter(
     expert_scaling: str | None = None,
     max_rank: int | None = None,
     base: str | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> AdapterWeights:
     """Read the adapter in folder `path` for the base that `config` describes.
 
     `expert_scaling` ("alpha/r" or "alpha/sqrt(r)") counts only where the files leave it open. `max_rank` is the
     largest rank that is accepted, None any. `base` is the base model's name or path: another one in the files is a
-    warning. Tensors keep their stored dtype; they own their memory. Raises AdapterError (with `keys`) for anything
-    that cannot be served exactly, UserError for a wrong `expert_scaling`.
+    warning. `pause` is called between small pieces of work (see `AdapterFiles`). Tensors keep their stored dtype and
+    own their memory. Raises AdapterError (with `keys`) for anything that cannot be served exactly, UserError for a
+    wrong `expert_scaling`.
     """
     if expert_scaling is not None and expert_scaling not in SCALINGS:
         raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {SCALINGS}", "expert_scaling")
     try:
-        with AdapterFiles(path) as files:
+        with AdapterFiles(path, pause) as files:
             return _read(files, config, name, expert_scaling, max_rank, base)
     except AdapterError as error:
         raise AdapterError(f"adapter {name!r}: {error}", error.keys) from error

@@ -11,10 +11,11 @@ from __future__ import annotations
 import enum
 import itertools
 import re
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
@@ -33,6 +34,26 @@ class AdapterStatus(enum.Enum):
     READY = "ready"  # new requests get it
     RETIRING = "retiring"  # replaced or unloaded; requests that have it go on
     FAILED = "failed"  # could not be read, and no earlier version serves
+
+
+class Pace:
+    """Reading is thousands of small steps that hold the interpreter: between them this leaves the engine's thread
+    most of the time, unless the engine itself waits."""
+
+    WORK_S, REST = 0.001, 4.0  # rest that many times as long as was worked
+
+    def __init__(self) -> None:
+        self.hurry = threading.Event()
+        self._since = 0.0
+
+    def begin(self) -> None:
+        self._since = time.thread_time()
+
+    def pause(self) -> None:
+        worked = time.thread_time() - self._since
+        if worked >= self.WORK_S:
+            self.hurry.wait(worked * self.REST)
+            self._since = time.thread_time()
 
 
 @dataclass(frozen=True)
@@ -87,6 +108,7 @@ class AdapterRegistry:
         self._failed: dict[str, str] = {}
         self._uids, self._load_ids = itertools.count(BASE.uid + 1), itertools.count(1)
         self._worker: ThreadPoolExecutor | None = None
+        self._pace = Pace()
         self._closed = False
 
     # ---- loading
@@ -123,7 +145,9 @@ class AdapterRegistry:
 
     def wait(self, timeout_s: float | None = None) -> list[LoadResult]:
         """Like `poll`, after waiting for every load under way (at start-up)."""
+        self._pace.hurry.set()
         wait([load.future for load in self._loads.values()], timeout=timeout_s)
+        self._pace.hurry.clear()
         return self.poll()
 
     # ---- use
@@ -198,6 +222,7 @@ class AdapterRegistry:
     def close(self) -> None:
         """Drop loads that have not begun, wait for the one that has. No thread is left."""
         self._closed = True
+        self._pace.hurry.set()
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
             self._worker = None
@@ -211,14 +236,19 @@ class AdapterRegistry:
             raise UserError(f"adapter name {name!r} is the base model's name", "name")
 
     def _reader(self, name: str, path: str, expert_scaling: str | None) -> Callable[[], AdapterWeights]:
-        return lambda: read_adapter(
-            Path(path),
-            self._config,
-            name=name,
-            expert_scaling=expert_scaling,
-            max_rank=self._max_rank,
-            base=self._base_path,
-        )
+        def read() -> AdapterWeights:
+            self._pace.begin()
+            return read_adapter(
+                path,
+                self._config,
+                name=name,
+                expert_scaling=expert_scaling,
+                max_rank=self._max_rank,
+                base=self._base_path,
+                pause=self._pace.pause,
+            )
+
+        return read
 
     def _end(self, load: _Load) -> LoadResult:
         del self._loads[load.name]

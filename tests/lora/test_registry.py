@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import engine.lora.registry as registry_module
 from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
-from engine.lora.registry import AdapterRegistry, AdapterStatus, LoadResult
+from engine.lora.registry import AdapterRegistry, AdapterStatus, LoadResult, Pace
 from scheduler.request import BASE, AdapterKey
 from tests.lora.make import linear_keys, lora_config, model_config, random_adapter, write
 
@@ -193,6 +193,25 @@ def test_our_fault_while_reading(registry: AdapterRegistry, folder: Path, monkey
     error = load(registry, "a", folder).error
     assert isinstance(error, EngineError) and "MemoryError: no room" in str(error)
     assert registry.status("a") is AdapterStatus.FAILED
+
+
+def test_reading_rests_between_pieces_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times as long as it worked, unless somebody waits for it."""
+    pace, now, rests = Pace(), [0.0], []
+    monkeypatch.setattr("time.thread_time", lambda: now[0])
+    monkeypatch.setattr(pace.hurry, "wait", rests.append)
+    pace.begin()
+    for worked in (0.0004, 0.0004, 0.0004, 0.0, 0.002):
+        now[0] += worked
+        pace.pause()
+    assert rests == [pytest.approx(0.0048), pytest.approx(0.008)]
+
+
+def test_waiting_for_a_load_hurries_it(registry: AdapterRegistry, folder: Path) -> None:
+    hurried = []
+    registry._pace.pause = lambda: hurried.append(registry._pace.hurry.wait(10))  # type: ignore[method-assign]
+    assert load(registry, "a", folder).error is None
+    assert hurried and all(hurried) and not registry._pace.hurry.is_set()
 
 
 def test_close_while_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

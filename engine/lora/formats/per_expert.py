@@ -8,7 +8,7 @@ import torch
 
 from engine.lora.adapter import ExpertLora
 from engine.lora.detect import PROJECTIONS, Halves
-from engine.lora.files import Entry
+from engine.lora.files import NOT_FINITE, Entry, finite, refusal
 from engine.lora.formats.common import (
     Reading,
     Stack,
@@ -74,8 +74,11 @@ def _stack(reading: Reading, projection: str, pairs: dict[int, _Pair]) -> Stack:
     b_dtype = torch.float32 if fold else _common_dtype([pair.b for pair in pairs.values()])
     b = torch.zeros(experts, size_out, rank, dtype=b_dtype)
     for expert, pair in pairs.items():
-        a[expert, : pair.rank] = pair.a.read()
-        b[expert, :, : pair.rank] = pair.b.read().float() * pair.scale if fold else pair.b.read()
+        a[expert, : pair.rank] = pair.a.load()
+        b[expert, :, : pair.rank] = pair.b.load().float() * pair.scale if fold else pair.b.load()
+    if not finite(a) or not finite(b):
+        bad = [entry.key for pair in pairs.values() for entry in (pair.a, pair.b) if not finite(entry.load())]
+        raise refusal(NOT_FINITE, bad)
     return Stack(a, b, 1.0 if fold else scales.pop())
 
 
