@@ -12,7 +12,7 @@ from tests.native.blocks import QUANTISED, random_blocks, values_of
 F32 = npt.NDArray[np.float32]
 ALL_ISAS = ["avx2", "avx512", "amx"]
 ISAS = ALL_ISAS[: ALL_ISAS.index(_native.best_isa()) + 1]
-FORMATS = {kind: _native.format_of(kind) for kind in [*QUANTISED, "BF16"]}
+FORMATS = {kind: _native.format_of(kind) for kind in [*QUANTISED, "BF16"]} | {"F32": "f32"}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,9 @@ def dot(isa: str, form: str, packed: npt.NDArray[np.uint8], n: int, k: int, x: F
 
 def weights(pool: _native.WorkerPool, kind: str, n: int, k: int) -> tuple[npt.NDArray[np.uint8], F32]:
     """A packed random matrix and its values."""
+    if kind == "F32":
+        values = np.random.default_rng(4).standard_normal((n, k)).astype(np.float32)
+        return pack(pool, kind, values.view(np.uint8), n, k, "f32"), values
     if kind == "BF16":
         bits = (np.random.default_rng(3).standard_normal((n, k)).astype(np.float32).view(np.uint32) >> 16).astype(
             np.uint16
@@ -138,8 +141,8 @@ def test_dot_products_err_no_more_than_llama_cpp(pool: _native.WorkerPool, kind:
     x = np.random.default_rng(7).standard_normal((9, k)).astype(np.float32)
     exact = x.astype(np.float64) @ values.astype(np.float64).T
     error = relative(dot(isa, FORMATS[kind], packed, n, k, x), exact)
-    if kind == "BF16":
-        assert error < 0.003
+    if kind in ("BF16", "F32"):
+        assert error < {"BF16": 0.003, "F32": 2e-6}[kind]
     else:
         theirs = relative((as_llama(x, kind) @ values.astype(np.float64).T).astype(np.float32), exact)
         assert error <= 1.03 * theirs
@@ -192,12 +195,13 @@ def test_extreme_activations(pool: _native.WorkerPool, kind: str, isa: str) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_bf16_takes_any_inner_size(pool: _native.WorkerPool, isa: str) -> None:
+@pytest.mark.parametrize("kind", ["BF16", "F32"])
+def test_plain_formats_take_any_inner_size(pool: _native.WorkerPool, kind: str, isa: str) -> None:
     for k in [1, 2, 15, 33, 100]:
-        packed, values = weights(pool, "BF16", 20, k)
+        packed, values = weights(pool, kind, 20, k)
         x = np.random.default_rng(k).standard_normal((3, k)).astype(np.float32)
         exact = x.astype(np.float64) @ values.astype(np.float64).T
-        assert relative(dot(isa, "bf16", packed, 20, k, x), exact) < 0.02
+        assert relative(dot(isa, FORMATS[kind], packed, 20, k, x), exact) < 0.02
 
 
 def test_an_unknown_or_newer_instruction_set_is_refused() -> None:

@@ -6,6 +6,7 @@
 //
 //    quants, 8-bit:   for each 4 of k:  [row 0: k..k+3][row 1: k..k+3] ... [row 15: k..k+3]       = 64 bytes
 //            bf16:    for each 2 of k:  [row 0: k,k+1][row 1: k,k+1]   ... [row 15: k,k+1]        = 64 bytes
+//            f32:     for each k:       [row 0: k] ... [row 15: k]                              = 64 bytes
 //            4-bit:   for each block of 32 k, four vectors of 64 bytes; vector j holds k = 4j..4j+3 of the block in
 //                     the low nibbles and k = 16+4j..16+4j+3 in the high ones
 //            6-bit:   the same four vectors of low nibbles, then two vectors of upper bit pairs: vector j of eight
@@ -21,7 +22,7 @@
 //    value:  i8 d (u - 128)   i4 d (u - 8)   i8m, i4m d u + m   k4, k8 d scale u - dmin min   k6 d scale (u - 32)
 //
 // The formats hold GGUF's blocks without loss: Q8_0, Q5_0 -> i8; Q4_0 -> i4; Q4_1 -> i4m; Q5_1 -> i8m; Q4_K -> k4;
-// Q5_K -> k8; Q6_K -> k6. (Block formats: ggml-common.h of the GGML project.)
+// Q5_K -> k8; Q6_K -> k6. f32 serves models computed in float32. (Block formats: ggml-common.h of the GGML project.)
 #pragma once
 
 #include <cstddef>
@@ -29,8 +30,8 @@
 
 namespace ktserve {
 
-enum class Format : int { bf16 = 0, i8 = 1, i8m = 2, i4 = 3, i4m = 4, k4 = 5, k8 = 6, k6 = 7 };
-constexpr int kFormats = 8;
+enum class Format : int { bf16 = 0, i8 = 1, i8m = 2, i4 = 3, i4m = 4, k4 = 5, k8 = 6, k6 = 7, f32 = 8 };
+constexpr int kFormats = 9;
 constexpr int kLayoutVersion = 1;
 constexpr int64_t kPanel = 16;  // output rows of a panel
 constexpr int64_t kBlock = 32;  // k of a block
@@ -54,11 +55,15 @@ struct FormatInfo {
 constexpr FormatInfo kFormatInfo[kFormats] = {
     {"bf16", 32, 0, 1024, 0, 0, false}, {"i8", 32, 32, 512, 128, 32, false},  {"i8m", 32, 64, 512, 0, 32, true},
     {"i4", 32, 32, 256, 8, 32, false},  {"i4m", 32, 64, 256, 0, 32, true},    {"k4", 256, 320, 256, 0, 32, true},
-    {"k8", 256, 320, 512, 0, 32, true}, {"k6", 256, 288, 384, 32, 16, false},
+    {"k8", 256, 320, 512, 0, 32, true}, {"k6", 256, 288, 384, 32, 16, false}, {"f32", 32, 0, 2048, 0, 0, false},
 };
 
 static constexpr const FormatInfo& info(Format format) {
   return kFormatInfo[static_cast<int>(format)];
+}
+
+static constexpr bool plain(Format f) {
+  return f == Format::bf16 || f == Format::f32;
 }
 
 static constexpr int64_t padded_k(int64_t k) {
@@ -94,8 +99,8 @@ static constexpr int64_t odd_lines(int64_t bytes) {
 static constexpr RowLayout row_layout(Format f, int64_t k) {
   const int64_t kp = padded_k(k);
   RowLayout row{};
-  if (f == Format::bf16) {
-    row.bytes = odd_lines(kp * 2);
+  if (plain(f)) {
+    row.bytes = odd_lines(kp * (f == Format::bf16 ? 2 : 4));
     return row;
   }
   row.scale = round_up(kp, 64);

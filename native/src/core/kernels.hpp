@@ -33,8 +33,9 @@ struct Kernels {
   void (*dot)(const DotArgs& args);
   // gate[i] = silu(gate[i]) * up[i]
   void (*silu_mul)(float* gate, const float* up, int64_t n);
-  // out[16 p + i] += sum_r b[p][r][i] t[r]; b bf16, panels of [rank][16].
+  // out[16 p + i] += sum_r b[p][r][i] t[r]; panels of [rank][16], bf16 or float32.
   void (*lora_b)(const uint16_t* b, int64_t panels, int64_t rank, const float* t, float* out);
+  void (*lora_b_f32)(const float* b, int64_t panels, int64_t rank, const float* t, float* out);
   // out[i] = sum_j weights[j] * rows[j][i], j ascending; rows with a null pointer are skipped.
   void (*combine)(const float* const* rows, const float* weights, int64_t count, int64_t n, float* out);
   void (*to_bf16)(const float* x, int64_t n, uint16_t* out);

@@ -175,10 +175,32 @@ void tile_bf16(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, fl
   }
 }
 
+template <int M>
+void tile_f32(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride) {
+  Pair f[M];
+  for (int m = 0; m < M; ++m) f[m] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  for (int64_t i = 0; i < k; ++i) {
+    const __m256 lo = _mm256_castsi256_ps(load(w + i * 64));
+    const __m256 hi = _mm256_castsi256_ps(load(w + i * 64 + 32));
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(x + m * stride + i * 4)));
+      f[m].lo = _mm256_fmadd_ps(lo, v, f[m].lo);
+      f[m].hi = _mm256_fmadd_ps(hi, v, f[m].hi);
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    _mm256_storeu_ps(out + m * out_stride, f[m].lo);
+    _mm256_storeu_ps(out + m * out_stride + 8, f[m].hi);
+  }
+}
+
 template <Format F, int M>
 void tile_for(const uint8_t* w, const DotArgs& a, const uint8_t* x, float* out) {
   if constexpr (F == Format::bf16)
     tile_bf16<M>(w, a.k, x, a.x_stride, out, a.out_stride);
+  else if constexpr (F == Format::f32)
+    tile_f32<M>(w, a.k, x, a.x_stride, out, a.out_stride);
   else
     tile<F, M>(w, a.k, x, a.x_stride, out, a.out_stride);
 }
@@ -226,6 +248,8 @@ void dot(const DotArgs& a) {
       return dot_format<Format::k8>(a);
     case Format::k6:
       return dot_format<Format::k6>(a);
+    case Format::f32:
+      return dot_format<Format::f32>(a);
   }
 }
 
@@ -271,6 +295,21 @@ void pack_bf16(From from, int64_t k, int64_t first, int64_t last, uint8_t* row) 
   }
   if (last < k) return;
   std::memset(row + 2 * i, 0, static_cast<size_t>(row_layout(Format::bf16, k).bytes - 2 * i));
+}
+
+template <class From>
+void pack_plain(From from, int64_t k, int64_t first, int64_t last, uint8_t* row) {
+  float* to = reinterpret_cast<float*>(row);
+  int64_t i = first;
+  for (; i + 8 <= last; i += 8) _mm256_store_ps(to + i, from.load(i - first));
+  if (i < last) {
+    float rest[8] = {};
+    from.copy(i - first, last - i, rest);
+    _mm256_store_ps(to + i, _mm256_loadu_ps(rest));
+    i += 8;
+  }
+  if (last < k) return;
+  std::memset(row + 4 * i, 0, static_cast<size_t>(row_layout(Format::f32, k).bytes - 4 * i));
 }
 
 int32_t sum_of(__m256i v) {
@@ -332,11 +371,13 @@ int64_t row_bytes(Format format, int64_t k) {
 
 void pack_f32(Format format, const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) {
   if (format == Format::bf16) return pack_bf16(FromF32{x}, k, first, last, row);
+  if (format == Format::f32) return pack_plain(FromF32{x}, k, first, last, row);
   pack_int8(format, FromF32{x}, k, first, last, row);
 }
 
 void pack_from_bf16(Format format, const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) {
   if (format == Format::bf16) return pack_bf16(FromBf16{x}, k, first, last, row);
+  if (format == Format::f32) return pack_plain(FromBf16{x}, k, first, last, row);
   pack_int8(format, FromBf16{x}, k, first, last, row);
 }
 
@@ -375,14 +416,21 @@ void silu_mul(float* gate, const float* up, int64_t n) {
   }
 }
 
-void lora_b(const uint16_t* b, int64_t panels, int64_t rank, const float* t, float* out) {
+__m256 eight(const uint16_t* b) {
+  return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+}
+__m256 eight(const float* b) {
+  return _mm256_loadu_ps(b);
+}
+
+template <class B>
+void lora_b(const B* b, int64_t panels, int64_t rank, const float* t, float* out) {
   for (int64_t p = 0; p < panels; ++p, out += kPanel) {
     __m256 lo = _mm256_loadu_ps(out);
     __m256 hi = _mm256_loadu_ps(out + 8);
     for (int64_t r = 0; r < rank; ++r, b += kPanel) {
-      const __m256 s = _mm256_set1_ps(t[r]);
-      lo = _mm256_fmadd_ps(widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b))), s, lo);
-      hi = _mm256_fmadd_ps(widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + 8))), s, hi);
+      lo = _mm256_fmadd_ps(eight(b), _mm256_set1_ps(t[r]), lo);
+      hi = _mm256_fmadd_ps(eight(b + 8), _mm256_set1_ps(t[r]), hi);
     }
     _mm256_storeu_ps(out, lo);
     _mm256_storeu_ps(out + 8, hi);
@@ -426,8 +474,8 @@ void from_bf16(const uint16_t* x, int64_t n, float* out) {
 }  // namespace
 
 const Kernels& kernels_avx2() {
-  static constexpr Kernels table{Isa::avx2, row_bytes, pack_f32, pack_from_bf16, dot,
-                                 silu_mul,  lora_b,    combine,  to_bf16,        from_bf16};
+  static constexpr Kernels table{Isa::avx2,        row_bytes,     pack_f32, pack_from_bf16, dot,      silu_mul,
+                                 lora_b<uint16_t>, lora_b<float>, combine,  to_bf16,        from_bf16};
   return table;
 }
 

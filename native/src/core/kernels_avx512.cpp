@@ -177,12 +177,39 @@ void tile_bf16(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* 
   }
 }
 
+template <int M, int N>
+void tile_f32(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, int64_t stride, float* out,
+              int64_t out_stride) {
+  __m512 f[M][N];
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
+  }
+  for (int64_t i = 0; i < k; ++i) {
+    __m512 v[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(w + n * panel_bytes + i * 64);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const __m512 xv = broadcast(x + m * stride + i * 4);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) f[m][n] = _mm512_fmadd_ps(v[n], xv, f[m][n]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(out + m * out_stride + n * kPanel, f[m][n]);
+  }
+}
+
 using Tile = void (*)(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, float*, int64_t);
 
 template <Format F, int M, int N>
 constexpr Tile tile_for() {
   if constexpr (F == Format::bf16)
     return &tile_bf16<M, N>;
+  else if constexpr (F == Format::f32)
+    return &tile_f32<M, N>;
   else
     return &tile<F, M, N>;
 }
@@ -190,7 +217,7 @@ constexpr Tile tile_for() {
 // The most rows of a tile: what 32 registers hold with two panels.
 template <Format F>
 constexpr int most_rows() {
-  return F == Format::bf16 ? 12 : 6;
+  return plain(F) ? 12 : 6;
 }
 
 template <Format F, int N>
@@ -273,6 +300,8 @@ void dot(const DotArgs& a) {
       return dot_format<Format::k8>(a);
     case Format::k6:
       return dot_format<Format::k6>(a);
+    case Format::f32:
+      return dot_format<Format::f32>(a);
   }
 }
 
@@ -312,6 +341,19 @@ void pack_bf16(From from, int64_t k, int64_t first, int64_t last, uint8_t* row) 
   }
   if (last < k) return;
   for (; 2 * i < row_layout(Format::bf16, k).bytes; i += 16) store(i, _mm256_setzero_si256());
+}
+
+template <class From>
+void pack_plain(From from, int64_t k, int64_t first, int64_t last, uint8_t* row) {
+  const auto store = [row](int64_t i, __m512 v) { _mm512_store_ps(row + 4 * i, v); };
+  int64_t i = first;
+  for (; i + 16 <= last; i += 16) store(i, from.load(i - first));
+  if (i < last) {
+    store(i, from.load(i - first, static_cast<__mmask16>((1u << (last - i)) - 1)));
+    i += 16;
+  }
+  if (last < k) return;
+  for (; 4 * i < row_layout(Format::f32, k).bytes; i += 16) store(i, _mm512_setzero_ps());
 }
 
 // Blocks of 32 to int8 with scale = max|x| / 127. A block with a non-finite value gets a NaN scale.
@@ -363,11 +405,13 @@ int64_t row_bytes(Format format, int64_t k) {
 
 void pack_f32(Format format, const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) {
   if (format == Format::bf16) return pack_bf16(FromF32{x}, k, first, last, row);
+  if (format == Format::f32) return pack_plain(FromF32{x}, k, first, last, row);
   pack_int8(format, FromF32{x}, k, first, last, row);
 }
 
 void pack_from_bf16(Format format, const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) {
   if (format == Format::bf16) return pack_bf16(FromBf16{x}, k, first, last, row);
+  if (format == Format::f32) return pack_plain(FromBf16{x}, k, first, last, row);
   pack_int8(format, FromBf16{x}, k, first, last, row);
 }
 
@@ -402,11 +446,17 @@ void silu_mul(float* gate, const float* up, int64_t n) {
   }
 }
 
-void lora_b(const uint16_t* b, int64_t panels, int64_t rank, const float* t, float* out) {
+template <class B>
+void lora_b(const B* b, int64_t panels, int64_t rank, const float* t, float* out) {
   for (int64_t p = 0; p < panels; ++p) {
     __m512 sum = _mm512_loadu_ps(out + p * kPanel);
     for (int64_t r = 0; r < rank; ++r, b += kPanel) {
-      sum = _mm512_fmadd_ps(widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b))), _mm512_set1_ps(t[r]), sum);
+      __m512 v;
+      if constexpr (sizeof(B) == 2)
+        v = widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
+      else
+        v = _mm512_loadu_ps(b);
+      sum = _mm512_fmadd_ps(v, _mm512_set1_ps(t[r]), sum);
     }
     _mm512_storeu_ps(out + p * kPanel, sum);
   }
@@ -441,8 +491,8 @@ void from_bf16(const uint16_t* x, int64_t n, float* out) {
 }  // namespace
 
 const Kernels& kernels_avx512() {
-  static constexpr Kernels table{Isa::avx512, row_bytes, pack_f32, pack_from_bf16, dot,
-                                 silu_mul,    lora_b,    combine,  to_bf16,        from_bf16};
+  static constexpr Kernels table{Isa::avx512,      row_bytes,     pack_f32, pack_from_bf16, dot,      silu_mul,
+                                 lora_b<uint16_t>, lora_b<float>, combine,  to_bf16,        from_bf16};
   return table;
 }
 

@@ -217,6 +217,13 @@ void pack_row_bf16(const SourceType& source, const uint8_t* data, int64_t k, int
 // A zero row: quants that stand for 0 in a format with a bias; the scales are 0 too.
 void pack_row(const SourceType& source, Format target, const uint8_t* data, int64_t k, int64_t row, uint8_t* panel) {
   if (target == Format::bf16) return pack_row_bf16(source, data, k, row, panel);
+  if (target == Format::f32) {
+    for (int64_t i = 0; i < k; ++i) {
+      const float v = source_value(source, data + i * source.block_bytes);
+      std::memcpy(panel + i * 64 + row * 4, &v, 4);
+    }
+    return;
+  }
   const int64_t unit_k = info(target).unit;
   const int64_t unit_bytes = unit_k / source.block * source.block_bytes;
   uint8_t* quants = panel + meta_size(target, k);
@@ -288,17 +295,18 @@ Format format_named(const std::string& name) {
   for (int f = 0; f < kFormats; ++f) {
     if (name == kFormatInfo[f].name) return static_cast<Format>(f);
   }
-  throw std::invalid_argument("format '" + name + "'; allowed are bf16, i8, i8m, i4, i4m, k4, k8, k6");
+  throw std::invalid_argument("format '" + name + "'; allowed are bf16, i8, i8m, i4, i4m, k4, k8, k6, f32");
 }
 
 void check_pack(const SourceType& source, Format target, int64_t n, int64_t k) {
-  const bool plain = source.block == 1;
-  if (target != source.format && !(plain && (target == Format::i8 || target == Format::i4m))) {
+  const bool values = source.block == 1;
+  if (target != source.format &&
+      !(values && (target == Format::i8 || target == Format::i4m || target == Format::f32))) {
     throw std::invalid_argument(std::string(source.name) + " cannot be packed as " + info(target).name);
   }
   if (n < 1 || k < 1)
     throw std::invalid_argument("a weight of shape [" + std::to_string(n) + ", " + std::to_string(k) + "]");
-  const int64_t step = target == Format::bf16 ? 1 : info(target).unit;
+  const int64_t step = plain(target) ? 1 : info(target).unit;
   if (k % step != 0) {
     throw std::invalid_argument(std::string(info(target).name) + ": the inner size is " + std::to_string(k) +
                                 "; it must be a multiple of " + std::to_string(step));
@@ -329,6 +337,10 @@ void unpack_rows(Format f, const uint8_t* packed, int64_t k, int64_t first, int6
         out[i] = bf16_to_f32(load16(quants + i / 2 * 64 + row * 4 + i % 2 * 2));
         continue;
       }
+      if (f == Format::f32) {
+        std::memcpy(out + i, quants + i * 64 + row * 4, 4);
+        continue;
+      }
       const uint8_t* meta = panel + i / info(f).unit * info(f).meta_bytes;
       const float d = f16_to_f32(load16(meta + 2 * row));
       const float u = static_cast<float>(get(quants, f, i, row) - info(f).bias);
@@ -346,18 +358,32 @@ void unpack_rows(Format f, const uint8_t* packed, int64_t k, int64_t first, int6
   }
 }
 
-void pack_lora_b(const void* b, bool bf16, int64_t n, int64_t rank, float scale, uint16_t* out) {
+namespace {
+
+template <class Put>
+void panels_of_b(const void* b, bool bf16, int64_t n, int64_t rank, Put put) {
   for (int64_t p = 0; p < panels_of(n); ++p) {
     for (int64_t r = 0; r < rank; ++r) {
-      for (int64_t i = 0; i < kPanel; ++i) {
-        const int64_t at = (p * kPanel + i) * rank + r;
-        float v = 0;
-        if (p * kPanel + i < n)
-          v = bf16 ? bf16_to_f32(static_cast<const uint16_t*>(b)[at]) : static_cast<const float*>(b)[at];
-        *out++ = scale == 1 ? f32_to_bf16(v) : f32_to_bf16(v * scale);
+      for (int64_t row = p * kPanel; row < (p + 1) * kPanel; ++row) {
+        const int64_t at = row * rank + r;
+        if (row >= n) {
+          put(0.0f);
+        } else {
+          put(bf16 ? bf16_to_f32(static_cast<const uint16_t*>(b)[at]) : static_cast<const float*>(b)[at]);
+        }
       }
     }
   }
+}
+
+}  // namespace
+
+void pack_lora_b(const void* b, bool bf16, int64_t n, int64_t rank, float scale, uint16_t* out) {
+  panels_of_b(b, bf16, n, rank, [&](float v) { *out++ = f32_to_bf16(scale == 1 ? v : v * scale); });
+}
+
+void pack_lora_b_f32(const void* b, bool bf16, int64_t n, int64_t rank, float* out) {
+  panels_of_b(b, bf16, n, rank, [&](float v) { *out++ = v; });
 }
 
 }  // namespace ktserve

@@ -26,7 +26,7 @@ const SourceType& source_type(const std::string& name);
 bool has_source_type(const std::string& name);
 Format format_named(const std::string& name);
 
-// Throws std::invalid_argument unless source -> target is the type's own format or F32/F16/BF16 -> bf16, i8, i4m.
+// Throws std::invalid_argument unless source -> target is the type's own format or F32/F16/BF16 -> bf16, f32, i8, i4m.
 void check_pack(const SourceType& source, Format target, int64_t n, int64_t k);
 
 // Packs panels [first, last) of a matrix [n, k] whose rows begin at `data`; `out` is panel `first`.
@@ -36,7 +36,8 @@ void pack_panels(const SourceType& source, Format target, const uint8_t* data, i
 // The float32 values of rows [first, last) of a packed matrix (rows of [k]), as GGUF's own formulas give them.
 void unpack_rows(Format format, const uint8_t* packed, int64_t k, int64_t first, int64_t last, float* out);
 
-// LoRA B [n, rank] float32 or bf16 -> panels of [rank][16] bf16, each value times scale.
+// LoRA B [n, rank] float32 or bf16 -> panels of [rank][16], as bf16 (each value times scale) or as float32.
 void pack_lora_b(const void* b, bool bf16, int64_t n, int64_t rank, float scale, uint16_t* out);
+void pack_lora_b_f32(const void* b, bool bf16, int64_t n, int64_t rank, float* out);
 
 }  // namespace ktserve

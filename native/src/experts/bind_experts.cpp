@@ -1,9 +1,128 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+
+#include "core/isa.hpp"
+#include "experts/moe.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace ktserve {
+namespace {
 
-void bind_experts(nb::module_&) {}
+template <class T>
+T* address(uintptr_t p) {
+  return reinterpret_cast<T*>(p);
+}
+
+// A call that can be replayed: a layer over a set of buffers. Python keeps the buffers alive.
+struct MoeTask {
+  std::shared_ptr<MoeRunner> runner;
+  std::shared_ptr<ExpertLayer> layer;
+  MoeBuffers buffers;
+
+  void run() const { runner->forward(*layer, buffers); }
+};
+
+std::shared_ptr<ExpertLayer> make_layer(int64_t experts, int64_t hidden, int64_t intermediate,
+                                        const std::vector<std::string>& formats, int shards) {
+  if (formats.size() != 3) throw std::invalid_argument("formats: three are needed, of gate, up and down");
+  return std::make_shared<ExpertLayer>(
+      LayerShape{experts,
+                 hidden,
+                 intermediate,
+                 {format_named(formats[0]), format_named(formats[1]), format_named(formats[2])},
+                 shards});
+}
+
+void load(ExpertLayer& layer, WorkerPool& pool, int projection, const std::string& type, int64_t first,
+          const std::vector<uintptr_t>& data) {
+  if (projection < 0 || projection > 2)
+    throw std::invalid_argument("projection: allowed are 0 (gate), 1 (up), 2 (down)");
+  std::vector<const uint8_t*> pointers;
+  for (uintptr_t p : data) pointers.push_back(address<const uint8_t>(p));
+  layer.load(pool, projection, source_type(type), first, pointers);
+}
+
+void set_lora(ExpertLayer& layer, WorkerPool& pool, int slot, int64_t rank, bool bf16, std::array<uintptr_t, 3> a,
+              std::array<uintptr_t, 3> b, std::array<float, 3> scales) {
+  LoraSource source{};
+  source.rank = rank;
+  source.bf16 = bf16;
+  for (size_t p = 0; p < 3; ++p) {
+    source.a[p] = address<const void>(a[p]);
+    source.b[p] = address<const void>(b[p]);
+    source.scales[p] = scales[p];
+  }
+  layer.set_lora(pool, slot, source);
+}
+
+void dequantise(const ExpertLayer& layer, int projection, int64_t expert, uintptr_t out) {
+  const int64_t k = layer.inner_of(projection);
+  for (int64_t p = 0; p < layer.rows_of(projection) / kPanel; ++p) {
+    unpack_rows(layer.shape().formats[projection], layer.panel(projection, expert, p), k, 0, kPanel,
+                address<float>(out) + p * kPanel * k);
+  }
+}
+
+MoeTask make_task(std::shared_ptr<MoeRunner> runner, std::shared_ptr<ExpertLayer> layer, uintptr_t bsz, uintptr_t ids,
+                  uintptr_t weights, uintptr_t slots, uintptr_t hidden, uintptr_t out, int64_t max_rows, int64_t top_k,
+                  bool bf16) {
+  if (max_rows < 1) throw std::invalid_argument("max_rows: " + std::to_string(max_rows) + "; at least 1");
+  if (top_k < 1 || top_k > kMostTopK) {
+    throw std::invalid_argument("top_k: " + std::to_string(top_k) + "; allowed are 1 to " + std::to_string(kMostTopK));
+  }
+  return {std::move(runner), std::move(layer),
+          MoeBuffers{address<const int32_t>(bsz), address<const int64_t>(ids), address<const float>(weights),
+                     address<const int32_t>(slots), address<const void>(hidden), address<void>(out), max_rows, top_k,
+                     bf16}};
+}
+
+}  // namespace
+
+void bind_experts(nb::module_& module) {
+  const auto free_gil = nb::call_guard<nb::gil_scoped_release>();
+
+  nb::class_<ExpertLayer>(module, "ExpertLayer", "One layer's routed experts, packed, and their adapters.")
+      .def(nb::new_(&make_layer), "experts"_a, "hidden"_a, "intermediate"_a, "formats"_a, "shards"_a = 1)
+      .def("load", &load, "pool"_a, "projection"_a, "type"_a, "first"_a, "data"_a, free_gil,
+           "Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows.")
+      .def("set_lora", &set_lora, "pool"_a, "slot"_a, "rank"_a, "bf16"_a, "a"_a, "b"_a, "scales"_a, free_gil,
+           "Copies an adapter into a slot: addresses of A [E, r, in] and B [E, out, r] of gate, up, down.")
+      .def("clear_lora", &ExpertLayer::clear_lora, "slot"_a)
+      .def("dequantise", &dequantise, "projection"_a, "expert"_a, "out"_a, free_gil, "Float32 [out, in] of one expert.")
+      .def(
+          "shard",
+          [](const ExpertLayer& layer, int shard) {
+            if (shard < 0 || shard >= layer.shape().shards) throw nb::index_error("shard");
+            const Arena& arena = layer.shard(shard);
+            return std::make_tuple(reinterpret_cast<uintptr_t>(arena.data()), arena.bytes());
+          },
+          "shard"_a, "Address and bytes of a NUMA shard's memory.")
+      .def_prop_ro("num_bytes", &ExpertLayer::bytes);
+
+  nb::class_<MoeRunner>(module, "MoeRunner", "Computes expert tasks on a pool, one at a time.")
+      .def(
+          "__init__",
+          [](MoeRunner* self, WorkerPool& pool, const std::string& isa) {
+            new (self) MoeRunner(pool, choose_isa(isa));
+          },
+          "pool"_a, "isa"_a = "", nb::keep_alive<1, 2>())
+      .def_prop_ro("isa", [](const MoeRunner& runner) { return isa_name(runner.isa()); });
+
+  nb::class_<MoeTask>(module, "MoeTask", "A layer over a set of buffers; replayed with whatever bsz says.")
+      .def(nb::new_(&make_task), "runner"_a, "layer"_a, "bsz"_a, "ids"_a, "weights"_a, "slots"_a, "hidden"_a, "out"_a,
+           "max_rows"_a, "top_k"_a, "bf16"_a)
+      .def("run", &MoeTask::run, free_gil, "Computes `out`. ValueError for a bsz, id or slot out of range.");
+}
 
 }  // namespace ktserve

@@ -1,0 +1,337 @@
+#include "experts/moe.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace ktserve {
+namespace {
+
+constexpr int64_t kChunkRows = 1024;  // rows computed at a time: bounds the scratch memory
+constexpr double kPieceUs = 30;
+constexpr int64_t kMostPanels = 16;  // of a gate/up piece
+
+void grow(Arena& arena, int64_t bytes) {
+  if (arena.bytes() < static_cast<size_t>(bytes)) arena = Arena(static_cast<size_t>(bytes));
+}
+
+std::string range_error(const char* what, int64_t value, int64_t low, int64_t high) {
+  return std::string(what) + ": " + std::to_string(value) + "; allowed are " + std::to_string(low) + " to " +
+         std::to_string(high);
+}
+
+// Rough speed of one core, to size pieces by: bytes of weights and operations per microsecond.
+constexpr double kBytesPerUs = 10e3;
+double operations_per_us(Isa isa, Format format) {
+  if (isa == Isa::avx2) return 50e3;
+  return isa == Isa::amx && format == Format::bf16 ? 600e3 : 200e3;
+}
+
+}  // namespace
+
+void MoeRunner::check(const ExpertLayer& layer, const MoeBuffers& b, int64_t rows) const {
+  if (rows < 0 || rows > b.max_rows) throw std::invalid_argument(range_error("bsz", rows, 0, b.max_rows));
+  for (int64_t i = 0; i < rows * b.top_k; ++i) {
+    if (b.ids[i] < -1 || b.ids[i] >= layer.shape().experts) {
+      throw std::invalid_argument(range_error("ids", b.ids[i], -1, layer.shape().experts - 1));
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    if (b.slots[r] < 0 || b.slots[r] > 65535) throw std::invalid_argument(range_error("slots", b.slots[r], 0, 65535));
+  }
+}
+
+void MoeRunner::forward(const ExpertLayer& layer, const MoeBuffers& buffers) {
+  std::lock_guard<std::mutex> lock(running_);
+  const int64_t rows = *buffers.bsz;
+  check(layer, buffers, rows);
+  if (rows == 0) return;
+  pool_.begin_step();
+  try {
+    for (int64_t first = 0; first < rows; first += kChunkRows) {
+      run(layer, buffers, first, std::min(kChunkRows, rows - first));
+    }
+  } catch (...) {
+    pool_.end_step();
+    throw;
+  }
+  pool_.end_step();
+}
+
+void MoeRunner::run(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows) {
+  group(layer, buffers, first, rows);
+  reserve(layer, buffers.top_k, rows);
+  pack_hidden(layer, buffers, first, rows);
+  if (!segments_.empty()) lora_a(layer, false);
+  cut(layer, false);
+  pool_.parallel_for_groups(group_starts_, [&](int64_t piece, int worker) {
+    gate_up(layer, pieces_[static_cast<size_t>(piece)],
+            reinterpret_cast<float*>(tiles_.data()) + worker * tile_floats_);
+  });
+  if (!segments_.empty()) lora_a(layer, true);
+  cut(layer, true);
+  pool_.parallel_for_groups(group_starts_,
+                            [&](int64_t piece, int) { down(layer, pieces_[static_cast<size_t>(piece)]); });
+  combine(layer, buffers, first, rows);
+}
+
+void MoeRunner::group(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows) {
+  const int64_t experts = layer.shape().experts;
+  const int64_t* ids = b.ids + first * b.top_k;
+  const int32_t* slots = b.slots + first;
+  by_slot_.resize(static_cast<size_t>(rows));
+  bool adapters = false;
+  for (int64_t r = 0; r < rows; ++r) {
+    by_slot_[static_cast<size_t>(r)] = static_cast<int32_t>(r);
+    adapters = adapters || layer.lora(slots[r]) != nullptr;
+  }
+  if (adapters) {
+    std::stable_sort(by_slot_.begin(), by_slot_.end(), [&](int32_t x, int32_t y) { return slots[x] < slots[y]; });
+  }
+  expert_first_.assign(static_cast<size_t>(experts) + 1, 0);
+  for (int64_t i = 0; i < rows * b.top_k; ++i) {
+    if (ids[i] >= 0) ++expert_first_[static_cast<size_t>(ids[i]) + 1];
+  }
+  for (int64_t e = 0; e < experts; ++e) {
+    expert_first_[static_cast<size_t>(e) + 1] += expert_first_[static_cast<size_t>(e)];
+  }
+  position_.assign(static_cast<size_t>(rows * b.top_k), -1);
+  choice_.resize(static_cast<size_t>(expert_first_.back()));
+  std::vector<int32_t>& next = expert_first_;  // counts up to the end of each expert, then is shifted back
+  for (int32_t r : by_slot_) {
+    for (int64_t j = 0; j < b.top_k; ++j) {
+      const int64_t c = r * b.top_k + j;
+      if (ids[c] < 0) continue;
+      const int32_t at = next[static_cast<size_t>(ids[c])]++;
+      position_[static_cast<size_t>(c)] = at;
+      choice_[static_cast<size_t>(at)] = static_cast<int32_t>(c);
+    }
+  }
+  for (int64_t e = experts; e > 0; --e)
+    expert_first_[static_cast<size_t>(e)] = expert_first_[static_cast<size_t>(e) - 1];
+  expert_first_[0] = 0;
+
+  segments_.clear();
+  row_lora_.assign(choice_.size(), nullptr);
+  max_rank_ = 0;
+  if (!adapters) return;
+  for (int64_t e = 0; e < experts; ++e) {
+    for (int32_t p = expert_first_[static_cast<size_t>(e)]; p < expert_first_[static_cast<size_t>(e) + 1]; ++p) {
+      const LayerLora* lora = layer.lora(slots[choice_[static_cast<size_t>(p)] / b.top_k]);
+      if (lora == nullptr || lora->present[static_cast<size_t>(e)] == 0) continue;
+      row_lora_[static_cast<size_t>(p)] = lora;
+      max_rank_ = std::max(max_rank_, lora->rank);
+      Segment* last = segments_.empty() ? nullptr : &segments_.back();
+      if (last != nullptr && last->lora == lora && last->expert == e && last->row_end == p && p - last->row < 64) {
+        ++last->row_end;
+      } else {
+        segments_.push_back({lora, static_cast<int32_t>(e), p, p + 1});
+      }
+    }
+  }
+}
+
+void MoeRunner::reserve(const ExpertLayer& layer, int64_t top_k, int64_t rows) {
+  const LayerShape& s = layer.shape();
+  const int64_t positions = rows * top_k;
+  lora_format_ = s.lora_format();
+  up_differs_ = s.formats[kUp] != s.formats[kGate];
+  for (int i = 0; i < (up_differs_ ? 2 : 1); ++i) {
+    x_stride_[i] = kernels_.row_bytes(s.formats[i], s.hidden);
+    grow(x_[i], positions * x_stride_[i]);
+  }
+  h_stride_ = kernels_.row_bytes(s.formats[kDown], s.intermediate);
+  grow(h_, positions * h_stride_);
+  grow(y_, positions * s.hidden * 4);
+  tile_floats_ = 2 * 128 * kMostPanels * kPanel;
+  grow(tiles_, pool_.threads() * tile_floats_ * 4);
+  if (segments_.empty()) return;
+  xb_stride_ = kernels_.row_bytes(lora_format_, s.hidden);
+  hb_stride_ = kernels_.row_bytes(lora_format_, s.intermediate);
+  t_stride_ = panels_of(2 * max_rank_) * kPanel;
+  if (s.formats[kGate] != lora_format_) grow(xb_, positions * xb_stride_);
+  if (s.formats[kDown] != lora_format_) grow(hb_, positions * hb_stride_);
+  grow(t_, positions * t_stride_ * 4);
+}
+
+void MoeRunner::pack_hidden(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows) {
+  const LayerShape& s = layer.shape();
+  const auto pack = [&](Format format, int64_t row, uint8_t* to) {
+    if (b.bf16) {
+      kernels_.pack_bf16(format, static_cast<const uint16_t*>(b.hidden) + row * s.hidden, s.hidden, 0, s.hidden, to);
+    } else {
+      kernels_.pack_f32(format, static_cast<const float*>(b.hidden) + row * s.hidden, s.hidden, 0, s.hidden, to);
+    }
+  };
+  const auto fill = [&](Format format, int64_t row, Arena& arena, int64_t stride, bool lora_only) {
+    const uint8_t* done = nullptr;
+    for (int64_t j = 0; j < b.top_k; ++j) {
+      const int32_t at = position_[static_cast<size_t>(row * b.top_k + j)];
+      if (at < 0 || (lora_only && row_lora_[static_cast<size_t>(at)] == nullptr)) continue;
+      uint8_t* to = arena.data() + at * stride;
+      if (done == nullptr) {
+        pack(format, first + row, to);
+        done = to;
+      } else {
+        std::memcpy(to, done, static_cast<size_t>(stride));
+      }
+    }
+  };
+  const auto one = [&](int64_t row) {
+    fill(s.formats[kGate], row, x_[0], x_stride_[0], false);
+    if (up_differs_) fill(s.formats[kUp], row, x_[1], x_stride_[1], false);
+    if (!segments_.empty() && s.formats[kGate] != lora_format_) fill(lora_format_, row, xb_, xb_stride_, true);
+  };
+  if (rows <= 2) {  // cheaper than waking anyone
+    for (int64_t row = 0; row < rows; ++row) one(row);
+    return;
+  }
+  const int64_t step = rows >= 64 ? 4 : 1;
+  pool_.parallel_for((rows + step - 1) / step, [&](int64_t piece, int) {
+    for (int64_t row = piece * step; row < std::min(rows, (piece + 1) * step); ++row) one(row);
+  });
+}
+
+// Pieces of gate/up or of down, by shard: the pool's group g begins with those of shard g.
+void MoeRunner::cut(const ExpertLayer& layer, bool down) {
+  const LayerShape& s = layer.shape();
+  const int projection = down ? kDown : kGate;
+  const Format format = s.formats[projection];
+  const int64_t k = layer.inner_of(projection);
+  const int matrices = down ? 1 : 2;
+  const int64_t most_rows = kernels_.isa == Isa::amx ? 128 : 48;
+  pieces_.clear();
+  group_starts_.assign(static_cast<size_t>(pool_.groups()) + 1, 0);
+  for (int shard = 0; shard < s.shards; ++shard) {
+    const int64_t panel_first = layer.first_panel(projection, shard);
+    const int64_t panel_last = layer.first_panel(projection, shard + 1);
+    for (int64_t e = 0; e < s.experts; ++e) {
+      const int64_t row_first = expert_first_[static_cast<size_t>(e)];
+      const int64_t m = expert_first_[static_cast<size_t>(e) + 1] - row_first;
+      if (m == 0) continue;
+      const int64_t row_chunks = (m + most_rows - 1) / most_rows;
+      const int64_t chunk = (m + row_chunks - 1) / row_chunks;
+      const double bytes = static_cast<double>(2 * matrices * panel_size(format, k));
+      const double work = static_cast<double>(2 * matrices * kPanel * 2 * k * chunk);
+      const double pair_us = std::max(bytes / kBytesPerUs, work / operations_per_us(kernels_.isa, format));
+      int64_t pairs = std::clamp<int64_t>(static_cast<int64_t>(kPieceUs / pair_us), m == 1 ? 2 : 1, kMostPanels / 2);
+      const int64_t all_pairs = (panel_last - panel_first) / 2;
+      const int64_t cuts = (all_pairs + pairs - 1) / pairs;
+      for (int64_t c = 0; c < cuts; ++c) {
+        const int64_t from = panel_first + all_pairs * c / cuts * 2;
+        const int64_t to = panel_first + all_pairs * (c + 1) / cuts * 2;
+        for (int64_t i = 0; i < row_chunks; ++i) {
+          pieces_.push_back({static_cast<int32_t>(e), static_cast<int32_t>(row_first + m * i / row_chunks),
+                             static_cast<int32_t>(row_first + m * (i + 1) / row_chunks), static_cast<int32_t>(from),
+                             static_cast<int32_t>(to)});
+        }
+      }
+    }
+    // With as many groups as shards each takes its own; any other number shares all pieces evenly.
+    if (s.shards == pool_.groups())
+      group_starts_[static_cast<size_t>(shard) + 1] = static_cast<int64_t>(pieces_.size());
+  }
+  if (s.shards != pool_.groups()) {
+    for (int g = 1; g <= pool_.groups(); ++g) {
+      group_starts_[static_cast<size_t>(g)] = static_cast<int64_t>(pieces_.size()) * g / pool_.groups();
+    }
+  }
+}
+
+void MoeRunner::lora_a(const ExpertLayer& layer, bool down) {
+  const LayerShape& s = layer.shape();
+  const int64_t k = down ? s.intermediate : s.hidden;
+  const bool own = s.formats[down ? kDown : kGate] == lora_format_;  // the base product's rows are bf16 already
+  const Arena& rows = down ? (own ? h_ : hb_) : (own ? x_[0] : xb_);
+  const int64_t stride = down ? (own ? h_stride_ : hb_stride_) : (own ? x_stride_[0] : xb_stride_);
+  pool_.parallel_for(static_cast<int64_t>(segments_.size()), [&](int64_t piece, int) {
+    const Segment& g = segments_[static_cast<size_t>(piece)];
+    const int64_t r = g.lora->rank;
+    float* t = reinterpret_cast<float*>(t_.data()) + g.row * t_stride_;
+    kernels_.dot({lora_format_, g.lora->part(g.expert, down ? g.lora->a_down : g.lora->a_gate_up),
+                  panels_of(down ? r : 2 * r), k, rows.data() + g.row * stride, stride, g.row_end - g.row, t,
+                  t_stride_});
+    for (int64_t row = g.row; row < g.row_end; ++row, t += t_stride_) {
+      for (int64_t i = 0; i < (down ? r : 2 * r); ++i) t[i] *= g.lora->scales[down ? kDown : i < r ? kGate : kUp];
+    }
+  });
+}
+
+void MoeRunner::add_lora(int projection, const Piece& p, float* tile, int64_t stride, int64_t t_half) {
+  if (segments_.empty()) return;
+  for (int64_t row = p.row; row < p.row_end; ++row) {
+    const LayerLora* lora = row_lora_[static_cast<size_t>(row)];
+    if (lora == nullptr) continue;
+    const uint8_t* b = lora->part(p.expert, lora->b[projection]);
+    const float* t = reinterpret_cast<const float*>(t_.data()) + row * t_stride_ + t_half * lora->rank;
+    const int64_t skip = p.panel * kPanel * lora->rank;
+    float* out = tile + (row - p.row) * stride;
+    if (lora_format_ == Format::bf16) {
+      kernels_.lora_b(reinterpret_cast<const uint16_t*>(b) + skip, p.panel_end - p.panel, lora->rank, t, out);
+    } else {
+      kernels_.lora_b_f32(reinterpret_cast<const float*>(b) + skip, p.panel_end - p.panel, lora->rank, t, out);
+    }
+  }
+}
+
+void MoeRunner::gate_up(const ExpertLayer& layer, const Piece& p, float* gate) {
+  const LayerShape& s = layer.shape();
+  const int64_t rows = p.row_end - p.row;
+  const int64_t panels = p.panel_end - p.panel;
+  const int64_t width = panels * kPanel;
+  float* up = gate + rows * width;
+  const int up_form = up_differs_ ? 1 : 0;
+  kernels_.dot({s.formats[kGate], layer.panel(kGate, p.expert, p.panel), panels, s.hidden,
+                x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, width});
+  kernels_.dot({s.formats[kUp], layer.panel(kUp, p.expert, p.panel), panels, s.hidden,
+                x_[up_form].data() + p.row * x_stride_[up_form], x_stride_[up_form], rows, up, width});
+  add_lora(kGate, p, gate, width, 0);
+  add_lora(kUp, p, up, width, 1);
+  kernels_.silu_mul(gate, up, rows * width);
+  const int64_t first = p.panel * kPanel;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = p.row + row;
+    kernels_.pack_f32(s.formats[kDown], gate + row * width, s.intermediate, first, first + width,
+                      h_.data() + at * h_stride_);
+    if (s.formats[kDown] != lora_format_ && row_lora_[static_cast<size_t>(at)] != nullptr) {
+      kernels_.pack_f32(lora_format_, gate + row * width, s.intermediate, first, first + width,
+                        hb_.data() + at * hb_stride_);
+    }
+  }
+}
+
+void MoeRunner::down(const ExpertLayer& layer, const Piece& p) {
+  const LayerShape& s = layer.shape();
+  float* y = reinterpret_cast<float*>(y_.data()) + p.row * s.hidden + p.panel * kPanel;
+  kernels_.dot({s.formats[kDown], layer.panel(kDown, p.expert, p.panel), p.panel_end - p.panel, s.intermediate,
+                h_.data() + p.row * h_stride_, h_stride_, p.row_end - p.row, y, s.hidden});
+  add_lora(kDown, p, y, s.hidden, 0);
+}
+
+void MoeRunner::combine(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows) {
+  const int64_t hidden = layer.shape().hidden;
+  const int64_t width = std::min<int64_t>(hidden, rows >= 4 * pool_.threads() ? 16384 : 512);
+  const int64_t cuts = (hidden + width - 1) / width;
+  pool_.parallel_for(rows * cuts, [&](int64_t piece, int worker) {
+    const int64_t row = piece / cuts;
+    const int64_t column = piece % cuts * width;
+    const int64_t count = std::min(width, hidden - column);
+    const float* sources[kMostTopK];
+    for (int64_t j = 0; j < b.top_k; ++j) {
+      const int32_t at = position_[static_cast<size_t>(row * b.top_k + j)];
+      sources[j] = at < 0 ? nullptr : reinterpret_cast<const float*>(y_.data()) + at * hidden + column;
+    }
+    const float* weights = b.weights + (first + row) * b.top_k;
+    const int64_t to = (first + row) * hidden + column;
+    if (!b.bf16) {
+      kernels_.combine(sources, weights, b.top_k, count, static_cast<float*>(b.out) + to);
+      return;
+    }
+    float* sums = reinterpret_cast<float*>(tiles_.data()) + worker * tile_floats_;
+    kernels_.combine(sources, weights, b.top_k, count, sums);
+    kernels_.to_bf16(sums, count, static_cast<uint16_t*>(b.out) + to);
+  });
+}
+
+}  // namespace ktserve
