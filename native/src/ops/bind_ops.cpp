@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include "ops/ops.hpp"
+#include "ops/roofs.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,6 +21,19 @@ T* at(Address address) {
 
 void bind_ops(nb::module_& module) {
   using release = nb::call_guard<nb::gil_scoped_release>;
+  module.def(
+      "read_bandwidth",
+      [](WorkerPool& pool, int64_t bytes, int repeats, const std::string& isa) {
+        return read_bandwidth(pool, choose_isa(isa), bytes, repeats);
+      },
+      "pool"_a, "bytes"_a, "repeats"_a = 5, "isa"_a = "", release(), "Bytes per second that all workers read.");
+  module.def(
+      "peak_operations",
+      [](WorkerPool& pool, const std::string& type, int repeats, const std::string& isa) {
+        return peak_operations(pool, choose_isa(isa), type, repeats);
+      },
+      "pool"_a, "type"_a, "repeats"_a = 5, "isa"_a = "", release(),
+      "Operations per second of all workers on registers: 'f32', 'bf16' or 'int8'.");
   nb::class_<Ops>(module, "Ops", "Row operations over a pool. Addresses and strides (in elements); bf16 or float32.")
       .def(
           "__init__",
