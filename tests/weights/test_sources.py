@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelFileError, UserError
+from engine.model_config import ModelConfig
 from engine.weights.gguf_file import GGUFArray, open_gguf
+from engine.weights.layout import dense_tensors, gguf_expert_name, gguf_name
 from engine.weights.open import open_model
 from tests.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
 from tests.weights.states import assert_same
@@ -247,3 +249,16 @@ def test_tiny_blocks_stand_for_their_values() -> None:
     data, values = encode(torch.randn(2, 3, 256), "Q4_K")
     again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_K)
     assert np.array_equal(again, values.numpy()) and 0.5 < values.std() < 2
+
+
+def test_names_are_those_of_the_gguf_package() -> None:
+    """The map that llama.cpp's converter uses."""
+    model = tiny_model(0, attention_bias=True, num_hidden_layers=3, mlp_only_layers=[1])
+    config = ModelConfig.from_hf(model.config.to_dict())
+    sparse, dense = (gguf.get_tensor_name_map(arch, 3) for arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.QWEN3))
+    for name in dense_tensors(config):
+        mapped = sparse.get_name(name, (".weight", ".bias")) or dense.get_name(name, (".weight", ".bias"))
+        assert gguf_name(name) == mapped, name
+    for projection in ("gate", "up", "down"):
+        name = f"model.layers.2.mlp.experts.{projection}_proj.weight"
+        assert gguf_expert_name(2, projection) == sparse.get_name(name, (".weight",))
