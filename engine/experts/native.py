@@ -1,0 +1,197 @@
+"""Routed experts on our own CPU kernels: one copy of the weights, every row with its own adapter in the same pass."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.errors import ExpertBackendError, UserError
+from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.lora.adapter import ExpertLora
+from engine.model_config import ModelConfig
+from engine.weights.store import ExpertStore, WeightTensor
+from native.topology import make_pool
+
+PROJECTIONS = ("gate", "up", "down")
+QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}
+_FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass
+class _Call:
+    """A bound task and whether it was posted and not yet waited for."""
+
+    task: Any
+    posted: bool = False
+
+
+class NativeExperts(ExpertBackend):
+    """GGUF blocks are repacked without loss (native/src/core/format.hpp draws the layout). Plain weights become bf16,
+    float32 where the model computes in float32, or are quantised on request.
+
+    `pool`: a `native._native.WorkerPool` to share with other backends; default: one of its own over this process's CPUs.
+    `isa`: "avx2", "avx512" or "amx"; "" is KTSERVE_ISA or the machine's best. `quantise`: "int8" or "int4" for plain
+    weights. UserError for sizes, types or settings that the kernels do not take.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, pool: Any = None, *, isa: str = "", quantise: str | None = None
+    ) -> None:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise UserError(f"dtype {dtype}: the native experts take bfloat16 and float32", field="dtype")
+        if quantise is not None and quantise not in QUANTISED_FORMATS:
+            raise UserError(f"quantise {quantise}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
+        self._config = config
+        self._dtype = dtype
+        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if dtype == torch.float32 else "bf16"
+        try:
+            self._native: Any = importlib.import_module("native._native")
+            self.pool: Any = pool if pool is not None else make_pool()
+            self._runner: Any = self._native.MoeRunner(self.pool, isa)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"native experts: {error}", field="expert_backend") from error
+        self._layers: dict[int, Any] = {}
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return str(self._runner.isa)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(layer.num_bytes for layer in self._layers.values())
+
+    def load_layer(self, layer: int, store: ExpertStore) -> None:
+        sources = [self._source(store, name) for name in PROJECTIONS]
+        forms = [self._form(kind) for kind, _ in sources]
+        try:
+            made = self._native.ExpertLayer(
+                store.num_experts,
+                self._config.hidden_size,
+                self._config.moe_intermediate_size,
+                forms,
+                self.pool.groups,
+            )
+            for projection, (kind, parts) in enumerate(sources):
+                made.load(self.pool, projection, kind, 0, [part.ctypes.data for part in parts])
+        except ValueError as error:
+            raise UserError(f"layer {layer}, native experts: {error}", field="expert_backend") from error
+        self._layers[layer] = made
+
+    def _source(self, store: ExpertStore, name: str) -> tuple[str, list[Any]]:
+        """One projection's type and each expert's rows as bytes. A type without a packed format is dequantised."""
+        experts: list[WeightTensor] = [store.expert(name, e) for e in range(store.num_experts)]
+        out, inner = self._config.hidden_size, self._config.moe_intermediate_size
+        shape = (out, inner) if name == "down" else (inner, out)
+        for weight in experts:
+            if weight.shape != shape:
+                raise ExpertBackendError(f"{weight.name} is {weight.shape}; the model's {name} is {shape}")
+        kind = experts[0].type
+        if self._native.has_source_type(kind):
+            return kind, [np.ascontiguousarray(weight.data) for weight in experts]
+        plain, dtype = ("F32", torch.float32) if self._dtype == torch.float32 else ("BF16", torch.bfloat16)
+        values = [weight.dequantise(dtype).contiguous().view(torch.uint8).numpy() for weight in experts]
+        return plain, values
+
+    def _form(self, kind: str) -> str:
+        return self._plain if kind in _FLOATS else str(self._native.format_of(kind))
+
+    def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
+        """Layers that this backend does not hold are another backend's."""
+        for index, layer in self._layers.items():
+            lora = (layers or {}).get(index)
+            if lora is None:
+                layer.clear_lora(slot)
+            else:
+                self._put(layer, slot, lora)
+
+    def _put(self, layer: Any, slot: int, lora: ExpertLora) -> None:
+        tensors = [lora.gate_a, lora.up_a, lora.down_a, lora.gate_b, lora.up_b, lora.down_b]
+        bf16 = all(t.dtype == torch.bfloat16 for t in tensors)
+        held = [t.to("cpu", torch.bfloat16 if bf16 else torch.float32).contiguous() for t in tensors]
+        self._check_lora(lora)
+        pointers = [t.data_ptr() for t in held]
+        scales = [lora.gate_scale, lora.up_scale, lora.down_scale]
+        try:
+            layer.set_lora(self.pool, slot, lora.rank, bf16, pointers[:3], pointers[3:], scales)
+        except ValueError as error:
+            raise ExpertBackendError(f"slot {slot}, native experts: {error}") from error
+
+    def _check_lora(self, lora: ExpertLora) -> None:
+        e, h, i = self._config.num_experts, self._config.hidden_size, self._config.moe_intermediate_size
+        r = lora.rank
+        expected = {
+            "gate_a": (e, r, h),
+            "up_a": (e, r, h),
+            "down_a": (e, r, i),
+            "gate_b": (e, i, r),
+            "up_b": (e, i, r),
+            "down_b": (e, h, r),
+        }
+        for name, shape in expected.items():
+            if (got := tuple(getattr(lora, name).shape)) != shape:
+                raise ExpertBackendError(f"expert LoRA {name} is {got}; the model's is {shape}")
+
+    def bind(self, layer: int, buffers: ExpertBuffers) -> ExpertTask:
+        if layer not in self._layers:
+            raise ExpertBackendError(f"layer {layer} has no experts loaded (loaded: {sorted(self._layers)})")
+        self._check_buffers(buffers)
+        b = buffers
+        addresses = [t.data_ptr() for t in (b.bsz, b.ids, b.weights, b.slots, b.hidden, b.out)]
+        try:
+            task = self._native.MoeTask(
+                self._runner,
+                self._layers[layer],
+                *addresses,
+                b.max_rows,
+                b.ids.shape[1],
+                b.hidden.dtype == torch.bfloat16,
+            )
+        except ValueError as error:
+            raise ExpertBackendError(f"native experts: {error}") from error
+        return ExpertTask(layer, buffers, _Call(task))
+
+    def _check_buffers(self, b: ExpertBuffers) -> None:
+        if b.hidden.dtype not in (torch.bfloat16, torch.float32):
+            raise ExpertBackendError(f"hidden is {b.hidden.dtype}; the native experts take bfloat16 and float32")
+        rows, h = b.max_rows, self._config.hidden_size
+        k = b.ids.shape[-1]
+        expected = {
+            "bsz": ((1,), torch.int32),
+            "ids": ((rows, k), torch.int64),
+            "weights": ((rows, k), torch.float32),
+            "slots": ((rows,), torch.int32),
+            "hidden": ((rows, h), b.hidden.dtype),
+            "out": ((rows, h), b.hidden.dtype),
+        }
+        for name, (shape, dtype) in expected.items():
+            t: torch.Tensor = getattr(b, name)
+            if tuple(t.shape) != shape or t.dtype != dtype or t.device.type != "cpu" or not t.is_contiguous():
+                raise ExpertBackendError(
+                    f"buffer {name} is {t.dtype} {tuple(t.shape)} on {t.device}; needed is contiguous {dtype} {shape} on cpu"
+                )
+
+    def post(self, task: ExpertTask, stream: Any = None) -> None:
+        if stream is not None:
+            raise ExpertBackendError("native experts serve a GPU's stream through the bridge, not through post")
+        task.handle.posted = True
+
+    def wait(self, task: ExpertTask, stream: Any = None) -> None:
+        """Computes the posted task; the calling thread is worker 0 of the pool."""
+        call: _Call = task.handle
+        if not call.posted:
+            raise ExpertBackendError(f"layer {task.layer}: wait without post")
+        call.posted = False
+        try:
+            call.task.run()
+        except (ValueError, RuntimeError, MemoryError) as error:
+            raise ExpertBackendError(f"layer {task.layer}, native experts: {error}") from error
+
+    def close(self) -> None:
+        """Drops the weights; memory is given back when the last bound task is gone."""
+        self._layers.clear()

@@ -1,0 +1,91 @@
+"""The CPUs this process may use, by NUMA node, and the worker pool made from them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+PIN_ABOVE_CPUS = 4  # with fewer, a pinned worker that loses its CPU to another process stalls the rest
+SPARE_ABOVE_CPUS = 4  # with more, two CPUs stay free for the server's other threads
+SPARE_CPUS = 2
+
+
+def cpu_quota(root: Path = Path("/")) -> int | None:
+    """Whole CPUs that the cgroup grants (v2 `cpu.max` or v1 `cpu.cfs_quota_us`, the least up the tree), or None."""
+    limits = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = ["/"]
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "cpu" in controllers.split(","):
+            parts = Path(path).parts[1:]
+            paths += ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
+    for path in paths:
+        for base in ("sys/fs/cgroup", "sys/fs/cgroup/cpu"):
+            limits += _limits(root / base / path.lstrip("/"))
+    return max(1, int(min(limits))) if limits else None
+
+
+def _limits(folder: Path) -> list[float]:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return []
+    if quota in ("max", "-1"):
+        return []
+    return [int(quota) / int(period)]
+
+
+def numa_nodes(cpus: list[int], root: Path = Path("/")) -> list[list[int]]:
+    """`cpus` by NUMA node; one node if the machine does not say."""
+    nodes = []
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda f: int(f.name[4:])):
+        listed = set(_parse_list((folder / "cpulist").read_text()))
+        if here := [cpu for cpu in cpus if cpu in listed]:
+            nodes.append(here)
+    return nodes if sum(map(len, nodes)) == len(cpus) else [cpus]
+
+
+def _parse_list(text: str) -> list[int]:
+    """ "0-3,8" -> [0, 1, 2, 3, 8]"""
+    cpus: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus
+
+
+def pool_groups(threads: int | None = None, cpus: list[int] | None = None, root: Path = Path("/")) -> list[list[int]]:
+    """CPUs per NUMA node for a pool of `threads` workers (default: what affinity and cgroup grant, less two where
+    there are more than four). More threads than CPUs share them. ValueError for less than one thread."""
+    cpus = sorted(os.sched_getaffinity(0)) if cpus is None else cpus
+    quota = cpu_quota(root)
+    granted = min(len(cpus), quota or len(cpus))
+    if threads is None:
+        threads = granted - SPARE_CPUS if granted > SPARE_ABOVE_CPUS else granted
+    if threads < 1:
+        raise ValueError(f"threads: {threads}; at least 1")
+    nodes = numa_nodes(cpus, root)
+    # Node by node in turn, so that fewer threads than CPUs still read every node's memory.
+    order = [(n, node[i]) for i in range(max(map(len, nodes))) for n, node in enumerate(nodes) if i < len(node)]
+    groups: list[list[int]] = [[] for _ in nodes]
+    for i in range(threads):
+        n, cpu = order[i % len(order)]
+        groups[n].append(cpu)
+    return [group for group in groups if group]
+
+
+def make_pool(threads: int | None = None, spin_us: int = 2000) -> Any:
+    """A `native._native.WorkerPool` over this process's CPUs."""
+    groups = pool_groups(threads)
+    pin = len(os.sched_getaffinity(0)) > PIN_ABOVE_CPUS
+    return importlib.import_module("native._native").WorkerPool(groups, pin, spin_us)

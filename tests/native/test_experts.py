@@ -1,0 +1,329 @@
+"""Native experts against float64, every format and instruction set, with many adapters in one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import ExpertBackendError, UserError
+from engine.experts.base import ExpertBuffers, ExpertTask
+from engine.experts.native import NativeExperts
+from engine.lora.adapter import ExpertLora
+from engine.weights.store import ExpertStore, WeightTensor
+from native import _native
+from tests.native.blocks import QUANTISED, random_blocks, values_of
+from tests.native.shapes import config
+
+ALL_ISAS = ["avx2", "avx512", "amx"]
+ISAS = ALL_ISAS[: ALL_ISAS.index(_native.best_isa()) + 1]
+E, H, I, K = 8, 256, 512, 3  # noqa: E741
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def pool() -> object:
+    return _native.WorkerPool([[0, 1]])
+
+
+def tensor(kind: str, name: str, n: int, k: int, seed: int, experts: int = E) -> tuple[WeightTensor, torch.Tensor]:
+    """[experts, n, k] in a GGML type and its values, of magnitude about 1/sqrt(k)."""
+    if kind in QUANTISED:
+        data = np.concatenate([random_blocks(kind, n, k, seed + e) for e in range(experts)])
+        values = torch.from_numpy(values_of(kind, data).reshape(experts, n, k))
+    else:
+        values = torch.randn(experts, n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5
+        stored = values.to({"BF16": BF16, "F32": F32, "F16": torch.float16}[kind])
+        values, data = stored.float(), stored.view(torch.uint8).numpy()
+    return WeightTensor(name, (experts, n, k), kind, data.reshape(-1)), values
+
+
+class Layer:
+    """A store and the same weights as float64."""
+
+    def __init__(self, gate: str, up: str = "", down: str = "", hidden: int = H, inner: int = I) -> None:
+        made = [
+            tensor(gate, "gate", inner, hidden, 1),
+            tensor(up or gate, "up", inner, hidden, 100),
+            tensor(down or gate, "down", hidden, inner, 200),
+        ]
+        self.store = ExpertStore(0, *(weight for weight, _ in made))
+        self.gate, self.up, self.down = (values.double() for _, values in made)
+        self.hidden, self.inner = hidden, inner
+
+
+def lora(rank: int, seed: int, dtype: torch.dtype = BF16, hidden: int = H, inner: int = I) -> ExpertLora:
+    g = torch.Generator().manual_seed(seed)
+
+    def t(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=g) / shape[-1] ** 0.5).to(dtype)
+
+    return ExpertLora(
+        t(E, rank, hidden), t(E, inner, rank), t(E, rank, hidden), t(E, inner, rank), t(E, rank, inner), t(E, hidden, rank),
+        0.5, 1.5, 2.0,
+    )  # fmt: skip
+
+
+def batch(
+    rows: int, dtype: torch.dtype, seed: int = 0, slots: list[int] | None = None, hidden: int = H
+) -> ExpertBuffers:
+    g = torch.Generator().manual_seed(seed)
+    b = ExpertBuffers.allocate(rows + 2, K, hidden, dtype)  # two padding rows that must not be touched
+    b.hidden[:] = torch.randn(rows + 2, hidden, generator=g).to(dtype)
+    b.ids[:rows] = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(rows)]) if rows else b.ids[:0]
+    b.ids[rows:] = 10**6
+    b.weights[:] = torch.rand(rows + 2, K, generator=g)
+    if slots:
+        b.slots[:rows] = torch.tensor([slots[i % len(slots)] for i in range(rows)], dtype=torch.int32)
+    b.bsz[0] = rows
+    b.out[:] = 7
+    return b
+
+
+def expected(layer: Layer, b: ExpertBuffers, adapters: dict[int, ExpertLora]) -> torch.Tensor:
+    """float64, row by row."""
+    rows = int(b.bsz)
+    out = torch.zeros(rows, layer.hidden, dtype=torch.float64)
+    for r in range(rows):
+        x = b.hidden[r].double()
+        adapter = adapters.get(int(b.slots[r]))
+        for e, w in zip(b.ids[r].tolist(), b.weights[r].tolist(), strict=True):
+            if e < 0:
+                continue
+            gate, up = layer.gate[e] @ x, layer.up[e] @ x
+            if adapter is not None:
+                gate += adapter.gate_scale * (adapter.gate_b[e].double() @ (adapter.gate_a[e].double() @ x))
+                up += adapter.up_scale * (adapter.up_b[e].double() @ (adapter.up_a[e].double() @ x))
+            h = torch.nn.functional.silu(gate) * up
+            y = layer.down[e] @ h
+            if adapter is not None:
+                y += adapter.down_scale * (adapter.down_b[e].double() @ (adapter.down_a[e].double() @ h))
+            out[r] += w * y
+    return out
+
+
+def run(experts: NativeExperts, task: ExpertTask) -> torch.Tensor:
+    experts.post(task)
+    experts.wait(task)
+    b = task.buffers
+    rows = int(b.bsz)
+    assert (b.out[rows:] == 7).all(), "padding rows were written"
+    return b.out[:rows].clone()
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).abs().mean() / want.abs().mean())
+
+
+def make(pool: object, layer: Layer, dtype: torch.dtype, isa: str = "", quantise: str | None = None) -> NativeExperts:
+    sizes = config(hidden_size=layer.hidden, moe_intermediate_size=layer.inner, num_experts=E, num_experts_per_tok=K)
+    experts = NativeExperts(sizes, dtype, pool, isa=isa, quantise=quantise)
+    experts.load_layer(0, layer.store)
+    return experts
+
+
+# Q6_K's scales are random bytes here, its products therefore large; the relative error counts.
+BOUNDS = {"F32": 2e-6, "F16": 0.006, "BF16": 0.006} | dict.fromkeys(QUANTISED, 0.025)
+MIXES = [(kind, "", "") for kind in [*QUANTISED, "BF16", "F16", "F32"]] + [
+    ("Q4_K", "", "Q6_K"), ("Q8_0", "Q4_0", "Q5_1"), ("BF16", "", "Q8_0"), ("Q4_K", "", "BF16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("gate,up,down", MIXES)
+def test_right_with_and_without_adapters(pool: object, gate: str, up: str, down: str, isa: str) -> None:
+    layer = Layer(gate, up, down)
+    dtype = F32 if gate == "F32" else BF16
+    experts = make(pool, layer, dtype, isa)
+    adapters = {1: lora(4, 11), 2: lora(16, 12), 5: lora(9, 13, F32)}
+    for slot, adapter in adapters.items():
+        experts.set_adapter(slot, {0: adapter})
+    bound = max(BOUNDS[kind] for kind in (gate, up or gate, down or gate))
+    if gate == "F32":
+        assert error(run(experts, experts.bind(0, batch(9, F32))), expected(layer, batch(9, F32), {})) < bound
+    for slots in [None, [0, 1, 2, 5]]:
+        b = batch(13, BF16 if gate != "F32" else F32, slots=slots)
+        b.ids[3, 1] = -1
+        b.ids[4] = -1
+        b.ids[5, 1] = b.ids[5, 0]  # the same expert twice
+        got = run(experts, experts.bind(0, b))
+        assert error(got, expected(layer, b, adapters)) < bound + (0.002 if dtype == BF16 else 0)
+        assert not got[4].any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_K", "Q6_K"])
+def test_a_row_does_not_see_its_neighbours(pool: object, kind: str, isa: str) -> None:
+    experts = make(pool, Layer(kind), BF16, isa)
+    for slot in (1, 2, 3):
+        experts.set_adapter(slot, {0: lora(4 * slot, slot)})
+    big = batch(150, BF16, slots=[0, 1, 2, 3, 0])
+    big.ids[40:] = torch.tensor([2, 5, 7])  # skewed: two of three experts take most rows
+    together = run(experts, experts.bind(0, big))
+    again = run(experts, experts.bind(0, big))
+    assert torch.equal(together, again)
+    one = batch(1, BF16)
+    task = experts.bind(0, one)
+    for row in [0, 1, 7, 39, 40, 99, 149]:
+        for name in ("hidden", "ids", "weights", "slots"):
+            getattr(one, name)[0] = getattr(big, name)[row]
+        assert torch.equal(run(experts, task)[0], together[row])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_and_shards_do_not_show(pool: object, threads: int) -> None:
+    layer = Layer("Q4_K", "", "Q6_K")
+    one = make(pool, layer, BF16)
+    groups = [list(range(threads))] if threads < 5 else [[0, 1], [0], [1, 0]]
+    other = make(_native.WorkerPool(groups), layer, BF16)
+    for experts in (one, other):
+        experts.set_adapter(1, {0: lora(8, 4)})
+    b = batch(20, BF16, slots=[0, 1])
+    assert torch.equal(run(one, one.bind(0, b)), run(other, other.bind(0, b)))
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_instruction_sets_agree(pool: object, kind: str, isa: str) -> None:
+    layer = Layer(kind)
+    b = batch(6, F32)
+    outs = [run(experts, experts.bind(0, b)) for experts in (make(pool, layer, F32, i) for i in ("avx2", isa))]
+    assert error(outs[0], outs[1].double()) < 1e-4
+
+
+def test_one_task_serves_any_number_of_rows(pool: object) -> None:
+    layer = Layer("Q8_0")
+    experts = make(pool, layer, BF16)
+    b = batch(30, BF16)
+    task = experts.bind(0, b)
+    for rows in [30, 0, 1, 17, 30, 2]:
+        b.bsz[0] = rows
+        b.out[:] = 7
+        b.ids[:30].copy_(batch(30, BF16, seed=rows).ids[:30])
+        assert error(run(experts, task), expected(layer, b, {})) < 0.025 if rows else run(experts, task).numel() == 0
+
+
+def test_more_rows_than_a_chunk(pool: object) -> None:
+    layer = Layer("Q4_0", hidden=32, inner=64)
+    experts = make(pool, layer, F32)
+    b = batch(1100, F32, hidden=32)
+    got = run(experts, experts.bind(0, b))
+    keep = [0, 500, 1023, 1024, 1099]
+    few = dataclasses.replace(b, bsz=torch.tensor([len(keep)], dtype=torch.int32))
+    for name in ("hidden", "ids", "weights", "slots"):
+        setattr(few, name, getattr(b, name)[keep])
+    assert error(got[keep], expected(layer, few, {})) < 0.03
+
+
+@pytest.mark.parametrize("hidden,inner", [(32, 32), (96, 32), (64, 160), (2048, 96)])
+def test_any_multiple_of_32(pool: object, hidden: int, inner: int) -> None:
+    for kind in ("BF16", "Q8_0", "Q4_1"):
+        layer = Layer(kind, hidden=hidden, inner=inner)
+        experts = make(pool, layer, BF16)
+        adapters = {1: lora(3, 5, hidden=hidden, inner=inner)}
+        experts.set_adapter(1, {0: adapters[1]})
+        b = batch(5, BF16, slots=[0, 1], hidden=hidden)
+        assert error(run(experts, experts.bind(0, b)), expected(layer, b, adapters)) < BOUNDS[kind] + 0.003
+
+
+def test_other_sizes_are_refused(pool: object) -> None:
+    with pytest.raises(UserError, match="intermediate size: 48; it must be a multiple of 32"):
+        make(pool, Layer("BF16", hidden=64, inner=48), BF16)
+
+
+@pytest.mark.parametrize("quantise,bound", [("int8", 0.025), ("int4", 0.2)])
+def test_plain_weights_are_quantised_on_request(pool: object, quantise: str, bound: float) -> None:
+    layer = Layer("F32")
+    experts = make(pool, layer, BF16, quantise=quantise)
+    plain = make(pool, layer, F32)
+    assert experts.num_bytes < plain.num_bytes * (0.27 if quantise == "int8" else 0.16)
+    b = batch(4, BF16)
+    assert error(run(experts, experts.bind(0, b)), expected(layer, b, {})) < bound
+
+
+def test_adapters_come_and_go(pool: object) -> None:
+    layer = Layer("Q8_0")
+    experts = make(pool, layer, BF16)
+    b = batch(6, BF16, slots=[1])
+    task = experts.bind(0, b)
+    base = run(experts, task)
+    first, second = lora(4, 1), lora(20, 2)
+    for adapter in (first, second):
+        experts.set_adapter(1, {0: adapter})
+        assert error(run(experts, task), expected(layer, b, {1: adapter})) < 0.025
+    experts.set_adapter(1, {3: first})  # has nothing for this layer
+    assert torch.equal(run(experts, task), base)
+    experts.set_adapter(1, {0: second})
+    experts.set_adapter(1, None)
+    assert torch.equal(run(experts, task), base)
+
+
+def test_an_expert_whose_b_is_zero_equals_the_base(pool: object) -> None:
+    experts = make(pool, Layer("Q8_0"), BF16)
+    b = batch(6, BF16, slots=[1])
+    task = experts.bind(0, b)
+    base = run(experts, task)
+    adapter = lora(4, 1)
+    for t in (adapter.gate_b, adapter.up_b, adapter.down_b):
+        t.zero_()
+    experts.set_adapter(1, {0: adapter})
+    assert torch.equal(run(experts, task), base)
+
+
+def broken() -> Iterator[tuple[str, str, int]]:
+    yield "bsz", "bsz: 9; allowed are 0 to 8", 9
+    yield "bsz", "bsz: -1", -1
+    yield "ids", "ids: 8; allowed are -1 to 7", 8
+    yield "ids", "ids: -2", -2
+    yield "slots", "slots: -1", -1
+
+
+@pytest.mark.parametrize("name,message,value", list(broken()))
+def test_a_bad_batch_is_refused_and_the_next_is_served(pool: object, name: str, message: str, value: int) -> None:
+    experts = make(pool, Layer("Q8_0"), BF16)
+    b = batch(6, BF16)
+    task = experts.bind(0, b)
+    good = run(experts, task)
+    getattr(b, name).view(-1)[0] = value
+    b.out[:] = 7
+    with pytest.raises(ExpertBackendError, match=message):
+        run(experts, task)
+    assert (b.out == 7).all()
+    fresh = batch(6, BF16)
+    getattr(b, name).copy_(getattr(fresh, name))
+    assert torch.equal(run(experts, task), good)
+
+
+def test_misuse_is_refused(pool: object) -> None:
+    experts = make(pool, Layer("Q8_0"), BF16)
+    with pytest.raises(ExpertBackendError, match="layer 4"):
+        experts.bind(4, batch(1, BF16))
+    with pytest.raises(ExpertBackendError, match="ids"):
+        experts.bind(0, dataclasses.replace(batch(1, BF16), ids=torch.zeros(3, K, dtype=torch.int32)))
+    with pytest.raises(ExpertBackendError, match="hidden is"):
+        experts.bind(0, batch(1, torch.float16))
+    task = experts.bind(0, batch(1, BF16))
+    with pytest.raises(ExpertBackendError, match="wait without post"):
+        experts.wait(task)
+    with pytest.raises(ExpertBackendError, match="gate_a"):
+        experts.set_adapter(1, {0: lora(4, 1, hidden=128)})
+    with pytest.raises(UserError, match="quantise"):
+        NativeExperts(config(), BF16, pool, quantise="int2")
+    with pytest.raises(UserError, match="sse"):
+        NativeExperts(config(), BF16, pool, isa="sse")
+
+
+def test_a_bad_activation_stays_in_its_row(pool: object) -> None:
+    for kind in ("BF16", "Q8_0", "Q4_K"):
+        experts = make(pool, Layer(kind), BF16)
+        b = batch(5, BF16)
+        task = experts.bind(0, b)
+        clean = run(experts, task)
+        b.hidden[2, 40] = float("nan")
+        got = run(experts, task)
+        assert torch.isnan(got[2]).all()
+        keep = [0, 1, 3, 4]
+        assert torch.equal(got[keep], clean[keep])
