@@ -33,7 +33,7 @@ class NativeExperts(ExpertBackend):
     """GGUF blocks are repacked without loss (native/src/core/format.hpp draws the layout). Plain weights become bf16,
     float32 where the model computes in float32, or are quantised on request.
 
-    `pool`: a `native._native.WorkerPool` to share with other backends; default: one of its own over this process's CPUs.
+    `pool`: a `native._native.WorkerPool` to share with other backends; default: its own over this process's CPUs.
     `isa`: "avx2", "avx512" or "amx"; "" is KTSERVE_ISA or the machine's best. `quantise`: "int8" or "int4" for plain
     weights. UserError for sizes, types or settings that the kernels do not take.
     """
@@ -172,9 +172,8 @@ class NativeExperts(ExpertBackend):
         for name, (shape, dtype) in expected.items():
             t: torch.Tensor = getattr(b, name)
             if tuple(t.shape) != shape or t.dtype != dtype or t.device.type != "cpu" or not t.is_contiguous():
-                raise ExpertBackendError(
-                    f"buffer {name} is {t.dtype} {tuple(t.shape)} on {t.device}; needed is contiguous {dtype} {shape} on cpu"
-                )
+                got = f"{t.dtype} {tuple(t.shape)} on {t.device}"
+                raise ExpertBackendError(f"buffer {name} is {got}; needed is contiguous {dtype} {shape} on cpu")
 
     def post(self, task: ExpertTask, stream: Any = None) -> None:
         if stream is not None:

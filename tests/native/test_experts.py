@@ -62,7 +62,8 @@ def lora(rank: int, seed: int, dtype: torch.dtype = BF16, hidden: int = H, inner
         return (torch.randn(*shape, generator=g) / shape[-1] ** 0.5).to(dtype)
 
     return ExpertLora(
-        t(E, rank, hidden), t(E, inner, rank), t(E, rank, hidden), t(E, inner, rank), t(E, rank, inner), t(E, hidden, rank),
+        t(E, rank, hidden), t(E, inner, rank), t(E, rank, hidden), t(E, inner, rank),
+        t(E, rank, inner), t(E, hidden, rank),
         0.5, 1.5, 2.0,
     )  # fmt: skip
 

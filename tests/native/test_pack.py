@@ -1,4 +1,4 @@
-"""The packed layout holds GGUF's blocks without loss, and the dot products over it are right on every instruction set."""
+"""The packed layout holds GGUF's blocks without loss, and its dot products are right on every instruction set."""
 
 from __future__ import annotations
 
