@@ -125,6 +125,8 @@ def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list
         note(args, "--backend-type balance_serve: here the only mode (continuous batching)")
     engine, serve, notes = resolve(args, environment())
     logging.basicConfig(stream=sys.stderr, level=serve.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if not serve.access_log:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return engine, serve, notes
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics. No label carries a model's, adapter's or tenant's name: /metrics needs no key."""
+"""Prometheus metrics. What is told by name (tenants) is left out where names are not for everybody."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ _TOTAL_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """`stats` is what the engine last reported; each of its numbers becomes the gauge ktserve_engine_<name>."""
+    """`stats` is what the engine last reported: each of its numbers becomes the gauge ktserve_engine_<key>, each
+    mapping a gauge with the label "name", if `show_names`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.stats: Mapping[str, Any] = {}
+        self.show_names = True
         self.engine_up = False
         self.restarts = 0
         self.requests = Counter("ktserve_requests", "requests by outcome", ["outcome"], registry=self.registry)
@@ -53,17 +55,15 @@ class Metrics:
         """The registry's interface for metrics that are read when asked for."""
         yield GaugeMetricFamily("ktserve_engine_up", "whether the engine serves", value=float(self.engine_up))
         yield GaugeMetricFamily("ktserve_engine_restarts", "restarts of the engine", value=float(self.restarts))
-        for name, value in _numbers("", self.stats):
-            yield GaugeMetricFamily(f"ktserve_engine_{name}", "reported by the engine", value=value)
+        for key, value in self.stats.items():
+            name = "ktserve_engine_" + re.sub(r"\W", "_", key)
+            if isinstance(value, Mapping):
+                family = GaugeMetricFamily(name, "reported by the engine", labels=["name"])
+                for label, number in value.items() if self.show_names else ():
+                    family.add_metric([str(label)], float(number))
+                yield family
+            elif isinstance(value, bool | int | float):
+                yield GaugeMetricFamily(name, "reported by the engine", value=float(value))
 
     def render(self) -> bytes:
         return bytes(generate_latest(self.registry))
-
-
-def _numbers(prefix: str, stats: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in stats.items():
-        name = prefix + re.sub(r"\W", "_", str(key))
-        if isinstance(value, bool | int | float):
-            yield name, float(value)
-        elif isinstance(value, Mapping):
-            yield from _numbers(f"{name}_", value)

@@ -56,13 +56,16 @@ class Keys:
             raise ApiError(401, what, code="invalid_api_key")
         return found
 
+    def is_admin(self, authorization: str | None) -> bool:
+        return self._admin is not None and hmac.compare_digest(self._admin, _bearer(authorization))
+
     def check_admin(self, authorization: str | None) -> None:
         """Raises ApiError 401 or 403."""
         if self._admin is None:
             raise ApiError(
                 403, "loading and unloading adapters is off: start the server with --admin-key", code="no_admin_key"
             )
-        if not hmac.compare_digest(self._admin, _bearer(authorization)):
+        if not self.is_admin(authorization):
             raise ApiError(401, "the admin key is missing or wrong", code="invalid_api_key")
 
 

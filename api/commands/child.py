@@ -18,9 +18,7 @@ def run_child(command: str, path: str | None, engine: EngineConfig, serve: Serve
     if command != "inspect":
         engine, _ = with_demo(engine)
     payload = msgspec.json.encode(engine).decode()
-    argv = [*engine_command(serve), command, "--config-json", payload]
-    if path is not None:
-        argv.append(path)
+    argv = [*engine_command(serve), command, *([path] if path is not None else []), "--config-json", payload]
     try:
         status = subprocess.run(argv, env=child_environment(), check=False).returncode
     except OSError as error:

@@ -32,6 +32,9 @@ def router() -> APIRouter:
         except EngineUnavailable:  # no gauges rather than old ones
             service.metrics.stats = {}
         service.metrics.engine_up = service.client.state == "ready"
+        service.metrics.show_names = not service.keys.required or service.keys.is_admin(
+            request.headers.get("authorization")
+        )
         service.metrics.restarts = service.client.restarts
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

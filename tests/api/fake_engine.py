@@ -2,7 +2,8 @@
 
 The output is the prompt's tokens in order (an adapter "reverse" reverses them), then an end-of-sequence token.
 Adapters with names of their own misbehave: "slow" (50 ms a token), "die" (the process ends after two tokens),
-"refuse" (429 for prompts over two tokens, else no answer), "fail" (Failed after two tokens), "silent" (no answer at all), "burst" (all tokens in one event).
+"refuse" (429 for prompts over two tokens, else no answer), "fail" (Failed after two tokens), "silent" (no answer at
+all), "burst" (all tokens in one event).
 FAKE_ENGINE holds JSON: {"log": path of an NDJSON file of all messages received, "fatal": message, "start_delay_s",
 "vocab_size", "max_model_len", "eos"}.
 """

@@ -88,7 +88,7 @@ def test_metrics(server: Running) -> None:
     assert gained("ktserve_inter_token_latency_seconds_count") == 3
     assert gained("ktserve_request_seconds_count") == 2
     assert after["ktserve_engine_up"] == 1
-    assert after["ktserve_engine_blocks_free"] == 9 and after["ktserve_engine_running"] == 0
+    assert after["ktserve_engine_blocksfree"] == 9 and after["ktserve_engine_running"] == 0
 
 
 def test_the_serving_process_has_no_torch(server: Running) -> None:
@@ -131,6 +131,11 @@ def test_tenant_and_weight_reach_the_engine(guarded: Running) -> None:
     first, second = guarded.received("Submit")[-2:]
     assert (first["tenant"], first.get("tenant_weight", 1.0), first["priority"]) == ("blue", 1.0, -3)
     assert (second["tenant"], second["tenant_weight"], second["adapter"]) == ("red", 2.5, "slow")
+
+
+def test_tenants_names_are_not_for_everybody(guarded: Running, server: Running) -> None:
+    assert 'name="free"' in server.http.get("/metrics").text
+    assert "name=" not in guarded.http.get("/metrics").text
 
 
 def test_without_an_admin_key_loading_is_off(guarded: Running) -> None:

@@ -1,0 +1,159 @@
+"""The command line: help, child commands, terminal chat, what is imported."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.api.conftest import ROOT, environment
+
+ANSWER = "user\n{}\nassistant\n"
+
+
+def ktserve(*argv: str, stdin: str = "", **fake: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "api.cli", *argv],
+        cwd=ROOT, env=environment(**fake), input=stdin, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", [[], ["serve"], ["chat"], ["plan"], ["check"], ["adapters"], ["adapters", "inspect"]])
+def test_help(argv: list[str]) -> None:
+    done = ktserve(*argv, "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: ktserve")
+    assert "--model_path" not in done.stdout or argv == ["serve"]
+
+
+def test_every_setting_is_in_the_help() -> None:
+    from api.config import ServeConfig
+    from api.options import settings_of
+    from engine.config import EngineConfig
+
+    text = ktserve("serve", "--help").stdout
+    for setting in settings_of(EngineConfig) + settings_of(ServeConfig):
+        assert re.search(rf"^  {setting.flag}[ ,]", text, re.MULTILINE), setting.flag
+
+
+def test_mistakes_are_one_line() -> None:
+    for argv, part in (
+        ([], "required"),
+        (["sevre"], "invalid choice"),
+        (["serve", "--max-num-seq", "1"], "did you mean --max-num-seqs"),
+        (["serve", "a", "--model", "b"], "given twice"),
+        (["chat", "/nope"], "no such file"),
+        (["serve", "--backend_type", "ktransformers", "--max_batch_size", "4"], "one request at a time"),
+    ):
+        done = ktserve(*argv)
+        assert done.returncode == 1, argv
+        assert part in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_children_get_the_settings_and_give_their_status(model_dir: Path) -> None:
+    done = ktserve("plan", str(model_dir), "--max-model-len", "99", "--adapters", "a=/x")
+    said = json.loads(done.stdout)
+    assert done.returncode == 0 and said["command"] == "plan"
+    assert (said["config"]["model"], said["config"]["max_model_len"]) == (str(model_dir), 99)
+    assert said["config"]["adapters"] == ["a=/x"]
+    assert json.loads(ktserve("check", str(model_dir)).stdout)["command"] == "check"
+    said = json.loads(ktserve("adapters", "inspect", "some/path", "--model", "m").stdout)
+    assert (said["command"], said["path"], said["config"]["model"]) == ("inspect", "some/path", "m")
+    assert ktserve("adapters", "inspect", "bad").returncode == 7
+
+
+def test_ktransformers_flags_are_explained(model_dir: Path) -> None:
+    done = ktserve("plan", f"--model_path={model_dir}", "--cache_lens", "512")
+    assert json.loads(done.stdout)["config"]["kv_cache_tokens"] == 512
+    assert "--cache-lens 512: here --kv-cache-tokens 512" in done.stderr
+
+
+def test_one_request_at_a_time(model_dir: Path) -> None:
+    done = ktserve("serve", str(model_dir), "--backend_type", "ktransformers", "--port", "0", fatal="enough")
+    assert "here --max-num-seqs 1" in done.stderr and done.stderr.splitlines()[-1] == "error: enough"
+
+
+def test_chat(model_dir: Path) -> None:
+    lines = [
+        "hé 👋",
+        "/adapter reverse",
+        "abc",
+        "/adapter nope",
+        "/adapter",
+        "/reset",
+        "x",
+        "/adapters",
+        "/what",
+        "/quit",
+        "y",
+    ]
+    done = ktserve("chat", str(model_dir), "--adapters", "reverse=/x", stdin="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(ANSWER.format("hé 👋"))
+    assert "cba" in done.stdout, "the adapter answers with the whole conversation reversed"
+    assert done.stdout.endswith(ANSWER.format("x") + "\n"), "after /reset the conversation begins anew"
+    for part in (
+        "(reverse answers)",
+        "no adapter 'nope'; there is: reverse",
+        "(the base model answers)",
+        "unknown command /what",
+    ):
+        assert part in done.stderr
+
+
+def test_chat_options(model_dir: Path) -> None:
+    flags = ["--system", "be brief", "--adapter", "slow", "--adapters", "slow=/x", "--default-max-tokens", "9"]
+    done = ktserve("chat", str(model_dir), *flags, stdin="hi\n")
+    assert done.stdout == "system\nb\n"[: len(done.stdout)] and len(done.stdout) > 5
+    assert ktserve("chat", str(model_dir), "--adapter", "nope").stderr.splitlines()[-1].startswith("error: no adapter")
+
+
+def test_chat_outlives_what_goes_wrong(model_dir: Path) -> None:
+    flags = ["--adapters", "fail=/x", "--adapters", "reverse=/y"]
+    done = ktserve("chat", str(model_dir), *flags, stdin="/adapter fail\nabc\n/adapter\n/reset\nok\n", max_model_len=60)
+    assert done.returncode == 0 and "a fault of the fake" in done.stderr
+    assert done.stdout.endswith(ANSWER.format("ok") + "\n")
+    done = ktserve("chat", str(model_dir), stdin="a long message " * 9 + "\nok\n", max_model_len=60)
+    assert "fills the context" in done.stderr and done.stdout.endswith(ANSWER.format("ok") + "\n")
+
+
+def test_generation_config(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    for content, shown in (
+        ({"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": 1}, "temperature 0.6, top_k 20"),
+        ({"temperature": 0.6, "do_sample": False}, "temperature 0.0"),
+    ):
+        path.write_text(json.dumps(content))
+        done = ktserve("chat", str(model_dir), "--generation-config", str(tmp_path), stdin="")
+        assert f"sampling defaults from generation_config.json: {shown} (" in done.stderr
+    path.write_text(json.dumps({"temperature": "warm"}))
+    done = ktserve("chat", str(model_dir), "--generation-config", str(tmp_path))
+    assert done.returncode == 1 and "temperature is 'warm'" in done.stderr
+
+
+def test_a_yaml_file_serves_all_commands(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": str(model_dir), "max_num_seqs": 3, "port": 0, "default_max_tokens": 4}))
+    assert json.loads(ktserve("plan", "--config", str(path)).stdout)["config"]["max_num_seqs"] == 3
+    assert ktserve("chat", "--config", str(path), stdin="a\n").stdout.startswith("use")
+
+
+def test_importing_everything_imports_no_torch(tmp_path: Path) -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "api").rglob("*.py")
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+    assert len(modules) > 20
