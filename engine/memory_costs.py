@@ -7,34 +7,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.model_config import ModelConfig
+from engine.weights.layout import EMBED
 
 if TYPE_CHECKING:
-    from engine.weights.store import ExpertStore, WeightSource
+    from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
 _BF16, _F32 = 2, 4
-_NATIVE_REPACK = 1.05  # the native pool's packed blocks against GGUF's
-_KT_BYTES = {"AMXBF16": 2.0, "AMXInt8": 1.01, "AMXInt4": 0.51}  # per weight, row scales included
-_FLOATS = ("F32", "F16", "BF16")
+# Bytes per weight, scales included. Native: the packed formats that hold GGUF's blocks (native/src/core/format.hpp);
+# other types are held in the activations' type.
+_NATIVE_BYTES = {"Q8_0": 544, "Q5_0": 544, "Q5_1": 576, "Q4_0": 288, "Q4_1": 320, "Q4_K": 296, "Q5_K": 552, "Q6_K": 420}
+_NATIVE_PER = 512  # weights of a panel's block
+_KT_BYTES = {"AMXBF16": 2.0, "AMXInt8": 1.01, "AMXInt4": 0.51}
+_KT_BLOCKS = {"F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}  # used as they lie
+_KT_MULTIPLE = 256
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 
 
 def expert_bytes(store: ExpertStore, backend: str, element_bytes: int, kt_method: str) -> int:
     """One layer's routed experts as `backend` holds them."""
-    total = 0.0
-    for projection in ("gate", "up", "down"):
-        tensor = store.expert(projection, 0)
-        weights = store.num_experts * tensor.shape[0] * tensor.shape[1]
-        stored = store.num_experts * tensor.num_bytes
-        quantised = tensor.type not in _FLOATS
-        if backend == "reference":
-            total += weights * element_bytes
-        elif backend == "kt" and kt_method in _KT_BYTES:
-            total += weights * _KT_BYTES[kt_method]
-        elif backend in ("kt", "native", "hybrid") and quantised:
-            total += stored * (1.0 if backend == "kt" else _NATIVE_REPACK)
-        else:
-            total += weights * _BF16
-    return int(total)
+    tensors = [store.expert(projection, 0) for projection in ("gate", "up", "down")]
+    if backend == "kt":
+        blocks = kt_method == "GGUF" or (kt_method == "auto" and _kt_takes_blocks(tensors))
+        each = [t.num_bytes if blocks else prod(t.shape) * _KT_BYTES.get(kt_method, _BF16) for t in tensors]
+    elif backend in ("native", "hybrid"):
+        each = [_native_bytes(t, element_bytes) for t in tensors]
+    else:
+        each = [prod(t.shape) * (element_bytes if backend == "reference" else _BF16) for t in tensors]
+    return int(store.num_experts * sum(each))
+
+
+def _kt_takes_blocks(tensors: list[WeightTensor]) -> bool:
+    """Whether "auto" uses the file's own blocks; otherwise it makes bf16."""
+    fits = all(size % _KT_MULTIPLE == 0 for size in tensors[0].shape)
+    return fits and all(t.type in _KT_BLOCKS for t in tensors) and any(t.quantised for t in tensors)
+
+
+def _native_bytes(tensor: WeightTensor, element_bytes: int) -> float:
+    packed = _NATIVE_BYTES.get(tensor.type)
+    return prod(tensor.shape) * (element_bytes if packed is None else packed / _NATIVE_PER)
 
 
 def dense_bytes(source: WeightSource, linear_backend: str, element_bytes: int) -> int:
@@ -47,13 +57,17 @@ def dense_bytes(source: WeightSource, linear_backend: str, element_bytes: int) -
         count = prod(tensor.shape)
         if name.endswith("mlp.gate.weight"):
             total += count * _F32
-        elif tensor.quantised and linear_backend != "reference" and len(tensor.shape) == 2 and "embed" not in name:
-            total += int(tensor.num_bytes * _NATIVE_REPACK)
+        elif len(tensor.shape) == 2 and name != EMBED:
+            total += _linear_bytes(tensor, linear_backend, element_bytes)
         else:
             total += count * element_bytes
     if config.tie_word_embeddings:
-        total += config.vocab_size * config.hidden_size * element_bytes
+        total += _linear_bytes(source.tensor(EMBED), linear_backend, element_bytes)
     return total
+
+
+def _linear_bytes(tensor: WeightTensor, backend: str, element_bytes: int) -> int:
+    return int(_native_bytes(tensor, element_bytes)) if backend == "native" else prod(tensor.shape) * element_bytes
 
 
 def buffer_bytes(config: ModelConfig, rows: int, sequences: int) -> int:

@@ -225,8 +225,8 @@ def _remedies(inputs: _Inputs, plan: MemoryPlan) -> list[str]:
     config = inputs.config
     trials: list[tuple[str, _Inputs]] = []
 
-    def trial(text: str, element_bytes: int = inputs.element_bytes, **settings: object) -> None:
-        changed = replace(inputs, config=replace(config, **settings), element_bytes=element_bytes)  # type: ignore[arg-type]
+    def trial(text: str, inputs: _Inputs = inputs, **settings: object) -> None:
+        changed = replace(inputs, config=replace(config, **settings))  # type: ignore[arg-type]
         backend = settings.get("expert_backend")
         trials.append((text, replace(changed, expert_backend=lambda _: str(backend)) if backend else changed))
 
@@ -236,12 +236,15 @@ def _remedies(inputs: _Inputs, plan: MemoryPlan) -> list[str]:
     if tokens >= BLOCK:
         trial(f"--kv-cache-tokens {tokens}", kv_cache_tokens=tokens, kv_cache_memory=None, max_model_len=None)
     if inputs.element_bytes > 2:
-        trial("--dtype bfloat16", element_bytes=2, dtype="bfloat16")
+        trial("--dtype bfloat16", replace(inputs, element_bytes=2), dtype="bfloat16")
     if config.max_num_batched_tokens > 128:
         trial("--max-num-batched-tokens 128", max_num_batched_tokens=128)
     if config.adapters:
         trial("fewer --adapters", adapters=[])
+    trial("--expert-backend native", expert_backend="native")
+    if inputs.gpu is None:
+        both = replace(inputs, linear_backend="native")
+        trial("--expert-backend native --linear-backend native", both, expert_backend="native", linear_backend="native")
     for method in ("AMXInt8", "AMXInt4"):
-        text = f"--expert-backend kt --kt-method {method}"
-        trial(text, expert_backend="kt", kt_method=method)
+        trial(f"--expert-backend kt --kt-method {method}", expert_backend="kt", kt_method=method)
     return [text for text, changed in trials if not _draw(changed).short]

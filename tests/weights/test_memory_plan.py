@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 
 import psutil
@@ -59,7 +60,8 @@ def size(made: MemoryPlan, label: str) -> int:
         ("kt", "AMXInt8", 1.01 * WEIGHTS),
         ("kt", "AMXInt4", 0.51 * WEIGHTS),
         ("kt", "GGUF", WEIGHTS * 34 / 32),
-        ("native", "auto", 1.05 * WEIGHTS * 34 / 32),
+        ("kt", "auto", 2 * WEIGHTS),
+        ("native", "auto", WEIGHTS * 34 / 32),
         ("gpu", "auto", 2 * WEIGHTS),
     ],
 )
@@ -67,6 +69,23 @@ def test_experts_by_backend(source: WeightSource, backend: str, method: str, exp
     made = plan(source, backend=backend, kt_method=method)
     assert size(made, "experts") == pytest.approx(2 * expected, rel=1e-4)
     assert f"2 layers on {backend}" in made.render()
+
+
+@pytest.mark.parametrize(
+    "type", ["Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
+)
+def test_native_and_kt_sizes(tmp_path: Path, type: str) -> None:
+    """What the plan says is what the kernels' own arithmetic says."""
+    native = importlib.import_module("native._native")
+    model = tiny_model(0, hidden_size=512, moe_intermediate_size=256, num_experts=2, num_hidden_layers=1)
+    save_gguf(model, tmp_path / "m.gguf", expert_type=type)
+    made = open_model(str(tmp_path / "m.gguf"))
+    form = native.format_of(type) if native.has_source_type(type) else "bf16"
+    packed = 2 * (2 * native.packed_size(form, 256, 512) + native.packed_size(form, 512, 256))
+    assert size(plan(made, backend="native"), "experts") == pytest.approx(packed, rel=0.005)  # panels are padded
+    kt = size(plan(made, backend="kt"), "experts")
+    blocks = type in ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
+    assert kt == (made.experts(0).num_bytes if blocks else 2 * 3 * 512 * 256 * 2)
 
 
 def test_dense_weights(source: WeightSource) -> None:
@@ -169,6 +188,8 @@ def test_smaller_experts_are_advised(source: WeightSource) -> None:
     source_of_big = _Scaled(source, big, 5000)
     made = plan(source_of_big, cpu=1200 * MIB)
     assert made.remedies == ["--expert-backend kt --kt-method AMXInt4"]
+    made = plan(source_of_big, cpu=1300 * MIB)
+    assert made.remedies[0] == "--expert-backend native" and len(made.remedies) == 4
     made = plan(source_of_big, cpu=5 * GIB // 2, element=4)
     assert "--dtype bfloat16" in made.remedies and "--expert-backend kt --kt-method AMXInt8" in made.remedies
 
