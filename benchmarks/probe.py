@@ -1,0 +1,77 @@
+"""What the benchmarks of the CPU kernels share: a pool, the machine's roofs, timing, one line per measurement."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from native import _native
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """Measured in this process, just before what is compared with them."""
+
+    bytes_per_s: float
+    f32_per_s: float
+    bf16_per_s: float
+    int8_per_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"roofs: read {self.bytes_per_s / 1e9:.1f} GB/s; float32 {self.f32_per_s / 1e9:.0f}, "
+            f"bf16 {self.bf16_per_s / 1e9:.0f}, int8 {self.int8_per_s / 1e9:.0f} G operations/s"
+        )
+
+    def of(self, type: str) -> float:
+        """Operations per second of the fastest instruction for "f32", "bf16" or "int8" inputs."""
+        best = {"f32": self.f32_per_s, "bf16": self.bf16_per_s, "int8": self.int8_per_s}[type]
+        return best or self.f32_per_s
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--isa", default="", help="avx2, avx512 or amx; default: the best")
+    parser.add_argument("--repeats", type=int, default=7, help="the best of so many is printed")
+    return parser
+
+
+def make_pool(threads: int) -> Any:
+    cpus = sorted(os.sched_getaffinity(0))
+    if threads > len(cpus):
+        raise SystemExit(f"--threads {threads}: this process may use {len(cpus)}")
+    return _native.WorkerPool([cpus[:threads]], pin=len(cpus) > 4)
+
+
+def measure_roofs(pool: Any, isa: str) -> Roofs:
+    def peak(type: str) -> float:
+        return float(_native.peak_operations(pool, type, isa=isa))
+
+    return Roofs(_native.read_bandwidth(pool, 1 << 30, repeats=5, isa=isa), peak("f32"), peak("bf16"), peak("int8"))
+
+
+def best_s(pool: Any, repeats: int, run: Callable[[], None]) -> float:
+    """Seconds of the fastest of `repeats` runs, after one to warm up; the pool is held awake as within a step."""
+    pool.begin_step()
+    run()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    pool.end_step()
+    return best
+
+
+def line(what: str, seconds: float, num_bytes: float, operations: float, roofs: Roofs, type: str) -> str:
+    """Time, achieved bytes and operations, and each as a share of its roof."""
+    rate, work = num_bytes / seconds, operations / seconds
+    return (
+        f"{what:<44} {seconds * 1e6:>10.0f} us {rate / 1e9:>8.1f} GB/s {rate / roofs.bytes_per_s:>5.0%} of read "
+        f"{work / 1e9:>8.0f} Gop/s {work / roofs.of(type):>5.0%} of {type}"
+    )
