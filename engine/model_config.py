@@ -51,7 +51,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """From config.json and generation_config.json of transformers 4 or 5. Raises ModelFileError."""
-        from engine.weights.hf_config import config_from_hf
+        from engine.weights.config.hf import config_from_hf
 
         return config_from_hf(config, generation)
 
@@ -60,7 +60,7 @@ class ModelConfig:
         cls, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], types: Collection[str] = ()
     ) -> ModelConfig:
         """From GGUF metadata, the tensors' C-order shapes and the types that occur. Raises ModelFileError."""
-        from engine.weights.gguf_config import config_from_gguf
+        from engine.weights.config.gguf import config_from_gguf
 
         return config_from_gguf(metadata, tensors, types)
 

@@ -17,7 +17,7 @@ from engine.errors import ModelFileError
 from engine.weights.ggml_types import READABLE, by_name
 from engine.weights.store import WeightTensor
 
-_CHUNK = 1 << 19  # values
+_CHUNK = 1 << 19  # values; a multiple of every block
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -8,7 +8,7 @@ import math
 from engine.errors import ModelFileError
 from engine.model_config import ModelConfig
 from engine.weights.checks import Found, refuse_extra, refuse_types, require
-from engine.weights.gguf_config import config_from_gguf
+from engine.weights.config.gguf import config_from_gguf
 from engine.weights.gguf_file import GGUFFile
 from engine.weights.layout import HEAD, dense_tensors, expert_shape, gguf_expert_name, gguf_name
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor

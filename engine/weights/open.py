@@ -6,9 +6,9 @@ from pathlib import Path
 
 from engine.errors import ModelFileError, UserError
 from engine.model_config import ModelConfig
+from engine.weights.config.hf import config_from_hf
 from engine.weights.gguf_file import open_gguf
 from engine.weights.gguf_source import GGUFSource
-from engine.weights.hf_config import config_from_hf
 from engine.weights.json_file import read_json
 from engine.weights.safetensors_source import INDEX, SINGLE, SafetensorsSource
 from engine.weights.store import WeightSource

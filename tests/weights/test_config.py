@@ -239,3 +239,35 @@ def test_gguf_metadata_refused_by_name(tmp_path: Path, metadata: dict[str, Any],
     with pytest.raises(ModelFileError) as caught:
         gguf_config(tmp_path, metadata)
     assert message in str(caught.value)
+
+
+SCALAR = st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+
+
+@given(data=st.data())
+def test_any_gguf_metadata_is_taken_or_refused(data: st.DataObject) -> None:
+    good: dict[str, Any] = {
+        "general.architecture": "qwen3moe",
+        "qwen3moe.block_count": 2,
+        "qwen3moe.context_length": 512,
+        "qwen3moe.embedding_length": 64,
+        "qwen3moe.feed_forward_length": 96,
+        "qwen3moe.attention.head_count": 4,
+        "qwen3moe.attention.head_count_kv": 2,
+        "qwen3moe.attention.key_length": 32,
+        "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen3moe.expert_count": 8,
+        "qwen3moe.expert_used_count": 2,
+        "qwen3moe.expert_feed_forward_length": 64,
+    }
+    rope = [f"qwen3moe.rope.scaling.{n}" for n in ("type", "factor", "original_context_length", "attn_factor")]
+    keys = [*good, *rope, "qwen3moe.rope.freq_base", "qwen3moe.rope.scale_linear", "tokenizer.ggml.eos_token_id"]
+    shapes = {"token_embd.weight": (128, 64), "output.weight": (128, 64)}
+    assert ModelConfig.from_gguf(good, shapes).num_experts == 8
+    changed = good | data.draw(st.dictionaries(st.sampled_from(keys), SCALAR, max_size=3))
+    try:
+        config = ModelConfig.from_gguf(changed, shapes)
+    except ModelFileError as error:
+        assert error.field is not None
+    else:
+        assert config.head_dim % 2 == 0 and config.num_experts_per_tok <= config.num_experts

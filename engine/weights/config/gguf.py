@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.errors import ModelFileError
 from engine.model_config import ModelConfig, RopeScaling
-from engine.weights.fields import Fields, check_config
+from engine.weights.config.fields import Fields, check_config
 from engine.weights.gguf_header import GGUFArray
 
 _ARCH = "qwen3moe"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.model_config import ModelConfig, RopeScaling
-from engine.weights.fields import Fields, check_config
+from engine.weights.config.fields import Fields, check_config
 
 _ROPE_KEYS = {
     "rope_type",

@@ -1,0 +1,1 @@
+"""Configurations as files spell them. Torch-free."""
