@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,8 +17,9 @@ from engine.errors import MemoryPlanError, UserError
 from engine.memory_limits import Memory, cpu_memory
 from engine.memory_plan import Item, MemoryPlan, plan_memory
 from engine.memory_units import format_bytes, parse_bytes
+from engine.model_config import ModelConfig
 from engine.weights.open import open_model
-from engine.weights.store import WeightSource
+from engine.weights.store import ExpertStore, WeightSource
 from tests.tiny import save_gguf, tiny_model
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -32,7 +34,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> WeightSource:
     return open_model(str(path))
 
 
-def plan(source: WeightSource, cpu: int = 64 * GIB, element: int = 2, backend: str = "reference", **more) -> MemoryPlan:
+def plan(
+    source: WeightSource, cpu: int = 64 * GIB, element: int = 2, backend: str = "reference", **more: Any
+) -> MemoryPlan:
     gpu, extra = more.pop("gpu", None), more.pop("extra", ())
     linear = more.pop("linear_backend", "reference")
     return plan_memory(
@@ -197,17 +201,17 @@ def test_smaller_experts_are_advised(source: WeightSource) -> None:
 class _Scaled:
     """A source whose expert count is multiplied: what is planned, never read."""
 
-    def __init__(self, source: WeightSource, config, factor: int) -> None:
+    def __init__(self, source: WeightSource, config: ModelConfig, factor: int) -> None:
         self.source, self.config, self.factor = source, config, factor
         self.names, self.tensor = source.names, source.tensor
 
-    def experts(self, layer: int):
+    def experts(self, layer: int) -> _Many:
         store = self.source.experts(layer)
         return _Many(store, store.num_experts * self.factor)
 
 
 class _Many:
-    def __init__(self, store, num_experts: int) -> None:
+    def __init__(self, store: ExpertStore, num_experts: int) -> None:
         self.num_experts = num_experts
         self.expert = lambda projection, index: store.expert(projection, 0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -41,7 +43,7 @@ def test_readable_is_what_the_gguf_package_dequantises() -> None:
 
 
 @pytest.mark.parametrize("type", [*QUANTISABLE, *CRAFTED])
-def test_every_expert_of_every_type(tmp_path, type: str) -> None:
+def test_every_expert_of_every_type(tmp_path: Path, type: str) -> None:
     model = tiny_model(1, hidden_size=256, moe_intermediate_size=256, num_experts=3)
     held = save_gguf(model, tmp_path / "m.gguf", expert_type=type, dense_type="BF16")
     source = open_model(str(tmp_path / "m.gguf"))
