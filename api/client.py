@@ -1,8 +1,4 @@
-"""The api's side of the engine: starts the process, keeps it alive, carries requests to it and events back.
-
-The DEALER's identity is b"api" and its first message is `GetStats(call_id=0)`, so that the engine's ROUTER knows
-whom to tell about loading. Each engine process gets a socket of its own.
-"""
+"""The api's side of the engine: starts the process, keeps it alive, carries requests to it and events back."""
 
 from __future__ import annotations
 
@@ -17,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import zmq
 import zmq.asyncio
 
-from api.process import SocketDir, end, spawn
+from api.link import HELLO_CALL_ID, EngineLink
+from api.process import SocketDir
 from api.stream import EngineUnavailable, RequestStream
 from engine import messages as m
 from engine.config import EngineConfig
@@ -29,7 +25,8 @@ from engine.errors import EngineError, UserError
 log = logging.getLogger("ktserve")
 
 ENGINE_COMMAND = (sys.executable, "-m", "engine.main")
-HELLO_CALL_ID = 0
+_PING_S = 10.0
+_SILENT_S = 120.0  # a step of a large model on a slow CPU takes seconds, not minutes
 _HEALTHY_S = 300.0  # an engine that lived so long has its restarts forgiven
 
 
@@ -60,7 +57,7 @@ class EngineClient:
         self._on_loading = on_loading
         self._on_ready = on_ready
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._link: EngineLink | None = None
         self._dir = SocketDir()
         self._open: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
@@ -70,6 +67,8 @@ class EngineClient:
         self._fatal: m.FatalError | None = None
         self._started: asyncio.Future[m.Ready] | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._pinger: asyncio.Task[None] | None = None
+        self._heard_s = time.monotonic()
         self._reloading: asyncio.Task[None] | None = None
 
     # ---- life
@@ -78,6 +77,7 @@ class EngineClient:
         """Start the engine and wait until it serves. Raises UserError (configuration, files) or EngineError."""
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
+        self._pinger = asyncio.create_task(self._ping())
         try:
             return await asyncio.shield(self._started)
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -95,12 +95,13 @@ class EngineClient:
     async def shutdown(self, grace_s: float = 10.0) -> None:
         """End the engine and remove the socket's directory."""
         self.state = "stopped"
-        if self._socket is not None and grace_s > 0:
+        if self._link is not None and grace_s > 0:
             self._send(m.Shutdown())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._supervised()), grace_s)
-        if self._supervisor is not None and not self._supervisor.done():
-            self._supervisor.cancel()
+        for task in (self._supervisor, self._pinger, self._reloading):
+            if task is not None:
+                task.cancel()
         await self._supervised()
         self._context.destroy(linger=0)
         self._dir.remove()
@@ -108,6 +109,18 @@ class EngineClient:
     async def _supervised(self) -> None:
         if self._supervisor is not None:
             await asyncio.wait({self._supervisor})
+
+    @property
+    def health(self) -> str:
+        """The state, or "silent" if the engine lives but has said nothing for minutes."""
+        silent = self.state == "ready" and time.monotonic() - self._heard_s > _SILENT_S
+        return "silent" if silent else self.state
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(_PING_S)
+            if self.state == "ready":
+                self._send(m.GetStats(call_id=HELLO_CALL_ID))  # any answer counts
 
     # ---- requests
 
@@ -124,7 +137,7 @@ class EngineClient:
 
     def _forget(self, request_id: str, message: m.StopFound | m.Abort) -> None:
         """Stop listening to a request and tell the engine why."""
-        if self._open.pop(request_id, None) is not None and self._socket is not None:
+        if self._open.pop(request_id, None) is not None and self._link is not None:
             self._send(message)
 
     def unavailable(self) -> EngineUnavailable:
@@ -174,7 +187,7 @@ class EngineClient:
         return _checked(reply).stats or {}
 
     async def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.GetStats | m.Drain) -> m.Reply:
-        if self._socket is None or (self.ready is None):
+        if self._link is None or (self.ready is None):
             raise self.unavailable()
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = future
@@ -227,47 +240,17 @@ class EngineClient:
         payload = msgspec.json.encode(config).decode()
         command = [*self._command, "serve", "--config-json", payload, "--address", address]
         try:
-            process = await spawn(command)
+            self._link = await EngineLink.open(self._context, command, address)
         except OSError as error:
-            return f"cannot start {command[0]}: {error}"
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, b"api")
-        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):  # bounded by max_open, not by dropping messages
-            socket.setsockopt(option, 0)
-        socket.connect(address)
-        self._socket = socket
-        self._send(m.GetStats(call_id=HELLO_CALL_ID))
-        reader = asyncio.create_task(self._read(socket))
-        ended = asyncio.create_task(process.wait())
-        try:
-            await asyncio.wait({reader, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():  # it only returns by failing
-                log.error("the engine sent what cannot be read: %s", reader.exception())
-                process.kill()
-            await ended
-            while await socket.poll(100):  # what it said last
-                self._dispatch(m.decode_from_engine(await socket.recv()))
-        except msgspec.DecodeError as error:
-            log.error("the engine sent what cannot be read: %s", error)
-        finally:
-            reader.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await end(process, 5)
-            ended.cancel()
-            socket.close(linger=0)
-        code = process.returncode
-        return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
-
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._dispatch(m.decode_from_engine(await socket.recv()))
+            return f"cannot start {command[0]}: {error.strerror}"
+        return await self._link.run(self._dispatch)
 
     def _send(self, message: m.ToEngine) -> None:
-        if self._socket is not None:
-            self._socket.send(m.encode(message))  # sent at once: no high-water mark
+        if self._link is not None:
+            self._link.send(message)
 
     def _dispatch(self, message: m.FromEngine) -> None:
+        self._heard_s = time.monotonic()
         match message:
             case m.Tokens():
                 if stream := self._open.get(message.request_id):
@@ -317,7 +300,7 @@ class EngineClient:
                 self._on_ready(ready)
 
     def _disconnect(self, reason: str) -> None:
-        self._socket = None
+        self._link = None
         error = EngineUnavailable(reason)
         for stream in self._open.values():
             stream.fail(error)

@@ -41,7 +41,7 @@ class ServeConfig:
     )
     default_max_tokens: int | None = option(
         None,
-        "max_tokens of chats that name none; default: the rest of the context",
+        "max_tokens of requests that name none; default: the rest of the context, in /v1/completions 16",
         group="Text",
         aliases=("max_new_tokens",),
     )

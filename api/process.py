@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_SECRETS = ("KTSERVE_API_KEY", "KTSERVE_ADMIN_KEY")
 _MAX_IPC_PATH = 100  # sun_path holds 108 bytes
 
 
@@ -30,12 +31,13 @@ def _die_with_parent() -> Callable[[], None]:
 
 
 def child_environment() -> dict[str, str]:
-    """This environment, with the project's packages importable wherever the child is started."""
+    """This environment without our keys, with the project's packages importable wherever the child is started."""
     root = str(Path(__file__).resolve().parent.parent)
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if root not in paths:
         paths.append(root)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    inherited = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 async def spawn(command: Sequence[str]) -> asyncio.subprocess.Process:

@@ -68,7 +68,7 @@ class GenerationRequest(_Body):
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream: true")
+            raise bad_request("stream_options is only allowed with stream: true", "stream_options")
         return self
 
 
@@ -85,13 +85,15 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+            raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")
         if self.continue_final_message and (
             self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
         ):
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
         return self
 
     @property
@@ -111,7 +113,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens 0 is only allowed with echo: true")
+            raise bad_request("max_tokens 0 is only allowed with echo: true", "max_tokens")
         return self
 
     @property
@@ -147,7 +149,7 @@ class TokenizeRequest(_Body):
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("send either prompt or messages")
+            raise bad_request("send either prompt or messages", "prompt")
         return self
 
 

@@ -87,15 +87,26 @@ class Service:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[dict[str, Any]], **template_options: Any) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        variables: dict[str, Any],
+    ) -> list[int]:
         """Raises ApiError 400 or TemplateError."""
         template = self.need_tokenizer("messages").template
         if template is None:
             raise bad_request("the model has no chat template: give one with --chat-template", "messages")
-        extra = template_options.pop("chat_template_kwargs", {})
-        if taken := set(extra) & {"messages", *template_options}:
-            raise bad_request(f"chat_template_kwargs may not set {sorted(taken)[0]!r}", "chat_template_kwargs")
-        text = template.render(normalise(messages), **template_options, **extra)
+        if taken := sorted({"messages", "add_generation_prompt"} & set(variables)):
+            raise bad_request(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
+        text = template.render(
+            normalise(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
         return await self.encode(text, add_special_tokens=False, param="messages")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
@@ -124,8 +135,8 @@ class Service:
         answers: list[Answer] = []
         try:
             for prompt, limit in zip(prompts, limits, strict=True):
-                for _ in range(body.n):
-                    answers.append(self._submit_one(body, tenant, adapter, prompt, limit, len(answers)))
+                for choice in range(body.n):
+                    answers.append(self._submit_one(body, tenant, adapter, prompt, limit, choice))
         except EngineError:
             for answer in answers:
                 answer.abort()
@@ -139,12 +150,12 @@ class Service:
         adapter: str | None,
         prompt: list[int],
         limit: int,
-        number: int,
+        choice: int,
     ) -> Answer:
         message = m.Submit(
             request_id=uuid.uuid4().hex,
             prompt=prompt,
-            sampling=sampling_params(body, self.defaults, max(1, limit), number),
+            sampling=sampling_params(body, self.defaults, max(1, limit), choice),
             adapter=adapter,
             tenant=tenant.name,
             tenant_weight=tenant.weight,
@@ -181,9 +192,10 @@ class Service:
                 default = room if isinstance(body, ChatRequest) else _COMPLETION_TOKENS
             return min(default, room)
         if wanted > room:
+            field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
             raise bad_request(
-                f"max_tokens {wanted} and the prompt's {prompt_tokens} tokens exceed {length}; at most {room} are left",
-                "max_tokens",
+                f"{field} {wanted} and the prompt's {prompt_tokens} tokens exceed {length}; at most {room} are left",
+                field,
                 "context_length_exceeded",
             )
         return wanted

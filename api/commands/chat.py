@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import sys
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
 from api.client import EngineClient
+from api.commands.keyboard import Keyboard
 from api.config import ServeConfig
 from api.generation import Answer
 from api.launch import sampling_defaults, start_engine, tokenizer_for, with_demo
@@ -55,7 +53,8 @@ async def chat(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         if adapter is not None:
             talk.use(adapter)
-        await _loop(talk, console)
+        with Keyboard() as keyboard:
+            await _loop(talk, keyboard, console)
     finally:
         await client.shutdown()
     return 0
@@ -104,18 +103,14 @@ class Talk:
             )
         )
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=True)
-        self.messages.append({"role": "user", "content": text})
         return Answer(stream, detokenizer, (), self.metrics, prompt_tokens=len(prompt))
 
 
-async def _loop(talk: Talk, console: Console) -> None:
-    interactive = sys.stdin.isatty()
-    if interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - gives input() a history
+async def _loop(talk: Talk, keyboard: Keyboard, console: Console) -> None:
+    if keyboard.interactive:
         adapters = ", ".join(talk.client.adapters) or "none"
         console.print(f"adapters: {adapters}. /help shows what else there is.", markup=False, highlight=False)
-    async for line in _lines(interactive, talk):
+    while (line := await keyboard.line(f"{talk.adapter or 'base'}> ")) is not None:
         words = line.split()
         if not words:
             continue
@@ -128,23 +123,6 @@ async def _loop(talk: Talk, console: Console) -> None:
                 await _answer(talk, line)
         except KtserveError as error:
             console.print(f"error: {error}", markup=False, highlight=False)
-
-
-async def _lines(interactive: bool, talk: Talk) -> AsyncIterator[str]:
-    while True:
-        try:
-            prompt = f"{talk.adapter or 'base'}> " if interactive else ""
-            line = await asyncio.to_thread(input, prompt) if interactive else await asyncio.to_thread(_read_line)
-        except EOFError:
-            return
-        yield line
-
-
-def _read_line() -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
 
 
 def _command(talk: Talk, words: list[str], console: Console) -> None:
@@ -180,4 +158,4 @@ async def _answer(talk: Talk, text: str) -> None:
         loop.remove_signal_handler(signal.SIGINT)
         answer.abort()
         print(flush=True)
-        talk.messages.append({"role": "assistant", "content": "".join(said)})
+    talk.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(said)}]

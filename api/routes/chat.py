@@ -32,7 +32,7 @@ def router() -> APIRouter:
             body.messages,
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
-            chat_template_kwargs=body.chat_template_kwargs,
+            variables=body.chat_template_kwargs,
         )
         service.check_tokens(prompt, "messages")
         answers = service.submit(body, tenant, adapter, [prompt])

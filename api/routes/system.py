@@ -19,10 +19,10 @@ def router() -> APIRouter:
 
     @routes.get("/health")
     async def health(request: Request) -> Response:
-        """200 while requests are served; 503 while the engine loads, restarts, drains or has ended."""
+        """200 while requests are served; 503 while the engine loads, restarts, drains, is silent or has ended."""
         client = service_of(request).client
-        status = 200 if client.state == "ready" else 503
-        return json_response({"status": client.state, "restarts": client.restarts}, status)
+        status = 200 if client.health == "ready" else 503
+        return json_response({"status": client.health, "restarts": client.restarts}, status)
 
     @routes.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -53,7 +53,7 @@ def router() -> APIRouter:
             tokens = await service.encode_chat(
                 body.messages or [],
                 add_generation_prompt=body.add_generation_prompt,
-                chat_template_kwargs=body.chat_template_kwargs,
+                variables=body.chat_template_kwargs,
             )
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.ready.max_model_len})
 

@@ -72,11 +72,11 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text. `continue_final_message` cuts it right after the last message's content, which the
-        model then goes on writing. Raises TemplateError."""
-        values: dict[str, Any] = {"tools": None, "documents": None, **self._special, **kwargs}
+        model then goes on writing; `variables` are the template's own, e.g. enable_thinking. Raises TemplateError."""
+        values: dict[str, Any] = {"tools": None, "documents": None, **self._special, **(variables or {})}
         values.update(messages=list(messages), add_generation_prompt=add_generation_prompt)
         try:
             text = self._template.render(values)

@@ -3,7 +3,7 @@
 The output is the prompt's tokens in order (an adapter "reverse" reverses them), then an end-of-sequence token.
 Adapters with names of their own misbehave: "slow" (50 ms a token), "die" (the process ends after two tokens),
 "refuse" (429 for prompts over two tokens, else no answer), "fail" (Failed after two tokens), "silent" (no answer at
-all), "burst" (all tokens in one event).
+all), "burst" (all tokens at once), "garbage" (a frame that is no message).
 FAKE_ENGINE holds JSON: {"log": path of an NDJSON file of all messages received, "fatal": message, "start_delay_s",
 "vocab_size", "max_model_len", "eos"}.
 """
@@ -109,6 +109,8 @@ class FakeEngine:
                         retry_after_s=3,
                     )
                 )
+            case m.Submit(adapter="garbage"):
+                self.socket.send_multipart([self.peer, b"no message"])
             case m.Submit() if message.adapter is not None and message.adapter not in self.adapters:
                 self.send(
                     m.Refused(request_id=message.request_id, status=404, code="unknown_adapter", message="no adapter")

@@ -158,6 +158,11 @@ def test_content_parts_and_final_message(server: Running) -> None:
     assert answer.choices[0].message.content == "user\nab\nassistant\nWell,\n"
 
 
+def test_template_variables(server: Running) -> None:
+    for name in ("enable_thinking", "self", "source"):
+        assert ask(server, extra_body={"chat_template_kwargs": {name: False}}).choices[0].message.content == ECHO
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -166,6 +171,7 @@ def test_content_parts_and_final_message(server: Running) -> None:
         ({"max_tokens": 3000}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x" * 2100}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),
+        ({"max_completion_tokens": 3000}, "max_completion_tokens"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ],
 )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import re
+import select
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +125,46 @@ def test_chat_outlives_what_goes_wrong(model_dir: Path) -> None:
     assert done.stdout.endswith(ANSWER.format("ok") + "\n")
     done = ktserve("chat", str(model_dir), stdin="a long message " * 9 + "\nok\n", max_model_len=60)
     assert "fills the context" in done.stderr and done.stdout.endswith(ANSWER.format("ok") + "\n")
+
+
+def test_chat_on_a_terminal(model_dir: Path) -> None:
+    """Ctrl-C stops an answer; at the prompt it ends the program, and the terminal is as before."""
+    main, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    argv = [sys.executable, "-m", "api.cli", "chat", str(model_dir), "--adapters", "slow=/x"]
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,
+    )  # fmt: skip
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            ready, _, _ = select.select([main], [], [], 20)
+            assert ready, f"{text!r} did not come: {seen!r}"
+            seen += os.read(main, 4096).decode(errors="replace")
+        seen = seen.partition(text)[2]
+
+    try:
+        until("base> ")
+        os.write(main, b"hello\n")
+        until("assistant")
+        until("base> ")
+        os.write(main, b"/adapter slow\n")
+        until("slow> ")
+        os.write(main, b"x" * 200 + b"\n")
+        until("user")
+        os.write(main, b"\x03")
+        until("slow> ")
+        os.write(main, b"\x03")
+        assert process.wait(10) == 130
+        assert termios.tcgetattr(terminal)[3] == before[3]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+        os.close(terminal)
 
 
 def test_generation_config(model_dir: Path, tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ def test_logprobs(server: Running) -> None:
     assert logprobs.top_logprobs[0]["h"] == -0.25
 
 
+def test_a_prompts_seeds_do_not_depend_on_the_other_prompts(server: Running) -> None:
+    before = len(server.received("Submit"))
+    complete(server, ["one", "two"], n=2, seed=5)
+    seeds = [message["sampling"]["seed"] for message in server.received("Submit")[before:]]
+    assert seeds[:2] == seeds[2:] and seeds[0] == 5 != seeds[1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_prompt_logprobs(server: Running, stream: bool) -> None:
     answer = complete(server, "hey", echo=True, logprobs=1, stream=stream)

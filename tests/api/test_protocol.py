@@ -36,7 +36,7 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"top_k": -2}, "top_k", "-1"),
         ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, None, "differ"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 129}, "n", "128"),
         ({"seed": 2**63}, "seed", "less than"),
@@ -48,9 +48,9 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "100"),
-        ({"top_logprobs": 3}, None, "logprobs: true"),
+        ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
-        ({"stream_options": {"include_usage": True}}, None, "stream: true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
         ({"stream": "yes"}, "stream", "bool"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
@@ -60,14 +60,14 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"service_tier": "flex"}, "service_tier", "not supported yet"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported yet"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported yet"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, None, "exclude"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "list"),
         ({"model": None}, "model", "required"),
         ({"priority": 1001}, "priority", "1000"),
     ],
 )
-def test_wrong_chat_fields(fields: dict[str, Any], param: str | None, part: str) -> None:
+def test_wrong_chat_fields(fields: dict[str, Any], param: str, part: str) -> None:
     with pytest.raises(ApiError) as caught:
         chat(**fields)
     error = caught.value.body()["error"]
@@ -87,11 +87,11 @@ def test_wrong_chat_fields(fields: dict[str, Any], param: str | None, part: str)
         ({"prompt": [True]}, "prompt"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"max_tokens": 0}, None),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
     ],
 )
-def test_wrong_completion_fields(fields: dict[str, Any], param: str | None) -> None:
+def test_wrong_completion_fields(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         completion(**fields)
     assert caught.value.param == param
