@@ -1,9 +1,14 @@
+#include <linux/futex.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "core/isa.hpp"
 #include "core/pool.hpp"
@@ -47,6 +52,34 @@ std::vector<double> latencies(WorkerPool& pool, int calls, double gap_us) {
   return seconds;
 }
 
+// Seconds from waking a thread that sleeps on a futex to its answer, `calls` times: what a parked pool costs at least.
+std::vector<double> futex_wakes(int calls, double gap_us) {
+  std::atomic<uint32_t> word{0};
+  std::atomic<int> answered{0};
+  std::thread sleeper([&] {
+    for (int i = 1; i <= calls; ++i) {
+      while (word.load() < static_cast<uint32_t>(i)) {
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, i - 1, nullptr, nullptr, 0);
+      }
+      answered.store(i);
+    }
+  });
+  std::vector<double> seconds;
+  for (int i = 1; i <= calls; ++i) {
+    const double until = now_s() + gap_us * 1e-6;
+    while (now_s() < until) {
+    }
+    const double begin = now_s();
+    word.store(static_cast<uint32_t>(i));
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+    while (answered.load() < i) {
+    }
+    seconds.push_back(now_s() - begin);
+  }
+  sleeper.join();
+  return seconds;
+}
+
 }  // namespace
 
 void bind_pack(nb::module_& module);
@@ -74,6 +107,8 @@ void bind_core(nb::module_& module) {
            "The worker that ran each piece; piece `fail` raises.")
       .def("latencies", &latencies, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
            "Seconds of each of `calls` empty jobs, after `gap_us` without work.");
+  module.def("futex_wakes", &futex_wakes, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
+             "Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.");
 }
 
 }  // namespace ktserve
