@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-# Where a block's float16 scale and minimum lie, and the minimum that centres uniformly random quants (per unit of scale).
+# Where a block's float16 scale and minimum lie, and the minimum that centres random quants (per unit of scale).
 _SCALE_AT: dict[str, tuple[int, int | None, float]] = {
     "Q4_0": (0, None, 0),
     "Q4_1": (0, 2, -7.5),
