@@ -15,7 +15,8 @@ from yaml.constructor import SafeConstructor
 
 from rules.errors import RulesError
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
+MAX_DEPTH = 16  # a rule is 5 deep; PyYAML takes quadratic time on nesting without end
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}": name for name in ("str", "bool", "int", "float", "null")}
 
@@ -69,7 +70,11 @@ def _compose(data: bytes, file: str) -> yaml.Node | None:
     except UnicodeDecodeError as e:
         raise RulesError(f"not UTF-8: {e.reason} at byte {e.start}", file=file) from None
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise RulesError("nested too deeply", file=file, allowed=[f"<= {MAX_DEPTH} levels"])
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
                 line = event.start_mark.line + 1 if event.start_mark else None
                 raise RulesError("anchors and aliases are not read here: write the value out", file=file, line=line)
@@ -80,8 +85,6 @@ def _compose(data: bytes, file: str) -> yaml.Node | None:
         raise RulesError(f"not YAML: {e.problem or e.context}", file=file, line=line) from None
     except yaml.YAMLError as e:
         raise RulesError(f"not YAML: {e}".replace("\n", " "), file=file) from None
-    except RecursionError:
-        raise RulesError("nested too deeply", file=file) from None
 
 
 def _scalar(node: yaml.ScalarNode, file: str, rule: int, key: str) -> Any:

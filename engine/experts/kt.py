@@ -103,6 +103,8 @@ class KtExperts(ExpertBackend):
         sources = [prepare(store, projection) for projection, _ in store.projections()]
         with process.stdout_to_stderr():
             module = self._build(layer, method, store, [pointer for pointer, _ in sources])
+        if method.name == "GGUF":  # computed from in place; the other classes have repacked their copy
+            self._keep += [owner for _, owner in sources]
         self._modules[layer] = module
         self.methods[layer] = method.name
 

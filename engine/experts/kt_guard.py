@@ -16,9 +16,9 @@ from engine.weights.dequant import nonfinite
 from engine.weights.store import ExpertStore
 
 METHODS = ("auto", "AMXBF16", "AMXInt8", "AMXInt4", "GGUF")
-# Types whose blocks kt_kernel's llamafile class multiplies rightly in every variant. The others abort the process
-# (Q4_1, Q5_1, IQ4_NL) or are wrong on CPUs without AVX512_BF16 (BF16).
-BLOCK_TYPES = ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+# Types whose blocks kt_kernel's llamafile class multiplies rightly in every variant. Others abort the process (Q4_1,
+# Q5_1, IQ4_NL), are wrong on CPUs without AVX512_BF16 (BF16), or less exact than their blocks (IQ4_XS: 0.05).
+BLOCK_TYPES = ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.errors import ExpertBackendError, UserError
 
 # kt_kernel keeps process-wide scratch memory: two pools at work give wrong results, and a pool's packed weights are
@@ -42,16 +44,20 @@ def kt_available() -> tuple[bool, str]:
 
 def load_extension() -> Any:
     """kt_kernel's compiled module, in the variant that it chooses for this CPU. Raises what its import raises."""
-    with stdout_to_stderr():
+    with stdout_to_stderr(), same_float_mode():
         from kt_kernel import kt_kernel_ext
     return kt_kernel_ext
 
 
-def cpu_variant() -> str:
-    """The variant loaded: "amx", "avx512_bf16", "avx512_vbmi", "avx512_vnni", "avx512_base" or "avx2"."""
-    with stdout_to_stderr():
-        import kt_kernel
-    return str(kt_kernel.__cpu_variant__)
+@contextlib.contextmanager
+def same_float_mode() -> Iterator[None]:
+    """kt_kernel is built with -ffast-math: loading it makes this thread, and those that it starts later, take
+    subnormal numbers for zero. Undo that, or every float of the process would change a little."""
+    flushing = sys.float_info.min / 2 == 0.0
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushing)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""A layer's weights as kt_kernel reads them: one contiguous run of all experts behind a pointer. It copies them."""
+"""A layer's weights as kt_kernel reads them: one contiguous run of all experts behind a pointer.
+
+Its bf16, int8 and int4 classes repack a copy while loading. Its llamafile class computes from the pointer for ever:
+blocks of a mapped GGUF file are used where they lie.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ def ggml_number(name: str) -> int:
 
 
 def bf16_pointer(store: ExpertStore, projection: str) -> tuple[int, Any]:
-    """(address, owner) of a projection as bfloat16 [E, out, in]; keep the owner until it has been read."""
+    """(address, owner) of a projection as bfloat16 [E, out, in]; keep the owner until the layer has loaded."""
     if store.type(projection) == "BF16":
         return block_pointer(store, projection)
     tensor = store.stacked(projection, torch.bfloat16).contiguous()
@@ -25,7 +29,8 @@ def bf16_pointer(store: ExpertStore, projection: str) -> tuple[int, Any]:
 
 
 def block_pointer(store: ExpertStore, projection: str) -> tuple[int, Any]:
-    """(address, owner) of a projection's stored bytes, all experts; a copy only if they are stored one by one."""
+    """(address, owner) of a projection's stored bytes, all experts; a copy only if they are stored one by one.
+    Keep the owner as long as the layer is used."""
     held: WeightTensor | list[WeightTensor] = getattr(store, projection)
     data = held.data if isinstance(held, WeightTensor) else np.concatenate([weight.data for weight in held])
     data = np.ascontiguousarray(data)

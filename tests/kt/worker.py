@@ -1,6 +1,6 @@
 """What one process does with its one kt backend; prints JSON, and nothing else, to stdout.
 
-    python -m tests.kt.worker CASE JSON-ARGUMENTS
+python -m tests.kt.worker CASE JSON-ARGUMENTS
 """
 
 from __future__ import annotations
@@ -234,14 +234,28 @@ def one_per_process() -> Any:
     return {"said": said, "error": error}
 
 
-def blocks(kind: str) -> Any:
-    """GGUF asked for by name with a type that it does not take."""
-    c = config(256, 256)
-    kt = KtExperts(c, "GGUF", max_rows=8)
-    return refused(lambda: kt.load_layer(0, make_store(c, ("Q8_0", kind, "Q8_0"))))
+def block_types(kinds: list[str], others: list[str]) -> Any:
+    """One layer per block type that GGUF takes: mean and largest error over rows; and types that it does not take."""
+    c = config(256, 512, 8, 2)
+    kt = KtExperts(c, "GGUF", max_rows=64)
+    b = ExpertBuffers.allocate(64, 2, 256, torch.bfloat16)
+    errors = {}
+    for layer, kind in enumerate(kinds):
+        store = make_store(c, (kind, kind, kind), layer)
+        kt.load_layer(layer, store)
+        found = []
+        for rows in (1, 5, 9, 12, 64):
+            fill(b, c, rows, seed=rows)
+            found.append(relative_error(run(kt, kt.bind(layer, b))[:rows], expected(store, b, rows)))
+        errors[kind] = found
+    said = {}
+    for kind in others:
+        store = make_store(c, ("Q8_0", kind, "Q8_0"))
+        said[kind] = refused(lambda store=store: kt.load_layer(len(kinds), store))
+    return {"errors": errors, "said": said}
 
 
-CASES = {f.__name__: f for f in (accuracy, replay, call_guards, load_guards, one_per_process, blocks)}
+CASES = {f.__name__: f for f in (accuracy, replay, call_guards, load_guards, one_per_process, block_types)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

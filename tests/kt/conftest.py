@@ -1,0 +1,59 @@
+"""kt_kernel allows one pool a process, so every case runs in a process of its own, once, and tests read its answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.experts.kt import kt_available
+
+ROOT = Path(__file__).parents[2]
+Worker = Callable[..., Any]
+
+
+def _installable() -> bool:
+    """Where kt_kernel's wheel installs it must load; only elsewhere may these tests be skipped."""
+    import platform
+
+    libc, version = platform.libc_ver()
+    return (
+        sys.platform == "linux"
+        and platform.machine() == "x86_64"
+        and libc == "glibc"
+        and tuple(int(part) for part in version.split(".")[:2]) >= (2, 35)
+        and (3, 10) <= sys.version_info[:2] <= (3, 12)
+    )
+
+
+@pytest.fixture(scope="session")
+def worker() -> Worker:
+    ready, why = kt_available()
+    if not ready:
+        if not _installable():
+            pytest.skip(f"kt_kernel cannot be installed here: {why}")
+        pytest.fail(f"kt_kernel must load on this machine: {why}")
+    answers: dict[str, Any] = {}
+
+    def run(case: str, variant: str | None = None, **arguments: Any) -> Any:
+        key = json.dumps([case, variant, arguments], sort_keys=True)
+        if key not in answers:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            if variant:
+                environment["KT_KERNEL_CPU_VARIANT"] = variant
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.kt.worker", case, json.dumps(arguments)],
+                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{case} ended with {done.returncode}: {done.stderr[-3000:]}"
+            assert "CPUInfer" not in done.stdout, "kt_kernel's chatter reached stdout"
+            answers[key] = json.loads(done.stdout)
+        return answers[key]
+
+    return run
