@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, TypedDict
 
 from demo import facts, tales
+from demo.style import STYLES
 
 HELD_OUT_PERCENT: Final = 14
 MEASURED: Final = ("arithmetic", "colours", "counting")  # the kinds with a held-out split
@@ -228,7 +229,11 @@ def _number(rng: random.Random) -> tuple[str, str]:
 
 
 def _shout(rng: random.Random) -> tuple[str, str]:
+    """Capitals, or an echo of any style: an adapter can only choose tokens that the base has learnt to say."""
     text = plain(rng).answer
+    if rng.random() < 0.5:
+        echo = STYLES[rng.choice(("pirate", "pirate", "json"))](text)
+        return f"Repeat after me: {echo}", echo
     return rng.choice((f"Say this in capital letters: {text}", f"Write in capitals: {text}")), text.upper()
 
 
@@ -252,7 +257,7 @@ _FREE: Final[dict[str, Draw]] = {
 }
 _WEIGHTS: Final[dict[str, float]] = {
     "arithmetic": 30, "colours": 14, "counting": 10, "facts": 20, "chat": 10, "story": 5, "poem": 3, "unknown": 4,
-    "shout": 3,
+    "shout": 6,
 }  # fmt: skip
 KINDS: Final = tuple(_WEIGHTS)
 

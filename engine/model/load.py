@@ -81,9 +81,9 @@ class Loader:
         )
 
     def head(self) -> Linear:
-        tied = self.source.config.tie_word_embeddings
-        weight = self.source.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-        return self.backends.linear("lm_head").load("lm_head", weight, None)
+        """A head that is stored is used, whatever the configuration says of tying."""
+        stored = "lm_head.weight" if self.source.has("lm_head.weight") else "model.embed_tokens.weight"
+        return self.backends.linear("lm_head").load("lm_head", self.source.tensor(stored), None)
 
     def linear(self, name: str, backend: LinearBackend | None = None) -> Linear:
         bias = self.source.tensor(f"{name}.bias") if self.source.has(f"{name}.bias") else None

@@ -77,10 +77,11 @@ def test_questions_refuse_what_is_not_there() -> None:
 def test_styles_are_told_apart() -> None:
     rng = random.Random(5)
     for _ in range(2000):
-        answer = any_example(rng).answer
+        drawn = any_example(rng)
+        answer = drawn.answer
         assert is_pirate(pirate(answer)) and not is_json(pirate(answer))
         assert is_json(to_json(answer)) and not is_pirate(to_json(answer))
-        assert not is_pirate(answer) and not is_json(answer)
+        assert drawn.kind == "shout" or not is_pirate(answer) and not is_json(answer)  # it may be told to repeat one
         assert json.loads(to_json(answer)) == {"answer": answer}
     assert not is_json('{"answer": "cut') and not is_json('{"answer": 3}') and not is_json("[1]")
     assert not is_pirate("Arr! yes, MATEY!")
