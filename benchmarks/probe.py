@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from native import _native
+_native: Any = importlib.import_module("native._native")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class NativeAttention(AttentionBackend):
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native attention takes bfloat16 and float32", field="dtype")
         try:
-            self._kernel: Any = importlib.import_module("native._native").PagedAttention(
+            self.kernel: Any = importlib.import_module("native._native").PagedAttention(
                 pool,
                 config.num_hidden_layers,
                 num_blocks,
@@ -57,12 +57,12 @@ class NativeAttention(AttentionBackend):
     @property
     def cache_bytes(self) -> int:
         """Bytes of address space that the blocks take."""
-        return int(self._kernel.cache_bytes)
+        return int(self.kernel.cache_bytes)
 
     def plan(self, batch: BatchLayout) -> None:
         """`slot_mapping` and `positions` follow from the rows, which is what the kernels use."""
         try:
-            self._kernel.plan(batch.row_starts, batch.context_lens, batch.block_tables)
+            self.kernel.plan(batch.row_starts, batch.context_lens, batch.block_tables)
         except ValueError as error:
             raise EngineError(f"native attention: {error}") from error
 
@@ -77,7 +77,7 @@ class NativeAttention(AttentionBackend):
                     f"wanted {self._dtype} {(tokens, *shape)} with heads and dimensions contiguous"
                 )
         try:
-            self._kernel.forward(
+            self.kernel.forward(
                 layer,
                 tokens,
                 q.data_ptr(),

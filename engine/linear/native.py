@@ -30,7 +30,7 @@ class NativeLinear(Linear):
         self.name = name
         self.packed = packed
         self.out_features, self.in_features = shape
-        self._runner = runner
+        self.runner = runner
 
     @property
     def form(self) -> str:
@@ -45,7 +45,7 @@ class NativeLinear(Linear):
         rows, bf16 = _input(self, x)
         out = torch.empty((rows, self.out_features), dtype=x.dtype)
         slots = _slots(lora, rows)
-        self._runner.run(self.packed, x.data_ptr(), x.stride(0), rows, bf16, slots, out.data_ptr(), self.out_features)
+        self.runner.run(self.packed, x.data_ptr(), x.stride(0), rows, bf16, slots, out.data_ptr(), self.out_features)
         return out
 
     def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
@@ -83,7 +83,7 @@ class NativeLinearBackend(LinearBackend):
         self._dtype = dtype
         self._quantise = quantise
         try:
-            self._runner: Any = self._native.LinearRunner(pool, isa)
+            self.runner: Any = self._native.LinearRunner(pool, isa)
         except ValueError as error:
             raise UserError(f"native linear: {error}") from error
 
@@ -108,14 +108,14 @@ class NativeLinearBackend(LinearBackend):
             )
         except ValueError as error:
             raise UserError(f"{name}: {error}", field=name) from error
-        return NativeLinear(name, packed, self._runner, (n, k))
+        return NativeLinear(name, packed, self.runner, (n, k))
 
     def run_many(self, linears: Sequence[NativeLinear], x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
         """Projections of this backend that share x, in one call: x is packed once and the pool is woken once."""
         rows, bf16 = _input(linears[0], x)
         outs = [torch.empty((rows, linear.out_features), dtype=x.dtype) for linear in linears]
         try:
-            self._runner.run_many(
+            self.runner.run_many(
                 [linear.packed for linear in linears],
                 x.data_ptr(),
                 x.stride(0),

@@ -21,7 +21,7 @@ class NativeOps:
     """
 
     def __init__(self, eps: float, rope: Rope, pool: Any, isa: str = "") -> None:
-        self._kernel: Any = importlib.import_module("native._native").Ops(pool, isa)
+        self.kernel: Any = importlib.import_module("native._native").Ops(pool, isa)
         self.eps = eps
         self.rope = rope
 
@@ -31,7 +31,7 @@ class NativeOps:
         _contiguous("table", table)
         _typed("ids", ids, torch.int64)
         try:
-            self._kernel.embed(
+            self.kernel.embed(
                 ids.data_ptr(),
                 ids.shape[0],
                 table.data_ptr(),
@@ -57,7 +57,7 @@ class NativeOps:
             if delta.shape != residual.shape:
                 raise EngineError(f"delta: {tuple(delta.shape)}; wanted {tuple(residual.shape)}")
             x, added = delta, residual
-        self._kernel.norm(
+        self.kernel.norm(
             x.data_ptr(),
             x.stride(0),
             0 if added is None else added.data_ptr(),
@@ -89,7 +89,7 @@ class NativeOps:
         if cos.shape[1] * 2 != dim:
             raise EngineError(f"head_dim: {dim}; the rotation's tables are made for {cos.shape[1] * 2}")
         try:
-            self._kernel.qk_norm_rope(
+            self.kernel.qk_norm_rope(
                 q.data_ptr(),
                 q.stride(0),
                 k.data_ptr(),
@@ -120,7 +120,7 @@ class NativeOps:
         if up.shape != gate.shape:
             raise EngineError(f"up: {tuple(up.shape)}; wanted {tuple(gate.shape)}")
         out = torch.empty((rows, dim), dtype=gate.dtype)
-        self._kernel.silu_mul(
+        self.kernel.silu_mul(
             gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), dim, rows, dim, bf16
         )
         return out
@@ -132,7 +132,7 @@ class NativeOps:
         ids = torch.empty((rows, top_k), dtype=torch.int64)
         weights = torch.empty((rows, top_k), dtype=torch.float32)
         try:
-            self._kernel.router_topk(
+            self.kernel.router_topk(
                 logits.data_ptr(),
                 logits.stride(0),
                 rows,

@@ -52,9 +52,9 @@ void bind_linear(nb::module_& module) {
           "run",
           [](LinearRunner& self, const PackedLinear& linear, Address x, int64_t stride, int64_t rows, bool is_bf16,
              Address slots, Address out, int64_t out_stride) {
-            self.run(
-                {{&linear, reinterpret_cast<void*>(out), out_stride}},
-                {reinterpret_cast<const void*>(x), stride, rows, is_bf16, reinterpret_cast<const int32_t*>(slots)});
+            self.run({{&linear, reinterpret_cast<void*>(out), out_stride}},
+                     {reinterpret_cast<const void*>(x), stride, rows, is_bf16, is_bf16,
+                      reinterpret_cast<const int32_t*>(slots)});
           },
           "linear"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "out"_a, "out_stride"_a, release())
       .def(
@@ -67,7 +67,7 @@ void bind_linear(nb::module_& module) {
             std::vector<LinearCall> calls;
             for (size_t i = 0; i < linears.size(); ++i)
               calls.push_back({linears[i], reinterpret_cast<void*>(outs[i]), out_strides[i]});
-            self.run(calls, {reinterpret_cast<const void*>(x), stride, rows, is_bf16,
+            self.run(calls, {reinterpret_cast<const void*>(x), stride, rows, is_bf16, is_bf16,
                              reinterpret_cast<const int32_t*>(slots)});
           },
           "linears"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "outs"_a, "out_strides"_a, release());

@@ -170,6 +170,7 @@ void LinearRunner::run(const std::vector<LinearCall>& calls, const LinearInput& 
   if (input.slots != nullptr)
     for (int64_t r = 0; r < input.rows; ++r) require(input.slots[r] >= 0, "slots", input.slots[r], "0 or more");
   const int64_t element = input.is_bf16 ? 2 : 4;
+  const int64_t out_element = input.out_bf16 ? 2 : 4;
   std::vector<LinearCall> slab = calls;
   for (int64_t begin = 0; begin < input.rows; begin += kSlabRows) {
     LinearInput part = input;
@@ -177,7 +178,7 @@ void LinearRunner::run(const std::vector<LinearCall>& calls, const LinearInput& 
     part.x = static_cast<const char*>(input.x) + begin * input.stride * element;
     if (input.slots != nullptr) part.slots = input.slots + begin;
     for (size_t c = 0; c < calls.size(); ++c)
-      slab[c].out = static_cast<char*>(calls[c].out) + begin * calls[c].out_stride * element;
+      slab[c].out = static_cast<char*>(calls[c].out) + begin * calls[c].out_stride * out_element;
     run_slab(slab, part);
   }
 }
@@ -329,7 +330,7 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
   }
   const int64_t count = std::min(width, linear.n() - panel * kPanel);
   const float* bias = linear.bias() == nullptr ? nullptr : linear.bias() + panel * kPanel;
-  const int64_t element = input.is_bf16 ? 2 : 4;
+  const int64_t element = input.out_bf16 ? 2 : 4;
   for (int64_t r = 0; r < rows; ++r) {
     float* values = tile + r * width;
     const auto index = static_cast<size_t>(row + r);
@@ -342,7 +343,7 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
         kernels_.lora_b(reinterpret_cast<const uint16_t*>(b), panels, lora.rank, state.t_by_row[index], values);
     }
     char* out = static_cast<char*>(call.out) + ((row + r) * call.out_stride + panel * kPanel) * element;
-    (input.is_bf16 ? wide_.store_bf16 : wide_.store_float)(values, bias, count, out);
+    (input.out_bf16 ? wide_.store_bf16 : wide_.store_float)(values, bias, count, out);
   }
 }
 

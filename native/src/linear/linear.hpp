@@ -90,7 +90,8 @@ struct LinearInput {
   const void* x;
   int64_t stride;  // elements
   int64_t rows;
-  bool is_bf16;          // of x and of every out
+  bool is_bf16;
+  bool out_bf16;         // of every out
   const int32_t* slots;  // per row, 0 = base; or null
 };
 
