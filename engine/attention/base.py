@@ -27,6 +27,9 @@ class BatchLayout:
     block_tables: list[tuple[int, ...]]  # R
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]: block * BLOCK_SIZE + offset of each token's own KV
+    # Decode rows only, filled up with rows of a scratch block to a size that recurs; `positions` and `slot_mapping` are
+    # at fixed addresses, and what `forward` launches may be captured in a CUDA graph and replayed after another `plan`.
+    padded: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -32,13 +32,23 @@ class ExpertBuffers:
     out: torch.Tensor  # model dtype [M, H]: the weighted sum over the row's experts; rows >= bsz are not written
 
     @classmethod
-    def allocate(cls, rows: int, top_k: int, hidden: int, dtype: torch.dtype, pin: bool = False) -> ExpertBuffers:
+    def allocate(
+        cls,
+        rows: int,
+        top_k: int,
+        hidden: int,
+        dtype: torch.dtype,
+        pin: bool = False,
+        device: torch.device | None = None,
+    ) -> ExpertBuffers:
+        """`pin`: host memory that a GPU reads and writes directly. `device`: where else than in host memory."""
+
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pin)
+            return torch.zeros(shape, dtype=dtype, pin_memory=pin, device=device)
 
         return cls(
             bsz=empty(1, dtype=torch.int32),
-            ids=torch.full((rows, top_k), -1, dtype=torch.int64, pin_memory=pin),
+            ids=torch.full((rows, top_k), -1, dtype=torch.int64, pin_memory=pin, device=device),
             weights=empty(rows, top_k, dtype=torch.float32),
             slots=empty(rows, dtype=torch.int32),
             hidden=empty(rows, hidden, dtype=dtype),
@@ -63,8 +73,12 @@ class ExpertBackend(ABC):
     """Computes sum_j w_j * expert_{ids_j}(x) for each row, with each row's own adapter inside the experts.
 
     gate' = gate(x) + s Bg(Ag x), up' likewise, y = down(silu(gate') * up') + s Bd(Ad h).
-    Errors are raised by `wait` as `ExpertBackendError`; a failed step leaves the backend usable.
+    Errors are raised by `wait` as `ExpertBackendError`; a failed step leaves the backend usable. On a stream `wait`
+    returns at once, so what fails there is raised by `check`.
     """
+
+    buffers_on: Literal["cpu", "cuda"] = "cpu"  # where the buffers that `bind` takes lie; beside a GPU, "cpu" is pinned
+    follows_stream: bool = False  # whether post and wait take a CUDA stream, so that a CUDA graph can hold them
 
     @abstractmethod
     def load_layer(self, layer: int, store: ExpertStore) -> None:
@@ -83,11 +97,18 @@ class ExpertBackend(ABC):
 
     @abstractmethod
     def post(self, task: ExpertTask, stream: Any = None) -> None:
-        """Start the task; never blocks longer than it takes to hand it over (`reference` computes here)."""
+        """Start the task; never blocks longer than it takes to hand it over (`reference` computes here).
+
+        `stream`: a raw cudaStream_t (int) in whose order the buffers are filled and read; None on a CPU.
+        """
 
     @abstractmethod
     def wait(self, task: ExpertTask, stream: Any = None) -> None:
         """Make the stream (or, on a CPU, the caller) wait for the task's `out`."""
+
+    def check(self) -> None:
+        """Raise what failed in tasks posted on a stream since the last check. Called when a step has ended."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
