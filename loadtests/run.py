@@ -22,7 +22,7 @@ import gevent
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.scenario import Chat
+from loadtests.scenario import Chat, LoadError, list_models
 
 _START_S = 600.0
 _PERCENTILES = (0.5, 0.95, 0.99)
@@ -46,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["LOAD_API_KEY"] = args.api_key
     with contextlib.ExitStack() as stack:
         try:
-            host = args.host or stack.enter_context(_server(args.serve))
-        except ServerError as error:
-            print(f"error: {error}", file=sys.stderr)
+            host = (args.host or stack.enter_context(_server(args.serve))).rstrip("/")
+            list_models(host)
+        except (ServerError, LoadError, OSError) as error:
+            print(f"error: {args.host or 'server'}: {error}", file=sys.stderr)
             return 1
-        environment = _run(host.rstrip("/"), args.users, args.duration)
+        environment = _run(host, args.users, args.duration)
     return report(environment, args.users, args.duration)
 
 

@@ -37,8 +37,7 @@ class Chat(User):  # type: ignore[misc]  # locust has no types
     def on_start(self) -> None:
         self.random = random.Random(self.environment.runner.user_count)  # the same prompts in every run
         self.max_tokens = int(os.environ.get("LOAD_MAX_TOKENS", "64"))
-        with self._request("GET", "/v1/models") as response:
-            self.models = [model["id"] for model in json.loads(response.read())["data"]]
+        self.models = list_models(self.host)
 
     @task  # type: ignore[untyped-decorator]
     def chat(self) -> None:
@@ -65,7 +64,7 @@ class Chat(User):  # type: ignore[misc]  # locust has no types
         self._fire("chat", model, time.perf_counter() - began, tokens, error)
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        with self._request("POST", "/v1/chat/completions", body) as response:
+        with _request(self.host, "POST", "/v1/chat/completions", body) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data: ")
                 if data == "[DONE]":
@@ -76,19 +75,6 @@ class Chat(User):  # type: ignore[misc]  # locust has no types
                         raise LoadError(event["error"]["message"])
                     yield event
         raise LoadError("the stream ended without [DONE]")
-
-    def _request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        parts = urlsplit(self.host)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if key := os.environ.get("LOAD_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise LoadError(f"{response.status}: {response.read(500).decode(errors='replace')}")
-        return response
 
     def _fire(self, kind: str, model: str, seconds: float, tokens: int = 0, error: Exception | None = None) -> None:
         self.environment.events.request.fire(
@@ -103,3 +89,23 @@ class Chat(User):  # type: ignore[misc]  # locust has no types
 
 class LoadError(Exception):
     """The server answered with an error."""
+
+
+def list_models(host: str) -> list[str]:
+    """The base and all adapters that the key may see. Raises LoadError or OSError."""
+    with _request(host, "GET", "/v1/models") as response:
+        return [model["id"] for model in json.loads(response.read())["data"]]
+
+
+def _request(host: str, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+    parts = urlsplit(host)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if key := os.environ.get("LOAD_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+    response = connection.getresponse()
+    if response.status != 200:
+        raise LoadError(f"{response.status}: {response.read(500).decode(errors='replace')}")
+    return response

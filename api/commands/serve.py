@@ -59,4 +59,5 @@ def _welcome(console: Console, service: Service, bound: socket.socket) -> None:
     lines += [f"        {info.name} (adapter: {info.format}, rank {info.rank})" for info in adapters.values()]
     lines += [f"at      {url}/v1", "try     "]
     lines[-1] += f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
-    _say(console, ["", *lines, ""])
+    warnings = [f"note: adapter {info.name}: {warning}" for info in adapters.values() for warning in info.warnings]
+    _say(console, ["", *warnings, *lines, ""])

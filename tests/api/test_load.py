@@ -23,20 +23,17 @@ def load(*flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
 
 
 def test_against_a_server(model_dir: Path, tmp_path: Path) -> None:
-    flags = ["--adapters", "reverse=/x", "--api-key", "secret"]
-    with serving(model_dir, tmp_path, *flags, key="secret") as server:
-        status, text = load("--host", server.url, "--api-key", "secret")
+    flags = ["--adapters", "reverse=/x", "--adapters", "fail=/y"]
+    flags += ["--api-key", "some=a:1:tiny,reverse", "--api-key", "all=b"]
+    with serving(model_dir, tmp_path, *flags, key="all") as server:
+        status, text = load("--host", server.url, "--api-key", "some")
         assert status == 0, text
         for word in ("TTFT", "ITL", "chat", "tiny", "reverse", "tokens/s"):
             assert word in text
+        status, text = load("--host", server.url, "--api-key", "all")
+        assert status == 1 and "a fault of the fake" in text
         status, text = load("--host", server.url)
-        assert status == 1, "without the key nothing is answered"
-
-
-def test_failures_are_counted(model_dir: Path, tmp_path: Path) -> None:
-    with serving(model_dir, tmp_path, "--adapters", "fail=/x") as server:
-        status, text = load("--host", server.url)
-    assert status == 1 and "a fault of the fake" in text
+        assert status == 1 and text.startswith(f"error: {server.url}: 401"), text
 
 
 def test_it_starts_a_server_itself(model_dir: Path) -> None:

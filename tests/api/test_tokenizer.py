@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from api.text.bytelevel import byte_of_char
 from api.tokenizer import Tokenizer, load_tokenizer
@@ -63,6 +64,29 @@ def test_same_ids_as_transformers(both: tuple[Tokenizer, Tokenizer], model_dir: 
     reference = PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"))
     for tokenizer in both:
         assert tokenizer.encode(text, add_special_tokens=True) == reference(text)["input_ids"]
+
+
+def qwen2_of_transformers() -> Qwen2Tokenizer:
+    """Its pre-tokenizer is transformers' own, not that of our tokenizer.json."""
+    tokens = [*SPECIAL, *byte_of_char(), *("".join(merge) for merge in MERGES)]
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES)
+    tokenizer.add_tokens([*special, AddedToken("<tool>", special=False, normalized=False)])
+    return tokenizer
+
+
+QWEN2 = qwen2_of_transformers()
+PIECES = st.sampled_from(
+    ["hello", " ", "  ", "\n", "\r\n", "\t", "'S", "n't", "12", "é", "e\u0301", "日", "👋", "!?", "_", "w", "\u00a0"]
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(PIECES | st.text(max_size=4), max_size=12).map("".join))
+def test_same_ids_as_transformers_qwen2(both: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    expected = QWEN2(text)["input_ids"]
+    for tokenizer in both:
+        assert tokenizer.encode(text, add_special_tokens=True) == expected
 
 
 @settings(max_examples=200)
