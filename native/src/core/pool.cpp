@@ -36,6 +36,15 @@ int64_t now_us() {
   return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
+// A CPU that the cgroup does not grant leaves the thread where the kernel puts it.
+void bind_to(std::thread::native_handle_type thread, int cpu) {
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<size_t>(cpu), &set);
+  pthread_setaffinity_np(thread, sizeof(set), &set);
+}
+
 size_t count(const PoolOptions& options) {
   size_t total = 0;
   for (const auto& group : options.groups) {
@@ -51,7 +60,7 @@ size_t count(const PoolOptions& options) {
 }  // namespace
 
 WorkerPool::WorkerPool(PoolOptions options)
-    : workers_(count(options)), spin_us_(options.spin_us), owner_pid_(getpid()) {
+    : workers_(count(options)), spin_us_(options.spin_us), pin_(options.pin), owner_pid_(getpid()) {
   if (options.spin_us < 0) throw std::invalid_argument("spin_us: " + std::to_string(options.spin_us) + " is negative");
   int index = 0;
   for (size_t g = 0; g < options.groups.size(); ++g) {
@@ -65,13 +74,7 @@ WorkerPool::WorkerPool(PoolOptions options)
   for (int w = 1; w < threads(); ++w) {
     Worker& worker = workers_[static_cast<size_t>(w)];
     worker.thread = std::thread([this, w] { serve(w); });
-    if (options.pin && worker.cpu >= 0 && worker.cpu < CPU_SETSIZE) {
-      cpu_set_t set;
-      CPU_ZERO(&set);
-      CPU_SET(static_cast<size_t>(worker.cpu), &set);
-      // A CPU that the cgroup does not grant leaves the thread where the kernel puts it.
-      pthread_setaffinity_np(worker.thread.native_handle(), sizeof(set), &set);
-    }
+    if (pin_) bind_to(worker.thread.native_handle(), worker.cpu);
   }
 }
 
@@ -87,6 +90,10 @@ WorkerPool::~WorkerPool() {
   for (auto& worker : workers_) {
     if (worker.thread.joinable()) worker.thread.join();
   }
+}
+
+void WorkerPool::adopt(std::thread::native_handle_type caller) const {
+  if (pin_) bind_to(caller, workers_[0].cpu);
 }
 
 void WorkerPool::wake() {

@@ -53,6 +53,9 @@ class WorkerPool {
         const_cast<void*>(static_cast<const void*>(&body)));
   }
 
+  // Binds a thread that will call parallel_for (worker 0) to worker 0's CPU, if this pool binds its own.
+  void adopt(std::thread::native_handle_type caller) const;
+
   // Idle workers spin between begin and end. Steps may overlap: the last end parks.
   void begin_step();
   void end_step();
@@ -84,6 +87,7 @@ class WorkerPool {
   std::vector<Worker> workers_;
   std::vector<int> group_first_;  // first worker of each group, then threads()
   int spin_us_;
+  bool pin_;
   int owner_pid_;
   std::mutex callers_;
   alignas(64) std::atomic<uint32_t> epoch_{0};  // bumped for every job, begin_step and stop: what workers wait on

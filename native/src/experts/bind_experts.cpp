@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "core/isa.hpp"
+#include "experts/bridge.hpp"
 #include "experts/moe.hpp"
 
 namespace nb = nanobind;
@@ -123,6 +124,28 @@ void bind_experts(nb::module_& module) {
       .def(nb::new_(&make_task), "runner"_a, "layer"_a, "bsz"_a, "ids"_a, "weights"_a, "slots"_a, "hidden"_a, "out"_a,
            "max_rows"_a, "top_k"_a, "bf16"_a)
       .def("run", &MoeTask::run, free_gil, "Computes `out`. ValueError for a bsz, id or slot out of range.");
+
+  nb::class_<Bridge>(module, "Bridge", "Runs tasks for a device that posts numbers into mapped memory.")
+      .def(
+          "__init__",
+          [](Bridge* self, WorkerPool& pool, uintptr_t memory, int capacity) {
+            new (self) Bridge(pool, address<BridgeEntry>(memory), capacity);
+          },
+          "pool"_a, "memory"_a, "capacity"_a, nb::keep_alive<1, 2>())
+      .def(
+          "add", [](Bridge& bridge, MoeTask task) { return bridge.add([task = std::move(task)] { task.run(); }); },
+          "task"_a, "The task's entry. ValueError when all are taken.")
+      .def("begin_step", &Bridge::begin_step, free_gil)
+      .def("end_step", &Bridge::end_step, free_gil)
+      .def("take_errors", &Bridge::take_errors, free_gil, "Messages of failed tasks and time-outs since the last call.")
+      .def("post", &Bridge::post, "entry"_a, "number"_a, free_gil, "What the device does: post a growing number.")
+      .def("wait", &Bridge::wait, "entry"_a, "number"_a, "timeout_s"_a, free_gil,
+           "Waits as the device does. False after the time-out; the error word is then set.")
+      .def_prop_ro("entries", &Bridge::entries)
+      .def_prop_ro_static("ENTRY_BYTES", [](nb::handle) { return sizeof(BridgeEntry); })
+      .def_prop_ro_static("POSTED_OFFSET", [](nb::handle) { return offsetof(BridgeEntry, posted); })
+      .def_prop_ro_static("DONE_OFFSET", [](nb::handle) { return offsetof(BridgeEntry, done); })
+      .def_prop_ro_static("ERROR_OFFSET", [](nb::handle) { return offsetof(BridgeEntry, error); });
 }
 
 }  // namespace ktserve
