@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from engine.errors import ExpertBackendError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.pack_cache import PackCache, PackKey, source_hash
 from engine.lora.adapter import ExpertLora
 from engine.model_config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
@@ -35,11 +37,20 @@ class NativeExperts(ExpertBackend):
 
     `pool`: a `native._native.WorkerPool` to share with other backends; default: its own over this process's CPUs.
     `isa`: "avx2", "avx512" or "amx"; "" is KTSERVE_ISA or the machine's best. `quantise`: "int8" or "int4" for plain
-    weights. UserError for sizes, types or settings that the kernels do not take.
+    weights. `cache_dir`: keep packed layers there, as files of `source_id` (what tells one state of the model's files
+    from another); None: no cache. UserError for sizes, types or settings that the kernels do not take.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, pool: Any = None, *, isa: str = "", quantise: str | None = None
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        pool: Any = None,
+        *,
+        isa: str = "",
+        quantise: str | None = None,
+        cache_dir: Path | None = None,
+        source_id: str = "",
     ) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native experts take bfloat16 and float32", field="dtype")
@@ -55,6 +66,8 @@ class NativeExperts(ExpertBackend):
         except (ImportError, ValueError) as error:
             raise UserError(f"native experts: {error}", field="expert_backend") from error
         self._layers: dict[int, Any] = {}
+        self._cache = None if cache_dir is None else PackCache(cache_dir)
+        self._source_id = source_id
 
     @property
     def isa(self) -> str:
@@ -67,21 +80,29 @@ class NativeExperts(ExpertBackend):
         return sum(layer.num_bytes for layer in self._layers.values())
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
-        sources = [self._source(store, name) for name in PROJECTIONS]
-        forms = [self._form(kind) for kind, _ in sources]
-        try:
-            made = self._native.ExpertLayer(
-                store.num_experts,
-                self._config.hidden_size,
-                self._config.moe_intermediate_size,
-                forms,
-                self.pool.groups,
-            )
-            for projection, (kind, parts) in enumerate(sources):
+        types = [store.type(name) for name in PROJECTIONS]
+        shape = (store.num_experts, self._config.hidden_size, self._config.moe_intermediate_size)
+        forms = [self._form(kind) for kind in types]
+
+        def make() -> Any:
+            return self._native.ExpertLayer(*shape, forms, self.pool.groups)
+
+        def pack(made: Any) -> None:
+            for projection, name in enumerate(PROJECTIONS):
+                kind, parts = self._source(store, name)
                 made.load(self.pool, projection, kind, 0, [part.ctypes.data for part in parts])
+
+        try:
+            if self._cache is None:
+                made = make()
+                pack(made)
+                self._layers[layer] = made
+                return
+            source = source_hash(store, self._source_id)
+            key = PackKey(layer, self._native.LAYOUT_VERSION, shape, tuple(forms), self.pool.groups, source)
+            self._layers[layer] = self._cache.load(key, make, pack, self.pool)
         except ValueError as error:
             raise UserError(f"layer {layer}, native experts: {error}", field="expert_backend") from error
-        self._layers[layer] = made
 
     def _source(self, store: ExpertStore, name: str) -> tuple[str, list[Any]]:
         """One projection's type and each expert's rows as bytes. A type without a packed format is dequantised."""
@@ -99,7 +120,10 @@ class NativeExperts(ExpertBackend):
         return plain, values
 
     def _form(self, kind: str) -> str:
-        return self._plain if kind in _FLOATS else str(self._native.format_of(kind))
+        """The packed format of a stored type; what has none is dequantised first."""
+        if kind in _FLOATS or not self._native.has_source_type(kind):
+            return self._plain
+        return str(self._native.format_of(kind))
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         """Layers that this backend does not hold are another backend's."""

@@ -12,6 +12,7 @@
 
 #include "core/isa.hpp"
 #include "experts/bridge.hpp"
+#include "experts/layer_file.hpp"
 #include "experts/moe.hpp"
 
 namespace nb = nanobind;
@@ -109,6 +110,18 @@ void bind_experts(nb::module_& module) {
             return std::make_tuple(reinterpret_cast<uintptr_t>(arena.data()), arena.bytes());
           },
           "shard"_a, "Address and bytes of a NUMA shard's memory.")
+      .def(
+          "write",
+          [](const ExpertLayer& layer, WorkerPool& pool, int file, int64_t offset) {
+            return write_layer(pool, layer, file, offset);
+          },
+          "pool"_a, "file"_a, "offset"_a, free_gil, "Writes the packed memory to a file descriptor; its checksum.")
+      .def(
+          "read",
+          [](ExpertLayer& layer, WorkerPool& pool, int file, int64_t offset) {
+            return read_layer(pool, layer, file, offset);
+          },
+          "pool"_a, "file"_a, "offset"_a, free_gil, "Fills the packed memory from a file; the checksum of what came.")
       .def_prop_ro("num_bytes", &ExpertLayer::bytes);
 
   nb::class_<MoeRunner>(module, "MoeRunner", "Computes expert tasks on a pool, one at a time.")

@@ -69,6 +69,7 @@ class ExpertLayer {
   // Panel `panel` of an expert; the following ones of the same shard lie behind it.
   uint8_t* panel(int projection, int64_t expert, int64_t panel) const;
   int64_t bytes() const;
+  int64_t shard_bytes(int index) const { return projection_offset(index, 3); }
   const Arena& shard(int index) const { return shards_[static_cast<size_t>(index)]; }
 
   // Packs experts [first, first + count) of a projection; data[i] is where expert first + i's rows begin.
