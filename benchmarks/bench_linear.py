@@ -71,7 +71,7 @@ def main() -> None:
                         copy(x, lora)
 
                 seconds = best_s(pool, args.repeats, run) / len(copies)
-                kind = "bf16" if copies[0].form == "bf16" else "int8"
+                kind = "bf16" if copies[0].format == "bf16" else "int8"
                 what = f"{type} {shape} [{n}, {k}] x {rows}"
                 print(line(what, seconds, copies[0].num_bytes, 2.0 * rows * n * k, roofs, kind), flush=True)
 

@@ -15,7 +15,7 @@ from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
 
 _PLAIN = ("F32", "F16", "BF16")
-QUANTISED_FORMS = ("i8", "i4m")
+QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # as Q8_0, as Q4_1
 
 
 class NativeLinear(Linear):
@@ -33,9 +33,9 @@ class NativeLinear(Linear):
         self.runner = runner
 
     @property
-    def form(self) -> str:
-        """How the weights lie: "f32", or a packed format of native/src/core/format.hpp."""
-        return str(self.packed.form)
+    def format(self) -> str:
+        """How the weights lie: a format of native/src/core/format.hpp."""
+        return str(self.packed.format)
 
     @property
     def num_bytes(self) -> int:
@@ -68,20 +68,19 @@ class NativeLinear(Linear):
 class NativeLinearBackend(LinearBackend):
     """Packs each weight once, over `pool` (a `native._native.WorkerPool`), into the format that holds it without loss.
 
-    F32, F16 and BF16 weights become bf16, or stay float32 if `dtype` is float32; `quantise` ("i8": as Q8_0, "i4m": as
-    Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised and treated likewise.
+    F32, F16 and BF16 weights become bf16, or stay float32 if `dtype` is float32; `quantise` ("int8": as Q8_0, "int4":
+    as Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised and treated likewise.
     Calls of one backend follow one another: its scratch is shared.
     """
 
     def __init__(self, dtype: torch.dtype, pool: Any, isa: str = "", quantise: str | None = None) -> None:
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native projections take bfloat16 and float32", field="dtype")
-        if quantise is not None and quantise not in QUANTISED_FORMS:
-            raise UserError(f"quantise {quantise!r}: allowed are {', '.join(QUANTISED_FORMS)}", field="quantise")
+        if quantise is not None and quantise not in QUANTISED_FORMATS:
+            raise UserError(f"quantise {quantise!r}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
         self._native: Any = importlib.import_module("native._native")
         self._pool = pool
-        self._dtype = dtype
-        self._quantise = quantise
+        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if dtype == torch.float32 else "bf16"
         try:
             self.runner: Any = self._native.LinearRunner(pool, isa)
         except ValueError as error:
@@ -91,12 +90,12 @@ class NativeLinearBackend(LinearBackend):
         if len(weight.shape) != 2:
             raise UserError(f"{name}: shape {weight.shape}; a projection has two dimensions", field=name)
         source, data = weight.type, weight.data
-        form = self._native.linear_form(source)
-        if not form:
-            source, form = "F32", "bf16"
+        format = self._native.linear_format(source)
+        if not format:
+            source, format = "F32", "bf16"
             data = weight.dequantise(torch.float32).view(torch.uint8).flatten().numpy()
         if source in _PLAIN:
-            form = self._quantise or ("f32" if self._dtype == torch.float32 else "bf16")
+            format = self._plain
         data = np.ascontiguousarray(data)
         added = None if bias is None else bias.dequantise(torch.float32).contiguous()
         if added is not None and added.shape != weight.shape[:1]:
@@ -104,7 +103,14 @@ class NativeLinearBackend(LinearBackend):
         n, k = weight.shape
         try:
             packed = self._native.PackedLinear(
-                self._pool, source, form, data.ctypes.data, data.nbytes, n, k, 0 if added is None else added.data_ptr()
+                self._pool,
+                source,
+                format,
+                data.ctypes.data,
+                data.nbytes,
+                n,
+                k,
+                0 if added is None else added.data_ptr(),
             )
         except ValueError as error:
             raise UserError(f"{name}: {error}", field=name) from error

@@ -14,21 +14,21 @@ void bind_linear(nb::module_& module) {
   using Address = uintptr_t;
   using release = nb::call_guard<nb::gil_scoped_release>;
   module.def(
-      "linear_form",
+      "linear_format",
       [](const std::string& source) { return has_source_type(source) ? info(source_type(source).format).name : ""; },
       "source"_a, "The packed format that holds a GGML type without loss (F32 and F16: rounded to bf16), or ''.");
 
   nb::class_<PackedLinear>(module, "PackedLinear", "One projection's packed weights and its adapters by slot.")
       .def(
           "__init__",
-          [](PackedLinear* self, WorkerPool& pool, const std::string& source, const std::string& form, Address data,
+          [](PackedLinear* self, WorkerPool& pool, const std::string& source, const std::string& format, Address data,
              int64_t data_bytes, int64_t n, int64_t k, Address bias) {
             nb::gil_scoped_release unlocked;
-            new (self) PackedLinear(pool, source, form, reinterpret_cast<const uint8_t*>(data), data_bytes, n, k,
+            new (self) PackedLinear(pool, source, format, reinterpret_cast<const uint8_t*>(data), data_bytes, n, k,
                                     reinterpret_cast<const float*>(bias));
           },
-          "pool"_a, "source"_a, "form"_a, "data"_a, "data_bytes"_a, "n"_a, "k"_a, "bias"_a = 0)
-      .def_prop_ro("form", &PackedLinear::form_name)
+          "pool"_a, "source"_a, "format"_a, "data"_a, "data_bytes"_a, "n"_a, "k"_a, "bias"_a = 0)
+      .def_prop_ro("format", [](const PackedLinear& self) { return info(self.format()).name; })
       .def_prop_ro("bytes", &PackedLinear::bytes)
       .def("row", &PackedLinear::row, "index"_a, "One output's weights as the kernels see them.")
       .def(

@@ -22,18 +22,8 @@
 #include "core/arena.hpp"
 #include "core/kernels.hpp"
 #include "core/pool.hpp"
-#include "linear/wide_kernels.hpp"
 
 namespace ktserve {
-
-// How a projection's weights lie: a packed format, or float32 panels ("f32").
-struct WeightForm {
-  bool wide = false;
-  Format format = Format::bf16;
-};
-
-// Throws std::invalid_argument for an unknown name.
-WeightForm form_named(const std::string& name);
 
 // On the heap: a model's adapters are too many for a mapping each.
 struct alignas(64) Line {
@@ -42,21 +32,23 @@ struct alignas(64) Line {
 
 struct LoraWeights {
   int64_t rank = 0;
-  std::vector<Line> a;  // panels of A [rank, k]: bf16 packed, or wide
-  std::vector<Line> b;  // panels of scale * B: [rank][16], bf16 or float32
+  float scale = 1;
+  std::vector<Line> a;  // A [rank, k], packed as bf16, or as f32 for f32 weights
+  std::vector<Line> b;  // B in panels of [rank][16], of the same type
 };
 
 // One projection's weights. Not changed after construction, but for its adapters.
 class PackedLinear {
  public:
   // Packs `data` ([n, k] in a GGML type) over the pool. bias: n floats or null.
-  PackedLinear(WorkerPool& pool, const std::string& source, const std::string& form, const uint8_t* data,
+  PackedLinear(WorkerPool& pool, const std::string& source, const std::string& format, const uint8_t* data,
                int64_t data_bytes, int64_t n, int64_t k, const float* bias);
 
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }
-  const WeightForm& form() const { return form_; }
-  std::string form_name() const { return form_.wide ? "f32" : info(form_.format).name; }
+  Format format() const { return format_; }
+  // Of the rows that an adapter's A multiplies, and of A.
+  Format adapter_format() const { return format_ == Format::f32 ? Format::f32 : Format::bf16; }
   size_t bytes() const { return weights_.bytes(); }
   const uint8_t* panel(int64_t p) const { return weights_.data() + p * panel_bytes_; }
   int64_t panel_bytes() const { return panel_bytes_; }
@@ -72,7 +64,7 @@ class PackedLinear {
 
  private:
   int64_t n_, k_;
-  WeightForm form_;
+  Format format_;
   int64_t panel_bytes_;
   Arena weights_;
   std::vector<float> bias_;
@@ -118,17 +110,15 @@ class LinearRunner {
   };
 
   void run_slab(const std::vector<LinearCall>& calls, const LinearInput& input);
-  void pack_rows(const LinearInput& input, int64_t k, int kind, const std::vector<int64_t>* order, uint8_t* to);
+  void pack_rows(const LinearInput& input, Format format, int64_t k, const std::vector<int64_t>* order, uint8_t* to);
   void run_adapters(const std::vector<LinearCall>& calls, const LinearInput& input, std::vector<CallState>& states);
   void run_piece(const LinearCall& call, const CallState& state, const LinearInput& input, int64_t piece, int worker);
-  int64_t row_bytes(int kind, int64_t k) const;
 
   WorkerPool& pool_;
   const Kernels& kernels_;
-  const WideKernels& wide_;
   std::mutex mutex_;
-  std::vector<Arena> packed_;  // per kind: the rows of x in that form
-  std::vector<Arena> sorted_;  // the adapter rows: bf16, float32
+  Arena packed_[kFormats];  // per format of weights: the rows of x as it reads them
+  Arena sorted_[kFormats];  // the adapter rows, bf16 or f32
   std::vector<Arena> products_;
   Arena tiles_;  // per worker
 };
