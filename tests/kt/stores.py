@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import gguf
 import numpy as np
 import torch
@@ -11,14 +13,24 @@ from engine.experts.base import ExpertBuffers
 from engine.model_config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
 
-# Where a K-quant's blocks hold float16 scales, and sizes of them that make weights near 1.
-SCALES = {
-    "Q2_K": ((80, 0.05), (82, 0.05)),
-    "Q3_K": ((108, 0.01),),
-    "Q4_K": ((0, 0.002), (2, 0.002)),
-    "Q5_K": ((0, 0.001), (2, 0.002)),
-    "Q6_K": ((208, 0.001),),
-    "IQ4_XS": ((0, 0.0008),),
+
+class Blocks(NamedTuple):
+    """How to make random blocks of a K-quant whose weights have mean 0: where float16 d lies and how large it is for
+    weights near 1, where dmin lies and its ratio to d, and the bytes that hold the sub-blocks' scales and minima."""
+
+    d: int
+    size: float
+    dmin: int = -1
+    ratio: float = 0.0
+    scales: tuple[int, bytes] = (0, b"")
+
+
+K_QUANTS = {
+    "Q2_K": Blocks(80, 0.1, 82, 1.5, (0, b"\x88" * 16)),  # every scale 8, every minimum 8, quants 0 to 3
+    "Q3_K": Blocks(108, 0.01),
+    "Q4_K": Blocks(0, 0.006, 2, 7.5, (4, b"\xa0" * 8 + b"\0" * 4)),  # every scale and minimum 32, quants 0 to 15
+    "Q5_K": Blocks(0, 0.003, 2, 15.5, (4, b"\xa0" * 8 + b"\0" * 4)),
+    "Q6_K": Blocks(208, 0.001),
 }
 
 
@@ -36,12 +48,17 @@ def encode(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarra
     """float32 -> the bytes of a type; for K-quants random blocks instead, since gguf only decodes those."""
     if kind == "BF16":
         return torch.from_numpy(values).bfloat16().view(torch.uint8).numpy().reshape(-1)
-    if kind in SCALES:
+    if kind in K_QUANTS:
+        form = K_QUANTS[kind]
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         blocks = rng.integers(0, 256, (values.size // block, size), dtype=np.uint8)
-        for at, scale in SCALES[kind]:
-            d = (np.abs(rng.standard_normal(len(blocks))) * scale / values.shape[-1] ** 0.5 * 16).astype(np.float16)
-            blocks[:, at : at + 2] = d.view(np.uint8).reshape(-1, 2)
+        d = (rng.uniform(0.5, 1.5, len(blocks)) * form.size / values.shape[-1] ** 0.5).astype(np.float16)
+        blocks[:, form.d : form.d + 2] = d.view(np.uint8).reshape(-1, 2)
+        if form.dmin >= 0:
+            dmin = (d.astype(np.float32) * form.ratio).astype(np.float16)
+            blocks[:, form.dmin : form.dmin + 2] = dmin.view(np.uint8).reshape(-1, 2)
+            at, constant = form.scales
+            blocks[:, at : at + len(constant)] = np.frombuffer(constant, np.uint8)
         return blocks.reshape(-1)
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).reshape(-1).view(np.uint8)
 

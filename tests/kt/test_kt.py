@@ -41,8 +41,7 @@ OTHER_TYPES = ["Q4_1", "Q5_1", "BF16"]
 @pytest.mark.parametrize("kind", guard.BLOCK_TYPES)
 def test_every_block_type(worker: Worker, kind: str) -> None:
     errors = worker("block_types", kinds=guard.BLOCK_TYPES, others=OTHER_TYPES)["errors"][kind]
-    assert max(errors) < (0.003 if kind.startswith("F") else 0.04)
-    assert errors[-1] < (0.003 if kind.startswith("F") else 0.025)  # 64 rows average the luck of a row's scale out
+    assert max(errors) < (0.003 if kind.startswith("F") else 0.025)
 
 
 @pytest.mark.parametrize("kind", OTHER_TYPES)
