@@ -1,0 +1,233 @@
+"""Norms, rotation, routing, KV writes and the exchange with host buffers: one launch each, any row count.
+
+Computed in float32 and rounded where transformers rounds. Rows may be strided; dimensions are contiguous. Pointers may
+be pinned host memory, which a kernel reads and writes over PCIe.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_rms_norm(x, delta, weight, out, stride_x, stride_d, dim, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < dim
+    value = tl.load(x + row * stride_x + cols, mask, other=0.0)
+    dtype = value.dtype
+    if HAS_DELTA:
+        added = tl.load(delta + row * stride_d + cols, mask, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
+        tl.store(x + row * stride_x + cols, value, mask)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / dim + eps)
+    normed = (wide * scale).to(dtype).to(tl.float32)
+    gain = tl.load(weight + cols, mask, other=0.0).to(tl.float32)
+    tl.store(out + row * dim + cols, (normed * gain).to(dtype), mask)
+
+
+def add_rms_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """residual [T, H] += delta (may be pinned host memory) in place; returns the norm [T, H]."""
+    rows, dim = residual.shape
+    out = torch.empty((rows, dim), dtype=residual.dtype, device=residual.device)
+    added = residual if delta is None else delta
+    block = triton.next_power_of_2(dim)
+    _add_rms_norm[(rows,)](
+        residual,
+        added,
+        weight,
+        out,
+        residual.stride(0),
+        added.stride(0),
+        dim,
+        eps,
+        HAS_DELTA=delta is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 16),
+    )
+    return out
+
+
+@triton.jit
+def _qk_norm_rope(
+    q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions,
+    q_stride, k_stride, heads, kv_heads, eps, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < HALF
+    if head < heads:
+        source = q + token * q_stride + head * 2 * HALF
+        target = q_out + (token * heads + head) * 2 * HALF
+        weight = q_weight
+    else:
+        source = k + token * k_stride + (head - heads) * 2 * HALF
+        target = k_out + (token * kv_heads + head - heads) * 2 * HALF
+        weight = k_weight
+    first = tl.load(source + cols, mask, other=0.0)
+    second = tl.load(source + HALF + cols, mask, other=0.0)
+    dtype = first.dtype
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * HALF) + eps)
+    gain_a = tl.load(weight + cols, mask, other=0.0).to(tl.float32)
+    gain_b = tl.load(weight + HALF + cols, mask, other=0.0).to(tl.float32)
+    a = ((a * scale).to(dtype).to(tl.float32) * gain_a).to(dtype).to(tl.float32)
+    b = ((b * scale).to(dtype).to(tl.float32) * gain_b).to(dtype).to(tl.float32)
+    position = tl.load(positions + token)
+    c = tl.load(cos + position * HALF + cols, mask, other=0.0)
+    s = tl.load(sin + position * HALF + cols, mask, other=0.0)
+    tl.store(target + cols, (a * c - b * s).to(dtype), mask)
+    tl.store(target + HALF + cols, (b * c + a * s).to(dtype), mask)
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, H, D], k [T, G, D], positions int64 [T]; cos, sin float32 [len, D / 2]. Returns fresh contiguous tensors."""
+    tokens, heads, dim = q.shape
+    kv_heads, half = k.shape[1], dim // 2
+    q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    k_out = torch.empty((tokens, kv_heads, dim), dtype=k.dtype, device=k.device)
+    _qk_norm_rope[(tokens, heads + kv_heads)](
+        q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions,
+        q.stride(0), k.stride(0), heads, kv_heads, eps, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+@triton.jit
+def _write_kv(keys, values, k, v, slots, k_stride, v_stride, dim, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < dim
+    slot = tl.load(slots + token)
+    tl.store(keys + slot * dim + cols, tl.load(k + token * k_stride + cols, mask), mask)
+    tl.store(values + slot * dim + cols, tl.load(v + token * v_stride + cols, mask), mask)
+
+
+def write_kv(keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """k, v [T, G, D] into keys, values [blocks, 16, G, D] at slots int64 [T]."""
+    tokens, dim = k.shape[0], k.shape[1] * k.shape[2]
+    _write_kv[(tokens,)](
+        keys, values, k, v, slots, k.stride(0), v.stride(0), dim, BLOCK=triton.next_power_of_2(dim), num_warps=2
+    )
+
+
+@triton.jit
+def _silu_mul(gate, up, out, gate_stride, up_stride, dim, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < dim
+    g = tl.load(gate + row * gate_stride + cols, mask, other=0.0)
+    u = tl.load(up + row * up_stride + cols, mask, other=0.0).to(tl.float32)
+    wide = g.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(g.dtype).to(tl.float32)
+    tl.store(out + row * dim + cols, (silu * u).to(g.dtype), mask)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[T, N] each -> [T, N]."""
+    rows, dim = gate.shape
+    out = torch.empty((rows, dim), dtype=gate.dtype, device=gate.device)
+    _silu_mul[(rows, triton.cdiv(dim, 1024))](gate, up, out, gate.stride(0), up.stride(0), dim, BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _route(
+    logits, weights, ids, stride, experts,
+    K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < experts
+    x = tl.load(logits + row * stride + cols, mask, other=float("-inf")).to(tl.float32)
+    e = tl.exp(x - tl.max(x, 0))
+    p = tl.where(mask, e / tl.sum(e, 0), -1.0)
+    places = tl.arange(0, K_BLOCK)
+    chosen = tl.zeros([K_BLOCK], tl.float32)
+    index = tl.zeros([K_BLOCK], tl.int64)
+    for j in tl.static_range(K):
+        at = tl.argmax(p, 0)
+        best = tl.sum(tl.where(cols == at, p, 0.0), 0)
+        chosen = tl.where(places == j, best, chosen)
+        index = tl.where(places == j, at.to(tl.int64), index)
+        p = tl.where(cols == at, -1.0, p)
+    if NORMALISE:
+        chosen = chosen / tl.sum(chosen, 0)
+    tl.store(weights + row * K + places, chosen, places < K)
+    tl.store(ids + row * K + places, index, places < K)
+
+
+def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over [T, E], the top k (the lower id first where equal): weights float32, ids int64, [T, k]."""
+    rows, experts = logits.shape
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
+    _route[(rows,)](
+        logits, weights, ids, logits.stride(0), experts,
+        K=top_k, NORMALISE=normalise, BLOCK=triton.next_power_of_2(experts), K_BLOCK=triton.next_power_of_2(top_k),
+        num_warps=1,
+    )  # fmt: skip
+    return weights, ids
+
+
+@triton.jit
+def _publish(
+    x, ids, weights, x_to, ids_to, weights_to, stride, dim,
+    K: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    tl.store(x_to + row * dim + cols, tl.load(x + row * stride + cols, cols < dim), cols < dim)
+    places = tl.arange(0, K_BLOCK)
+    mask = places < K
+    tl.store(ids_to + row * K + places, tl.load(ids + row * K + places, mask), mask)
+    tl.store(weights_to + row * K + places, tl.load(weights + row * K + places, mask), mask)
+
+
+def publish(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    x_to: torch.Tensor,
+    ids_to: torch.Tensor,
+    weights_to: torch.Tensor,
+) -> None:
+    """Copy a layer's rows into expert buffers (pinned host memory as a rule): x [T, H], ids and weights [T, k]."""
+    rows, dim = x.shape
+    k = ids.shape[1]
+    block = triton.next_power_of_2(dim)
+    _publish[(rows,)](
+        x, ids, weights, x_to, ids_to, weights_to, x.stride(0), dim,
+        K=k, BLOCK=block, K_BLOCK=triton.next_power_of_2(k), num_warps=min(max(block // 256, 1), 8),
+    )  # fmt: skip
+
+
+@triton.jit
+def _resolve_ids(ids, sources, sampled, out, rows, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < rows
+    source = tl.load(sources + at, mask, other=-1)
+    known = tl.load(ids + at, mask, other=0)
+    pending = tl.load(sampled + source, mask & (source >= 0), other=0)
+    tl.store(out + at, tl.where(source >= 0, pending, known), mask)
+
+
+def resolve_ids(ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """int64 [T]: sampled[sources[i]] where sources[i] >= 0, else ids[i]."""
+    out = torch.empty_like(ids)
+    rows = ids.shape[0]
+    _resolve_ids[(triton.cdiv(rows, 128),)](ids, sources, sampled, out, rows, BLOCK=128)
+    return out

@@ -1,0 +1,113 @@
+"""Every Triton kernel against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.model.ops import TorchOps
+from engine.model.rope import Rope
+from engine.model_config import ModelConfig
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float32]
+EPS = 1e-6
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-2 if got.dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(got.float().cpu(), expected.float().cpu(), rtol=tolerance, atol=tolerance)
+
+
+def oracle(device: torch.device) -> TorchOps:
+    config = ModelConfig.from_hf(tiny_model(head_dim=64).config.to_dict())
+    return TorchOps(EPS, Rope(config, 256, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,dim", [(1, 64), (5, 2048), (3, 96)])
+def test_add_rms_norm(kernel_device, dtype, rows, dim):
+    from engine.kernels.ops import add_rms_norm
+
+    g = torch.Generator().manual_seed(rows)
+    x, d, w = (torch.randn(n, generator=g).to(kernel_device, dtype) for n in ((rows, dim), (rows, dim), (dim,)))
+    for delta in (None, d):
+        ours, theirs = x.clone(), x.clone()
+        close(add_rms_norm(ours, delta, w, EPS), oracle(kernel_device).add_rms_norm(theirs, delta, w))
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qk_norm_rope_of_slices(kernel_device, dtype):
+    from engine.kernels.ops import qk_norm_rope
+
+    ops, (tokens, heads, kv_heads, dim) = oracle(kernel_device), (7, 4, 2, 64)
+    g = torch.Generator().manual_seed(0)
+    both = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=g).to(kernel_device, dtype)
+    q = both[:, : heads * dim].unflatten(1, (heads, dim))
+    k = both[:, heads * dim : (heads + kv_heads) * dim].unflatten(1, (kv_heads, dim))
+    qw, kw = (torch.randn(dim, generator=g).to(kernel_device, dtype) for _ in range(2))
+    positions = torch.tensor([0, 1, 5, 255, 17, 3, 3], device=kernel_device)
+    expected = ops.qk_norm_rope(q, k, qw, kw, positions)
+    got = qk_norm_rope(q, k, qw, kw, positions, ops.rope.cos, ops.rope.sin, EPS)
+    for a, b in zip(got, expected, strict=True):
+        assert a.is_contiguous()
+        close(a, b)
+
+
+@pytest.mark.parametrize("experts,k", [(8, 2), (128, 8), (60, 5), (128, 1)])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_route(kernel_device, experts, k, normalise):
+    from engine.kernels.ops import route
+
+    logits = torch.randn(9, experts, generator=torch.Generator().manual_seed(k)).to(kernel_device)
+    weights, ids = route(logits, k, normalise)
+    expected_weights, expected_ids = oracle(kernel_device).route(logits, k, normalise)
+    assert torch.equal(ids, expected_ids)
+    close(weights, expected_weights)
+
+
+def test_route_of_nan_stays_in_range(kernel_device):
+    from engine.kernels.ops import route
+
+    logits = torch.full((2, 60), float("nan"), device=kernel_device)
+    _, ids = route(logits, 4, True)
+    assert int(ids.min()) >= 0 and int(ids.max()) < 60
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(kernel_device, dtype):
+    from engine.kernels.ops import silu_mul
+
+    both = torch.randn(5, 2600, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
+    gate, up = both.chunk(2, dim=1)
+    close(silu_mul(gate, up), oracle(kernel_device).silu_mul(gate, up))
+
+
+def test_write_kv_and_publish_and_resolve(kernel_device):
+    from engine.kernels.ops import publish, resolve_ids, write_kv
+
+    g = torch.Generator().manual_seed(2)
+    keys, values = (torch.zeros(4, 16, 2, 48, device=kernel_device) for _ in range(2))
+    k, v = (torch.randn(3, 2, 48, generator=g).to(kernel_device) for _ in range(2))
+    slots = torch.tensor([0, 63, 17], device=kernel_device)
+    write_kv(keys, values, k, v, slots)
+    assert torch.equal(keys.flatten(0, 1)[slots], k) and torch.equal(values.flatten(0, 1)[slots], v)
+    assert int((keys != 0).any(-1).any(-1).sum()) == 3
+
+    x, w = torch.randn(3, 100, generator=g).to(kernel_device), torch.rand(3, 5, generator=g).to(kernel_device)
+    ids = torch.randint(0, 9, (3, 5), generator=g).to(kernel_device)
+    pin = kernel_device.type == "cuda"
+    to = [torch.zeros(8, 100, pin_memory=pin), torch.zeros(8, 5, dtype=torch.int64, pin_memory=pin)]
+    to.append(torch.zeros(8, 5, pin_memory=pin))
+    publish(x, ids, w, *to)
+    if pin:
+        torch.cuda.synchronize()
+    for got, expected in zip(to, (x, ids, w), strict=True):
+        assert torch.equal(got[:3], expected.cpu()) and not got[3:].any()
+
+    known = torch.tensor([5, 6, 7], device=kernel_device)
+    sources = torch.tensor([-1, 1, 0], device=kernel_device)
+    sampled = torch.tensor([70, 80], device=kernel_device)
+    assert resolve_ids(known, sources, sampled).tolist() == [5, 80, 70]
