@@ -121,7 +121,7 @@ class FakeEngine:
             if event.kind is not EventKind.TOKENS:
                 self.terminal[request_id] = event
                 assert event.request.status.terminal
-                assert not event.request.blocks
+                assert not event.request.blocks and not event.request.num_in_flight
             else:
                 assert event.request.status in (Status.RUNNING, Status.PREEMPTED)
 
@@ -135,6 +135,13 @@ class FakeEngine:
 
     def step(self) -> StepPlan | None:
         """Schedule and launch; then commit what depth leaves no room for."""
+        plan = self.schedule()
+        while len(self.in_flight) > (self.depth if plan is not None else 0):
+            self.commit()
+        self.check()
+        return plan
+
+    def schedule(self) -> StepPlan | None:
         self.now += self.dt
         self.take(*self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now)
@@ -149,9 +156,6 @@ class FakeEngine:
             self.finish_loads()
         if plan is not None:
             self.launch(plan)
-        while len(self.in_flight) > (self.depth if plan is not None else 0):
-            self.commit()
-        self.check()
         return plan
 
     def finish_loads(self) -> None:

@@ -63,12 +63,25 @@ def test_a_full_hit_never_writes_a_block_that_another_reads() -> None:
     engine.check_outputs()
 
 
-def test_multi_turn_reuses_prompt_and_answer() -> None:
+def test_a_block_that_a_full_hit_writes_again_is_not_found_in_that_step() -> None:
     engine = FakeEngine(config(max_num_batched_tokens=64))
-    first = engine.add(make_request("a", PROMPT, 10))
+    run_one(engine, "a", PROMPT)
+    engine.add(make_request("b", PROMPT[:16], 2))
+    engine.add(make_request("c", PROMPT, 2))
+    assert [(r.request.request_id, r.start) for r in engine.step().rows] == [("b", 15)]
+    assert [(r.request.request_id, r.start) for r in engine.step().rows] == [("b", 16), ("c", 20)]
+    engine.drain(10)
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("max_tokens", "cached"), [(7, 24), (8, 28), (10, 28)])
+def test_multi_turn_reuses_prompt_and_answer(depth: int, max_tokens: int, cached: int) -> None:
+    engine = FakeEngine(config(max_num_batched_tokens=64), depth)
+    first = engine.add(make_request("a", PROMPT, max_tokens))
     engine.drain(20)
     request, _ = run_one(engine, "b", [*PROMPT, *first.output, 1, 2])
-    assert request.num_cached == 28  # 21 + 10 tokens, the last one's KV was never computed
+    assert request.num_cached == cached  # full blocks of 21 + max_tokens - 1: the last token's KV was never computed
     engine.check_outputs()
 
 
@@ -81,6 +94,7 @@ def test_tenants_and_adapters_never_share() -> None:
     ]
     for i, owner in enumerate(owners):
         assert run_one(engine, f"r{i}", PROMPT[:9], **owner)[0].num_cached == 0
+        assert run_one(engine, f"again{i}", PROMPT[:9], **owner)[0].num_cached == 8
     engine.check_outputs()
 
 

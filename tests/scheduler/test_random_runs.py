@@ -119,3 +119,22 @@ def test_depth_one_gives_the_tokens_of_depth_zero(seed: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_run_can_be_replayed(depth: int) -> None:
     assert run(11, depth).trace == run(11, depth).trace
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), caching=st.booleans())
+def test_short_of_blocks_everything_still_comes_out_right(seed: int, depth: int, caching: bool) -> None:
+    rng = random.Random(seed)
+    engine = FakeEngine(
+        config(num_blocks=14, max_num_seqs=6, max_model_len=40, prefix_caching=caching, aging_s=0.05), depth
+    )
+    for number in range(24):
+        prompt = [rng.randrange(3) for _ in range(rng.randint(1, 12))]
+        engine.add(
+            make_request(f"r{number}", prompt, rng.randint(12, 28), tenant=rng.choice("ab"), priority=number % 3)
+        )
+        engine.step()
+    engine.drain(2000)
+    engine.check_outputs()
+    assert engine.scheduler.stats()["preemptions"] > 0
+    assert all(e.kind is EventKind.FINISHED for e in engine.terminal.values())

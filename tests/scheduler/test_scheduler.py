@@ -8,6 +8,7 @@ from scheduler.errors import IntegrityError
 from scheduler.plan import AdmissionError, EventKind
 from scheduler.request import AdapterKey, Status
 from scheduler.scheduler import Scheduler
+from scheduler.waiting import WaitingQueue
 from tests.scheduler.harness import FakeEngine, config, expected_tokens, make_request
 
 
@@ -284,7 +285,9 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_recomputed(depth: in
     while engine.scheduler.has_work():
         before = {r.request_id: r.num_preemptions for r in engine.scheduler.requests()}
         engine.step()
-        victims += [r.request_id for r in engine.scheduler.requests() if r.num_preemptions > before[r.request_id]]
+        new = [r.request_id for r in engine.scheduler.requests() if r.num_preemptions > before[r.request_id]]
+        assert len(new) <= 1  # one has blocks enough, even if they come back only when the step before has ended
+        victims += new
     assert victims[:2] == ["low", "new"] and "old" not in victims
     engine.check_outputs()
 
@@ -303,6 +306,37 @@ def test_a_preempted_request_keeps_its_tokens_and_samples_none_again() -> None:
         seen_preempted |= any(r.status is Status.PREEMPTED for r in engine.scheduler.requests())
     assert seen_preempted
     assert all(positions == list(range(4, 20)) for positions in sampled.values())
+    engine.check_outputs()
+
+
+def test_a_preempted_request_waits_for_its_token_in_flight() -> None:
+    scheduler = Scheduler(config(num_blocks=4, prefix_caching=False))
+    old, new = make_request("old", [1] * 7, 8), make_request("new", [2] * 7, 8)
+    for request in (old, new):
+        scheduler.add(request, 0.0)
+    scheduler.commit(scheduler.schedule(0.0), [[3], [3]], 0.0)
+    in_flight = scheduler.schedule(0.0)  # fills both requests' blocks
+    assert rows(in_flight) == [("old", 7, 1, True), ("new", 7, 1, True)]
+    assert scheduler.schedule(0.0) is None  # "old" needs a block, "new" is preempted; its blocks are still read
+    assert new.status is Status.PREEMPTED and new.num_in_flight == 1
+    scheduler.abort("old", "client")
+    scheduler.check_integrity()
+    assert scheduler.schedule(0.0) is None
+    scheduler.commit(in_flight, [[4], [4]], 0.0)
+    assert new.output == [3, 4]
+    assert rows(scheduler.schedule(0.0)) == [("new", 0, 9, True)]
+
+
+def test_what_did_not_fit_is_admitted_as_soon_as_it_does() -> None:
+    engine = FakeEngine(config(num_blocks=10, prefix_caching=False, max_num_batched_tokens=32))
+    engine.add(make_request("long", [1] * 4, 20))
+    engine.add(make_request("short", [2] * 20, 4))
+    engine.add(make_request("waits", [3] * 20, 4))
+    for _ in range(4):
+        assert "waits" not in [r.request.request_id for r in engine.step().rows]
+    assert "short" in engine.terminal
+    assert [r.request.request_id for r in engine.step().rows] == ["long", "waits"]
+    engine.drain(40)
     engine.check_outputs()
 
 
@@ -334,3 +368,42 @@ def test_integrity_check_finds_what_is_wrong() -> None:
             engine.scheduler.check_integrity()
         vars(request).update(saved)
         engine.scheduler.check_integrity()
+
+
+def test_the_newer_of_two_steps_fails_while_the_older_still_reads() -> None:
+    scheduler = Scheduler(config(num_blocks=4, prefix_caching=False, num_adapter_slots=1))
+    adapter = AdapterKey(1, 1)
+    scheduler.add(make_request("a", [1] * 7, 8, adapter=adapter), 0.0)
+    scheduler.add(make_request("b", [2] * 7, 8), 0.0)
+    assert rows(scheduler.schedule(0.0)) == [("b", 0, 7, True)]
+    scheduler.slot_loaded(1)
+    older = scheduler.schedule(0.0)
+    assert rows(older) == [("b", 7, 1, True), ("a", 0, 7, True)]
+    scheduler.commit(scheduler._core.flights[0].plan, [[3]], 0.0)
+    newer = scheduler.schedule(0.0)
+    assert rows(newer) == [("a", 7, 1, True)]
+    scheduler.abort("a", "client")  # held for the newer step, but the older reads it too
+    scheduler.drop(newer)
+    scheduler.check_integrity()
+    assert scheduler.stats()["blocks_used"] == 4 and scheduler.stats()["slots_used"] == 1
+    assert scheduler.commit(older, [[4], [5]], 0.0)[0].tokens == [4]
+    assert scheduler.stats()["blocks_used"] == 2 and scheduler.stats()["slots_used"] == 0
+
+
+def test_the_queue_leaves_out_what_cannot_run_now() -> None:
+    queue = WaitingQueue()
+    requests = [make_request(name, [1], adapter=AdapterKey(uid, 1)) for name, uid in (("a", 1), ("b", 1), ("c", 2))]
+    for i, request in enumerate(requests):
+        request.arrival, request.rank = i, float(i)
+        queue.add(request)
+    a, b, c = requests
+    assert queue.first("t", lambda adapter: True, set()) is a
+    assert queue.first("t", lambda adapter: True, {a}) is b
+    assert queue.first("t", lambda adapter: adapter.uid == 2, set()) is c
+    a.num_in_flight = 1  # preempted, and its sampled token is not here yet
+    assert queue.first("t", lambda adapter: True, set()) is b
+    assert queue.first("t", lambda adapter: True, {b}) is c
+    assert queue.first("t", lambda adapter: False, set()) is None
+    assert queue.first("u", lambda adapter: True, set()) is None
+    queue.remove(b)
+    assert list(queue) == [a, c] and len(queue) == 2 and queue.of_adapter(AdapterKey(1, 1)) == [a]

@@ -108,22 +108,23 @@ def test_a_slot_that_does_not_load_cannot_have_loaded() -> None:
 @pytest.mark.parametrize("load_steps", [0, 40])
 def test_a_popular_set_of_adapters_cannot_starve_another(depth: int, load_steps: int) -> None:
     """Two adapters' traffic never pauses in two slots; loading takes longer than an adapter's patience."""
-    engine = FakeEngine(config(slot_patience_s=0.3, max_num_seqs=4, num_blocks=64), depth)
-    for i in range(8):
-        engine.add(make_request(f"early{i}", [i], 5, adapter=(A, B)[i % 2]))
-    engine.step()
-    rare = engine.add(make_request("rare", [1], 5, adapter=C))
-    waited = load_left = 0
-    while rare.request_id not in engine.terminal:
+    engine = FakeEngine(config(slot_patience_s=0.3, max_num_seqs=8, num_blocks=64), depth)
+    rare, num_steps, load_left = None, 0, 0
+    while rare is None or rare.request_id not in engine.terminal:
         for adapter in (A, B):
             while sum(r.adapter == adapter for r in engine.scheduler.requests()) < 6:
-                engine.add(make_request(f"r{len(engine.submitted)}", [waited % 9], 5, adapter=adapter))
+                number = len(engine.submitted)
+                engine.add(make_request(f"r{number}", [num_steps % 9], 3 + 5 * (number % 4), adapter=adapter))
+        if num_steps == 30 + 2 * load_steps:
+            rare = engine.add(make_request("rare", [1], 5, adapter=C))
         if engine.loading:
             load_left = load_left - 1 if load_left else load_steps
         engine.hold_loads = load_left > 1
         engine.step()
-        waited += 1
-        assert waited < 150 + 4 * load_steps
+        if rare is None and num_steps > 20 + 2 * load_steps:
+            assert all(slot.pins for slot in engine.scheduler._core.slots.slots)  # no slot is free by chance
+        num_steps += 1
+        assert num_steps < 150 + 6 * load_steps
     # and the popular ones came back
     for _ in range(300 + 4 * load_steps):
         engine.hold_loads = False
