@@ -95,7 +95,8 @@ def _add_common(command: Parser, settings: list[Setting]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 for a mistake of the user's or an engine that could not start; 130 after Ctrl-C."""
+    """Exit status: 0; 1 for a mistake of the user's or an engine that could not start; 130 after Ctrl-C; 143 after
+    SIGTERM before anything was served."""
     console = Console(stderr=True)
     try:
         args = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
@@ -105,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except asyncio.CancelledError:  # SIGTERM before anything was served
+        return 143
 
 
 def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list[str]]:

@@ -80,7 +80,7 @@ class EngineClient:
         self._pinger = asyncio.create_task(self._ping())
         try:
             return await asyncio.shield(self._started)
-        except (KeyboardInterrupt, asyncio.CancelledError):
+        except asyncio.CancelledError:
             await self.shutdown(grace_s=0)
             raise
 

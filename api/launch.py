@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from api.config import ServeConfig
 from api.text.files import read_json
 from api.tokenizer import Tokenizer, load_tokenizer
 from engine.config import EngineConfig
-from engine.errors import UserError
+from engine.errors import KtserveError, UserError
 from engine.messages import Loading, Ready
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -127,6 +128,6 @@ async def start_engine(engine: EngineConfig, serve: ServeConfig, console: Consol
         )
         try:
             return client, await client.start()
-        except BaseException:
+        except (KtserveError, asyncio.CancelledError):
             await client.shutdown(grace_s=0)
             raise

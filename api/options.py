@@ -24,6 +24,7 @@ from engine.errors import UserError
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _PREFIX = "KTSERVE_"
 _NOT_SETTINGS = {"KTSERVE_CONFIG"}
+_PATHS = {"model", "gguf", "rules", "profile_dir", "adapters", "tokenizer", "chat_template", "generation_config"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,10 +222,23 @@ def resolve(namespace: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         if hasattr(namespace, setting.name):
             values[setting.name] = setting.convert(getattr(namespace, setting.name), setting.flag)
 
+    for name in _PATHS & set(values):
+        values[name] = _expanded(values[name])
+
     def build(owner: type) -> Any:
         return owner(**{s.name: values[s.name] for s in settings if s.owner is owner and s.name in values})
 
     return build(EngineConfig), build(ServeConfig), notes
+
+
+def _expanded(value: Any) -> Any:
+    """A path, or NAME=PATH, with `~` as the shell would have it (it leaves the one after `=` alone)."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.partition("=~")
+    return f"{name}={os.path.expanduser('~' + path)}" if equals else os.path.expanduser(value)
 
 
 def _from_file(path: Path, settings: Sequence[Setting], notes: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _SECRETS = ("KTSERVE_API_KEY", "KTSERVE_ADMIN_KEY")
-_MAX_IPC_PATH = 100  # sun_path holds 108 bytes
+_MAX_BASE = 107 - len("/ktserve-xxxxxxxx/engine-999")  # sun_path holds 107 characters
 
 
 def _die_with_parent() -> Callable[[], None]:
@@ -67,7 +67,7 @@ class SocketDir:
     """A directory only this user can enter (0700), for the ipc socket; `remove` deletes it."""
 
     def __init__(self) -> None:
-        base = None if len(tempfile.gettempdir()) < _MAX_IPC_PATH - 40 else "/tmp"
+        base = None if len(tempfile.gettempdir().encode()) <= _MAX_BASE else "/tmp"
         self.path = Path(tempfile.mkdtemp(prefix="ktserve-", dir=base))
 
     def address(self, number: int) -> str:

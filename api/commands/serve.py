@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import signal
 import socket
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -16,6 +20,7 @@ from api.tenants import Keys
 from engine.config import EngineConfig
 
 log = logging.getLogger("ktserve")
+_T = TypeVar("_T")
 
 
 async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], console: Console) -> int:
@@ -26,7 +31,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
     defaults, more = sampling_defaults(engine, config)
     _say(console, [*notes, *lines, *more])
     with listen(config.host, config.port) as bound:
-        client, ready = await start_engine(engine, config, console)
+        client, ready = await _until_terminated(start_engine(engine, config, console))
         try:
             _say(console, ready.lines)
             service = Service(client, config, keys, tokenizer, defaults)
@@ -35,6 +40,16 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         finally:
             await client.shutdown()
     return 0
+
+
+async def _until_terminated(start: Coroutine[Any, Any, _T]) -> _T:
+    """While nothing is served yet, SIGTERM gives up at once (and cleans up); later the server drains on it."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(start)
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await task
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _say(console: Console, lines: list[str]) -> None:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.generation import Answer, Piece, merged
-from api.http import EventStream, event, json_response, read_body, until_gone
+from api.http import EventStream, described, event, json_response, read_body, until_gone
 from api.logprobs import chat_logprobs
 from api.protocol import ChatRequest, parse
 from api.routes.common import abort_all, collect, first_and_rest, service_of, tenant_of
@@ -23,7 +23,7 @@ from api.service import Service, usage
 def router() -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         service, tenant = service_of(request), tenant_of(request)
         body = parse(ChatRequest, await read_body(request, service.config.max_body_bytes))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from api.errors import bad_request
 from api.generation import Answer, Piece, merged
-from api.http import EventStream, event, json_response, read_body, until_gone
+from api.http import EventStream, described, event, json_response, read_body, until_gone
 from api.logprobs import completion_logprobs
 from api.protocol import MAX_CHOICES, CompletionRequest, parse
 from api.routes.common import abort_all, collect, first_and_rest, service_of, tenant_of
@@ -25,7 +25,7 @@ from engine.errors import EngineError
 def router() -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         service, tenant = service_of(request), tenant_of(request)
         body = parse(CompletionRequest, await read_body(request, service.config.max_body_bytes))

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import ApiError
-from api.http import json_response, read_body
+from api.http import described, json_response, read_body
 from api.protocol import LoadAdapterRequest, UnloadAdapterRequest, parse
 from api.routes.common import service_of, tenant_of
 
@@ -26,7 +26,7 @@ def router() -> APIRouter:
         service.adapter(tenant, model)
         return json_response(next(entry for entry in service.models(tenant) if entry["id"] == model))
 
-    @routes.post("/v1/load_lora_adapter")
+    @routes.post("/v1/load_lora_adapter", openapi_extra=described(LoadAdapterRequest))
     async def load_lora_adapter(request: Request) -> Response:
         service = service_of(request)
         service.keys.check_admin(request.headers.get("authorization"))
@@ -49,7 +49,7 @@ def router() -> APIRouter:
             }
         )
 
-    @routes.post("/v1/unload_lora_adapter")
+    @routes.post("/v1/unload_lora_adapter", openapi_extra=described(UnloadAdapterRequest))
     async def unload_lora_adapter(request: Request) -> Response:
         service = service_of(request)
         service.keys.check_admin(request.headers.get("authorization"))

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import bad_request
-from api.http import json_response, read_body
+from api.http import described, json_response, read_body
 from api.protocol import DetokenizeRequest, TokenizeRequest, parse
 from api.routes.common import service_of, tenant_of
 from api.stream import EngineUnavailable
@@ -42,7 +42,7 @@ def router() -> APIRouter:
     async def version_() -> Response:
         return json_response({"version": project_version()})
 
-    @routes.post("/tokenize")
+    @routes.post("/tokenize", openapi_extra=described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         service, tenant = service_of(request), tenant_of(request)
         body = parse(TokenizeRequest, await read_body(request, service.config.max_body_bytes))
@@ -57,7 +57,7 @@ def router() -> APIRouter:
             )
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.ready.max_model_len})
 
-    @routes.post("/detokenize")
+    @routes.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         service, tenant = service_of(request), tenant_of(request)
         body = parse(DetokenizeRequest, await read_body(request, service.config.max_body_bytes))

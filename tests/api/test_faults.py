@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import httpx
 import openai
 import pytest
 
+from api import server as server_module
+from api.server import listen, url_of
+from engine.errors import UserError
 from tests.api.conftest import ROOT, Running, environment, serving
 
 LONG = "x" * 400  # 20 s from the slow adapter
@@ -163,6 +167,41 @@ def test_the_socket_is_private_and_removed(model_dir: Path, tmp_path: Path) -> N
         assert folder.stat().st_mode & 0o777 == 0o700
         assert server.stop() == 0
         assert not folder.exists()
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_giving_up_while_the_model_loads(model_dir: Path, sent: int, status: int) -> None:
+    tmp_path = Path(tempfile.mkdtemp(prefix="kt"))  # short enough for a socket
+    argv = [sys.executable, "-m", "api.cli", "serve", str(model_dir), "--port", "0"]
+    env = {**environment(start_delay_s=60), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(argv, env=env, cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        eventually(lambda: any(tmp_path.glob("ktserve-*/engine-0")))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(sent)
+        assert process.wait(10) == status
+        assert process.stderr is not None and b"Traceback" not in process.stderr.read()
+        tmp_path.rmdir()  # it is empty again
+        assert children and all(gone(int(child)) for child in children)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("127.0.0.1", "0") as first:
+        taken = first.getsockname()[1]
+        first.listen()
+        monkeypatch.setattr(server_module, "DEFAULT_PORT", taken)
+        with listen("127.0.0.1", "auto") as second:
+            assert second.getsockname()[1] != taken
+            assert url_of(second) == f"http://127.0.0.1:{second.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{taken}"):
+            listen("127.0.0.1", str(taken))
+    with listen("127.0.0.1", "auto") as third:
+        assert third.getsockname()[1] == taken
+    with pytest.raises(UserError, match=r"cannot listen on no\.such\.host\.invalid"):
+        listen("no.such.host.invalid", "0")
 
 
 def test_a_mistake_of_the_users_is_one_line(model_dir: Path, tmp_path: Path) -> None:

@@ -60,6 +60,13 @@ def test_many_values(tmp_path: Path) -> None:
     assert settings("--config", str(path))[0].adapters == ["a=1", "b=2"]
 
 
+def test_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    engine, serve, _ = settings("--adapters", "law=~/a", "~/m", "--chat-template", "~/t~")
+    assert (engine.adapters, serve.chat_template) == (["law=/home/me/a"], "/home/me/t~")
+    assert settings(MODEL="~/m")[0].model == "/home/me/m"
+
+
 def test_switches() -> None:
     assert settings("--no-prefix-caching")[0].prefix_caching is False
     assert settings(PREFIX_CACHING="off")[0].prefix_caching is False

@@ -64,6 +64,13 @@ def test_health_and_version(server: Running) -> None:
     assert server.http.get("/version").json()["version"]
 
 
+def test_the_schema_describes_the_bodies(server: Running) -> None:
+    schema = server.http.get("/openapi.json").json()
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "temperature", "stream_options"} <= set(body["properties"])
+    assert "$ref" not in str(body)
+
+
 def test_metrics(server: Running) -> None:
     def values() -> dict[str, float]:
         text = server.http.get("/metrics").text
