@@ -13,6 +13,7 @@ from api.stops import StopMachine
 from api.stream import EngineUnavailable, RequestStream
 from api.text.detokenize import Detokenizer
 from engine import messages as m
+from engine.errors import EngineError
 
 
 @dataclass
@@ -91,6 +92,9 @@ class Answer:
         if self._drop_output:
             return piece
         logprobs = event.logprobs
+        if logprobs is not None and len(logprobs) != len(event.tokens):
+            self.abort()
+            raise EngineError(f"{len(logprobs)} log-probabilities came with {len(event.tokens)} tokens")
         for token in event.tokens:
             piece.tokens.append(token)
             piece.offsets.append(self._length)
