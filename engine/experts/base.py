@@ -106,6 +106,14 @@ class ExpertBackend(ABC):
     def wait(self, task: ExpertTask, stream: Any = None) -> None:
         """Make the stream (or, on a CPU, the caller) wait for the task's `out`."""
 
+    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
+        """Called on the compute stream before each launch of a step of `rows` true rows, and before a capture.
+
+        `lora`: some row has an adapter (or the captured graph serves such batches). `eager`: nothing is captured or
+        replayed, so that the backend may choose by `rows` how it computes.
+        """
+        return None
+
     def check(self) -> None:
         """Raise what failed in tasks posted on a stream since the last check. Called when a step has ended."""
         return None
