@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scheduler.plan import AdmissionError
 from scheduler.request import Request
 
 MAX_IDLE_TENANTS = 4096
@@ -35,7 +36,9 @@ class Fairness:
     def arrive(self, name: str, weight: float) -> None:
         """A new request of the tenant begins to wait."""
         if not 0 < weight < float("inf"):
-            raise ValueError(f"weight of tenant {name!r} is {weight}, must be a finite number above 0")
+            raise AdmissionError(
+                "invalid_weight", f"the weight of tenant {name!r} is {weight}, must be a finite number above 0"
+            )
         tenant = self._tenants.get(name)
         if tenant is None:
             self._forget_idle()

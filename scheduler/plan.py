@@ -71,8 +71,8 @@ class Event:
 
 
 class AdmissionError(Exception):
-    """A request that is not taken. `code` is "queue_full", "too_long", "duplicate", "empty_prompt" or
-    "no_adapter_slots"."""
+    """A request that is not taken. `code` is "queue_full", "too_long", "duplicate", "empty_prompt",
+    "no_adapter_slots" or "invalid_weight"."""
 
     def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -46,7 +46,7 @@ class Scheduler:
     # ---- requests
 
     def add(self, request: Request, now: float, tenant_weight: float = 1.0) -> None:
-        """Take a request into the queue. Raises AdmissionError, and ValueError for a weight that is not positive."""
+        """Take a request into the queue, or raise AdmissionError. A larger weight means a larger share of service."""
         core, config = self._core, self.config
         if request.request_id in core.requests:
             raise AdmissionError("duplicate", f"request {request.request_id!r} is under way already")

@@ -84,8 +84,9 @@ def test_other_refusals() -> None:
     assert refusal(scheduler, make_request("a", [1])).code == "duplicate"
     assert refusal(scheduler, make_request("b", [])).code == "empty_prompt"
     assert refusal(scheduler, make_request("c", [1], adapter=AdapterKey(1, 1))).code == "no_adapter_slots"
-    with pytest.raises(ValueError, match="weight of tenant 't' is 0"):
-        scheduler.add(make_request("d", [1]), 0.0, tenant_weight=0)
+    for weight in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(AdmissionError, match=f"weight of tenant 't' is {weight}"):
+            scheduler.add(make_request("d", [1]), 0.0, tenant_weight=weight)
     scheduler.check_integrity()
 
 
