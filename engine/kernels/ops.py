@@ -27,9 +27,7 @@ def _add_rms_norm(x, delta, weight, out, stride_x, stride_d, dim, eps, HAS_DELTA
     tl.store(out + row * dim + cols, (normed * gain).to(dtype), mask)
 
 
-def add_rms_norm(
-    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """residual [T, H] += delta (may be pinned host memory) in place; returns the norm [T, H]."""
     rows, dim = residual.shape
     out = torch.empty((rows, dim), dtype=residual.dtype, device=residual.device)
@@ -94,7 +92,7 @@ def qk_norm_rope(
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, H, D], k [T, G, D], positions int64 [T]; cos, sin float32 [len, D / 2]. Returns fresh contiguous tensors."""
+    """q [T, H, D], k [T, G, D], positions int64 [T]; cos, sin float32 [len, D / 2]. Returns contiguous tensors."""
     tokens, heads, dim = q.shape
     kv_heads, half = k.shape[1], dim // 2
     q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)

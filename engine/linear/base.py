@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from engine.linear.segments import Segments
 from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
 
@@ -20,6 +22,7 @@ class LoraBatch:
 
     slots: torch.Tensor  # int32 [T]
     groups: list[tuple[int, torch.Tensor]]  # (slot, int64 indices)
+    segments: Segments | None = None  # the same for the segmented kernels of a GPU
 
 
 class Linear(ABC):
@@ -35,6 +38,10 @@ class Linear(ABC):
 
 class LinearBackend(ABC):
     """Makes projections. One kernel family; keeps what they share."""
+
+    def join(self, linears: Sequence[Linear]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]:
+        """One call for projections (at most three) of this backend that share x. Called once, after they are loaded."""
+        return lambda x, lora: [linear(x, lora) for linear in linears]
 
     @abstractmethod
     def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> Linear:

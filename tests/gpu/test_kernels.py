@@ -111,3 +111,95 @@ def test_write_kv_and_publish_and_resolve(kernel_device):
     sources = torch.tensor([-1, 1, 0], device=kernel_device)
     sampled = torch.tensor([70, 80], device=kernel_device)
     assert resolve_ids(known, sources, sampled).tolist() == [5, 80, 70]
+
+
+class Weight:
+    """A weight as a file would hold it."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_joined_projections_with_adapters(kernel_device, dtype, biased):
+    """Base rows and rows of three adapters (ranks 4, 16 and 20), one of them absent from a projection."""
+    from engine.linear.base import LoraBatch
+    from engine.linear.gpu import GpuLinearBackend
+    from engine.linear.segments import Segments, cut
+    from engine.lora.adapter import LoraPair
+
+    if kernel_device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not multiply bf16 matrices")
+    g = torch.Generator().manual_seed(3)
+    inner, sizes = 192, [128, 64, 64]
+    values = [torch.randn(n, inner, generator=g) / inner**0.5 for n in sizes]
+    biases = [torch.randn(n, generator=g) if biased else None for n in sizes]
+    backend = GpuLinearBackend(dtype, kernel_device, slots=4, rank=20)
+    linears = [
+        backend.load(f"p{i}", Weight(v), None if b is None else Weight(b))
+        for i, (v, b) in enumerate(zip(values, biases, strict=True))
+    ]
+    call = backend.join(linears)
+    pairs = {
+        (slot, part): LoraPair(torch.randn(r, inner, generator=g), torch.randn(n, r, generator=g) / r, 0.5 * slot)
+        for slot, r in ((1, 4), (2, 16), (4, 20))
+        for part, n in enumerate(sizes)
+        if (slot, part) != (2, 1)
+    }
+    for (slot, part), pair in pairs.items():
+        linears[part].set_adapter(slot, pair)
+    slots = [0, 2, 2, 1, 0, 4, *[2] * 20, 3]
+    order, tiles = cut(slots)
+    tiles += [(0, 0, 0)] * 3
+    lora = LoraBatch(
+        torch.tensor(slots, dtype=torch.int32),
+        [],
+        Segments(*(torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (order, tiles))),
+    )
+    x = torch.randn(len(slots), inner, generator=g).to(dtype)
+    for batch in (None, lora):
+        outs = call(x.to(kernel_device), batch)
+        for part, out in enumerate(outs):
+            expected = torch.nn.functional.linear(
+                x, values[part].to(dtype), None if not biased else biases[part].to(dtype)
+            )
+            expected = expected.float()
+            for row, slot in enumerate(slots):
+                pair = pairs.get((slot, part)) if batch else None
+                if pair is not None:
+                    a, b = pair.a.to(dtype).float(), pair.b.to(dtype).float()
+                    expected[row] += pair.scale * (x[row].float() @ a.T @ b.T)
+            error = (out.float().cpu() - expected).abs().mean() / expected.abs().mean()
+            assert float(error) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+            assert torch.equal(out, linears[part](x.to(kernel_device), batch))
+    linears[0].set_adapter(2, None)
+    linears[2].set_adapter(2, None)
+    assert torch.equal(call(x.to(kernel_device), lora)[0][1], call(x.to(kernel_device), None)[0][1])
+
+
+def test_a_row_of_any_neighbours_is_the_same(kernel_device):
+    from engine.kernels.lora import add_lora
+    from engine.linear.segments import cut
+
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(40, 256, generator=g).to(kernel_device)
+    a = torch.randn(3, 16, 256, generator=g).to(kernel_device)
+    b = torch.randn(3, 64, 16, generator=g).to(kernel_device)
+    ranks = torch.tensor([0, 16, 16], dtype=torch.int32, device=kernel_device)
+    scales = torch.ones(3, 1, device=kernel_device)
+
+    def run(rows: list[int], slots: list[int]) -> torch.Tensor:
+        y = torch.zeros(len(rows), 64, device=kernel_device)
+        order, tiles = (torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in cut(slots))
+        add_lora(y, x[rows], a, b, ranks, scales, [0], order, tiles)
+        return y
+
+    slots = [i % 3 for i in range(40)]
+    together = run(list(range(40)), slots)
+    for row in (1, 2, 38):
+        alone = run([row], [slots[row]])[0]
+        assert torch.equal(alone, together[row]) if x.is_cuda else torch.allclose(alone, together[row], rtol=1e-4)

@@ -1,0 +1,161 @@
+"""Paged attention on an NVIDIA GPU by flashinfer: one plan a step, tensor-core decode, graphs for padded batches."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
+from engine.errors import EngineError, UserError
+from engine.model_config import ModelConfig
+
+WORKSPACE_BYTES = 512 << 20  # 128 MiB are too few for a chunk of 512 rows over 2048 positions
+HEAD_DIMS = (64, 128, 256)
+
+
+def flashinfer_available() -> tuple[bool, str]:
+    """Whether flashinfer can be imported here; if not, why and what to do."""
+    try:
+        importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as error:
+        return False, f"flashinfer does not load ({error}): install ktserve[gpu], or use --attention-backend reference"
+    return True, ""
+
+
+class FlashInferAttention(AttentionBackend):
+    """KV of layer l: two bf16 tensors [num_blocks, BLOCK_SIZE, G, D] on the GPU.
+
+    A padded decode batch uses a wrapper of its own size, whose arrays stay where they are, so a captured `forward`
+    replays after any later `plan` of that size. Every other batch uses one wrapper for prefill and decode rows alike.
+    `max_rows`: of a padded batch; `max_row_blocks`: of a sequence. UserError for shapes and dtypes that flashinfer does
+    not take, or if it is not installed.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_row_blocks: int,
+    ) -> None:
+        if dtype != torch.bfloat16:
+            raise UserError(
+                f"dtype {dtype}: attention by flashinfer takes bfloat16; use --attention-backend reference",
+                field="attention_backend",
+            )
+        if config.head_dim not in HEAD_DIMS:
+            raise UserError(
+                f"head_dim {config.head_dim}: flashinfer takes {', '.join(map(str, HEAD_DIMS))}; "
+                "use --attention-backend reference",
+                field="attention_backend",
+            )
+        ready, why = flashinfer_available()
+        if not ready:
+            raise UserError(why, field="attention_backend")
+        self._flashinfer: Any = importlib.import_module("flashinfer")
+        self._write = importlib.import_module("engine.kernels.ops").write_kv
+        shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+        self.cache = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(config.num_hidden_layers)
+        ]
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._prefill: Any = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+        self._decode: dict[int, Any] = {}  # by rows
+        # Sequences that share a prefix list its blocks each, so a step can list more blocks than there are.
+        self._indices = torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device)
+        self._planned: Any = None
+        self._slots: torch.Tensor | None = None
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # the arrays of the last plan have left the host
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._token_bytes
+
+    def plan(self, batch: BatchLayout) -> None:
+        """Waits until the GPU has taken the arrays of the plan before, which by then it has as a rule."""
+        self._copied.synchronize()
+        pages = [-(-length // BLOCK_SIZE) for length in batch.context_lens]
+        starts = [0]
+        for count in pages:
+            starts.append(starts[-1] + count)
+        blocks = [block for table, n in zip(batch.block_tables, pages, strict=True) for block in table[:n]]
+        last = [(length - 1) % BLOCK_SIZE + 1 for length in batch.context_lens]
+        indptr, last_page = _pinned(starts), _pinned(last)
+        indices = _pinned(blocks).to(self._device, non_blocking=True)
+        if batch.padded:
+            self._planned = self._plan_decode(batch.num_rows, indptr, indices, last_page)
+        else:
+            self._planned = self._plan_any(batch, indptr, indices, last_page)
+        self._slots = batch.slot_mapping
+        self._copied.record()
+
+    def _plan_any(self, batch: BatchLayout, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
+        c = self._config
+        self._prefill.plan(
+            _pinned(batch.row_starts),
+            indptr,
+            indices,
+            last,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            BLOCK_SIZE,
+            causal=True,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        return self._prefill
+
+    def _plan_decode(self, rows: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
+        c = self._config
+        if len(indices) > len(self._indices):
+            raise EngineError(f"attention: {len(indices)} blocks in a step, {len(self._indices)} at most")
+        if rows not in self._decode:
+            self._decode[rows] = self._wrapper(rows)
+        mine = self._indices[: len(indices)]
+        mine.copy_(indices)
+        self._decode[rows].plan(
+            indptr,
+            mine,
+            last,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            BLOCK_SIZE,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+        return self._decode[rows]
+
+    def _wrapper(self, rows: int) -> Any:
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=torch.zeros(rows + 1, dtype=torch.int32, device=self._device),
+            paged_kv_indices_buffer=self._indices,
+            paged_kv_last_page_len_buffer=torch.ones(rows, dtype=torch.int32, device=self._device),
+        )
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._slots is None:
+            raise EngineError("attention: plan() comes before forward()")
+        keys, values = self.cache[layer]
+        self._write(keys, values, k, v, self._slots)
+        out: torch.Tensor = self._planned.run(q.contiguous(), (keys, values))
+        return out
+
+
+def _pinned(values: list[int]) -> torch.Tensor:
+    """int32 [n] in pinned memory that is not reused before its copy to the GPU has ended."""
+    return torch.tensor(values, dtype=torch.int32).pin_memory()

@@ -1,0 +1,165 @@
+"""Dense projections on a GPU: torch's matrix product, adapters by segmented Triton kernels from slot tables."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.errors import AdapterError, EngineError
+from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.lora.adapter import LoraPair
+from engine.weights.store import WeightTensor
+
+MIN_RANK = 16  # the least that the matrix units multiply
+_COLUMNS = 64  # the kernels' column block: a joined projection begins at a multiple of it
+
+
+class _Tables:
+    """Adapters of P joined projections by slot, at fixed addresses: captured graphs read whatever they hold then.
+
+    a [slots + 1, P R, in], b [slots + 1, out, R]; ranks int32 [slots + 1], 0 where a slot changes nothing here.
+    """
+
+    def __init__(self, weight: torch.Tensor, parts: int, slots: int, rank: int) -> None:
+        outer, inner = weight.shape
+        self.a = torch.zeros(slots + 1, parts * rank, inner, dtype=weight.dtype, device=weight.device)
+        self.b = torch.zeros(slots + 1, outer, rank, dtype=weight.dtype, device=weight.device)
+        self.scales = torch.zeros(slots + 1, parts, dtype=torch.float32, device=weight.device)
+        self.ranks = torch.zeros(slots + 1, dtype=torch.int32, device=weight.device)
+        self.held: dict[int, list[int]] = {}  # slot -> rank of each projection
+
+    def put(self, slot: int, part: int, start: int, outer: int, pair: LoraPair | None) -> None:
+        """`part` is the projection's number, its columns are [start, start + outer)."""
+        rank = self.b.shape[2]
+        a, b = self.a[slot, part * rank : (part + 1) * rank], self.b[slot, start : start + outer]
+        held = self.held.setdefault(slot, [0] * self.scales.shape[1])
+        held[part] = 0 if pair is None else pair.rank
+        a.zero_()
+        b.zero_()
+        if pair is not None:
+            a[: pair.rank].copy_(pair.a)
+            b[:, : pair.rank].copy_(pair.b)
+            self.scales[slot, part].fill_(pair.scale)
+        self.ranks[slot].fill_(-(-max(held) // MIN_RANK) * MIN_RANK)
+
+
+class _Product:
+    """y = x W^T (+ bias) of one or several projections of the same x, side by side."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, starts: list[int], slots: int, rank: int
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.starts = starts
+        self._slots = slots
+        self._rank = rank
+        self._made: _Tables | None = None
+        self._lock = threading.Lock()  # adapters come from a thread of their own
+        self._add_lora: Any = None
+
+    @property
+    def tables(self) -> _Tables:
+        with self._lock:
+            if self._made is None:
+                self._made = _Tables(self.weight, len(self.starts), self._slots, self._rank)
+            return self._made
+
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if lora is None or not self._slots:
+            return y
+        segments = lora.segments
+        if segments is None:
+            raise EngineError("projections on a GPU need a LoRA batch with segments")
+        if self._add_lora is None:
+            self._add_lora = importlib.import_module("engine.kernels.lora").add_lora
+        t = self.tables
+        self._add_lora(y, x, t.a, t.b, t.ranks, t.scales, self.starts, segments.order, segments.tiles)
+        return y
+
+
+class GpuLinear(Linear):
+    """One projection: a whole product, or a part of a joined one. Weights in the backend's dtype."""
+
+    def __init__(self, name: str, product: _Product, outer: int, slots: int, rank: int) -> None:
+        self.name = name
+        self.product = product
+        self.part = 0
+        self._start = 0
+        self._outer = outer
+        self._slots = slots
+        self._rank = rank
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.product.weight[self._start : self._start + self._outer]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.product.bias is None else self.product.bias[self._start : self._start + self._outer]
+
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        if len(self.product.starts) == 1:
+            return self.product(x, lora)
+        if lora is None:
+            return F.linear(x, self.weight, self.bias)
+        return self.product(x, lora)[:, self._start : self._start + self._outer]
+
+    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
+        if not 1 <= slot <= self._slots:
+            raise EngineError(f"{self.name}: slot {slot}; allowed are 1 to {self._slots}")
+        if pair is not None:
+            inner, rank = self.product.weight.shape[1], pair.rank
+            if rank > self._rank:
+                raise AdapterError(f"{self.name}: rank {rank}; --max-adapter-rank is {self._rank}", keys=[self.name])
+            if pair.a.shape != (rank, inner) or pair.b.shape != (self._outer, rank):
+                raise AdapterError(
+                    f"{self.name}: LoRA A {tuple(pair.a.shape)}, B {tuple(pair.b.shape)}; wanted [r, {inner}] and "
+                    f"[{self._outer}, r]",
+                    keys=[self.name],
+                )
+        self.product.tables.put(slot, self.part, self._start, self._outer, pair)
+
+    def become_part(self, product: _Product, part: int) -> None:
+        self.product, self.part, self._start = product, part, product.starts[part]
+
+
+class GpuLinearBackend(LinearBackend):
+    """`slots` adapters of at most `rank` each; the tables of a projection are made when it first meets an adapter.
+
+    With joined projections a base-only batch launches one product, a mixed one two kernels more, whatever the number
+    of adapters in it.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, slots: int, rank: int) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._slots = slots
+        self._rank = max(MIN_RANK, 1 << (rank - 1).bit_length())
+
+    def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> GpuLinear:
+        dense = weight.dequantise(self.dtype).to(self.device)
+        added = None if bias is None else bias.dequantise(self.dtype).to(self.device)
+        product = _Product(dense, added, [0], self._slots, self._rank)
+        return GpuLinear(name, product, dense.shape[0], self._slots, self._rank)
+
+    def join(self, linears: Sequence[Linear]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]:
+        """One product and one copy of the weights, where widths allow; otherwise one call each."""
+        parts = [linear for linear in linears if isinstance(linear, GpuLinear)]
+        sizes = [part.weight.shape[0] for part in parts]
+        biased = [part.bias is not None for part in parts]
+        if len(parts) != len(linears) or any(size % _COLUMNS for size in sizes[:-1]) or any(biased) != all(biased):
+            return super().join(linears)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        weight = torch.cat([part.weight for part in parts])
+        bias = torch.cat([part.bias for part in parts if part.bias is not None]) if all(biased) else None
+        product = _Product(weight, bias, starts, self._slots, self._rank)
+        for i, part in enumerate(parts):
+            part.become_part(product, i)
+        return lambda x, lora: list(torch.split(product(x, lora), sizes, dim=1))
