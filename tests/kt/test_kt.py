@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,24 +16,39 @@ from tests.kt.stores import config, make_store
 
 BF16, Q8_0 = ["BF16"] * 3, ["Q8_0"] * 3
 # method, weights, (hidden, intermediate, experts, top-k), bound of mean |difference| / mean |reference|
-ACCURACY = [
-    ("AMXBF16", BF16, [96, 160, 128, 8], 0.006),
-    ("AMXBF16", ["Q4_1", "F16", "Q5_1"], [64, 32, 8, 1], 0.012),
+FULL = [
+    ("AMXBF16", BF16, [96, 160, 16, 3], 0.006),
     ("AMXInt8", BF16, [192, 64, 16, 3], 0.035),
-    ("AMXInt4", BF16, [128, 256, 8, 2], 0.32),
-    ("GGUF", Q8_0, [256, 512, 16, 4], 0.016),
-    ("GGUF", ["Q4_K", "Q5_0", "Q6_K"], [512, 256, 8, 2], 0.03),
+    ("AMXInt4", BF16, [128, 256, 16, 3], 0.32),
+    ("GGUF", Q8_0, [256, 512, 16, 3], 0.016),
 ]
 
 
-@pytest.mark.parametrize(("method", "kinds", "shape", "bound"), ACCURACY)
-def test_error_against_float32(worker: Worker, method: str, kinds: list[str], shape: list[int], bound: float) -> None:
-    answer = worker("accuracy", method=method, kinds=kinds, shape=shape)
+def check_accuracy(answer: Any, method: str, bound: float) -> None:
     assert set(answer["methods"]) == {method}
     assert answer["untouched"], "rows past bsz were written"
     assert len(answer["errors"]) == 36
     assert max(answer["errors"].values()) < bound
     assert min(answer["errors"].values()) > 0, "kt_kernel cannot be exact: what was compared?"
+
+
+@pytest.mark.parametrize(("method", "kinds", "shape", "bound"), FULL)
+def test_error_against_float32(worker: Worker, method: str, kinds: list[str], shape: list[int], bound: float) -> None:
+    check_accuracy(worker("full", method=method, kinds=kinds, shape=shape)["accuracy"], method, bound)
+
+
+@pytest.mark.parametrize(
+    ("method", "kinds", "shape", "bound"),
+    [
+        ("AMXBF16", BF16, [64, 32, 128, 8], 0.006),
+        ("AMXBF16", ["Q4_1", "F16", "Q5_1"], [64, 32, 8, 1], 0.012),
+        ("GGUF", ["Q4_K", "Q5_0", "Q6_K"], [512, 256, 8, 2], 0.03),
+    ],
+)
+def test_other_shapes_and_mixed_types(
+    worker: Worker, method: str, kinds: list[str], shape: list[int], bound: float
+) -> None:
+    check_accuracy(worker("accuracy", method=method, kinds=kinds, shape=shape), method, bound)
 
 
 OTHER_TYPES = ["Q4_1", "Q5_1", "BF16"]
@@ -66,12 +82,9 @@ def test_a_cpu_without_avx512(worker: Worker) -> None:
     assert answer["untouched"] and max(answer["errors"].values()) < 0.006
 
 
-@pytest.mark.parametrize(
-    ("method", "kinds", "shape"),
-    [("AMXBF16", BF16, [64, 96, 16, 4]), ("AMXInt8", BF16, [64, 64, 16, 4]), ("GGUF", Q8_0, [256, 256, 16, 4])],
-)
-def test_a_thousand_replays(worker: Worker, method: str, kinds: list[str], shape: list[int]) -> None:
-    answer = worker("replay", method=method, kinds=kinds, shape=shape)
+@pytest.mark.parametrize(("method", "kinds", "shape", "bound"), FULL)
+def test_a_thousand_replays(worker: Worker, method: str, kinds: list[str], shape: list[int], bound: float) -> None:
+    answer = worker("full", method=method, kinds=kinds, shape=shape)["replay"]
     assert answer["same"] and answer["different"]
     assert answer["grown_threads"] == 0
     assert answer["grown_bytes"] < 1 << 20
@@ -79,13 +92,18 @@ def test_a_thousand_replays(worker: Worker, method: str, kinds: list[str], shape
     assert answer["rebound"], "binding again must not make a second task: kt_kernel never frees one"
 
 
-@pytest.mark.parametrize(
-    ("method", "kinds", "shape"), [("AMXInt8", BF16, [64, 64, 16, 3]), ("GGUF", Q8_0, [256, 256, 16, 3])]
-)
+def test_in_an_engine_its_bf16_error_is_that_of_bf16(worker: Worker) -> None:
+    """Prefill, decode, preemption and recomputation: at most 1.25 times the error of transformers itself in bf16."""
+    runs = [worker("engine", mix="preempted", seed=seed) for seed in (0, 1)]
+    assert all(run["positions"] > 50 for run in runs)
+    assert sum(run["error"] for run in runs) <= 1.25 * sum(run["transformers"] for run in runs)
+
+
+@pytest.mark.parametrize(("method", "kinds", "shape", "bound"), FULL)
 def test_calls_that_would_crash_or_lie_are_refused(
-    worker: Worker, method: str, kinds: list[str], shape: list[int]
+    worker: Worker, method: str, kinds: list[str], shape: list[int], bound: float
 ) -> None:
-    answer = worker("call_guards", method=method, kinds=kinds, shape=shape)
+    answer = worker("full", method=method, kinds=kinds, shape=shape)["guards"]
     said = dict(answer["said"])
     reasons = {
         "too many rows": "bsz is 41, the buffers hold 0 to 40",
@@ -102,8 +120,8 @@ def test_calls_that_would_crash_or_lie_are_refused(
         "out rows": "buffer out is torch.bfloat16 [39",
         "bsz type": "buffer bsz is torch.int64",
         "strided": "must be contiguous",
-        "buffers too large": "buffers of 49 rows; this kt backend was made for 1 to 48",
-        "no layer": "layer 1 has no experts loaded",
+        "buffers too large": "buffers of 65 rows; this kt backend was made for 1 to 64",
+        "no layer": "layer 2 has no experts loaded",
         "twice loaded": "layer 0 is loaded already",
         "stream": "driven from the CPU only",
     }
@@ -117,7 +135,7 @@ def test_calls_that_would_crash_or_lie_are_refused(
     assert large[0] == ("ExpertBackendError" if method == "GGUF" else "nothing")
     assert said == {}
     assert len(set(answer["errors"])) == 1, "a refused call changed later ones"
-    assert answer["errors"][0] < 0.035
+    assert answer["errors"][0] < bound
 
 
 def test_weights_that_would_poison_are_refused(worker: Worker) -> None:

@@ -9,8 +9,10 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from engine.errors import KtserveError
 from engine.experts.base import ExpertBuffers, ExpertTask
 from engine.experts.kt import KtExperts
 from engine.lora.adapter import ExpertLora
+from engine.model_config import ModelConfig
+from engine.weights.store import ExpertStore
 from tests.kt.stores import config, expected, fill, make_store, relative_error
 
 ROWS = (1, 2, 3, 7, 9, 10, 11, 16, 33, 64)
@@ -34,11 +38,31 @@ def run(kt: KtExperts, task: ExpertTask) -> torch.Tensor:
 
 def accuracy(method: str, kinds: list[str], shape: list[int], dtype: str = "bfloat16", split: bool = False) -> Any:
     """Errors by rows, over two layers and two buffer sets; rows past bsz untouched; the method each layer chose."""
+    return errors_of(*loaded(method, kinds, shape, split), dtype)
+
+
+def full(method: str, kinds: list[str], shape: list[int]) -> Any:
+    """One backend through everything: accuracy, a thousand replays, calls that must be refused."""
+    kt, c, stores = loaded(method, kinds, shape)
+    return {
+        "accuracy": errors_of(kt, c, stores),
+        "replay": replay(kt, c),
+        "guards": call_guards(kt, c, stores[0]),
+    }
+
+
+def loaded(
+    method: str, kinds: list[str], shape: list[int], split: bool = False
+) -> tuple[KtExperts, ModelConfig, list[ExpertStore]]:
     c = config(*shape)
     kt = KtExperts(c, method, max_rows=64)
     stores = [make_store(c, (kinds[0], kinds[1], kinds[2]), layer, split=split) for layer in range(2)]
     for layer, store in enumerate(stores):
         kt.load_layer(layer, store)
+    return kt, c, stores
+
+
+def errors_of(kt: KtExperts, c: ModelConfig, stores: list[ExpertStore], dtype: str = "bfloat16") -> Any:
     errors: dict[str, float] = {}
     untouched = True
     for layer, store in enumerate(stores):
@@ -53,11 +77,8 @@ def accuracy(method: str, kinds: list[str], shape: list[int], dtype: str = "bflo
     return {"errors": errors, "untouched": untouched, "methods": list(kt.methods.values()), "threads": kt.threads}
 
 
-def replay(method: str, kinds: list[str], shape: list[int]) -> Any:
+def replay(kt: KtExperts, c: ModelConfig) -> Any:
     """1000 replays of one task with changing bsz: same bits as the first time, no memory, no threads."""
-    c = config(*shape)
-    kt = KtExperts(c, method, max_rows=32)
-    kt.load_layer(0, make_store(c, (kinds[0], kinds[1], kinds[2])))
     b = ExpertBuffers.allocate(32, c.num_experts_per_tok, c.hidden_size, torch.bfloat16)
     task = kt.bind(0, b)
     sizes = [0, 1, 5, 9, 10, 31, 32]
@@ -97,12 +118,8 @@ def refused(action: Callable[[], Any]) -> list[str]:
     return ["nothing", ""]
 
 
-def call_guards(method: str, kinds: list[str], shape: list[int]) -> Any:
+def call_guards(kt: KtExperts, c: ModelConfig, store: ExpertStore) -> Any:
     """Every bad call is refused with its reason and the next good one is right."""
-    c = config(*shape)
-    kt = KtExperts(c, method, max_rows=48)
-    store = make_store(c, (kinds[0], kinds[1], kinds[2]))
-    kt.load_layer(0, store)
     b = ExpertBuffers.allocate(40, c.num_experts_per_tok, c.hidden_size, torch.bfloat16)
     task = kt.bind(0, b)
     said: dict[str, list[str]] = {}
@@ -138,8 +155,8 @@ def call_guards(method: str, kinds: list[str], shape: list[int]) -> Any:
     said["out rows"] = refused(buffers(out=torch.zeros(39, h, dtype=torch.bfloat16)))
     said["bsz type"] = refused(buffers(bsz=torch.zeros(1, dtype=torch.int64)))
     said["strided"] = refused(buffers(weights=torch.zeros(k, 40).T))
-    said["buffers too large"] = refused(lambda: kt.bind(0, ExpertBuffers.allocate(49, k, h, torch.bfloat16)))
-    said["no layer"] = refused(lambda: kt.bind(1, b))
+    said["buffers too large"] = refused(lambda: kt.bind(0, ExpertBuffers.allocate(65, k, h, torch.bfloat16)))
+    said["no layer"] = refused(lambda: kt.bind(2, b))
     said["twice loaded"] = refused(lambda: kt.load_layer(0, store))
     said["stream"] = refused(lambda: kt.post(task, stream=object()))
     zeros = torch.zeros(1)
@@ -255,7 +272,16 @@ def block_types(kinds: list[str], others: list[str]) -> Any:
     return {"errors": errors, "said": said}
 
 
-CASES = {f.__name__: f for f in (accuracy, replay, call_guards, load_guards, one_per_process, block_types)}
+def engine(mix: str, seed: int) -> Any:
+    """A whole bf16 engine with kt experts: its error against float32 transformers, and that of transformers in bf16."""
+    from benchmarks.accuracy import Files, measure
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Files(Path(folder), "BF16", seed), mix, seed, rules="qwen3moe-cpu-kt")
+    return {"error": found.error, "transformers": found.transformers, "positions": found.positions}
+
+
+CASES = {f.__name__: f for f in (accuracy, full, load_guards, one_per_process, block_types, engine)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
