@@ -11,7 +11,7 @@ from engine.attention.base import AttentionBackend, BatchLayout
 from engine.errors import EngineError, UserError
 from engine.model_config import ModelConfig
 
-MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 32, 256, 16
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 
 
 class NativeAttention(AttentionBackend):

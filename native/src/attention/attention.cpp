@@ -24,8 +24,8 @@ AttentionShape checked(const AttentionShape& s) {
   require(s.blocks >= 1, "num_blocks", s.blocks, "1 or more");
   require(s.kv_heads >= 1, "kv_heads", s.kv_heads, "1 or more");
   require(s.heads >= 1 && s.heads % s.kv_heads == 0, "heads", s.heads, "a multiple of kv_heads");
-  require(s.head_dim >= 32 && s.head_dim <= kMaxHeadDim && s.head_dim % 16 == 0, "head_dim", s.head_dim,
-          "a multiple of 16 from 32 to 256");
+  require(s.head_dim >= 16 && s.head_dim <= kMaxHeadDim && s.head_dim % 16 == 0, "head_dim", s.head_dim,
+          "a multiple of 16 up to 256");
   return s;
 }
 
