@@ -41,7 +41,7 @@ class Blueprint:
     def backends(self) -> Backends:
         c = self.config
         return make_backends(
-            c, self.source.config, self.placement, self.num_blocks, self.max_model_len, c.max_num_batched_tokens
+            c, self.source, self.placement, self.num_blocks, self.max_model_len, c.max_num_batched_tokens
         )
 
 
@@ -84,7 +84,7 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
         profiler = Profiler(config.profile_dir, source, kv_bytes)
     return EngineCore(
         scheduler,
-        ModelRunner(model, backends.device, config.seed, tracing=profiler is not None),
+        ModelRunner(model, backends.device, config.seed, profiler is not None, backends.pool),
         AdapterRegistry(model_config, base_name=model_name(config), max_rank=config.max_adapter_rank),
         send,
         overlap=bool(config.overlap),

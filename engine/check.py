@@ -40,7 +40,8 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok  " if not self.note else "BAD "
-        text = f"{mark}{self.place:<34} error {self.error:8.5f}  mean|x| {self.reference_mean:9.4f}  max|x| {self.reference_max:9.3f}"
+        sizes = f"mean|x| {self.reference_mean:9.4f}  max|x| {self.reference_max:9.3f}"
+        text = f"{mark}{self.place:<34} error {self.error:8.5f}  {sizes}"
         return (
             text
             + (f"  {self.nonfinite} not finite" if self.nonfinite else "")

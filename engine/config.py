@@ -44,7 +44,7 @@ class EngineConfig:
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's, or what the cache holds", group="Model"
     )
-    adapters: list[str] = option(
+    adapters: list[str] = option(  # noqa: RUF009 - a field specifier
         [], "NAME=PATH of an adapter to load at start; may be repeated", group="Adapters", many=True
     )
     max_adapter_slots: int = option(8, "adapters that can be in one batch", group="Adapters")
@@ -81,6 +81,23 @@ class EngineConfig:
         "kt_kernel class; auto: from the weights' type",
         group="Placement",
         choices=("auto", "AMXBF16", "AMXInt8", "AMXInt4", "GGUF"),
+    )
+    quantise: str | None = option(
+        None,
+        "make unquantised weights smaller for the native kernels",
+        group="Placement",
+        choices=("int8", "int4"),
+    )
+    pack_cache: str = option(
+        "auto",
+        "folder for repacked experts, so that the next start is quick; auto: beside the model; off: none",
+        group="Placement",
+    )
+    isa: str | None = option(
+        None,
+        "instruction set of the native kernels; default: the newest that this CPU has",
+        group="Placement",
+        choices=("avx2", "avx512", "amx"),
     )
     cpu_threads: int | None = option(
         None,

@@ -70,7 +70,6 @@ class EngineCore:
         self._send = send
         self._live: dict[str, _Live] = {}
         self._in_flight: InFlight | None = None
-        self._launched_s = 0.0
         self._schedule_s = 0.0
         self._slot_loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-slot")
         self._slot_loads: list[tuple[SlotLoad, Future[None]]] = []
@@ -203,7 +202,6 @@ class EngineCore:
         }
 
     def _launch(self, plan: StepPlan) -> InFlight | None:
-        self._launched_s = time.monotonic()
         try:
             return self.runner.launch_forward(plan)
         except Exception as error:  # noqa: BLE001 - whatever a step raises ends its requests, not the server
@@ -231,7 +229,7 @@ class EngineCore:
                 self._live[request_id].prompt_logprobs.update(enumerate(logprobs, start + 1))
         self._emit(self.scheduler.commit(step.plan, tokens, now), step)
         self._steps += 1
-        seconds = now - self._launched_s
+        seconds = now - step.launched_s
         touched = step.trace.experts_touched if step.trace else None
         self.scheduler.observe(step.plan, seconds, sum(touched) if touched else None)
         if self.profiler:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,6 +37,7 @@ class InFlight:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of positions start + 1 ...
     trace: Trace | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds
+    launched_s: float = 0.0  # time.monotonic
 
     @property
     def sampling_rows(self) -> list[StepRow]:
@@ -43,8 +47,11 @@ class InFlight:
 class ModelRunner:
     """Owns no request state: everything it needs is in the plan."""
 
-    def __init__(self, model: Qwen3Moe, device: torch.device, seed: int, tracing: bool = False) -> None:
+    def __init__(
+        self, model: Qwen3Moe, device: torch.device, seed: int, tracing: bool = False, pool: Any = None
+    ) -> None:
         self.model = model
+        self.pool = pool
         self.device = device
         self.seed = seed
         self.tracing = tracing
@@ -52,16 +59,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch_forward(self, plan: StepPlan) -> InFlight:
-        began = time.perf_counter()
+        launched_s, began = time.monotonic(), time.perf_counter()
         batch, starts = self._layout(plan), [0]
         for row in plan.rows:
             starts.append(starts[-1] + row.num_tokens)
         ids, lora = self._token_ids(plan), self._lora_batch(plan)
         trace = Trace() if self.tracing else None
         filled = time.perf_counter()
-        hidden = self.model.forward(ids, batch, lora, trace)
+        with self._workers_awake():
+            hidden = self.model.forward(ids, batch, lora, trace)
         phases = {"prepare_s": filled - began, "forward_s": time.perf_counter() - filled}
-        return InFlight(plan, hidden, starts, trace=trace, phases=phases)
+        return InFlight(plan, hidden, starts, trace=trace, phases=phases, launched_s=launched_s)
 
     @torch.inference_mode()
     def launch_sample(self, step: InFlight) -> None:
@@ -70,7 +78,8 @@ class ModelRunner:
         rows = step.sampling_rows
         if rows:
             last = [step.row_starts[i + 1] - 1 for i, row in enumerate(step.plan.rows) if row.samples]
-            logits = self.model.logits(step.hidden[torch.tensor(last, device=self.device)])
+            with self._workers_awake():
+                logits = self.model.logits(step.hidden[torch.tensor(last, device=self.device)])
             step.sampled, logits = sample(logits, [self._sample_row(row) for row in rows])
             asked = [row.request.sampling.logprobs for row in rows]
             for row, logprobs in zip(rows, token_logprobs(logits, step.sampled, asked), strict=True):
@@ -87,6 +96,18 @@ class ModelRunner:
         """Waits for the step. One list per row of the plan: the sampled token, or nothing."""
         sampled = iter([] if step.sampled is None else step.sampled.tolist())
         return [[next(sampled)] if row.samples else [] for row in step.plan.rows]
+
+    @contextmanager
+    def _workers_awake(self) -> Iterator[None]:
+        """The CPU pool's workers spin for as long; otherwise they sleep."""
+        if self.pool is None:
+            yield
+            return
+        self.pool.begin_step()
+        try:
+            yield
+        finally:
+            self.pool.end_step()
 
     def _layout(self, plan: StepPlan) -> BatchLayout:
         positions: list[int] = []

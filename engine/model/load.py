@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ class Backends:
     experts: Callable[[int], ExpertBackend]  # by layer
     dtype: torch.dtype  # of activations
     device: torch.device
+    pool: Any = None  # native._native.WorkerPool, whose workers spin while a step runs
 
 
 class Loader:

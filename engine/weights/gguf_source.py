@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 from engine.errors import ModelFileError
 from engine.model_config import ModelConfig
@@ -51,6 +52,10 @@ class GGUFSource(WeightSource):
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.file.tensors.values())
+
+    @property
+    def paths(self) -> list[Path]:
+        return self.file.paths
 
     def _expert_tensor(self, layer: int, projection: str) -> WeightTensor:
         stored = self.file.tensors[gguf_expert_name(layer, projection)]

@@ -67,6 +67,10 @@ class SafetensorsSource(WeightSource):
     def num_bytes(self) -> int:
         return sum(file.tensors[name].num_bytes for name, file in self._files.items())
 
+    @property
+    def paths(self) -> list[Path]:
+        return sorted({file.path for file in self._files.values()})
+
     def _stored(self, name: str) -> WeightTensor:
         file = self._files[name]
         return WeightTensor(name, file.tensors[name].shape, file.tensors[name].type, file.data(name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,3 +122,14 @@ class WeightSource(ABC):
     @abstractmethod
     def num_bytes(self) -> int:
         """Bytes of all tensors on disk."""
+
+    @property
+    @abstractmethod
+    def paths(self) -> list[Path]:
+        """The files that hold the weights."""
+
+    @property
+    def identity(self) -> str:
+        """Names, sizes and times of change of the files: what tells one state of them from another."""
+        stats = [(path, path.stat()) for path in self.paths]
+        return " ".join(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats)
