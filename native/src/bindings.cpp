@@ -6,6 +6,7 @@ namespace nb = nanobind;
 
 namespace ktserve {
 void bind_core(nb::module_& module);
+void bind_bridge(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_linear(nb::module_& module);
@@ -15,6 +16,7 @@ void bind_ops(nb::module_& module);
 NB_MODULE(_native, module) {
   module.doc() = "CPU kernels: worker pool, packed weights, experts, attention, linear.";
   ktserve::bind_core(module);
+  ktserve::bind_bridge(module);  // before all tasks
   ktserve::bind_experts(module);
   ktserve::bind_attention(module);
   ktserve::bind_linear(module);

@@ -11,7 +11,7 @@
 #include <tuple>
 
 #include "core/isa.hpp"
-#include "experts/bridge.hpp"
+#include "core/task.hpp"
 #include "experts/layer_file.hpp"
 #include "experts/moe.hpp"
 
@@ -27,12 +27,15 @@ T* address(uintptr_t p) {
 }
 
 // A call that can be replayed: a layer over a set of buffers. Python keeps the buffers alive.
-struct MoeTask {
+struct MoeTask : Task {
   std::shared_ptr<MoeRunner> runner;
   std::shared_ptr<ExpertLayer> layer;
   MoeBuffers buffers;
 
-  void run() const { runner->forward(*layer, buffers); }
+  MoeTask(std::shared_ptr<MoeRunner> runner, std::shared_ptr<ExpertLayer> layer, const MoeBuffers& buffers)
+      : runner(std::move(runner)), layer(std::move(layer)), buffers(buffers) {}
+
+  void run() const override { runner->forward(*layer, buffers); }
 };
 
 std::shared_ptr<ExpertLayer> make_layer(int64_t experts, int64_t hidden, int64_t intermediate,
@@ -133,32 +136,10 @@ void bind_experts(nb::module_& module) {
           "pool"_a, "isa"_a = "", nb::keep_alive<1, 2>())
       .def_prop_ro("isa", [](const MoeRunner& runner) { return isa_name(runner.isa()); });
 
-  nb::class_<MoeTask>(module, "MoeTask", "A layer over a set of buffers; replayed with whatever bsz says.")
+  nb::class_<MoeTask, Task>(module, "MoeTask", "A layer over a set of buffers; replayed with whatever bsz says.")
       .def(nb::new_(&make_task), "runner"_a, "layer"_a, "bsz"_a, "ids"_a, "weights"_a, "slots"_a, "hidden"_a, "out"_a,
            "max_rows"_a, "top_k"_a, "bf16"_a)
       .def("run", &MoeTask::run, free_gil, "Computes `out`. ValueError for a bsz, id or slot out of range.");
-
-  nb::class_<Bridge>(module, "Bridge", "Runs tasks for a device that posts numbers into mapped memory.")
-      .def(
-          "__init__",
-          [](Bridge* self, WorkerPool& pool, uintptr_t memory, int capacity) {
-            new (self) Bridge(pool, address<BridgeEntry>(memory), capacity);
-          },
-          "pool"_a, "memory"_a, "capacity"_a, nb::keep_alive<1, 2>())
-      .def(
-          "add", [](Bridge& bridge, MoeTask task) { return bridge.add([task = std::move(task)] { task.run(); }); },
-          "task"_a, "The task's entry. ValueError when all are taken.")
-      .def("begin_step", &Bridge::begin_step, free_gil)
-      .def("end_step", &Bridge::end_step, free_gil)
-      .def("take_errors", &Bridge::take_errors, free_gil, "Messages of failed tasks and time-outs since the last call.")
-      .def("post", &Bridge::post, "entry"_a, "number"_a, free_gil, "What the device does: post a growing number.")
-      .def("wait", &Bridge::wait, "entry"_a, "number"_a, "timeout_s"_a, free_gil,
-           "Waits as the device does. False after the time-out; the error word is then set.")
-      .def_prop_ro("entries", &Bridge::entries)
-      .def_prop_ro_static("ENTRY_BYTES", [](nb::handle) { return sizeof(BridgeEntry); })
-      .def_prop_ro_static("POSTED_OFFSET", [](nb::handle) { return offsetof(BridgeEntry, posted); })
-      .def_prop_ro_static("DONE_OFFSET", [](nb::handle) { return offsetof(BridgeEntry, done); })
-      .def_prop_ro_static("ERROR_OFFSET", [](nb::handle) { return offsetof(BridgeEntry, error); });
 }
 
 }  // namespace ktserve

@@ -1,0 +1,124 @@
+"""The stream's half of the handshake with the CPU pool, as two Triton kernels that a CUDA graph can hold.
+
+    post   copies the true rows' inputs into mapped host memory, then the last program to end writes the next number
+    wait   spins on the answer, copies the true rows' results back and adds what the GPU computed itself
+
+A captured value would be a constant, so numbers come from a counter on the device: every program of a post adds one
+to it. Both kernels read the row count when they run; rows that do not count cost nothing. Words
+(native/src/bridge/bridge.hpp) are written with release and read with acquire semantics at system scope (PTX ISA,
+memory consistency model).
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+POST_PROGRAMS = 16
+WAIT_PROGRAMS = 16
+
+
+@triton.jit
+def _store_release(address, value):
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,l",
+        [address.to(tl.int64), value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_acquire(address):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u64 $0, [$1];", "=l,l", [address.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _now_ns(after):
+    """`after` only keeps the reading behind what it was computed from."""
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l,l", [after], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def copy_inputs(
+    row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, HYBRID: tl.constexpr,
+):  # fmt: skip
+    """One row into host memory. HYBRID: experts that `place` puts on the GPU become -1, and every use is counted."""
+    at = tl.arange(0, BLOCK)
+    for start in range(0, H, BLOCK):
+        values = tl.load(hidden + row * H + start + at, mask=start + at < H, other=0)
+        tl.store(host_hidden + row * H + start + at, values, mask=start + at < H)
+    j = tl.arange(0, KP)
+    expert = tl.load(ids + row * K + j, mask=j < K, other=-1)
+    if HYBRID:
+        valid = (j < K) & (expert >= 0)
+        tl.atomic_add(uses + expert, 1, mask=valid, sem="relaxed")
+        frame = tl.load(place + expert, mask=valid, other=-1)
+        expert = tl.where(frame >= 0, -1, expert)
+    tl.store(host_ids + row * K + j, expert, mask=j < K)
+    tl.store(host_weights + row * K + j, tl.load(weights + row * K + j, mask=j < K, other=0), mask=j < K)
+    tl.store(host_slots + row, tl.load(slots + row))
+
+
+@triton.jit
+def post_kernel(
+    bsz, ids, weights, slots, hidden, host_bsz, host_ids, host_weights, host_slots, host_hidden, place, uses,
+    counter, posted,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    HYBRID: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    n = tl.load(bsz)
+    for row in range(pid, n, PROGRAMS):
+        copy_inputs(
+            row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses,
+            H, K, KP, BLOCK, HYBRID,
+        )  # fmt: skip
+    if pid == 0:
+        tl.store(host_bsz, n)
+    tl.debug_barrier()  # all threads' copies lie before the one atomic of the program
+    ticket = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
+    if ticket % PROGRAMS == PROGRAMS - 1:
+        _store_release(posted, ticket // PROGRAMS + 1)
+
+
+@triton.jit
+def add_result(row, out, host_out, extra, good, H: tl.constexpr, BLOCK: tl.constexpr, EXTRA: tl.constexpr):
+    """out = the host's row (zeros if it failed) plus, if EXTRA, the GPU's own part."""
+    at = tl.arange(0, BLOCK)
+    for start in range(0, H, BLOCK):
+        inside = start + at < H
+        values = tl.load(host_out + row * H + start + at, mask=inside & good, other=0, cache_modifier=".cv")
+        if EXTRA:
+            values = values.to(tl.float32) + tl.load(extra + row * H + start + at, mask=inside, other=0)
+        tl.store(out + row * H + start + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def wait_kernel(
+    bsz, out, host_out, extra, counter, done, expired, timeout_ns,
+    H: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, POSTERS: tl.constexpr, EXTRA: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    n = tl.load(bsz)
+    if (pid < n) | (pid == 0):
+        number = tl.load(counter) // POSTERS
+        seen = _load_acquire(done)
+        began = _now_ns(seen)
+        late = n * 0
+        while (seen // 2 < number) & (late == 0):
+            seen = _load_acquire(done)
+            late = (_now_ns(seen) - began > timeout_ns).to(tl.int32)
+        if seen // 2 < number:
+            tl.store(expired, number)
+        good = (seen // 2 >= number) & (seen % 2 == 0)
+        for row in range(pid, n, PROGRAMS):
+            add_result(row, out, host_out, extra, good, H, BLOCK, EXTRA)
