@@ -135,15 +135,14 @@ def _run_layer(
 ) -> dict[str, torch.Tensor]:
     """What the layer's attention and MLP add, in float32, from float32 input."""
     seen: dict[str, torch.Tensor] = {}
-    model = Qwen3Moe(config, loader.backends.ops, hidden, [layer], hidden, layer.q, {}, loader.buffers)
+    model = Qwen3Moe(config, loader.backends.ops, hidden, [layer], hidden, layer.q, {})
 
     def observe(place: str, value: torch.Tensor) -> None:
         seen[place] = value.float().clone()
 
     with torch.inference_mode():
         layer.attention.plan(batch)
-        model.buffers.bsz[0] = hidden.shape[0]
-        model.buffers.slots.zero_()
+        model.begin(hidden.shape[0], None)
         model.run_layer(index, layer, hidden.to(loader.backends.dtype, copy=True), None, batch, None, observe=observe)
     return {place: value for place, value in seen.items() if not place.endswith(".gate")}
 

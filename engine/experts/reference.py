@@ -28,6 +28,7 @@ class ReferenceExperts(ExpertBackend):
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
+        self.buffers_on = "cpu" if device.type == "cpu" else "cuda"
         self._layers: dict[int, _Weights] = {}
         self._adapters: dict[int, dict[int, ExpertLora]] = {}  # slot -> layer -> LoRA
 

@@ -1,7 +1,6 @@
-"""Norms, rotation, routing, KV writes and the exchange with host buffers: one launch each, any row count.
+"""Norms, rotation, routing and KV writes: one launch each, any row count.
 
-Computed in float32 and rounded where transformers rounds. Rows may be strided; dimensions are contiguous. Pointers may
-be pinned host memory, which a kernel reads and writes over PCIe.
+Computed in float32 and rounded where transformers rounds. Rows may be strided; dimensions are contiguous.
 """
 
 import torch
@@ -27,10 +26,11 @@ def _add_rms_norm(x, delta, weight, out, stride_x, stride_d, dim, eps, HAS_DELTA
     tl.store(out + row * dim + cols, (normed * gain).to(dtype), mask)
 
 
-def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual [T, H] += delta (may be pinned host memory) in place; returns the norm [T, H]."""
+def add_rms_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> torch.Tensor:
+    """residual [T, H] += delta in place; its norm goes to out [T, H], contiguous, which is also returned."""
     rows, dim = residual.shape
-    out = torch.empty((rows, dim), dtype=residual.dtype, device=residual.device)
     added = residual if delta is None else delta
     block = triton.next_power_of_2(dim)
     _add_rms_norm[(rows,)](
@@ -168,64 +168,12 @@ def _route(
     tl.store(ids + row * K + places, index, places < K)
 
 
-def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over [T, E], the top k (the lower id first where equal): weights float32, ids int64, [T, k]."""
+def route(logits: torch.Tensor, normalise: bool, weights: torch.Tensor, ids: torch.Tensor) -> None:
+    """Softmax over [T, E], the top k (the lower id first where equal) into weights float32, ids int64, [T, k]."""
     rows, experts = logits.shape
-    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
+    top_k = ids.shape[1]
     _route[(rows,)](
         logits, weights, ids, logits.stride(0), experts,
         K=top_k, NORMALISE=normalise, BLOCK=triton.next_power_of_2(experts), K_BLOCK=triton.next_power_of_2(top_k),
         num_warps=1,
     )  # fmt: skip
-    return weights, ids
-
-
-@triton.jit
-def _publish(
-    x, ids, weights, x_to, ids_to, weights_to, stride, dim,
-    K: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    tl.store(x_to + row * dim + cols, tl.load(x + row * stride + cols, cols < dim), cols < dim)
-    places = tl.arange(0, K_BLOCK)
-    mask = places < K
-    tl.store(ids_to + row * K + places, tl.load(ids + row * K + places, mask), mask)
-    tl.store(weights_to + row * K + places, tl.load(weights + row * K + places, mask), mask)
-
-
-def publish(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    x_to: torch.Tensor,
-    ids_to: torch.Tensor,
-    weights_to: torch.Tensor,
-) -> None:
-    """Copy a layer's rows into expert buffers (pinned host memory as a rule): x [T, H], ids and weights [T, k]."""
-    rows, dim = x.shape
-    k = ids.shape[1]
-    block = triton.next_power_of_2(dim)
-    _publish[(rows,)](
-        x, ids, weights, x_to, ids_to, weights_to, x.stride(0), dim,
-        K=k, BLOCK=block, K_BLOCK=triton.next_power_of_2(k), num_warps=min(max(block // 256, 1), 8),
-    )  # fmt: skip
-
-
-@triton.jit
-def _resolve_ids(ids, sources, sampled, out, rows, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < rows
-    source = tl.load(sources + at, mask, other=-1)
-    known = tl.load(ids + at, mask, other=0)
-    pending = tl.load(sampled + source, mask & (source >= 0), other=0)
-    tl.store(out + at, tl.where(source >= 0, pending, known), mask)
-
-
-def resolve_ids(ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """int64 [T]: sampled[sources[i]] where sources[i] >= 0, else ids[i]."""
-    out = torch.empty_like(ids)
-    rows = ids.shape[0]
-    _resolve_ids[(triton.cdiv(rows, 128),)](ids, sources, sampled, out, rows, BLOCK=128)
-    return out

@@ -22,10 +22,17 @@ class GpuOps:
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table)
 
-    def add_rms_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-        """`delta` may also be pinned host memory."""
-        out: torch.Tensor = self._kernels.add_rms_norm(residual, delta, weight, self.eps)
-        return out
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`out` [T, H], contiguous: where the norm goes; default: a fresh tensor."""
+        into = torch.empty_like(residual) if out is None else out
+        done: torch.Tensor = self._kernels.add_rms_norm(residual, delta, weight, self.eps, into)
+        return done
 
     def qk_norm_rope(
         self, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, positions: torch.Tensor
@@ -42,5 +49,12 @@ class GpuOps:
 
     def route(self, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Of equal probabilities the lower expert comes first."""
-        out: tuple[torch.Tensor, torch.Tensor] = self._kernels.route(logits, top_k, normalise)
-        return out
+        rows = logits.shape[0]
+        weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+        ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
+        self.route_into(logits, normalise, weights, ids)
+        return weights, ids
+
+    def route_into(self, logits: torch.Tensor, normalise: bool, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """`route` into given contiguous tensors [T, k]."""
+        self._kernels.route(logits, normalise, weights, ids)

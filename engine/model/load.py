@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
-from engine.linear.base import Linear, LinearBackend
+from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.model.ops import Ops
 from engine.model.qwen3_moe import DenseMlp, Layer, Qwen3Moe, SparseMlp
 from engine.weights.store import WeightSource
@@ -36,17 +36,11 @@ class Loader:
     """Loads one layer after another; `max_rows` is the largest step in tokens."""
 
     def __init__(self, source: WeightSource, backends: Backends, max_rows: int) -> None:
-        config = source.config
         self.source = source
         self.backends = backends
         self.linears: dict[str, Linear] = {}
-        self.buffers = ExpertBuffers.allocate(
-            max_rows,
-            max(config.num_experts_per_tok, 1),
-            config.hidden_size,
-            backends.dtype,
-            pin=backends.device.type == "cuda",
-        )
+        self._max_rows = max_rows
+        self._buffers: dict[str, ExpertBuffers] = {}
 
     def model(self, progress: Progress) -> Qwen3Moe:
         config = self.source.config
@@ -63,7 +57,6 @@ class Loader:
             final_norm=self.vector("model.norm.weight"),
             lm_head=self.head(),
             linears=self.linears,
-            buffers=self.buffers,
         )
 
     def layer(self, index: int) -> Layer:
@@ -80,6 +73,7 @@ class Loader:
             attention=self.backends.attention(index),
             post_norm=self.vector(f"{name}.post_attention_layernorm.weight"),
             mlp=self._sparse(index, mlp) if self.source.config.is_sparse(index) else self._dense(mlp),
+            joined=self._join([f"{attention}.{part}_proj" for part in ("q", "k", "v")]),
         )
 
     def head(self) -> Linear:
@@ -97,10 +91,32 @@ class Loader:
         """A norm's weight or the embedding, in the activations' dtype."""
         return self.source.tensor(name).dequantise(self.backends.dtype).to(self.backends.device)
 
+    def buffers(self, backend: ExpertBackend) -> ExpertBuffers:
+        """One set for all layers whose experts are in the same memory."""
+        device, place = self.backends.device, backend.buffers_on
+        if place not in self._buffers:
+            self._buffers[place] = ExpertBuffers.allocate(
+                self._max_rows,
+                max(self.source.config.num_experts_per_tok, 1),
+                self.source.config.hidden_size,
+                self.backends.dtype,
+                pin=place == "cpu" and device.type == "cuda",
+                device=device if place == "cuda" else None,
+            )
+        return self._buffers[place]
+
+    def _join(self, names: list[str]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]] | None:
+        """Projections of one input in one call, if one backend has them all."""
+        backends = [self.backends.linear(name) for name in names]
+        if any(backend is not backends[0] for backend in backends):
+            return None
+        return backends[0].join([self.linears[name] for name in names])
+
     def _dense(self, name: str) -> DenseMlp:
         return DenseMlp(*(self.linear(f"{name}.{part}_proj") for part in ("gate", "up", "down")))
 
     def _sparse(self, layer: int, name: str) -> SparseMlp:
         backend = self.backends.experts(layer)
         backend.load_layer(layer, self.source.experts(layer))
-        return SparseMlp(self.linear(f"{name}.gate", self.backends.router), backend, backend.bind(layer, self.buffers))
+        task = backend.bind(layer, self.buffers(backend))
+        return SparseMlp(self.linear(f"{name}.gate", self.backends.router), backend, task)

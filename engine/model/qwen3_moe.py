@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend, BatchLayout
-from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.base import ExpertBackend, ExpertTask
 from engine.linear.base import Linear, LoraBatch
 from engine.lora.adapter import AdapterWeights, ExtraMlp
+from engine.model.gpu_ops import GpuOps
 from engine.model.ops import Ops
 from engine.model_config import ModelConfig
 
@@ -24,10 +26,15 @@ Observer = Callable[[str, torch.Tensor], None]  # called with (name of the place
 
 @dataclass
 class Trace:
-    """What a profiled step says of its experts."""
+    """What a profiled step says of its experts. `ids` of each sparse layer may still be on a device."""
 
-    experts_touched: list[int] = field(default_factory=list)  # distinct, per sparse layer
-    experts_s: float = 0.0
+    ids: list[torch.Tensor] = field(default_factory=list)  # int64 [T, k]
+    experts_s: float = 0.0  # host time from post to wait; a GPU's stream goes on by itself meanwhile
+
+    @cached_property
+    def experts_touched(self) -> list[int]:
+        """Distinct experts per sparse layer. Waits for the step."""
+        return [torch.unique(ids).numel() for ids in self.ids]
 
 
 @dataclass
@@ -59,6 +66,10 @@ class Layer:
     attention: AttentionBackend
     post_norm: torch.Tensor
     mlp: DenseMlp | SparseMlp
+    joined: Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]] | None = None  # q, k and v at once
+
+    def qkv(self, x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
+        return [self.q(x, lora), self.k(x, lora), self.v(x, lora)] if self.joined is None else self.joined(x, lora)
 
 
 class Qwen3Moe:
@@ -73,7 +84,6 @@ class Qwen3Moe:
         final_norm: torch.Tensor,
         lm_head: Linear,
         linears: dict[str, Linear],
-        buffers: ExpertBuffers,
     ) -> None:
         self.config = config
         self.ops = ops
@@ -82,10 +92,11 @@ class Qwen3Moe:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.linears = linears
-        self.buffers = buffers
+        self.device = embedding.device
         self.attention_backends = list({id(layer.attention): layer.attention for layer in layers}.values())
         sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)]
         self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in sparse}.values())
+        self.expert_buffers = list({id(mlp.task.buffers): mlp.task.buffers for mlp in sparse}.values())
 
     def forward(
         self,
@@ -96,16 +107,42 @@ class Qwen3Moe:
         observe: Observer | None = None,
     ) -> torch.Tensor:
         """ids int64 [T] -> hidden states after the final norm [T, H]."""
+        self.plan(batch)
+        return self.run(ids, batch, lora, None, trace, observe)
+
+    def plan(self, batch: BatchLayout) -> None:
+        """The host's part of a step."""
         for backend in self.attention_backends:
             backend.plan(batch)
-        n = ids.shape[0]
-        self.buffers.bsz[0] = n
-        self.buffers.slots[:n] = 0 if lora is None else lora.slots
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        batch: BatchLayout,
+        lora: LoraBatch | None,
+        bsz: torch.Tensor | None = None,
+        trace: Trace | None = None,
+        observe: Observer | None = None,
+    ) -> torch.Tensor:
+        """The device's part of a planned step. `bsz` int32 [1]: how many of the rows count, if not all."""
+        self.begin(ids.shape[0], lora, bsz)
         residual = self.ops.embed(self.embedding, ids)
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             delta = self.run_layer(index, layer, residual, delta, batch, lora, trace, observe)
         return self.ops.add_rms_norm(residual, delta, self.final_norm)
+
+    def begin(self, rows: int, lora: LoraBatch | None, bsz: torch.Tensor | None = None) -> None:
+        """Tell the expert buffers what holds for all layers of a step: row count and adapter slots."""
+        for b in self.expert_buffers:
+            if bsz is None:
+                b.bsz.fill_(rows)
+            else:
+                b.bsz.copy_(bsz)
+            if lora is None:
+                b.slots[:rows].zero_()
+            else:
+                b.slots[:rows].copy_(lora.slots)
 
     def run_layer(
         self,
@@ -123,11 +160,11 @@ class Qwen3Moe:
         delta = self._attention(index, layer, x, batch, lora)
         if observe:
             observe(f"model.layers.{index}.self_attn", delta)
-        x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
         if isinstance(layer.mlp, SparseMlp):
-            delta = self._experts(index, layer.mlp, x, lora, trace, observe)
+            delta = self._experts(index, layer, layer.mlp, residual, delta, lora, trace, observe)
         else:
             mlp = layer.mlp
+            x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
             delta = mlp.down(self.ops.silu_mul(mlp.gate(x, lora), mlp.up(x, lora)), lora)
         if observe:
             observe(f"model.layers.{index}.mlp", delta)
@@ -158,35 +195,48 @@ class Qwen3Moe:
         self, index: int, layer: Layer, x: torch.Tensor, batch: BatchLayout, lora: LoraBatch | None
     ) -> torch.Tensor:
         heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        q = layer.q(x, lora).view(-1, heads, dim)
-        k = layer.k(x, lora).view(-1, kv_heads, dim)
-        v = layer.v(x, lora).view(-1, kv_heads, dim)
+        q, k, v = (
+            part.view(-1, count, dim)
+            for part, count in zip(layer.qkv(x, lora), (heads, kv_heads, kv_heads), strict=True)
+        )
         q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, batch.positions)
         return layer.o(layer.attention.forward(index, q, k, v).flatten(1), lora)
 
     def _experts(
         self,
         index: int,
+        layer: Layer,
         mlp: SparseMlp,
-        x: torch.Tensor,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
         lora: LoraBatch | None,
         trace: Trace | None,
         observe: Observer | None,
     ) -> torch.Tensor:
-        n, b = x.shape[0], self.buffers
-        router_logits = mlp.router(x.float(), lora)
-        weights, ids = self.ops.route(router_logits, self.config.num_experts_per_tok, self.config.norm_topk_prob)
-        b.hidden[:n], b.ids[:n], b.weights[:n] = x, ids, weights
+        n, b, ops = residual.shape[0], mlp.task.buffers, self.ops
+        top_k, normalise = self.config.num_experts_per_tok, self.config.norm_topk_prob
+        if isinstance(ops, GpuOps) and b.hidden.device == residual.device:  # written where the experts read
+            x = ops.add_rms_norm(residual, delta, layer.post_norm, b.hidden[:n])
+            router_logits = mlp.router(x.float(), lora)
+            ops.route_into(router_logits, normalise, b.weights[:n], b.ids[:n])
+        else:
+            x = ops.add_rms_norm(residual, delta, layer.post_norm)
+            router_logits = mlp.router(x.float(), lora)
+            weights, ids = ops.route(router_logits, top_k, normalise)
+            b.hidden[:n], b.ids[:n], b.weights[:n] = x, ids, weights
         if observe:
             observe(f"model.layers.{index}.mlp.gate", router_logits)
+        on_stream = mlp.backend.follows_stream and self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device).cuda_stream if on_stream else None
         started = time.perf_counter()
-        mlp.backend.post(mlp.task)
+        mlp.backend.post(mlp.task, stream)
         extra = self._extra(mlp, x, lora)
-        mlp.backend.wait(mlp.task)
+        mlp.backend.wait(mlp.task, stream)
         if trace is not None:
             trace.experts_s += time.perf_counter() - started
-            trace.experts_touched.append(torch.unique(ids).numel())
-        return b.out[:n] if extra is None else b.out[:n] + extra
+            trace.ids.append(b.ids[:n].clone())
+        out = b.out[:n].to(self.device)
+        return out if extra is None else out + extra
 
     def _extra(self, mlp: SparseMlp, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         """The mean of an adapter's own dense MLPs, for its rows; None if no row has any."""
