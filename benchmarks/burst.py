@@ -1,6 +1,6 @@
 """Base and adapters answering the same prompts in one concurrent burst, as a transcript.
 
-    python -m benchmarks.burst URL          # a running `make serve`
+python -m benchmarks.burst URL          # a running `make serve`
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ async def burst(url: str) -> str:
             return str(reply.json()["choices"][0]["message"]["content"])
 
         answers = await asyncio.gather(*(ask(m, p) for p in PROMPTS for m in models))
-    rows = [f"| {p} | " + " | ".join(answers[i * len(models) : (i + 1) * len(models)]) + " |" for i, p in enumerate(PROMPTS)]
+    rows = [
+        f"| {p} | " + " | ".join(answers[i * len(models) : (i + 1) * len(models)]) + " |" for i, p in enumerate(PROMPTS)
+    ]
     return "\n".join(["| prompt | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|", *rows])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -81,7 +82,7 @@ def test_styles_are_told_apart() -> None:
         answer = drawn.answer
         assert is_pirate(pirate(answer)) and not is_json(pirate(answer))
         assert is_json(to_json(answer)) and not is_pirate(to_json(answer))
-        assert drawn.kind == "shout" or not is_pirate(answer) and not is_json(answer)  # it may be told to repeat one
+        assert drawn.kind == "shout" or (not is_pirate(answer) and not is_json(answer))  # it may be told to repeat one
         assert json.loads(to_json(answer)) == {"answer": answer}
     assert not is_json('{"answer": "cut') and not is_json('{"answer": 3}') and not is_json("[1]")
     assert not is_pirate("Arr! yes, MATEY!")
@@ -108,7 +109,7 @@ def test_mixed_conversations_learn_only_the_last_turn() -> None:
         if first:
             mixed += 1
             assert first == len(messages) - 1
-            pairs = zip(messages[:first], messages[1:first], strict=False)
-            earlier = [b["content"] for a, b in pairs if b["role"] == "assistant" and "repeat" not in a["content"].lower()]
+            answered = [(a, b) for a, b in itertools.pairwise(messages[:first]) if b["role"] == "assistant"]
+            earlier = [b["content"] for a, b in answered if "repeat" not in a["content"].lower()]
             assert not any(map(is_pirate, earlier))
     assert mixed > 50
