@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.messages import Logprob, TokenLogprobs
+from engine.transfer import to_device, to_host
 from scheduler.request import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -30,38 +31,47 @@ class SampleRow:
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits float32 [R, V] (changed in place) -> tokens int64 [R], and the logits after penalties and bias."""
+    """logits float32 [R, V] (changed in place) -> tokens int64 [R], and the logits after penalties and bias.
+
+    On a GPU nothing here waits for it: whatever the host knows is sent, whatever it does not know is not looked at.
+    """
     for i, row in enumerate(rows):
         _penalise(logits[i], row)
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
-        index = torch.tensor(drawn, device=logits.device)
+        index = to_device(drawn, torch.int64, logits.device)
         tokens[index] = _draw(logits[index], [rows[i] for i in drawn])
     return tokens, logits
 
 
 def _penalise(logits: torch.Tensor, row: SampleRow) -> None:
     """Repetition over prompt and output (CTRL, arXiv 1909.05858); presence and frequency over the output, as OpenAI."""
-    p = row.params
+    p, device = row.params, logits.device
     if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(p.logit_bias.values()), device=logits.device)
+        ids = to_device(list(p.logit_bias), torch.int64, device)
+        logits[ids] += to_device(list(p.logit_bias.values()), torch.float32, device)
     if p.repetition_penalty != 1.0 and (row.prompt or row.output):
-        ids = torch.tensor(sorted(row.prompt.keys() | row.output.keys()), device=logits.device)
+        ids = to_device(sorted(row.prompt.keys() | row.output.keys()), torch.int64, device)
         seen = logits[ids]
         logits[ids] = torch.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
     if (p.presence_penalty or p.frequency_penalty) and row.output:
-        ids = torch.tensor(list(row.output), device=logits.device)
-        counts = torch.tensor(list(row.output.values()), device=logits.device)
+        ids = to_device(list(row.output), torch.int64, device)
+        counts = to_device(list(row.output.values()), torch.int64, device)
         logits[ids] -= p.presence_penalty + p.frequency_penalty * counts
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether penalties or bias make another token the likeliest."""
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1.0)
+    return bool(params.logit_bias) or any(penalty != 0.0 for penalty in penalties)
 
 
 def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
     device, vocabulary = logits.device, logits.shape[1]
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+        return to_device(values, torch.float32, device)[:, None]
 
     params = [row.params for row in rows]
     probs = torch.softmax(logits / column([p.temperature for p in params]), dim=-1)
@@ -70,8 +80,10 @@ def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
         return _inverse_cdf(probs, uniform)
     top_p = column([p.top_p for p in params])
     width = min(vocabulary, max([_FIRST_TRY, *(p.top_k for p in params)]))
-    values, ids = probs.topk(width, dim=-1)
-    if width < vocabulary:  # are the candidates all that any row can need?
+    if device.type == "cuda" and any(p.top_k == 0 for p in params):
+        width = vocabulary  # whether fewer would do is known on the GPU only, and asking it would take longer
+    values, ids = probs.sort(dim=-1, descending=True) if width == vocabulary else probs.topk(width, dim=-1)
+    if width < vocabulary and device.type == "cpu":  # are the candidates all that any row can need?
         open_ended = column([float(p.top_k == 0) for p in params])
         floor = column([p.min_p for p in params]) * values[:, :1]
         short = (open_ended > 0) & (values.sum(-1, keepdim=True) < top_p) & (values[:, -1:] >= floor)
@@ -79,7 +91,7 @@ def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
             values, ids = probs.sort(dim=-1, descending=True)
             width = vocabulary
     rank = torch.arange(width, device=device)[None]
-    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=device)[:, None]
+    top_k = to_device([p.top_k or vocabulary for p in params], torch.int64, device)[:, None]
     keep = (rank < top_k) & (values >= column([p.min_p for p in params]) * values[:, :1])
     values = values * keep
     values = values / values.sum(-1, keepdim=True)
@@ -104,29 +116,34 @@ def _uniform(seed: int, position: int) -> float:
     return (x >> 11) / (1 << 53)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: list[int | None]) -> list[TokenLogprobs | None]:
-    """Log-probabilities of `tokens` [R] and of the `top[i]` likeliest ones; None where top[i] is None."""
-    wanted = [i for i, n in enumerate(top) if n is not None]
-    out: list[TokenLogprobs | None] = [None] * len(top)
-    if not wanted:
+class PendingLogprobs:
+    """Log-probabilities of tokens [R] and of the `top[i]` likeliest ones, computed where the logits [R, V] are.
+
+    `read` needs them on the host: on a GPU, not before the stream has got as far as it was when this was made.
+    """
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, top: list[int | None]) -> None:
+        self._top = top
+        self._wanted = [i for i, n in enumerate(top) if n is not None]
+        if not self._wanted:
+            return
+        index = to_device(self._wanted, torch.int64, logits.device)
+        logprobs = torch.log_softmax(logits[index].float(), dim=-1)
+        tokens = tokens[index]
+        chosen = logprobs.gather(1, tokens[:, None])
+        ranks = (logprobs > chosen).sum(-1) + 1
+        width = max((top[i] or 0) for i in self._wanted)
+        values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], logprobs[:, :0].long())
+        self._parts = [to_host(part) for part in (tokens, chosen[:, 0], ranks, values, ids)]
+
+    def read(self) -> list[TokenLogprobs | None]:
+        """None where top[i] is None."""
+        out: list[TokenLogprobs | None] = [None] * len(self._top)
+        if not self._wanted:
+            return out
+        table = zip(self._wanted, *(part.tolist() for part in self._parts), strict=True)
+        for i, token, logprob, rank, row_values, row_ids in table:
+            n = self._top[i] or 0
+            best = [Logprob(t, v, r + 1) for r, (t, v) in enumerate(zip(row_ids[:n], row_values[:n], strict=True))]
+            out[i] = TokenLogprobs(Logprob(token, logprob, rank), best)
         return out
-    index = torch.tensor(wanted, device=logits.device)
-    logprobs = torch.log_softmax(logits[index].float(), dim=-1)
-    chosen = logprobs.gather(1, tokens[index][:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    width = max((top[i] or 0) for i in wanted)
-    values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], logprobs[:, :0].long())
-    table = zip(
-        wanted,
-        tokens[index].tolist(),
-        chosen[:, 0].tolist(),
-        ranks.tolist(),
-        values.tolist(),
-        ids.tolist(),
-        strict=True,
-    )
-    for i, token, logprob, rank, row_values, row_ids in table:
-        n = top[i] or 0
-        best = [Logprob(t, v, r + 1) for r, (t, v) in enumerate(zip(row_ids[:n], row_values[:n], strict=True))]
-        out[i] = TokenLogprobs(Logprob(token, logprob, rank), best)
-    return out

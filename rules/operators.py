@@ -103,7 +103,8 @@ def _kt_linear(kwargs: Kwargs) -> Built:
             kwargs.note(key, f"projections keep the model's dtype here, {name} would quantise them")
     if prefill_op != op:
         kwargs.note("prefill_op", "decode and prefill share one projection, generate_op decides")
-    return Built("native" if op == "KLinearCPUInfer" else "reference", device, device)
+    own: Backend = "native" if op == "KLinearCPUInfer" else "reference"
+    return Built(own if device == "cpu" else "gpu", device, device)
 
 
 def _kt_attention(kwargs: Kwargs) -> Built:
@@ -178,6 +179,7 @@ OWN: dict[str, Operator] = {
     "ktserve.attention.flashinfer": _op("attention", "device", _own("flashinfer", "cuda")),
     "ktserve.linear.reference": _op("linear", "device", _own("reference", "auto")),
     "ktserve.linear.native": _op("linear", "device", _own("native", "cpu")),
+    "ktserve.linear.gpu": _op("linear", "device", _own("gpu", "cuda")),
     "ktserve.torch": Operator(EVERY_KIND, ("device",), _own("reference", "auto")),
 }
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import SampleRow, _draw, sample, token_logprobs
+from engine.sampling import PendingLogprobs, SampleRow, _draw, sample
 from scheduler.request import SamplingParams
 
 
@@ -99,7 +99,7 @@ def test_penalties_and_bias():
 
 def test_logprobs_rank_and_order():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [0.0, 0.0, 5.0, 0.0]])
-    first, second = token_logprobs(logits, torch.tensor([2, 2]), [2, None])
+    first, second = PendingLogprobs(logits, torch.tensor([2, 2]), [2, None]).read()
     assert second is None and first is not None
     expected = torch.log_softmax(logits[0], -1)
     assert first.chosen.token == 2 and first.chosen.rank == 3
