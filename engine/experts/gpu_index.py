@@ -1,0 +1,67 @@
+"""The order in which the GPU's kernels visit a batch: choices (row, j) sorted by expert, then adapter slot, then row,
+cut into blocks of rows of one expert.
+
+    order [N]        choice (row * k + j) at each sorted position; N = M k
+    start [E + 1]    first position of each expert; start[E] counts the choices that are computed
+    block_expert, block_first [B], num_blocks [1]: block b holds positions block_first .. of one expert
+
+A choice is computed if its row counts (row < bsz), its id is not -1 and `place` gives its expert a frame. All of it
+is made on the device from what bsz says there, so that a graph can hold it. `build` is the plain form, for large
+batches; `index_kernel` makes the same in one launch for small ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Index:
+    """Device memory for batches of up to `rows` rows; int32."""
+
+    order: torch.Tensor
+    start: torch.Tensor
+    block_expert: torch.Tensor
+    block_first: torch.Tensor
+    num_blocks: torch.Tensor
+    block_rows: int
+
+    @classmethod
+    def allocate(cls, rows: int, top_k: int, experts: int, block_rows: int, device: torch.device) -> Index:
+        choices = rows * top_k
+        blocks = most_blocks(choices, experts, block_rows)
+
+        def empty(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        return cls(empty(choices), empty(experts + 1), empty(blocks), empty(blocks), empty(1), block_rows)
+
+
+def most_blocks(choices: int, experts: int, block_rows: int) -> int:
+    """No batch has more: every expert may end with a block that is not full."""
+    return min(choices, experts + choices // block_rows)
+
+
+def build(index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor) -> None:
+    """Fill `index` for ids [M, k], slots [M], place [E]; no host synchronisation."""
+    rows, top_k = ids.shape
+    experts, step = place.numel(), index.block_rows
+    row = torch.arange(rows, device=ids.device)
+    valid = (row < bsz)[:, None] & (ids >= 0) & (place[ids.clamp(min=0)] >= 0)
+    expert = torch.where(valid, ids, experts).flatten()
+    key = expert * (1 << 16) + slots.long().repeat_interleave(top_k)
+    index.order.copy_(torch.sort(key, stable=True).indices)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert))
+    counts = counts[:experts]
+    ends = counts.cumsum(0)
+    index.start[1:].copy_(ends)
+    block_ends = ((counts + step - 1) // step).cumsum(0)
+    index.num_blocks.copy_(block_ends[-1:])
+    block = torch.arange(index.block_expert.numel(), device=ids.device)
+    of = torch.searchsorted(block_ends, block, right=True).clamp(max=experts - 1)
+    before = block_ends[of] - (counts[of] + step - 1) // step
+    index.block_expert.copy_(of)
+    index.block_first.copy_(ends[of] - counts[of] + (block - before) * step)

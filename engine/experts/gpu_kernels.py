@@ -1,0 +1,167 @@
+"""Grouped matrix products of routed experts, each row with its own adapter inside, as Triton kernels.
+
+    lora_a    t = s A x per choice with an adapter                               grid (blocks, 16-row tiles of A)
+    gate_up   h = silu(gate x + Bg t) * (up x + Bu t)                            grid (blocks, tiles of MID)
+    lora_a    t = s A h
+    down      y = w (down h + Bd t), float32, one row per choice                 grid (blocks, tiles of H)
+    combine   out = sum of a row's y in the order of its choices
+
+A block is up to BM choices of one expert (gpu_index.py); within it the adapters are visited one after another, so base
+weights are read once for all of them, and a block of base rows does no LoRA work. Blocks that the batch does not
+have end at once. Sums run in one order whatever the other rows are. Layouts: gpu_layout.py.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NONE = tl.constexpr(1 << 20)  # above every adapter slot
+
+
+@triton.jit
+def block_of(b, order, start, block_expert, block_first, K: tl.constexpr, BM: tl.constexpr):
+    """(expert, positions [BM], which of them are real, their choices)."""
+    e = tl.load(block_expert + b)
+    position = tl.load(block_first + b) + tl.arange(0, BM)
+    real = position < tl.load(start + e + 1)
+    return e, position, real, tl.load(order + position, mask=real, other=0)
+
+
+@triton.jit
+def adapter_slots(slots, choice, real, e, address, K: tl.constexpr, E: tl.constexpr):
+    """The slot of each row that has LoRA in this expert, NONE for others."""
+    slot = tl.load(slots + choice // K, mask=real, other=0)
+    has = tl.load(address + slot * E + e, mask=real & (slot > 0), other=0) != 0
+    return tl.where(has, slot, NONE)
+
+
+@triton.jit
+def lora_a(
+    x, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks, scales,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, DOWN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS = 16 rows of A at a time: gate's, then up's, of x [M, H]; DOWN: of h [N, MID] by position."""
+    b = tl.program_id(0)
+    if b >= tl.load(num_blocks):
+        return
+    tile = tl.program_id(1)
+    e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
+    slot = adapter_slots(slots, choice, real, e, address, K, E)
+    INNER: tl.constexpr = MID if DOWN else H
+    row = position.to(tl.int64) if DOWN else (choice // K).to(tl.int64)
+    at_k = tl.arange(0, BK)
+    out = tile * ROWS + tl.arange(0, ROWS)
+    current = tl.min(slot, 0)
+    while current < NONE:
+        rank = tl.load(ranks + current)
+        if tile * ROWS < (rank if DOWN else 2 * rank):
+            a = tl.load(address + current * E + e).to(tl.pointer_type(x.dtype.element_ty))
+            if DOWN:
+                a += 2 * rank * H
+            sums = tl.zeros([BM, ROWS], tl.float32)
+            for k in range(0, INNER, BK):
+                xs = tl.load(x + row[:, None] * INNER + k + at_k[None, :], mask=real[:, None], other=0)
+                rows = tl.load(a + out[:, None] * INNER + k + at_k[None, :])
+                sums = tl.dot(xs, tl.trans(rows), sums, input_precision="ieee")
+            if DOWN:
+                scale = tl.load(scales + current * 3 + 2)
+            else:
+                scale = tl.load(scales + current * 3 + tl.where(tile * ROWS < rank, 0, 1))
+            to = t + position[:, None].to(tl.int64) * T + out[None, :]
+            tl.store(to, (sums * scale).to(t.dtype.element_ty), mask=(slot == current)[:, None])
+        current = tl.min(tl.where(slot > current, slot, NONE), 0)
+
+
+@triton.jit
+def lora_b(sums, t, t_first, b_at, rank, position, mine, n, T: tl.constexpr, R: tl.constexpr):
+    """sums [BM, BN] += t [BM, rank] B[n, :]^T for the rows `mine`."""
+    at = tl.arange(0, R)
+    for r in range(0, rank, R):
+        ts = tl.load(t + position[:, None].to(tl.int64) * T + t_first + r + at[None, :], mask=mine[:, None], other=0)
+        bs = tl.load(b_at + n[:, None] * rank + r + at[None, :])
+        sums = tl.dot(ts, tl.trans(bs), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def gate_up(
+    x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if b >= tl.load(num_blocks):
+        return
+    e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    at_k = tl.arange(0, BK)
+    row = (choice // K).to(tl.int64)
+    weights = frames + tl.load(place + e).to(tl.int64) * (3 * H * MID)
+    xs_at = x + row[:, None] * H + at_k[None, :]
+    gate_at = weights + n[:, None] * H + at_k[None, :]
+    gate = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, H, BK):
+        xs = tl.load(xs_at + k, mask=real[:, None], other=0)
+        gate = tl.dot(xs, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
+        up = tl.dot(xs, tl.trans(tl.load(gate_at + H * MID + k)), up, input_precision="ieee")
+    if LORA:
+        slot = adapter_slots(slots, choice, real, e, address, K, E)
+        current = tl.min(slot, 0)
+        while current < NONE:
+            rank = tl.load(ranks + current)
+            lora = tl.load(address + current * E + e).to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
+            gate = lora_b(gate, t, 0, lora, rank, position, slot == current, n, T, R)
+            up = lora_b(up, t, rank, lora + rank * MID, rank, position, slot == current, n, T, R)
+            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+    inner = gate * tl.sigmoid(gate) * up
+    tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def down(
+    h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if b >= tl.load(num_blocks):
+        return
+    e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    at_k = tl.arange(0, BK)
+    hs_at = h + position[:, None].to(tl.int64) * MID + at_k[None, :]
+    down_at = frames + tl.load(place + e).to(tl.int64) * (3 * H * MID) + 2 * H * MID + n[:, None] * MID + at_k[None, :]
+    sums = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, MID, BK):
+        hs = tl.load(hs_at + k, mask=real[:, None], other=0)
+        sums = tl.dot(hs, tl.trans(tl.load(down_at + k)), sums, input_precision="ieee")
+    if LORA:
+        slot = adapter_slots(slots, choice, real, e, address, K, E)
+        current = tl.min(slot, 0)
+        while current < NONE:
+            rank = tl.load(ranks + current)
+            lora = tl.load(address + current * E + e).to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
+            sums = lora_b(sums, t, 0, lora, rank, position, slot == current, n, T, R)
+            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+    weight = tl.load(weights + choice, mask=real, other=0)
+    tl.store(y + choice[:, None].to(tl.int64) * H + n[None, :], sums * weight[:, None], mask=real[:, None])
+
+
+@triton.jit
+def combine(
+    bsz, ids, place, y, out, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(bsz):
+        return
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for j in range(K):
+        expert = tl.load(ids + row * K + j)
+        frame = tl.load(place + expert, mask=expert >= 0, other=-1)
+        sums += tl.load(y + (row * K + j) * H + n, mask=(n < H) & (frame >= 0), other=0)
+    tl.store(out + row * H + n, sums.to(out.dtype.element_ty), mask=n < H)

@@ -1,0 +1,73 @@
+"""The order of a batch's choices and its blocks: the plain form against its definition, the kernel against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.experts.gpu_index import Index, build, most_blocks
+
+CPU = torch.device("cpu")
+
+
+def batch(rows: int, k: int, experts: int, seed: int, skew: bool = False) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=g)[:k] for _ in range(rows)])
+    if skew:
+        ids[:, 0] = experts - 1
+    ids[torch.rand(rows, k, generator=g) < 0.1] = -1
+    slots = torch.randint(0, 4, (rows,), generator=g, dtype=torch.int32)
+    place = torch.randperm(experts, generator=g).int()
+    place[torch.rand(experts, generator=g) < 0.3] = -1
+    return ids, slots, place
+
+
+def check(index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor) -> None:
+    rows, k = ids.shape
+    experts = place.numel()
+    wanted = sorted(
+        (e, int(slots[r]), r * k + j)
+        for r in range(bsz)
+        for j, e in enumerate(ids[r].tolist())
+        if e >= 0 and place[e] >= 0
+    )
+    assert index.order[: len(wanted)].tolist() == [choice for _, _, choice in wanted]
+    starts = [sum(e < expert for e, _, _ in wanted) for expert in range(experts + 1)]
+    assert index.start.tolist() == starts
+    blocks = [(e, first) for e in range(experts) for first in range(starts[e], starts[e + 1], index.block_rows)]
+    assert int(index.num_blocks) == len(blocks) <= most_blocks(rows * k, experts, index.block_rows)
+    made = list(zip(index.block_expert.tolist(), index.block_first.tolist(), strict=True))
+    assert made[: len(blocks)] == blocks
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 20), experts=st.integers(2, 9), step=st.sampled_from([1, 2, 16]), seed=st.integers(0, 99),
+    skew=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_plain_form(rows: int, experts: int, step: int, seed: int, skew: bool, data: st.DataObject) -> None:
+    ids, slots, place = batch(rows, min(3, experts), experts, seed, skew)
+    bsz = data.draw(st.integers(0, rows))
+    index = Index.allocate(rows, ids.shape[1], experts, step, CPU)
+    build(index, torch.tensor([bsz], dtype=torch.int32), ids, slots, place)
+    check(index, bsz, ids, slots, place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows,k,experts,step", [(1, 8, 128, 16), (5, 2, 3, 2), (32, 8, 128, 16), (60, 3, 11, 16)])
+def test_kernel(rows: int, k: int, experts: int, step: int, kernel_device: torch.device) -> None:
+    from engine.experts import gpu_index_kernel as kernels
+
+    for seed, bsz in [(0, rows), (1, rows // 2), (2, 0)]:
+        ids, slots, place = batch(rows, k, experts, seed, skew=seed == 1)
+        index = Index.allocate(rows, k, experts, step, kernel_device)
+        n = ids.numel()
+        kernels.index_kernel[(1 + -(-n // kernels.RANKED),)](
+            *(t.to(kernel_device) for t in (torch.tensor([bsz], dtype=torch.int32), ids, slots, place)),
+            index.order, index.start, index.block_expert, index.block_first, index.num_blocks,
+            N=n, K=k, E=experts, EP=1 << (experts - 1).bit_length(), B=index.block_expert.numel(), STEP=step,
+            CHUNK=64, RANK=kernels.RANKED, num_warps=4,
+        )  # fmt: skip
+        check(index, bsz, ids, slots, place)

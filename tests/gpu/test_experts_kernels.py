@@ -1,0 +1,58 @@
+"""The GPU's expert kernels against float64, with experts elsewhere, padding rows and many adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.experts.gpu_compute import GpuCompute, LayerTables, SlotTables
+from engine.experts.gpu_layout import Sizes, frames_of, lora_blocks
+from engine.lora.adapter import ExpertLora
+from tests.native.test_experts import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+
+SIZES = Sizes(E, K, H, I)
+DTYPES = [F32, BF16] if torch.cuda.is_available() else [F32]  # the interpreter has no bf16
+
+
+def tables(
+    layer: Layer, adapters: dict[int, ExpertLora], dtype: torch.dtype, here: list[int], device: torch.device
+) -> tuple[LayerTables, SlotTables, list[torch.Tensor]]:
+    frames = frames_of(layer.store, SIZES, dtype)[here].to(device)
+    place = torch.full((E,), -1, dtype=torch.int32)
+    place[here] = torch.arange(len(here), dtype=torch.int32)
+    slots = SlotTables.allocate(1, 8, device)
+    address = torch.zeros(8, E, dtype=torch.int64)
+    keep = []
+    for slot, adapter in adapters.items():
+        blocks, present = lora_blocks(adapter, SIZES, dtype)
+        keep.append(blocks.to(device))
+        step = blocks.shape[1] * blocks.element_size()
+        address[slot] = (keep[-1].data_ptr() + torch.arange(E) * step) * present
+        slots.ranks[slot] = -(-adapter.rank // 16) * 16
+        slots.scales[0, slot] = torch.tensor([adapter.gate_scale, adapter.up_scale, adapter.down_scale])
+    return LayerTables(frames, place.to(device), address.to(device)), slots, keep
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,here", [(1, range(E)), (9, range(E)), (14, [1, 2, 5, 7]), (90, range(E))])
+def test_right_with_and_without_adapters(
+    rows: int, here: list[int], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    layer = Layer("BF16")
+    adapters = {1: lora(4, 11, dtype), 2: lora(16, 12, dtype), 5: lora(20, 13, dtype)}
+    adapters[2].gate_b[3] = adapters[2].up_b[3] = adapters[2].down_b[3] = 0
+    compute = GpuCompute(SIZES, dtype, kernel_device, max_rows=92, max_rank=20, max_slots=7)
+    table, slots, _keep = tables(layer, adapters, dtype, list(here), kernel_device)
+    for slot_list in (None, [0, 1, 2, 5]):
+        b = batch(rows, dtype, slots=slot_list)
+        b.ids[0, 1] = -1
+        want = batch(rows, dtype, slots=slot_list)
+        want.ids[0, 1] = -1
+        want.ids[:rows][~torch.isin(want.ids[:rows], torch.tensor(list(here)))] = -1
+        b.ids[rows:] = 0
+        for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
+            setattr(b, name, getattr(b, name).to(kernel_device))
+        compute.run(b, table, slots, 0, b.out, lora=slot_list is not None)
+        assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < (2e-6 if dtype == F32 else 0.008)
+        assert (b.out[rows:] == 7).all()
