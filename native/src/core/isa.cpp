@@ -33,14 +33,11 @@ unsigned enabled_state() {
   return low;
 }
 
-bool amx_permitted() {
-#ifdef KTSERVE_EMULATE_AMX
-  return true;
-#else
+// The kernel saves tile registers only for processes that asked for them.
+[[maybe_unused]] bool amx_permitted() {
   constexpr long arch_req_xcomp_perm = 0x1023;
   constexpr long tile_data = 18;
   return syscall(SYS_arch_prctl, arch_req_xcomp_perm, tile_data) == 0;
-#endif
 }
 
 Isa detect() {

@@ -19,6 +19,20 @@ namespace {
 thread_local const WorkerPool* inside = nullptr;  // the pool whose piece this thread is running
 thread_local int inside_as = 0;                   // and as which worker
 
+// A call from inside a piece must find itself there, or it would wait for its own caller.
+struct Inside {
+  const WorkerPool* outer = inside;
+  int outer_as = inside_as;
+  Inside(const WorkerPool* pool, int worker) {
+    inside = pool;
+    inside_as = worker;
+  }
+  ~Inside() {
+    inside = outer;
+    inside_as = outer_as;
+  }
+};
+
 uint64_t pack(uint64_t next, uint64_t end) {
   return next << 32 | end;
 }
@@ -145,10 +159,7 @@ bool WorkerPool::claim(Worker& from, int64_t* piece) {
 }
 
 void WorkerPool::work(int self) {
-  const WorkerPool* outer = inside;
-  const int outer_as = inside_as;
-  inside = this;
-  inside_as = self;
+  const Inside here(this, self);
   const Worker& me = workers_[static_cast<size_t>(self)];
   int64_t finished = 0;
   int64_t piece = 0;
@@ -174,8 +185,6 @@ void WorkerPool::work(int self) {
       if (workers_[static_cast<size_t>(victim)].group != me.group) drain(victim);
     }
   }
-  inside = outer;
-  inside_as = outer_as;
   if (finished > 0) done_.fetch_add(finished, std::memory_order_release);
 }
 
@@ -228,6 +237,7 @@ void WorkerPool::run(int64_t pieces, const int64_t* group_first, Body body, void
   if (getpid() != owner_pid_) throw std::logic_error("a worker pool does not survive fork; make it after");
   std::lock_guard<std::mutex> lock(callers_);
   if (threads() == 1 || pieces == 1) {
+    const Inside here(this, 0);
     for (int64_t piece = 0; piece < pieces; ++piece) body(context, piece, 0);
     return;
   }

@@ -1,0 +1,128 @@
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "core/arena.hpp"
+#include "core/kernels.hpp"
+#include "core/pack.hpp"
+#include "tests/check.hpp"
+
+namespace ktserve {
+namespace {
+
+using test::Random;
+
+const char* const kTypes[] = {"F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"};
+
+// Random bytes are valid blocks of any quantised type once the half-precision scales are tame.
+std::vector<uint8_t> random_source(const SourceType& type, int64_t n, int64_t k, Random& random) {
+  std::vector<uint8_t> data(static_cast<size_t>(n * k / type.block * type.block_bytes));
+  for (auto& byte : data) byte = static_cast<uint8_t>(random.bits());
+  const std::string_view name = type.name;
+  for (size_t at = 0; at < data.size(); at += static_cast<size_t>(type.block_bytes)) {
+    const auto put = [&](size_t offset, float v) {
+      const uint16_t half = name == "BF16" ? f32_to_bf16(v) : f32_to_f16(v);
+      std::memcpy(&data[at + offset], &half, 2);
+    };
+    if (name == "F32") {
+      const float v = random.symmetric();
+      std::memcpy(&data[at], &v, 4);
+    } else {
+      put(name == "Q6_K" ? 208 : 0, 0.02f * random.symmetric());
+      if (name == "Q4_1" || name == "Q5_1" || name == "Q4_K" || name == "Q5_K") put(2, 0.02f * random.symmetric());
+    }
+  }
+  return data;
+}
+
+// Every format, instruction set and odd shape: right to the rounding of the activations, memory only where allowed
+// (the arenas end on a page, so a sanitizer or the kernel sees an overrun of inputs; outputs carry a border).
+void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64_t rows, Random& random) {
+  const std::vector<uint8_t> source = random_source(type, n, k, random);
+  const size_t size = static_cast<size_t>(packed_size(format, n, k));
+  std::vector<uint8_t> memory(size + 64);
+  uint8_t* packed = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  pack_panels(type, format, source.data(), n, k, 0, panels_of(n), packed);
+  std::vector<float> values(static_cast<size_t>(n * k));
+  unpack_rows(format, packed, k, 0, n, values.data());
+  std::vector<float> x(static_cast<size_t>(rows * k));
+  for (auto& v : x) v = random.symmetric();
+
+  const int64_t width = panels_of(n) * kPanel;
+  std::vector<std::vector<float>> results;
+  for (Isa isa : test::isas()) {
+    const Kernels& table = kernels(isa);
+    const int64_t stride = table.row_bytes(format, k);
+    std::vector<uint8_t> held(static_cast<size_t>(stride * rows) + 64);
+    uint8_t* packed_x = held.data() + (64 - reinterpret_cast<uintptr_t>(held.data()) % 64) % 64;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t cut = k / 64 * 32;  // a row may be packed in parts
+      table.pack_f32(format, &x[static_cast<size_t>(r * k)], k, 0, cut, packed_x + r * stride);
+      table.pack_f32(format, &x[static_cast<size_t>(r * k + cut)], k, cut, k, packed_x + r * stride);
+    }
+    std::vector<float> out(static_cast<size_t>(rows * (width + 16)), 77.0f);
+    table.dot({format, packed, panels_of(n), k, packed_x, stride, rows, out.data(), width + 16});
+    const float bound = format == Format::f32 ? 1e-5f : 0.03f;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t i = width; i < width + 16; ++i) CHECK(out[static_cast<size_t>(r * (width + 16) + i)] == 77.0f);
+      for (int64_t i = 0; i < n; ++i) {
+        double exact = 0;
+        double sizes = 0;
+        for (int64_t j = 0; j < k; ++j) {
+          const double term =
+              static_cast<double>(values[static_cast<size_t>(i * k + j)]) * x[static_cast<size_t>(r * k + j)];
+          exact += term;
+          sizes += term * term;
+        }
+        const double got = out[static_cast<size_t>(r * (width + 16) + i)];
+        CHECK(std::fabs(got - exact) <= bound * (std::sqrt(sizes) + 1e-6), "%s on %s [%d, %d] x %d: %g, not %g",
+              type.name, isa_name(isa), static_cast<int>(n), static_cast<int>(k), static_cast<int>(rows), got, exact);
+      }
+    }
+    results.push_back(out);
+    if (!plain(format)) CHECK(results.back() == results.front(), "%s differs on %s", type.name, isa_name(isa));
+  }
+}
+
+KTSERVE_TEST(dot_every_format) {
+  Random random(1);
+  for (const char* name : kTypes) {
+    const SourceType& type = source_type(name);
+    for (int round = 0; round < 12; ++round) {
+      const int64_t unit = type.block == 1 ? 1 : type.block;
+      const int64_t k = unit == 1 ? 1 + random.below(200) : unit * (1 + random.below(unit == 256 ? 3 : 9));
+      const int64_t n = 1 + random.below(70);
+      const int64_t rows = 1 + random.below(round < 6 ? 8 : 40);
+      dot_case(type, type.format, n, k, rows, random);
+      if (type.block == 1) {
+        dot_case(type, Format::f32, n, k, rows, random);
+        dot_case(type, Format::i8, n, round_up(k, 32), rows, random);
+        dot_case(type, Format::i4m, n, round_up(k, 32), rows, random);
+      }
+    }
+  }
+}
+
+// AMX goes through k in chunks when there are many rows.
+KTSERVE_TEST(dot_long_rows) {
+  Random random(2);
+  for (int64_t rows : {1, 8, 9, 16, 17, 32, 33, 50})
+    dot_case(source_type("BF16"), Format::bf16, 33, 1300, rows, random);
+}
+
+KTSERVE_TEST(half_precision) {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const uint16_t half = static_cast<uint16_t>(bits);
+    const float v = f16_to_f32(half);
+    if (v != v) {
+      CHECK(f16_to_f32(f32_to_f16(v)) != f16_to_f32(f32_to_f16(v)));
+    } else {
+      CHECK(f32_to_f16(v) == half, "%x", bits);
+    }
+    const float b = bf16_to_f32(half);
+    if (b == b) CHECK(f32_to_bf16(b) == half, "%x", bits);
+  }
+}
+
+}  // namespace
+}  // namespace ktserve
