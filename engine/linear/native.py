@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class NativeLinearBackend(LinearBackend):
         self._pool = pool
         self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if dtype == torch.float32 else "bf16"
         try:
-            self.runner: Any = self._native.LinearRunner(pool, isa)
+            self._runner: Any = self._native.LinearRunner(pool, isa)
         except ValueError as error:
             raise UserError(f"native linear: {error}") from error
 
@@ -114,26 +114,24 @@ class NativeLinearBackend(LinearBackend):
             )
         except ValueError as error:
             raise UserError(f"{name}: {error}", field=name) from error
-        return NativeLinear(name, packed, self.runner, (n, k))
+        return NativeLinear(name, packed, self._runner, (n, k))
 
-    def run_many(self, linears: Sequence[NativeLinear], x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
-        """Projections of this backend that share x, in one call: x is packed once and the pool is woken once."""
-        rows, bf16 = _input(linears[0], x)
-        outs = [torch.empty((rows, linear.out_features), dtype=x.dtype) for linear in linears]
-        try:
-            self.runner.run_many(
-                [linear.packed for linear in linears],
-                x.data_ptr(),
-                x.stride(0),
-                rows,
-                bf16,
-                _slots(lora, rows),
-                [out.data_ptr() for out in outs],
-                [linear.out_features for linear in linears],
-            )
-        except ValueError as error:
-            raise EngineError(f"{', '.join(linear.name for linear in linears)}: {error}") from error
-        return outs
+    def join(self, linears: Sequence[Linear]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]:
+        """One native call: x is packed once and the pool is woken once. Any number of projections."""
+        own = [linear for linear in linears if isinstance(linear, NativeLinear)]
+        if len(own) != len(linears) or len({linear.in_features for linear in own}) != 1:
+            raise EngineError("projections that are joined must be native and share their input's size")
+        packed, sizes = [linear.packed for linear in own], [linear.out_features for linear in own]
+        first, runner = own[0], self._runner
+
+        def run(x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
+            rows, bf16 = _input(first, x)
+            outs = [torch.empty((rows, size), dtype=x.dtype) for size in sizes]
+            places = [out.data_ptr() for out in outs]
+            runner.run_many(packed, x.data_ptr(), x.stride(0), rows, bf16, _slots(lora, rows), places, sizes)
+            return outs
+
+        return run
 
 
 def _input(linear: NativeLinear, x: torch.Tensor) -> tuple[int, bool]:

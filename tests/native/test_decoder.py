@@ -62,7 +62,20 @@ class Parts:
         mlp: SparseMlp | DenseMlp = DenseMlp(nothing, nothing, nothing)
         if sparse:
             mlp = SparseMlp(self.linear(m.num_experts, hidden, self.router), nothing, nothing)
-        return Layer(norms[0], *linears, norms[1], norms[2], self.attention, norms[3], mlp)
+        q_proj, k_proj, v_proj, o_proj = linears
+        return Layer(
+            input_norm=norms[0],
+            q=q_proj,
+            k=k_proj,
+            v=v_proj,
+            joined=self.backend.join(linears[:3]),
+            o=o_proj,
+            q_norm=norms[1],
+            k_norm=norms[2],
+            attention=self.attention,
+            post_norm=norms[3],
+            mlp=mlp,
+        )
 
     def decoder(self) -> NativeDecoder:
         return NativeDecoder(self.model, self.ops, self.layers, self.buffers, self.dtype)
@@ -72,7 +85,7 @@ class Parts:
     ) -> list[torch.Tensor]:
         layer, m = self.layers[index], self.model
         x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
-        q, k, v = (linear(x, lora).view(len(x), -1, m.head_dim) for linear in (layer.q, layer.k, layer.v))
+        q, k, v = (part.view(len(x), -1, m.head_dim) for part in layer.qkv(x, lora))
         q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, batch.positions)
         delta = layer.o(self.attention.forward(index, q, k, v).flatten(1), lora)
         x = self.ops.add_rms_norm(residual, delta, layer.post_norm)

@@ -145,7 +145,7 @@ def test_projections_of_one_input_in_one_call(isa: str, rows: int) -> None:
     linears[1].set_adapter(2, pairs(32, k, F32, {2: 8})[2])
     linears[3].set_adapter(2, pairs(7, k, F32, {2: 3})[2])
     x, lora = draw(rows, k, seed=9).to(BF16), lora_batch([i % 3 for i in range(rows)])
-    for together, linear in zip(backend.run_many(linears, x, lora), linears, strict=True):
+    for together, linear in zip(backend.join(linears)(x, lora), linears, strict=True):
         assert torch.equal(together, linear(x, lora))
 
 
@@ -258,5 +258,5 @@ def test_what_is_refused() -> None:
         linear.set_adapter(1, LoraPair(torch.zeros(2, 65), torch.zeros(40, 2), 1.0))
     with pytest.raises(EngineError, match="LoRA A"):
         linear.set_adapter(1, LoraPair(torch.zeros(2, 64), torch.zeros(41, 2), 1.0))
-    with pytest.raises(EngineError, match="k: 32"):
-        backend.run_many([make(), make(k=32)], x, None)
+    with pytest.raises(EngineError, match="share their input"):
+        backend.join([make(), make(k=32)])
