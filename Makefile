@@ -58,18 +58,18 @@ $(VENV)/bin/python:
 
 $(VENV)/.packages: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'installing packages (a few minutes the first time) ...'
-	@$(PIP) install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja torch
-	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --config-settings=wheel.cmake=false --editable '.[dev]'
+	@$(PIP) install -qq --constraint constraints.txt scikit-build-core nanobind cmake ninja torch
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --config-settings=wheel.cmake=false --editable '.[dev]'
 	@touch $@
 
 # kt_kernel pins another torch in its metadata but does not use it; its wheel needs Linux x86-64 with glibc 2.35.
 $(VENV)/.kt: constraints.txt | $(VENV)/.packages
-	@$(PIP) install --quiet --no-deps --constraint constraints.txt kt-kernel 2>$(VENV)/kt.log \
+	@$(PIP) install -qq --no-deps --constraint constraints.txt kt-kernel 2>$(VENV)/kt.log \
 	  || echo 'kt_kernel is not available here (see $(VENV)/kt.log); the kt expert backend will be off'
 	@touch $@
 
 $(VENV)/.native: $(NATIVE) | $(VENV)/.packages
 	@echo 'building the CPU kernels ...'
-	@$(PIP) install --quiet --no-deps --no-build-isolation --editable . >$(VENV)/native.log 2>&1 \
+	@$(PIP) install -qq --no-deps --no-build-isolation --editable . >$(VENV)/native.log 2>&1 \
 	  || echo 'the CPU kernels could not be built (see $(VENV)/native.log): torch computes instead, much slower'
 	@touch $@

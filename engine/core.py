@@ -152,8 +152,11 @@ class EngineCore:
 
     # ---- steps
 
-    def step(self) -> None:
-        """Schedule and launch a step, and commit the one before (or, without overlap, this very one)."""
+    def step(self) -> bool:
+        """Schedule and launch a step, and commit the one before (or, without overlap, this very one).
+
+        Returns whether there was anything to do; if not, requests can only wait for threads or messages.
+        """
         now = time.monotonic()
         self._tend_adapters()
         self._emit(self.scheduler.expire(now), None)
@@ -173,6 +176,7 @@ class EngineCore:
         if self.check_integrity:
             self.scheduler.check_integrity()
         self._tend_drain()
+        return plan is not None or before is not None
 
     @property
     def busy(self) -> bool:
@@ -181,7 +185,8 @@ class EngineCore:
 
     @property
     def waiting_for_threads(self) -> bool:
-        return bool(self._slot_loads or self._adapter_calls)
+        """Whether adapters are on their way, or requests wait although no step could be planned."""
+        return bool(self._slot_loads or self._adapter_calls) or self.busy
 
     def close(self) -> None:
         """Cancel what is left and end the threads."""

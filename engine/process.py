@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import traceback
@@ -73,13 +74,16 @@ class EngineProcess:
         self._socket.send(encode(message))
 
     def _loop(self, core: EngineCore) -> None:
+        gc.collect()
+        gc.freeze()  # a full collection need not look at the model again: it would stall a step
+        worked = True
         while not self._stop and os.getppid() == self._parent:
-            timeout = 0.0 if core.busy else _THREADS_S if core.waiting_for_threads else _IDLE_S
-            for message in self._receive(timeout):
+            idle_s = _THREADS_S if core.waiting_for_threads else _IDLE_S
+            for message in self._receive(0.0 if worked and core.busy else idle_s):
                 if isinstance(message, Shutdown):
                     return
                 core.handle(message)
-            core.step()
+            worked = core.step()
 
     def _receive(self, timeout_s: float) -> list[ToEngine]:
         """All that has arrived; waits up to `timeout_s` for the first."""
