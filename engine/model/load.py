@@ -11,6 +11,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.model.native_decoder import NativeQwen3Moe, all_native
 from engine.model.ops import Ops
 from engine.model.qwen3_moe import DenseMlp, Layer, Qwen3Moe, SparseMlp
 from engine.weights.store import WeightSource
@@ -49,7 +50,8 @@ class Loader:
             progress("Loading layers", index, config.num_hidden_layers)
             layers.append(self.layer(index))
         progress("Loading layers", config.num_hidden_layers, config.num_hidden_layers)
-        return Qwen3Moe(
+        native = all_native(layers, self.backends.ops) and set(self._buffers) <= {"cpu"}
+        return (NativeQwen3Moe if native else Qwen3Moe)(
             config=config,
             ops=self.backends.ops,
             embedding=self.vector("model.embed_tokens.weight"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.experts.base import ExpertBuffers
 from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear
 from engine.model.native_ops import NativeOps
-from engine.model.qwen3_moe import Layer, SparseMlp
+from engine.model.qwen3_moe import Layer, Observer, Qwen3Moe, SparseMlp, Trace
 from engine.model_config import ModelConfig
 
 
@@ -121,3 +122,43 @@ class NativeDecoder:
         except ValueError as error:
             raise EngineError(f"layer {index}: {error}") from error
         return hidden
+
+
+class NativeQwen3Moe(Qwen3Moe):
+    """Two native calls a layer: the attention half, and the experts. What is observed goes the plain way, with the
+    same bits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.ops, NativeOps) or len(self.expert_buffers) > 1:
+            raise UserError("the native model needs native operations and one set of expert buffers")
+        dtype = self.embedding.dtype
+        buffers = self.expert_buffers or [ExpertBuffers.allocate(1, 1, self.config.hidden_size, dtype)]
+        self._decoder = NativeDecoder(self.config, self.ops, self.layers, buffers[0], dtype)
+
+    def run_layer(
+        self,
+        index: int,
+        layer: Layer,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        batch: BatchLayout,
+        lora: LoraBatch | None,
+        trace: Trace | None = None,
+        observe: Observer | None = None,
+    ) -> torch.Tensor:
+        if observe is not None:
+            return super().run_layer(index, layer, residual, delta, batch, lora, trace, observe)
+        x, mlp = self._decoder.attend(index, residual, delta, batch, lora), layer.mlp
+        if not isinstance(mlp, SparseMlp):
+            return mlp.down(self.ops.silu_mul(mlp.gate(x, lora), mlp.up(x, lora)), lora)
+        n, buffers = x.shape[0], mlp.task.buffers
+        started = time.perf_counter()
+        mlp.backend.post(mlp.task)
+        extra = self._extra(mlp, x, lora)
+        mlp.backend.wait(mlp.task)
+        if trace is not None:
+            trace.experts_s += time.perf_counter() - started
+            trace.ids.append(buffers.ids[:n].clone())
+        out = buffers.out[:n]
+        return out if extra is None else out + extra

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +19,17 @@ from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
 from engine.lora.adapter import LoraPair
-from engine.model.native_decoder import NativeDecoder, all_native
+from engine.model.native_decoder import NativeDecoder, NativeQwen3Moe, all_native
 from engine.model.native_ops import NativeOps
 from engine.model.qwen3_moe import DenseMlp, Layer, SparseMlp
 from engine.model.rope import Rope
 from engine.model_config import ModelConfig
 from engine.weights.store import WeightTensor
 from native import _native
+from tests.engine.harness import Harness
 from tests.native.isas import ISAS
 from tests.native.shapes import config
+from tests.tiny import save_hf, tiny_model
 
 POOL = _native.WorkerPool([[0, 1, 2]])
 
@@ -153,6 +156,22 @@ def test_equals_its_parts(
         expected = parts.one_by_one(index, residual.clone(), delta, batch, lora)
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_model_runs_two_calls_a_layer_with_the_same_bits(tmp_path: Path, sparse: bool) -> None:
+    """With an observer the parts run one by one; without, the attention half is one call."""
+    save_hf(tiny_model(3, num_hidden_layers=3, mlp_only_layers=[1] if sparse else [0, 1, 2]), tmp_path)
+    harness = Harness(tmp_path, rules=None, dtype="bfloat16", pack_cache="off")
+    model = harness.core.runner.model
+    assert isinstance(model, NativeQwen3Moe)
+    batch = batch_of([(5, 5), (1, 1), (18, 18)])
+    ids = torch.arange(24) * 5 % 128
+    with torch.inference_mode():
+        together = model.forward(ids, batch, None).clone()
+        one_by_one = model.forward(ids, batch, None, observe=lambda place, value: None)
+    assert torch.isfinite(together).all() and torch.equal(together, one_by_one)
+    harness.close()
 
 
 def test_refusals() -> None:
