@@ -1,0 +1,63 @@
+"""`ktserve check` names what diverges: the layer, the expert, the tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from engine.build import draw
+from engine.check import check_model
+from engine.config import EngineConfig
+from engine.experts.reference import ReferenceExperts
+from tests.tiny import save_gguf, save_hf, tiny_model
+
+TOKENS = list(range(2, 34))
+
+
+def blueprint(path, **config):
+    settings = {"dtype": "bfloat16", "kv_cache_tokens": 128, "max_num_batched_tokens": 32, "max_num_seqs": 1}
+    return draw(EngineConfig(model=str(path), device="cpu", pack_cache="off", **(settings | config)))
+
+
+@pytest.mark.parametrize("rules", ["reference", None])
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
+def test_a_sound_model_agrees(tmp_path, rules, kind):
+    save_gguf(tiny_model(1, mlp_only_layers=[1], num_hidden_layers=3), tmp_path / "m.gguf", kind, kind)
+    drawn = blueprint(tmp_path / "m.gguf", rules=rules)
+    lines: list[str] = []
+    assert check_model(drawn.source, drawn.backends(), TOKENS, lines.append) is None
+    assert len(lines) == 8 and all(line.startswith("ok") for line in lines)
+
+
+def test_a_wrong_expert_is_named(tmp_path, monkeypatch):
+    save_hf(tiny_model(2, num_hidden_layers=3), tmp_path)
+    drawn = blueprint(tmp_path, rules="reference")
+    backends = drawn.backends()
+    broken = backends.experts(0)
+    original = ReferenceExperts.load_layer
+
+    def load(self, layer, store):
+        original(self, layer, store)
+        if self is broken and layer == 1:
+            self._layers[layer].down[5].mul_(1.5)
+
+    monkeypatch.setattr(ReferenceExperts, "load_layer", load)
+    lines: list[str] = []
+    first = check_model(drawn.source, backends, TOKENS, lines.append)
+    assert first is not None and first.place == "model.layers.1.mlp.experts.5"
+    assert [line for line in lines if "layers.0" in line and line.startswith("BAD")] == []
+
+
+@pytest.mark.parametrize("poison,said", [(np.float32("nan"), "not finite"), (np.float32(3e6), "scales look corrupt")])
+def test_a_bad_tensor_is_named(tmp_path, poison, said):
+    model = tiny_model(3)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 0, 0] = float(poison)
+    save_hf(model, tmp_path)
+    drawn = blueprint(tmp_path, rules="reference")
+    first = check_model(drawn.source, drawn.backends(), TOKENS, lambda _: None)
+    assert first is not None and first.place == "model.layers.1.mlp.experts.3.down_proj" and said in first.note
+    assert dataclasses.asdict(first)["nonfinite"] == int(not np.isfinite(poison))
