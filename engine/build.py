@@ -10,6 +10,7 @@ from engine.attention.base import BLOCK_SIZE
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
+from engine.graphs import obstacle
 from engine.lora.registry import AdapterRegistry
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.messages import AdapterInfo, FromEngine, Ready
@@ -39,10 +40,9 @@ class Blueprint:
         return [*self.placement.lines, *self.memory.render().splitlines()]
 
     def backends(self) -> Backends:
-        c = self.config
-        return make_backends(
-            c, self.source, self.placement, self.num_blocks, self.max_model_len, c.max_num_batched_tokens
-        )
+        rows = max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        blocks = self.num_blocks + 1  # the last is nobody's: padding rows write there
+        return make_backends(self.config, self.source, self.placement, blocks, self.max_model_len, rows)
 
 
 def draw(config: EngineConfig) -> Blueprint:
@@ -63,7 +63,10 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     """Load the weights and put the parts together."""
     config, source, model_config = blueprint.config, blueprint.source, blueprint.source.config
     backends = blueprint.backends()
-    model = Loader(source, backends, config.max_num_batched_tokens).model(progress)
+    model = Loader(source, backends, max(config.max_num_batched_tokens, config.max_num_seqs)).model(progress)
+    tracing = bool(config.profile_dir)
+    runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
+    _pad_decode(runner, config, blueprint.num_blocks, progress)
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=blueprint.num_blocks,
@@ -84,13 +87,29 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
         profiler = Profiler(config.profile_dir, source, kv_bytes)
     return EngineCore(
         scheduler,
-        ModelRunner(model, backends.device, config.seed, profiler is not None, backends.pool),
+        runner,
         AdapterRegistry(model_config, base_name=model_name(config), max_rank=config.max_adapter_rank),
         send,
-        overlap=bool(config.overlap),
+        overlap=backends.device.type == "cuda" if config.overlap is None else config.overlap,
         check_integrity=config.check_integrity,
         profiler=profiler,
     )
+
+
+def _pad_decode(runner: ModelRunner, config: EngineConfig, scratch_block: int, progress: Progress) -> None:
+    """Decode steps in padded sizes: as CUDA graphs where that is possible, one by one where it is asked for."""
+    if config.cuda_graphs == "off" or (config.cuda_graphs == "auto" and runner.device.type == "cpu"):
+        return
+    why = obstacle(runner.model) if config.cuda_graphs == "auto" else None
+    if why:
+        runner.notes.append(f"CUDA graphs: none, {why}")
+        return
+    padded = runner.pad_decode(config.max_num_seqs, config.max_adapter_slots, scratch_block)
+    if config.cuda_graphs == "auto":
+        with runner.computing():
+            padded.capture(progress)
+    kind = "CUDA graphs" if config.cuda_graphs == "auto" else "padded decode steps, without CUDA graphs"
+    runner.notes.append(f"{kind}: {len(padded.buckets)} sizes up to {padded.buckets[-1]} rows")
 
 
 def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
@@ -107,7 +126,7 @@ def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Pr
         bos_token_id=model.bos_token_id,
         eos_token_ids=list(model.eos_token_ids),
         adapters=adapters,
-        lines=blueprint.lines,
+        lines=[*blueprint.lines, *core.runner.notes],
     )
     return core, ready
 

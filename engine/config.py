@@ -74,7 +74,10 @@ class EngineConfig:
         None, "attention backend, over the rules", group="Placement", choices=("reference", "native", "flashinfer")
     )
     linear_backend: str | None = option(
-        None, "backend of the dense projections, over the rules", group="Placement", choices=("reference", "native")
+        None,
+        "backend of the dense projections, over the rules",
+        group="Placement",
+        choices=("reference", "native", "gpu"),
     )
     kt_method: str = option(
         "auto",
@@ -121,6 +124,12 @@ class EngineConfig:
     max_queue: int = option(512, "requests that may wait; more are answered 429", group="Batching")
     itl_target_ms: float | None = option(
         None, "prefill chunks are cut so that running streams keep this inter-token latency", group="Batching"
+    )
+    cuda_graphs: str = option(
+        "auto",
+        "decode steps as CUDA graphs; padded: the same padded steps, launched one by one (to find faults)",
+        group="Batching",
+        choices=("auto", "padded", "off"),
     )
     overlap: bool | None = option(
         None, "launch step N+1 before N's tokens are read; default: on with a GPU", group="Batching"

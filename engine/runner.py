@@ -1,6 +1,9 @@
 """Runs a step plan: fills the inputs, runs the model, samples.
 
 launch_forward(plan) -> InFlight     launch_sample(step)     tokens(step) -> one list per row
+
+On a GPU the first two only launch: on a stream of the runner's own, without waiting for it. `tokens` waits for its
+step alone, not for what was launched after it.
 """
 
 from __future__ import annotations
@@ -9,17 +12,20 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from engine.attention.base import BLOCK_SIZE, BatchLayout
+from engine.graphs import PaddedDecode, lora_groups
 from engine.linear.base import LoraBatch
+from engine.linear.segments import Segments, cut
 from engine.messages import TokenLogprobs
 from engine.model.qwen3_moe import Qwen3Moe, Trace
-from engine.sampling import SampleRow, sample, token_logprobs
+from engine.sampling import PendingLogprobs, SampleRow, changes_logits, sample
+from engine.transfer import Arrival, to_device, to_host
 from scheduler.plan import StepPlan, StepRow
 
 _LOGPROB_ROWS = 64  # prompt log-probabilities are computed this many positions at a time: [64, V] float32
@@ -27,14 +33,19 @@ _LOGPROB_ROWS = 64  # prompt log-probabilities are computed this many positions 
 
 @dataclass
 class InFlight:
-    """A launched step. `sampled[i]` belongs to the i-th row that samples."""
+    """A launched step. The i-th row that samples has its token at place i of `tokens` (and of the runner's `sampled`,
+    for rows of the next step that wait for it)."""
 
     plan: StepPlan
-    hidden: torch.Tensor  # [T, H]
+    hidden: torch.Tensor | None  # [T, H]; None where `logits` are there already
     row_starts: list[int]
-    sampled: torch.Tensor | None = None  # int64, on the device
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # by request id
+    logits: torch.Tensor | None = None  # float32 [>= sampling rows, V], of a padded step
+    tokens: torch.Tensor | None = None  # int64 on the host, valid once `arrival` has come
+    arrival: Arrival | None = None
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # by request id, once the tokens are there
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of positions start + 1 ...
+    pending: PendingLogprobs | None = None
+    pending_prompts: list[tuple[str, list[PendingLogprobs]]] = field(default_factory=list)
     trace: Trace | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     launched_s: float = 0.0  # time.monotonic
@@ -45,69 +56,138 @@ class InFlight:
 
 
 class ModelRunner:
-    """Owns no request state: everything it needs is in the plan."""
+    """Owns no request state: everything it needs is in the plan. `max_rows` requests at most are in a step."""
 
     def __init__(
-        self, model: Qwen3Moe, device: torch.device, seed: int, tracing: bool = False, pool: Any = None
+        self,
+        model: Qwen3Moe,
+        device: torch.device,
+        seed: int,
+        tracing: bool = False,
+        pool: Any = None,
+        *,
+        max_rows: int,
     ) -> None:
         self.model = model
         self.pool = pool
         self.device = device
         self.seed = seed
         self.tracing = tracing
-        self._previous: InFlight | None = None  # holds the tokens that a decode row may still wait for
+        self.padded: PaddedDecode | None = None
+        self.notes: list[str] = []  # what people should be told of how steps run
+        self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)  # of the last step that sampled
+        self._places: dict[str, int] = {}  # by request id, in `sampled`
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the weights were loaded on another stream
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    @torch.inference_mode()
+    def pad_decode(self, max_rows: int, adapter_slots: int, scratch_block: int) -> PaddedDecode:
+        """Run decode steps in padded sizes from now on; `capture` of what is returned, in `computing`, makes graphs."""
+        self.padded = PaddedDecode(
+            self.model, self.device, max_rows, adapter_slots, scratch_block, self.sampled, self.tracing
+        )
+        return self.padded
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """No gradients, the runner's stream, the CPU pool's workers spinning."""
+        if self.pool is not None:
+            self.pool.begin_step()
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                yield
+        finally:
+            if self.pool is not None:
+                self.pool.end_step()
+
     def launch_forward(self, plan: StepPlan) -> InFlight:
-        launched_s, began = time.monotonic(), time.perf_counter()
-        batch, starts = self._layout(plan), [0]
-        for row in plan.rows:
-            starts.append(starts[-1] + row.num_tokens)
-        ids, lora = self._token_ids(plan), self._lora_batch(plan)
-        trace = Trace() if self.tracing else None
-        filled = time.perf_counter()
-        with self._workers_awake():
-            hidden = self.model.forward(ids, batch, lora, trace)
-        phases = {"prepare_s": filled - began, "forward_s": time.perf_counter() - filled}
-        return InFlight(plan, hidden, starts, trace=trace, phases=phases, launched_s=launched_s)
+        launched_s = time.monotonic()
+        padded = self.padded if self.padded and self.padded.takes(plan) else None
+        with self.computing():
+            lora = any(row.adapter_slot for row in plan.rows)
+            self.model.begin_step(plan.num_tokens, lora=lora, eager=padded is None)
+            try:
+                step = self._launch_padded(plan, padded) if padded else self._launch(plan)
+            except Exception:
+                self.model.check()  # says why, if an expert backend knows
+                raise
+        step.launched_s = launched_s
+        return step
 
-    @torch.inference_mode()
     def launch_sample(self, step: InFlight) -> None:
         """Sample every row that samples; also what was asked of log-probabilities."""
         began = time.perf_counter()
-        rows = step.sampling_rows
-        if rows:
-            last = [step.row_starts[i + 1] - 1 for i, row in enumerate(step.plan.rows) if row.samples]
-            with self._workers_awake():
-                logits = self.model.logits(step.hidden[torch.tensor(last, device=self.device)])
-            step.sampled, logits = sample(logits, [self._sample_row(row) for row in rows])
-            asked = [row.request.sampling.logprobs for row in rows]
-            for row, logprobs in zip(rows, token_logprobs(logits, step.sampled, asked), strict=True):
-                if logprobs is not None:
-                    step.logprobs[row.request.request_id] = logprobs
-        for i, row in enumerate(step.plan.rows):
-            top = row.request.sampling.prompt_logprobs
-            if top is not None and row.start + 1 < len(row.request.prompt):
-                step.prompt_logprobs[row.request.request_id] = self._prompt_logprobs(step, i, row, top)
-        self._previous = step
+        with self.computing():
+            try:
+                self._sample(step)
+            except Exception:
+                self.model.check()
+                raise
         step.phases["sample_s"] = time.perf_counter() - began
 
     def tokens(self, step: InFlight) -> list[list[int]]:
-        """Waits for the step. One list per row of the plan: the sampled token, or nothing."""
-        sampled = iter([] if step.sampled is None else step.sampled.tolist())
+        """Waits for the step. One list per row of the plan: the sampled token, or nothing. Raises what failed in it."""
+        if step.arrival is not None:
+            step.arrival.wait()
+        self.model.check()
+        if step.pending is not None:
+            for row, logprobs in zip(step.sampling_rows, step.pending.read(), strict=True):
+                if logprobs is not None:
+                    step.logprobs[row.request.request_id] = logprobs
+        for request_id, parts in step.pending_prompts:
+            step.prompt_logprobs[request_id] = [x for part in parts for x in part.read() if x is not None]
+        sampled = iter([] if step.tokens is None else step.tokens.tolist())
         return [[next(sampled)] if row.samples else [] for row in step.plan.rows]
 
-    @contextmanager
-    def _workers_awake(self) -> Iterator[None]:
-        """The CPU pool's workers spin for as long; otherwise they sleep."""
-        if self.pool is None:
-            yield
-            return
-        self.pool.begin_step()
-        try:
-            yield
-        finally:
-            self.pool.end_step()
+    def _launch(self, plan: StepPlan) -> InFlight:
+        began = time.perf_counter()
+        batch, starts = self._layout(plan), [0]
+        for row in plan.rows:
+            starts.append(starts[-1] + row.num_tokens)
+        lora = self._lora_batch(plan)
+        ids = self._token_ids(plan)
+        trace = Trace() if self.tracing else None
+        filled = time.perf_counter()
+        hidden = self.model.forward(ids, batch, lora, trace)
+        phases = {"prepare_s": filled - began, "forward_s": time.perf_counter() - filled}
+        return InFlight(plan, hidden, starts, trace=trace, phases=phases)
+
+    def _launch_padded(self, plan: StepPlan, padded: PaddedDecode) -> InFlight:
+        began = time.perf_counter()
+        trace = padded.launch(plan, self._places)
+        phases = {"prepare_s": 0.0, "forward_s": time.perf_counter() - began}
+        starts = list(range(len(plan.rows) + 1))
+        return InFlight(plan, None, starts, logits=padded.logits, trace=trace, phases=phases)
+
+    def _sample(self, step: InFlight) -> None:
+        rows = step.sampling_rows
+        if rows:
+            params = [row.request.sampling for row in rows]
+            greedy = all(p.temperature == 0 and not changes_logits(p) for p in params)
+            asked = [p.logprobs for p in params]
+            if step.logits is None or not greedy or any(n is not None for n in asked):
+                logits = self._logits(step)
+                tokens, logits = sample(logits, [self._sample_row(row) for row in rows])
+                self.sampled[: len(rows)].copy_(tokens)
+                step.pending = PendingLogprobs(logits, tokens, asked)
+            mine = self.sampled[: len(rows)]
+            step.tokens = mine.clone() if self.device.type == "cpu" else to_host(mine)
+        self._places = {row.request.request_id: i for i, row in enumerate(rows)}
+        for i, row in enumerate(step.plan.rows):
+            top = row.request.sampling.prompt_logprobs
+            if top is not None and row.start + 1 < len(row.request.prompt):
+                step.pending_prompts.append((row.request.request_id, self._prompt_logprobs(step, i, row, top)))
+        step.arrival = Arrival(self.device)
+
+    def _logits(self, step: InFlight) -> torch.Tensor:
+        """float32 [sampling rows, V]."""
+        if step.logits is not None:
+            return step.logits[: len(step.plan.rows)]
+        if step.hidden is None:
+            raise RuntimeError("a step has hidden states or logits")
+        last = [step.row_starts[i + 1] - 1 for i, row in enumerate(step.plan.rows) if row.samples]
+        return self.model.logits(step.hidden[to_device(last, torch.int64, self.device)])
 
     def _layout(self, plan: StepPlan) -> BatchLayout:
         positions: list[int] = []
@@ -123,39 +203,38 @@ class ModelRunner:
             row_starts=starts,
             context_lens=contexts,
             block_tables=plan.block_tables,
-            positions=torch.tensor(positions, dtype=torch.int64, device=self.device),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
+            positions=to_device(positions, torch.int64, self.device),
+            slot_mapping=to_device(slots, torch.int64, self.device),
         )
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
         """int64 [T]. A token that the step before is still to deliver is copied on the device."""
         ids: list[int] = []
-        pending: list[tuple[int, str]] = []
+        targets: list[int] = []
+        places: list[int] = []
         for row in plan.rows:
             for position in range(row.start, row.start + row.num_tokens):
                 token = row.request.token(position)
                 if token is None:
-                    pending.append((len(ids), row.request.request_id))
+                    targets.append(len(ids))
+                    places.append(self._places[row.request.request_id])
                 ids.append(0 if token is None else token)
-        out = torch.tensor(ids, dtype=torch.int64, device=self.device)
-        if pending:
-            before = self._previous
-            if before is None or before.sampled is None:
-                raise RuntimeError("a row waits for a token that no launched step samples")
-            place = {row.request.request_id: i for i, row in enumerate(before.sampling_rows)}
-            targets = torch.tensor([at for at, _ in pending], device=self.device)
-            out[targets] = before.sampled[torch.tensor([place[rid] for _, rid in pending], device=self.device)]
+        out = to_device(ids, torch.int64, self.device)
+        if targets:
+            source = to_device(places, torch.int64, self.device)
+            out[to_device(targets, torch.int64, self.device)] = self.sampled[source]
         return out
 
     def _lora_batch(self, plan: StepPlan) -> LoraBatch | None:
-        if all(row.adapter_slot == 0 for row in plan.rows):
+        slots = [row.adapter_slot for row in plan.rows for _ in range(row.num_tokens)]
+        if not any(slots):
             return None
-        slots = torch.tensor([row.adapter_slot for row in plan.rows for _ in range(row.num_tokens)], dtype=torch.int32)
-        groups = [
-            (slot, torch.where(slots == slot)[0].to(self.device))
-            for slot in sorted({row.adapter_slot for row in plan.rows} - {0})
-        ]
-        return LoraBatch(slots.to(self.device), groups)
+        segments = None
+        if self.device.type == "cuda":
+            order, tiles = cut(slots)
+            flat = to_device([value for tile in tiles for value in tile], torch.int32, self.device)
+            segments = Segments(to_device(order, torch.int32, self.device), flat.view(-1, 3))
+        return LoraBatch(to_device(slots, torch.int32, self.device), lora_groups(slots, self.device), segments)
 
     def _sample_row(self, row: StepRow) -> SampleRow:
         request = row.request
@@ -169,14 +248,16 @@ class ModelRunner:
             output=Counter(request.output) if counts else Counter(),
         )
 
-    def _prompt_logprobs(self, step: InFlight, index: int, row: StepRow, top: int) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, step: InFlight, index: int, row: StepRow, top: int) -> list[PendingLogprobs]:
         """Of the prompt's tokens at positions start + 1 ... start + num_tokens, as far as the prompt goes."""
         prompt = row.request.prompt
         targets = prompt[row.start + 1 : row.start + row.num_tokens + 1]
-        out: list[TokenLogprobs] = []
+        out: list[PendingLogprobs] = []
+        if step.hidden is None:
+            raise RuntimeError("a step that reads a prompt has hidden states")
         for at in range(0, len(targets), _LOGPROB_ROWS):
-            part = torch.tensor(targets[at : at + _LOGPROB_ROWS], device=self.device)
+            part = to_device(targets[at : at + _LOGPROB_ROWS], torch.int64, self.device)
             first = step.row_starts[index] + at
             logits = self.model.logits(step.hidden[first : first + len(part)])
-            out.extend(x for x in token_logprobs(logits, part, [top] * len(part)) if x is not None)
+            out.append(PendingLogprobs(logits, part, [top] * len(part)))
         return out

@@ -43,6 +43,8 @@ class BatchLayout:
 class AttentionBackend(ABC):
     """Owns the KV blocks of all layers. H query heads, G KV heads, D head_dim; causal; scale 1 / sqrt(D)."""
 
+    captures: bool = False  # whether a padded batch's `forward` may be captured in a CUDA graph
+
     @abstractmethod
     def plan(self, batch: BatchLayout) -> None:
         """Host-side work of a step, once, before the first `forward` of that step."""

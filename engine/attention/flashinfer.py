@@ -33,6 +33,8 @@ class FlashInferAttention(AttentionBackend):
     not take, or if it is not installed.
     """
 
+    captures = True
+
     def __init__(
         self,
         config: ModelConfig,

@@ -28,6 +28,8 @@ class LoraBatch:
 class Linear(ABC):
     """y = x W^T (+ bias) + scale_s (x A_s^T) B_s^T for the row's slot s. x [T, in] -> [T, out], x's dtype."""
 
+    captures: bool = False  # whether a call may be captured in a CUDA graph that serves any adapters
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor: ...
 

@@ -87,6 +87,8 @@ class _Product:
 class GpuLinear(Linear):
     """One projection: a whole product, or a part of a joined one. Weights in the backend's dtype."""
 
+    captures = True
+
     def __init__(self, name: str, product: _Product, outer: int, slots: int, rank: int) -> None:
         self.name = name
         self.product = product

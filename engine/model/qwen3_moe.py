@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend, BatchLayout
+from engine.errors import ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.linear.base import Linear, LoraBatch
 from engine.lora.adapter import AdapterWeights, ExtraMlp
@@ -93,6 +94,7 @@ class Qwen3Moe:
         self.lm_head = lm_head
         self.linears = linears
         self.device = embedding.device
+        self.slots_with_extra_mlps: set[int] = set()
         self.attention_backends = list({id(layer.attention): layer.attention for layer in layers}.values())
         sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)]
         self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in sparse}.values())
@@ -131,6 +133,22 @@ class Qwen3Moe:
         for index, layer in enumerate(self.layers):
             delta = self.run_layer(index, layer, residual, delta, batch, lora, trace, observe)
         return self.ops.add_rms_norm(residual, delta, self.final_norm)
+
+    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
+        """Before a step is launched or captured: `ExpertBackend.begin_step` of all."""
+        for backend in self.expert_backends:
+            backend.begin_step(rows, lora=lora, eager=eager)
+
+    def check(self) -> None:
+        """Once for each begun step, when it has ended: raises the first of its experts' errors."""
+        errors = []
+        for backend in self.expert_backends:
+            try:
+                backend.check()
+            except ExpertBackendError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def begin(self, rows: int, lora: LoraBatch | None, bsz: torch.Tensor | None = None) -> None:
         """Tell the expert buffers what holds for all layers of a step: row count and adapter slots."""
@@ -175,17 +193,25 @@ class Qwen3Moe:
         return self.lm_head(hidden, None).float()
 
     def set_adapter(self, slot: int, adapter: AdapterWeights | None) -> None:
-        """Make a slot hold an adapter, or nothing. No step in flight may use the slot."""
+        """Make a slot hold an adapter, or nothing. No step in flight may use the slot. On a GPU it is there when this
+        returns; what other threads launch meanwhile is not held up."""
         pairs = adapter.linears if adapter else {}
         for name, linear in self.linears.items():
             linear.set_adapter(slot, pairs.get(name))
+        extra = adapter.extra_mlps if adapter else {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer.mlp, SparseMlp):
                 layer.mlp.extra.pop(slot, None)
-                if adapter and index in adapter.extra_mlps:
-                    layer.mlp.extra[slot] = [_to(m, self.embedding) for m in adapter.extra_mlps[index]]
+                if index in extra:
+                    layer.mlp.extra[slot] = [_to(m, self.embedding) for m in extra[index]]
+        if extra:
+            self.slots_with_extra_mlps.add(slot)
+        else:
+            self.slots_with_extra_mlps.discard(slot)
         for backend in self.expert_backends:
             backend.set_adapter(slot, adapter.experts if adapter else None)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         for backend in self.expert_backends:
