@@ -1,0 +1,59 @@
+"""KTSERVE_ISA chooses the kernels where no argument does; shown by the bits that come out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from engine.attention.base import BatchLayout
+from engine.attention.native import NativeAttention
+from engine.linear.native import NativeLinearBackend
+from engine.weights.store import WeightTensor
+from native import _native
+from tests.native.isas import ISAS
+from tests.native.shapes import config
+
+CODE = "import torch; torch.set_num_threads(1); from tests.native.test_isa import digest; print(digest(''))"
+
+
+def digest(isa: str) -> str:
+    """Of an attention step and a projection, whose rounding differs from one instruction set to the next."""
+    pool = _native.WorkerPool([[0]])
+    random = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).bfloat16()
+
+    attention = NativeAttention(config(), 4, torch.bfloat16, pool, isa)
+    empty = torch.zeros(0, dtype=torch.int64)
+    attention.plan(BatchLayout([0, 40], [40], [(0, 1, 2)], empty, empty))
+    attended = attention.forward(0, draw(40, 4, 32), draw(40, 2, 32), draw(40, 2, 32))
+    weight = WeightTensor("w", (48, 256), "BF16", draw(48, 256).view(torch.uint8).numpy().ravel())
+    projected = NativeLinearBackend(torch.bfloat16, pool, isa).load("w", weight, None)(draw(40, 256), None)
+    both = torch.cat([attended.flatten(), projected.flatten()])
+    return f"{_native.choose_isa(isa)} {hashlib.sha256(both.view(torch.uint8).numpy().tobytes()).hexdigest()}"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_environment_chooses(isa: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", CODE], env=os.environ | {"KTSERVE_ISA": isa}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == digest(isa)
+
+
+def test_instruction_sets_can_be_told_apart() -> None:
+    digests = {digest(isa).split()[1] for isa in ISAS}
+    assert len(digests) == len(ISAS)
+
+
+def test_names_that_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTSERVE_ISA", "sse")
+    with pytest.raises(ValueError, match="'sse'; allowed are avx2, avx512, amx"):
+        _native.choose_isa("")
+    assert _native.choose_isa("avx2") == "avx2"
