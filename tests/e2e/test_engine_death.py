@@ -1,0 +1,51 @@
+"""The engine is killed in the middle of answers: clients hear of it, and the next request is served."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import openai
+import psutil
+
+from tests.e2e.conftest import serving
+
+
+def engine_of(server) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return next(child for child in children if "engine.main" in " ".join(child.cmdline()))
+
+
+def test_killed_engine_is_replaced(tmp_path):
+    with serving(tmp_path, "--pack-cache", "off") as server:
+        stream = server.client.completions.create(
+            model="demo", prompt="Once", max_tokens=1800, stream=True, extra_body={"ignore_eos": True}
+        )
+        events = iter(stream)
+        next(events)
+        engine = engine_of(server)
+        engine.kill()
+        failed = False
+        try:
+            for _ in events:
+                pass
+        except openai.APIError as error:
+            failed = "engine" in str(error)
+        assert failed, "the stream ended as if nothing had happened"
+        deadline = time.monotonic() + 60
+        answer = ""
+        while not answer and time.monotonic() < deadline:
+            with contextlib.suppress(openai.InternalServerError):
+                answer = server.ask("What is 2 + 3?", "pirate")
+            time.sleep(0.2)
+        assert answer == "ARR! 2 + 3 = 5, MATEY!"
+        assert engine_of(server).pid != engine.pid
+
+
+def test_no_engine_survives_its_server(tmp_path):
+    with contextlib.suppress(AssertionError), serving(tmp_path, "--pack-cache", "off") as server:
+        engine = engine_of(server)
+        server.process.kill()
+        server.process.wait()
+        engine.wait(timeout=10)
+    assert not engine.is_running()
