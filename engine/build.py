@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.attention.base import BLOCK_SIZE
+from engine.backends import make_backends
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
 from engine.graphs import obstacle
 from engine.lora.registry import AdapterRegistry
+from engine.memory_gpu import gpu_items, gpu_memory
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.messages import AdapterInfo, FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
-from engine.placement import Placement, activation_dtype, choose, find_machine, make_backends
+from engine.placement import Placement, activation_dtype, choose, find_machine
 from engine.profile import Profiler
 from engine.runner import ModelRunner
 from engine.weights.open import open_model
@@ -49,14 +51,23 @@ def draw(config: EngineConfig) -> Blueprint:
     """Open the files, choose the backends, plan the memory. Reads headers only."""
     source = open_model(config.model, config.gguf)
     placement = choose(config, source.config, find_machine(config))
+    on_gpu, model = placement.device != "cpu", source.config
     memory = plan_memory(
         config,
         source,
-        lambda layer: placement.backend(f"model.layers.{layer}.mlp.experts"),
+        lambda layer: _planned_backend(placement, layer),
         activation_dtype(config).itemsize,
         linear_backend=placement.used("_proj")[0],
+        gpu=gpu_memory(placement.device) if on_gpu else None,
+        extra=gpu_items(config, model, activation_dtype(config).itemsize, placement.device) if on_gpu else (),
     )
     return Blueprint(config, source, placement, memory, memory.max_model_len, memory.kv_tokens // BLOCK_SIZE)
+
+
+def _planned_backend(placement: Placement, layer: int) -> str:
+    """The backend of a layer's experts as the memory plan knows it: "gpu" is whatever holds them all there."""
+    choice = placement.choices[f"model.layers.{layer}.mlp.experts"]
+    return "gpu" if choice.backend == "reference" and choice.device != "cpu" else choice.backend
 
 
 def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress: Progress) -> EngineCore:

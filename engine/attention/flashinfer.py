@@ -24,6 +24,15 @@ def flashinfer_available() -> tuple[bool, str]:
     return True, ""
 
 
+def flashinfer_limit(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Why flashinfer cannot serve this model; None if it can."""
+    if dtype != torch.bfloat16:
+        return f"flashinfer's attention takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if config.head_dim not in HEAD_DIMS:
+        return f"flashinfer's attention takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
+    return None
+
+
 class FlashInferAttention(AttentionBackend):
     """KV of layer l: two bf16 tensors [num_blocks, BLOCK_SIZE, G, D] on the GPU.
 
@@ -44,17 +53,8 @@ class FlashInferAttention(AttentionBackend):
         max_rows: int,
         max_row_blocks: int,
     ) -> None:
-        if dtype != torch.bfloat16:
-            raise UserError(
-                f"dtype {dtype}: attention by flashinfer takes bfloat16; use --attention-backend reference",
-                field="attention_backend",
-            )
-        if config.head_dim not in HEAD_DIMS:
-            raise UserError(
-                f"head_dim {config.head_dim}: flashinfer takes {', '.join(map(str, HEAD_DIMS))}; "
-                "use --attention-backend reference",
-                field="attention_backend",
-            )
+        if limit := flashinfer_limit(config, dtype):
+            raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
         ready, why = flashinfer_available()
         if not ready:
             raise UserError(why, field="attention_backend")

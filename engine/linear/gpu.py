@@ -19,6 +19,11 @@ MIN_RANK = 16  # the least that the matrix units multiply
 _COLUMNS = 64  # the kernels' column block: a joined projection begins at a multiple of it
 
 
+def padded_rank(rank: int) -> int:
+    """Columns that the tables have for adapters of at most `rank`."""
+    return max(MIN_RANK, 1 << (rank - 1).bit_length())
+
+
 class _Tables:
     """Adapters of P joined projections by slot, at fixed addresses: captured graphs read whatever they hold then.
 
@@ -143,7 +148,7 @@ class GpuLinearBackend(LinearBackend):
         self.dtype = dtype
         self.device = device
         self._slots = slots
-        self._rank = max(MIN_RANK, 1 << (rank - 1).bit_length())
+        self._rank = padded_rank(rank)
 
     def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> GpuLinear:
         dense = weight.dequantise(self.dtype).to(self.device)
