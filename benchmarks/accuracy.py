@@ -116,8 +116,8 @@ def recording(engine: Harness) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
 
     def launch(plan: Any) -> Any:
         step = original(plan)
-        with torch.inference_mode():
-            rows = runner.model.logits(step.hidden)
+        with runner.computing():
+            rows = (runner.model.logits(step.hidden) if step.logits is None else step.logits).cpu().clone()
         for row, first in zip(plan.rows, step.row_starts, strict=False):
             for i in range(row.num_tokens):
                 logits[row.request.request_id, row.start + i] = rows[first + i]

@@ -15,6 +15,7 @@ from engine.experts.base import ExpertBackend
 from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.gpu import GpuExperts
 from engine.experts.kt import KtExperts
+from engine.experts.kt_stream import KtStreamExperts
 from engine.experts.reference import ReferenceExperts
 from engine.linear.base import LinearBackend
 from engine.linear.gpu import GpuLinearBackend
@@ -69,10 +70,11 @@ def gpu_backends(
         {
             "reference": lambda: ReferenceExperts(dtype, expert_device),
             "native": lambda: CudaBridge(native_experts(config, source, pools.get("native")), model, device),
-            "kt": lambda: KtExperts(model, kt_method(config, placement), max_rows=max_rows, threads=config.cpu_threads),
+            "kt": lambda: kt(model, kt_method(config, placement), max_rows=max_rows, threads=config.cpu_threads),
             "gpu": lambda: GpuExperts(model, dtype, device, max_rows=max_rows, max_slots=slots, max_rank=rank),
         },
     )
+    kt = KtStreamExperts if dtype == torch.bfloat16 else KtExperts
     linear, router = linears(dtype), linears(torch.float32)
     on_cpu = "reference" in placement.used(".mlp.experts") and expert_device.type == "cpu"
     torch.set_num_threads(cpu_threads(config) if on_cpu else 1)  # torch's threads would fight the pool's

@@ -152,15 +152,11 @@ class Qwen3Moe:
 
     def begin(self, rows: int, lora: LoraBatch | None, bsz: torch.Tensor | None = None) -> None:
         """Tell the expert buffers what holds for all layers of a step: row count and adapter slots."""
-        for b in self.expert_buffers:
-            if bsz is None:
-                b.bsz.fill_(rows)
-            else:
-                b.bsz.copy_(bsz)
-            if lora is None:
-                b.slots[:rows].zero_()
-            else:
-                b.slots[:rows].copy_(lora.slots)
+        count = torch.full((1,), rows, dtype=torch.int32, device=self.device) if bsz is None else bsz
+        slots = torch.zeros(rows, dtype=torch.int32, device=self.device) if lora is None else lora.slots
+        for b in self.expert_buffers:  # in stream order: the step before may still be reading them
+            b.bsz.copy_(count, non_blocking=True)
+            b.slots[:rows].copy_(slots, non_blocking=True)
 
     def run_layer(
         self,
@@ -240,6 +236,7 @@ class Qwen3Moe:
         observe: Observer | None,
     ) -> torch.Tensor:
         n, b, ops = residual.shape[0], mlp.task.buffers, self.ops
+        on_stream = mlp.backend.follows_stream and self.device.type == "cuda"
         top_k, normalise = self.config.num_experts_per_tok, self.config.norm_topk_prob
         if isinstance(ops, GpuOps) and b.hidden.device == residual.device:  # written where the experts read
             x = ops.add_rms_norm(residual, delta, layer.post_norm, b.hidden[:n])
@@ -249,10 +246,10 @@ class Qwen3Moe:
             x = ops.add_rms_norm(residual, delta, layer.post_norm)
             router_logits = mlp.router(x.float(), lora)
             weights, ids = ops.route(router_logits, top_k, normalise)
-            b.hidden[:n], b.ids[:n], b.weights[:n] = x, ids, weights
+            for to, values in ((b.hidden, x), (b.ids, ids), (b.weights, weights)):
+                to[:n].copy_(values, non_blocking=on_stream)
         if observe:
             observe(f"model.layers.{index}.mlp.gate", router_logits)
-        on_stream = mlp.backend.follows_stream and self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_stream else None
         started = time.perf_counter()
         mlp.backend.post(mlp.task, stream)
@@ -261,7 +258,7 @@ class Qwen3Moe:
         if trace is not None:
             trace.experts_s += time.perf_counter() - started
             trace.ids.append(b.ids[:n].clone())
-        out = b.out[:n].to(self.device)
+        out = b.out[:n].to(self.device, non_blocking=on_stream)
         return out if extra is None else out + extra
 
     def _extra(self, mlp: SparseMlp, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
