@@ -99,7 +99,12 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     return EngineCore(
         scheduler,
         runner,
-        AdapterRegistry(model_config, base_name=model_name(config), max_rank=config.max_adapter_rank),
+        AdapterRegistry(
+            model_config,
+            base_name=model_name(config),
+            max_rank=config.max_adapter_rank,
+            base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
+        ),
         send,
         overlap=backends.device.type == "cuda" if config.overlap is None else config.overlap,
         check_integrity=config.check_integrity,
