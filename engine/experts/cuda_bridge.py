@@ -38,8 +38,8 @@ class Channel:
 
 @dataclass(frozen=True)
 class HotPart:
-    """What the GPU computes of a layer itself. `place` int32 [E] (-1: on the CPU), `uses` int32 [E] counts, `extra`
-    float32 [M, H] is added to the pool's result."""
+    """What the GPU computes of a layer itself. `place` int32 [slots, E] (-1: on the CPU), `uses` int32 [E] counts,
+    `extra` float32 [M, H] is added to the pool's result."""
 
     place: torch.Tensor
     uses: torch.Tensor
@@ -103,9 +103,10 @@ class CudaBridge(ExpertBackend):
         return ExpertBuffers.allocate(b.max_rows, b.ids.shape[1], b.hidden.shape[1], b.hidden.dtype, pin=self._on_gpu)
 
     def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
-        """Wakes the poller, so that it is there for the step's first post."""
-        self._launched += 1
-        self._bridge.wake()
+        """Wakes the poller, so that it is there for the step's first post. No rows: a capture, which posts nothing."""
+        if rows > 0:
+            self._launched += 1
+            self._bridge.wake()
 
     def check(self) -> None:
         """Ends the oldest step begun."""
@@ -114,7 +115,7 @@ class CudaBridge(ExpertBackend):
         if failures:
             self._suspect = self._launched
             self._reason = "; ".join(f"{self._layers[channel]}: {message}" for channel, _, message in failures)
-        if failures or self._ended <= self._suspect:
+        if failures or 0 < self._ended <= self._suspect:
             raise ExpertBackendError(f"CPU experts, {self._reason}")
 
     def post(self, task: ExpertTask, stream: Any = None) -> None:
@@ -153,7 +154,7 @@ class CudaBridge(ExpertBackend):
         if hot is not None:
             ids = host.ids[:n]
             hot.uses.add_(torch.bincount(ids[ids >= 0], minlength=hot.uses.numel()))
-            ids[(ids >= 0) & (hot.place[ids.clamp(min=0)] >= 0)] = -1
+            ids[(ids >= 0) & (hot.place[host.slots[:n].long()[:, None], ids.clamp(min=0)] >= 0)] = -1
 
     def _launch_post(self, task: ExpertTask, hot: HotPart | None) -> None:
         from engine.experts import gpu_bridge as k
@@ -165,8 +166,8 @@ class CudaBridge(ExpertBackend):
             b.bsz, b.ids, b.weights, b.slots, b.hidden, c.host.bsz, c.host.ids, c.host.weights, c.host.slots,
             c.host.hidden, b.ids if hot is None else hot.place, b.ids if hot is None else hot.uses,
             c.counter, self._words[0, c.number :],
-            H=h, K=top_k, KP=_power(top_k), BLOCK=min(2048, _power(h)), PROGRAMS=programs, HYBRID=hot is not None,
-            num_warps=4,
+            H=h, K=top_k, KP=_power(top_k), E=self._config.num_experts, BLOCK=min(2048, _power(h)), PROGRAMS=programs,
+            HYBRID=hot is not None, num_warps=4,
         )  # fmt: skip
 
     def _launch_wait(self, task: ExpertTask, hot: HotPart | None) -> None:

@@ -52,8 +52,9 @@ class GpuExperts(ExpertBackend):
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         frames = frames_of(store, self._sizes, self._dtype).to(self._device)
-        place = torch.arange(self._sizes.experts, dtype=torch.int32, device=self._device)
-        address = torch.zeros(self._compute.max_slots, self._sizes.experts, dtype=torch.int64, device=self._device)
+        slots, experts = self._compute.max_slots, self._sizes.experts
+        place = torch.arange(experts, dtype=torch.int32, device=self._device).repeat(slots, 1)
+        address = torch.zeros(slots, experts, dtype=torch.int64, device=self._device)
         self._layers[layer] = LayerTables(frames, place, address)
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:

@@ -49,38 +49,39 @@ def _now_ns(after):
 @triton.jit
 def copy_inputs(
     row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses,
-    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, HYBRID: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, HYBRID: tl.constexpr,
 ):  # fmt: skip
-    """One row into host memory. HYBRID: experts that `place` puts on the GPU become -1, and every use is counted."""
+    """One row into host memory. HYBRID: experts that `place` [slots, E] puts on the GPU become -1; uses are counted."""
     at = tl.arange(0, BLOCK)
     for start in range(0, H, BLOCK):
         values = tl.load(hidden + row * H + start + at, mask=start + at < H, other=0)
         tl.store(host_hidden + row * H + start + at, values, mask=start + at < H)
+    slot = tl.load(slots + row)
     j = tl.arange(0, KP)
     expert = tl.load(ids + row * K + j, mask=j < K, other=-1)
     if HYBRID:
         valid = (j < K) & (expert >= 0)
         tl.atomic_add(uses + expert, 1, mask=valid, sem="relaxed")
-        frame = tl.load(place + expert, mask=valid, other=-1)
+        frame = tl.load(place + slot * E + expert, mask=valid, other=-1)
         expert = tl.where(frame >= 0, -1, expert)
     tl.store(host_ids + row * K + j, expert, mask=j < K)
     tl.store(host_weights + row * K + j, tl.load(weights + row * K + j, mask=j < K, other=0), mask=j < K)
-    tl.store(host_slots + row, tl.load(slots + row))
+    tl.store(host_slots + row, slot)
 
 
 @triton.jit
 def post_kernel(
     bsz, ids, weights, slots, hidden, host_bsz, host_ids, host_weights, host_slots, host_hidden, place, uses,
     counter, posted,
-    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-    HYBRID: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, HYBRID: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     n = tl.load(bsz)
     for row in range(pid, n, PROGRAMS):
         copy_inputs(
             row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses,
-            H, K, KP, BLOCK, HYBRID,
+            H, K, KP, E, BLOCK, HYBRID,
         )  # fmt: skip
     if pid == 0:
         tl.store(host_bsz, n)

@@ -20,7 +20,7 @@ class LayerTables:
     """A layer as the kernels find it, all on the device and free to change between steps."""
 
     frames: torch.Tensor  # model dtype [F, frame]
-    place: torch.Tensor  # int32 [E]: frame of an expert, -1 if it is not here
+    place: torch.Tensor  # int32 [slots, E]: frame of an expert for rows of a slot, -1 if another backend computes it
     lora_address: torch.Tensor  # int64 [slots, E]: an expert's LoRA block, 0 if it has none
 
 
@@ -143,7 +143,17 @@ class GpuCompute:
             **common, LORA=lora, BN=tiles.bn_down, BK=tiles.bk_inner, R=RANK_STEP, **wide,
         )  # fmt: skip
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
-            b.bsz, b.ids, layer.place, self._y, b.out, H=s.hidden, K=s.top_k, BLOCK=1024, num_warps=4
+            b.bsz,
+            b.ids,
+            b.slots,
+            layer.place,
+            self._y,
+            b.out,
+            H=s.hidden,
+            K=s.top_k,
+            E=s.experts,
+            BLOCK=1024,
+            num_warps=4,
         )
 
     def _index(self, index: Index, b: ExpertBuffers, place: torch.Tensor) -> None:

@@ -5,7 +5,8 @@ cut into blocks of rows of one expert.
     start [E + 1]    first position of each expert; start[E] counts the choices that are computed
     block_expert, block_first [B], num_blocks [1]: block b holds positions block_first .. of one expert
 
-A choice is computed if its row counts (row < bsz), its id is not -1 and `place` gives its expert a frame. All of it
+A choice is computed if its row counts (row < bsz), its id is not -1 and place [slots, E] gives its expert a frame for
+the row's slot (an expert may be here without every adapter's part of it). All of it
 is made on the device from what bsz says there, so that a graph can hold it. `build` is the plain form, for large
 batches; `index_kernel` makes the same in one launch for small ones.
 """
@@ -45,11 +46,11 @@ def most_blocks(choices: int, experts: int, block_rows: int) -> int:
 
 
 def build(index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor) -> None:
-    """Fill `index` for ids [M, k], slots [M], place [E]; no host synchronisation."""
+    """Fill `index` for ids [M, k], slots [M], place [slots, E]; no host synchronisation."""
     rows, top_k = ids.shape
-    experts, step = place.numel(), index.block_rows
+    experts, step = place.shape[1], index.block_rows
     row = torch.arange(rows, device=ids.device)
-    valid = (row < bsz)[:, None] & (ids >= 0) & (place[ids.clamp(min=0)] >= 0)
+    valid = (row < bsz)[:, None] & (ids >= 0) & (place[slots.long()[:, None], ids.clamp(min=0)] >= 0)
     expert = torch.where(valid, ids, experts).flatten()
     key = expert * (1 << 16) + slots.long().repeat_interleave(top_k)
     index.order.copy_(torch.sort(key, stable=True).indices)

@@ -17,9 +17,9 @@ def choice_keys(at, bsz, ids, slots, place, N: tl.constexpr, K: tl.constexpr, E:
     inside = (at < N) & (row < bsz)
     expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
     inside = inside & (expert >= 0)
-    frame = tl.load(place + expert, mask=inside, other=-1)
-    expert = tl.where(frame >= 0, expert, E)
     slot = tl.load(slots + row, mask=inside, other=0)
+    frame = tl.load(place + slot * E + expert, mask=inside, other=-1)
+    expert = tl.where(frame >= 0, expert, E)
     return expert, expert * 65536 + slot
 
 

@@ -153,12 +153,13 @@ def down(
 
 @triton.jit
 def combine(
-    bsz, ids, place, y, out, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    bsz, ids, slots, place, y, out, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(bsz):
         return
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place += tl.load(slots + row) * E
     sums = tl.zeros([BLOCK], tl.float32)
     for j in range(K):
         expert = tl.load(ids + row * K + j)

@@ -79,6 +79,10 @@ class NativeExperts(ExpertBackend):
         """Bytes of the packed weights."""
         return sum(layer.num_bytes for layer in self._layers.values())
 
+    def packed(self, layer: int) -> Any:
+        """A layer's `native._native.ExpertLayer`, whose memory others may read. KeyError if it is not loaded."""
+        return self._layers[layer]
+
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         types = [store.type(name) for name in PROJECTIONS]
         shape = (store.num_experts, self._config.hidden_size, self._config.moe_intermediate_size)

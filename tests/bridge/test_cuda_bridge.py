@@ -77,8 +77,8 @@ def test_adapters_pass_through(bridge: CudaBridge, layers: list[Layer]) -> None:
 
 def test_the_gpus_own_experts_are_left_out_and_added(bridge: CudaBridge, layers: list[Layer]) -> None:
     b = batch(5, BF16)
-    place = torch.full((E,), -1, dtype=torch.int32)
-    place[[1, 4, 6]] = torch.tensor([0, 1, 2], dtype=torch.int32)
+    place = torch.full((1, E), -1, dtype=torch.int32)
+    place[0, [1, 4, 6]] = torch.tensor([0, 1, 2], dtype=torch.int32)
     hot = HotPart(place, torch.zeros(E, dtype=torch.int32), torch.randn(7, H))
     (out,) = step(bridge, [bridge.bind(1, b)], hot)
     rest = batch(5, BF16)

@@ -52,7 +52,7 @@ def run(bridge: CudaBridge, tasks: list[ExpertTask], outs: list[torch.Tensor]) -
 
 def captured(bridge: CudaBridge, tasks: list[ExpertTask]) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
     outs = [torch.zeros_like(task.buffers.out) for task in tasks]
-    bridge.begin_step(0, lora=False, eager=True)
+    bridge.begin_step(1, lora=False, eager=True)
     run(bridge, tasks, outs)  # compiles the kernels
     torch.cuda.synchronize()
     bridge.check()
@@ -63,7 +63,7 @@ def captured(bridge: CudaBridge, tasks: list[ExpertTask]) -> tuple[torch.cuda.CU
 
 
 def replay(bridge: CudaBridge, graph: torch.cuda.CUDAGraph) -> None:
-    bridge.begin_step(0, lora=False, eager=False)
+    bridge.begin_step(1, lora=False, eager=False)
     graph.replay()
     torch.cuda.synchronize()
     bridge.check()
@@ -122,7 +122,7 @@ def test_a_time_out_releases_the_stream(pool: Any, layers: list[Layer]) -> None:
     task = bridge.bind(0, there)
     graph, outs = captured(bridge, [task])
     task.handle.counter += 16 * 8  # the stream now waits for a number whose posts the pool has not seen
-    bridge.begin_step(0, lora=False, eager=False)
+    bridge.begin_step(1, lora=False, eager=False)
     bridge.wait(task)
     torch.cuda.synchronize()
     with pytest.raises(ExpertBackendError, match="did not answer in time"):
@@ -140,7 +140,7 @@ def test_another_stream_and_many_buffer_sets(pool: Any) -> None:
     sets = [ExpertBuffers.allocate(rows, K, H, BF16, device=torch.device("cuda")) for rows in range(1, 40)]
     torch.cuda.synchronize()
     for _ in range(20):
-        bridge.begin_step(0, lora=False, eager=True)
+        bridge.begin_step(1, lora=False, eager=True)
         for buffers in sets:
             task = bridge.bind(0, buffers)
             bridge.post(task, side.cuda_stream)

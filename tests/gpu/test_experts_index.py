@@ -19,19 +19,19 @@ def batch(rows: int, k: int, experts: int, seed: int, skew: bool = False) -> tup
         ids[:, 0] = experts - 1
     ids[torch.rand(rows, k, generator=g) < 0.1] = -1
     slots = torch.randint(0, 4, (rows,), generator=g, dtype=torch.int32)
-    place = torch.randperm(experts, generator=g).int()
-    place[torch.rand(experts, generator=g) < 0.3] = -1
+    place = torch.randperm(experts, generator=g).int().repeat(4, 1)
+    place[torch.rand(4, experts, generator=g) < 0.3] = -1
     return ids, slots, place
 
 
 def check(index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor) -> None:
     rows, k = ids.shape
-    experts = place.numel()
+    experts = place.shape[1]
     wanted = sorted(
         (e, int(slots[r]), r * k + j)
         for r in range(bsz)
         for j, e in enumerate(ids[r].tolist())
-        if e >= 0 and place[e] >= 0
+        if e >= 0 and place[int(slots[r]), e] >= 0
     )
     assert index.order[: len(wanted)].tolist() == [choice for _, _, choice in wanted]
     starts = [sum(e < expert for e, _, _ in wanted) for expert in range(experts + 1)]

@@ -18,8 +18,8 @@ def tables(
     layer: Layer, adapters: dict[int, ExpertLora], dtype: torch.dtype, here: list[int], device: torch.device
 ) -> tuple[LayerTables, SlotTables, list[torch.Tensor]]:
     frames = frames_of(layer.store, SIZES, dtype)[here].to(device)
-    place = torch.full((E,), -1, dtype=torch.int32)
-    place[here] = torch.arange(len(here), dtype=torch.int32)
+    place = torch.full((8, E), -1, dtype=torch.int32)
+    place[:, here] = torch.arange(len(here), dtype=torch.int32)
     slots = SlotTables.allocate(1, 8, device)
     address = torch.zeros(8, E, dtype=torch.int64)
     keep = []

@@ -125,6 +125,15 @@ void bind_experts(nb::module_& module) {
             return read_layer(pool, layer, file, offset);
           },
           "pool"_a, "file"_a, "offset"_a, free_gil, "Fills the packed memory from a file; the checksum of what came.")
+      .def_prop_ro("shards", [](const ExpertLayer& layer) { return layer.shape().shards; })
+      .def_prop_ro(
+          "formats",
+          [](const ExpertLayer& layer) {
+            std::vector<std::string> names;
+            for (Format format : layer.shape().formats) names.emplace_back(info(format).name);
+            return names;
+          },
+          "Packed formats of gate, up, down.")
       .def_prop_ro("num_bytes", &ExpertLayer::bytes);
 
   nb::class_<MoeRunner>(module, "MoeRunner", "Computes expert tasks on a pool, one at a time.")

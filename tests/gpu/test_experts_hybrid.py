@@ -1,0 +1,88 @@
+"""Experts on both sides give what the CPU alone gives, while experts move and adapters come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import UserError
+from engine.experts.base import ExpertBuffers
+from engine.experts.cuda_bridge import CudaBridge
+from engine.experts.hybrid import HybridExperts
+from engine.experts.native import NativeExperts
+from native import _native
+from tests.gpu.test_experts_gpu import fill
+from tests.native.shapes import config
+from tests.native.test_experts import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+
+pytestmark = pytest.mark.gpu
+CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+DTYPE = BF16 if torch.cuda.is_available() else F32  # the interpreter has no bf16
+BOUND = 0.012 if DTYPE == BF16 else 2e-6
+FRAME = 3 * H * I * DTYPE.itemsize
+
+
+def make(device: torch.device, layers: list[Layer], frames: int) -> HybridExperts:
+    pool: Any = _native.WorkerPool([[0, 1]])
+    bridge = CudaBridge(NativeExperts(CONFIG, DTYPE, pool), CONFIG, device)
+    made = HybridExperts(
+        bridge, CONFIG, DTYPE, device, budget_bytes=frames * FRAME + 5, max_rows=24, max_slots=4, max_rank=32
+    )  # fmt: skip
+    for index, layer in enumerate(layers):
+        made.load_layer(index, layer.store)
+    return made
+
+
+@pytest.mark.parametrize("frames", [1, 6, 40])
+def test_equals_the_cpu(kernel_device: torch.device, frames: int) -> None:
+    kind = "BF16" if DTYPE == BF16 else "F32"
+    layers = [Layer(kind), Layer(kind)]
+    hybrid = make(kernel_device, layers, frames)
+    there = ExpertBuffers.allocate(14, K, H, DTYPE, device=kernel_device)
+    tasks = [hybrid.bind(layer, there) for layer in (0, 1)]
+    adapters = {1: lora(4, 1, DTYPE), 2: lora(20, 2, DTYPE)}
+    outs = [torch.zeros_like(there.out) for _ in tasks]
+
+    def forward() -> None:
+        for task, out in zip(tasks, outs, strict=True):
+            hybrid.post(task)
+            hybrid.wait(task)
+            out.copy_(there.out)
+
+    hybrid.begin_step(0, lora=True, eager=False)
+    replay = forward
+    if kernel_device.type == "cuda":
+        forward()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        replay = graph.replay
+    steps = 40 if kernel_device.type == "cuda" else 14
+    for step in range(steps):
+        if step == 4:
+            for slot, adapter in adapters.items():
+                hybrid.set_adapter(slot, dict.fromkeys((0, 1), adapter))
+        b = batch(9, DTYPE, seed=step, slots=[0, 1, 2] if step >= 4 else None)
+        there.slots.zero_()
+        mine = ExpertBuffers(
+            *(getattr(there, n)[: len(getattr(b, n))] for n in ("bsz", "ids", "weights", "slots", "hidden", "out"))
+        )
+        fill(mine, b)
+        hybrid.begin_step(9, lora=True, eager=False)
+        replay()
+        if kernel_device.type == "cuda":
+            torch.cuda.synchronize()
+        hybrid.check()
+        for layer, out in zip(layers, outs, strict=True):
+            assert error(out[:9].cpu(), expected(layer, b, adapters)) < BOUND
+    assert hybrid.mover.resident == min(frames, 2 * E) or hybrid.mover.memory.lora_frames > 0
+    assert int(hybrid.mover.policy.average.gt(1e-3).sum()) > E
+    hybrid.close()
+
+
+def test_a_budget_for_no_expert_is_refused(kernel_device: torch.device) -> None:
+    with pytest.raises(UserError, match="gpu-expert-memory"):
+        make(kernel_device, [], 0)
