@@ -68,7 +68,7 @@ $(VENV)/.kt: constraints.txt | $(VENV)/.packages
 	  || echo 'kt_kernel is not available here (see $(VENV)/kt.log); the kt expert backend will be off'
 	@touch $@
 
-$(VENV)/.native: $(NATIVE) | $(VENV)/.packages
+$(VENV)/.native: $(NATIVE) $(VENV)/.packages
 	@echo 'building the CPU kernels ...'
 	@$(PIP) install -qq --no-deps --no-build-isolation --editable . >$(VENV)/native.log 2>&1 \
 	  || echo 'the CPU kernels could not be built (see $(VENV)/native.log): torch computes instead, much slower'
