@@ -163,10 +163,10 @@ class PaddedDecode:
             trace = Trace([ids[:rows].clone() for ids in trace.ids])
         return trace
 
-    def capture(self, progress: Progress) -> None:
-        """Make every graph: all sizes, base only and (if there are adapter slots) with adapters, largest first."""
+    def capture(self, progress: Progress, sizes: Sequence[int] | None = None) -> None:
+        """Make every graph: all sizes (or those given), base only and (if there are adapter slots) with adapters."""
         families = [False, True] if self.inputs.adapter_slots else [False]
-        todo = [(bucket, lora) for bucket in reversed(self.buckets) for lora in families]
+        todo = [(bucket, lora) for bucket in sorted(sizes or self.buckets, reverse=True) for lora in families]
         pool: Any = torch.cuda.graph_pool_handle()
         for done, (bucket, lora) in enumerate(todo):
             progress("Capturing CUDA graphs", done, len(todo))
