@@ -13,6 +13,7 @@ import torch
 from benchmarks.accuracy import MIXES, Files, measure
 from engine.messages import Failed, Finished
 from engine.model.gpu_ops import GpuOps
+from scheduler.plan import StepPlan
 from tests.engine.harness import Harness, greedy
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
@@ -145,7 +146,7 @@ def test_a_step_is_launched_before_the_last_one_is_read(folder, monkeypatch):
         original = getattr(runner, name)
 
         def noted(argument, name=name, original=original):
-            events.append((name, getattr(argument, "step", None) or argument.plan.step))
+            events.append((name, argument.step if isinstance(argument, StepPlan) else argument.plan.step))
             return original(argument)
 
         monkeypatch.setattr(runner, name, noted)
