@@ -1,31 +1,38 @@
-// bf16 dot products on AMX tiles; everything else is the AVX-512 kernels'.
+// bf16 dot products on AMX tiles; of quantised formats those with many rows are in int8_amx.cpp, all else is AVX-512's.
 //
 //     A (activations)         B (weights, as packed)        C, float32
 //     tmm4: rows 0-15         tmm6: panel 0, 32 k           tmm0 tmm1
 //     tmm5: rows 16-31        tmm7: panel 1, 32 k           tmm2 tmm3        rows x 16 outputs each
 //
-// 32 k at a time: 4 loads, 4 products. A panel's 16 consecutive vectors are B as the instruction wants it. With many
-// rows, k goes in chunks whose A part stays in the first-level cache while the panels pass by; C waits in `out`,
-// exactly, so the chunks do not change a sum. Every row count uses these tiles: a row does not see its neighbours.
+// 32 k at a time: 4 loads, 4 products. A panel's 16 consecutive vectors are B as the instruction wants it.
+//
+//     up to 32 rows   memory is the limit: each pair of panels is read from end to end
+//     more rows       64 rows, then 256 k, then pairs of panels, then 32 rows: the A part (32 KB) stays in the
+//                     first-level cache while panels pass by, and a B part (16 KB) comes from the second level once
+//
+// C waits in `out`, exactly, between parts of k, so the order of additions is always that of k: the number of rows
+// does not show, nor does a row see its neighbours.
 #include <cstring>
 
+#include "core/amx.hpp"
 #include "core/kernels.hpp"
 #include "core/tiles.hpp"
 
 namespace ktserve {
 namespace {
 
+#ifndef KT_STEP
+#define KT_STEP 8
+#define KT_ROWS 64
+#define KT_AHEAD 2048
+#endif
+constexpr int64_t kStep = KT_STEP;  // blocks of 32 k, with many rows
+constexpr int64_t kRows = KT_ROWS;
+constexpr int64_t kInt8Rows = 8;  // fewer of a quantised format are faster without tiles
+
 int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
 
 // Rows of the first and second half of a tile; an unused half is configured with one row and never touched.
 void configure(int64_t first, int64_t second) {
@@ -68,9 +75,11 @@ void two_by_two(const Chunk& c) {
     TILE_LOAD(3, lower + 16, c.out_bytes);
   }
   for (int64_t b = 0; b < c.blocks; ++b) {
+    if (KT_AHEAD > 0) prefetch(c.w + b * 1024 + KT_AHEAD);
     TILE_LOAD(6, c.w + b * 1024, 64);
     TILE_LOAD(4, c.x + b * 64, c.stride);
     TILE_DOT_BF16(0, 4, 6);
+    if (KT_AHEAD > 0) prefetch(c.w + c.panel_bytes + b * 1024 + KT_AHEAD);
     TILE_LOAD(7, c.w + c.panel_bytes + b * 1024, 64);
     TILE_DOT_BF16(1, 4, 7);
     TILE_LOAD(5, c.x + 16 * c.stride + b * 64, c.stride);
@@ -130,26 +139,31 @@ void any_by_one(const Chunk& c, bool halves) {
 void dot_bf16(const DotArgs& a) {
   const int64_t size = panel_size(Format::bf16, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
-  for (int64_t row = 0; row < a.rows; row += 32) {
-    const int64_t rows = least(32, a.rows - row);
-    configure(least(rows, 16), rows - 16);
-    const int64_t step = rows > 8 ? 16 : blocks;
+  const int64_t step = a.rows > 32 ? kStep : blocks;
+  int64_t configured = 0;
+  for (int64_t group = 0; group < a.rows; group += kRows) {
+    const int64_t group_end = least(a.rows, group + kRows);
     for (int64_t first = 0; first < blocks; first += step) {
       for (int64_t p = 0; p < a.panels; p += 2) {
-        const Chunk chunk{a.w + p * size + first * 1024,
-                          size,
-                          a.x + row * a.x_stride + first * 64,
-                          a.x_stride,
-                          least(step, blocks - first),
-                          a.out + row * a.out_stride + p * kPanel,
-                          a.out_stride * 4,
-                          first == 0};
-        if (p + 1 == a.panels) {
-          any_by_one(chunk, rows > 16);
-        } else if (rows > 16) {
-          two_by_two(chunk);
-        } else {
-          one_by_two(chunk);
+        for (int64_t row = group; row < group_end; row += 32) {
+          const int64_t rows = least(32, group_end - row);
+          if (rows != configured) configure(least(rows, 16), rows - 16);
+          configured = rows;
+          const Chunk chunk{a.w + p * size + first * 1024,
+                            size,
+                            a.x + row * a.x_stride + first * 64,
+                            a.x_stride,
+                            least(step, blocks - first),
+                            a.out + row * a.out_stride + p * kPanel,
+                            a.out_stride * 4,
+                            first == 0};
+          if (p + 1 == a.panels) {
+            any_by_one(chunk, rows > 16);
+          } else if (rows > 16) {
+            two_by_two(chunk);
+          } else {
+            one_by_two(chunk);
+          }
         }
       }
     }
@@ -159,6 +173,7 @@ void dot_bf16(const DotArgs& a) {
 
 void dot(const DotArgs& a) {
   if (a.format == Format::bf16) return dot_bf16(a);
+  if (!plain(a.format) && a.rows >= kInt8Rows) return dot_int8_amx(a);
   kernels_avx512().dot(a);
 }
 

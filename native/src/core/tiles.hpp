@@ -5,6 +5,20 @@
 #include <cstdint>
 #include <cstring>
 
+namespace ktserve {
+namespace {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+}  // namespace
+}  // namespace ktserve
+
 #ifndef KTSERVE_EMULATE_AMX
 
 #include <immintrin.h>
@@ -18,6 +32,9 @@
                    : "memory")
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t::)
 #define TILE_DOT_BF16(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+// int8 times int8, and int8 (a) times uint8 (b)
+#define TILE_DOT_INT8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+#define TILE_DOT_INT8_UINT8(c, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #define TILE_CONFIG(p) __asm__ volatile("ldtilecfg (%0)" ::"r"(static_cast<const void*>(p)) : "memory")
 #define TILE_RELEASE() __asm__ volatile("tilerelease" ::)
 
@@ -62,6 +79,19 @@ struct EmulatedTiles {
       }
     }
   }
+  template <class B>
+  void dot_bytes(int c, int a, int b) {
+    for (int m = 0; m < rows(c); ++m) {
+      for (int n = 0; n < row_bytes(c) / 4; ++n) {
+        int32_t sum;
+        std::memcpy(&sum, &data[c][m][4 * n], 4);
+        for (int k = 0; k < row_bytes(a); ++k) {
+          sum += static_cast<int8_t>(data[a][m][k]) * static_cast<B>(data[b][k / 4][4 * n + k % 4]);
+        }
+        std::memcpy(&data[c][m][4 * n], &sum, 4);
+      }
+    }
+  }
 };
 
 thread_local EmulatedTiles emulated_tiles;
@@ -73,6 +103,8 @@ thread_local EmulatedTiles emulated_tiles;
 #define TILE_STORE(t, p, stride) emulated_tiles.store(t, p, static_cast<long>(stride))
 #define TILE_ZERO(t) std::memset(emulated_tiles.data[t], 0, sizeof(emulated_tiles.data[t]))
 #define TILE_DOT_BF16(c, a, b) emulated_tiles.dot(c, a, b)
+#define TILE_DOT_INT8(c, a, b) emulated_tiles.dot_bytes<int8_t>(c, a, b)
+#define TILE_DOT_INT8_UINT8(c, a, b) emulated_tiles.dot_bytes<uint8_t>(c, a, b)
 #define TILE_CONFIG(p) std::memcpy(emulated_tiles.config, p, 64)
 #define TILE_RELEASE() static_cast<void>(0)
 

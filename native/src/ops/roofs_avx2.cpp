@@ -1,3 +1,5 @@
+#include <utility>
+
 #include "ops/roofs.hpp"
 #include "ops/simd16.hpp"
 
@@ -17,38 +19,35 @@ uint64_t read(const uint8_t* begin, const uint8_t* end) {
   return static_cast<uint64_t>(_mm_cvtsi128_si64(half)) ^ static_cast<uint64_t>(_mm_extract_epi64(half, 1));
 }
 
-// The accumulators pass through an empty statement that the compiler cannot see into, so the loop stays.
-#define KT_KEEP(x) __asm__ volatile("" : "+x"(x))
+// The accumulator passes through an empty statement that the compiler cannot see into, so the loop stays.
+template <class V>
+inline __attribute__((always_inline)) void keep(V& x) {
+  __asm__ volatile("" : "+x"(x));
+}
+
+// 12 accumulators in registers (written out by the fold: as an array in a loop they would live in memory).
+template <class V, class Step, size_t... I>
+inline __attribute__((always_inline)) void repeat(int64_t rounds, V start, Step step, std::index_sequence<I...>) {
+  V acc[] = {((void)I, start)...};
+  for (int64_t r = 0; r < rounds; ++r) ((acc[I] = step(acc[I]), keep(acc[I])), ...);
+}
 
 double f32(int64_t rounds) {
-  __m256 acc[12];
-  for (auto& a : acc) a = _mm256_set1_ps(1.0f);
   const __m256 x = _mm256_set1_ps(0.5f);
-  for (int64_t r = 0; r < rounds; ++r) {
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) {
-      acc[i] = _mm256_fmadd_ps(x, x, acc[i]);
-      KT_KEEP(acc[i]);
-    }
-  }
+  repeat(rounds, x, [x](__m256 a) { return _mm256_fmadd_ps(x, x, a); }, std::make_index_sequence<12>());
   return static_cast<double>(rounds) * 12 * 16;
 }
 
 // Without VNNI a byte dot product is maddubs, madd with ones, add.
 double int8_dot(int64_t rounds) {
-  __m256i acc[12];
-  for (auto& a : acc) a = _mm256_setzero_si256();
   const __m256i bytes = _mm256_set1_epi8(1);
   const __m256i ones = _mm256_set1_epi16(1);
-  for (int64_t r = 0; r < rounds; ++r) {
-#pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) {
-      __m256i pairs = _mm256_maddubs_epi16(bytes, bytes);
-      KT_KEEP(pairs);
-      acc[i] = _mm256_add_epi32(acc[i], _mm256_madd_epi16(pairs, ones));
-      KT_KEEP(acc[i]);
-    }
-  }
+  const auto step = [bytes, ones](__m256i a) {
+    __m256i pairs = _mm256_maddubs_epi16(bytes, bytes);
+    keep(pairs);
+    return _mm256_add_epi32(a, _mm256_madd_epi16(pairs, ones));
+  };
+  repeat(rounds, bytes, step, std::make_index_sequence<12>());
   return static_cast<double>(rounds) * 12 * 64;
 }
 

@@ -1,3 +1,5 @@
+#include <utility>
+
 #include "ops/roofs.hpp"
 #include "ops/simd16.hpp"
 
@@ -16,48 +18,36 @@ uint64_t read(const uint8_t* begin, const uint8_t* end) {
   return static_cast<uint64_t>(_mm512_reduce_or_epi64(all));
 }
 
-// The accumulators pass through an empty statement that the compiler cannot see into, so the loop stays.
-#define KT_KEEP(x) __asm__ volatile("" : "+v"(x))
+// The accumulator passes through an empty statement that the compiler cannot see into, so the loop stays.
+template <class V>
+inline __attribute__((always_inline)) void keep(V& x) {
+  __asm__ volatile("" : "+v"(x));
+}
+
+// 16 accumulators in registers (written out by the fold: as an array in a loop they would live in memory).
+template <class V, class Step, size_t... I>
+inline __attribute__((always_inline)) void repeat(int64_t rounds, V start, Step step, std::index_sequence<I...>) {
+  V acc[] = {((void)I, start)...};
+  for (int64_t r = 0; r < rounds; ++r) ((acc[I] = step(acc[I]), keep(acc[I])), ...);
+}
 
 double f32(int64_t rounds) {
-  __m512 acc[16];
-  for (auto& a : acc) a = _mm512_set1_ps(1.0f);
   const __m512 x = _mm512_set1_ps(0.5f);
-  for (int64_t r = 0; r < rounds; ++r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      acc[i] = _mm512_fmadd_ps(x, x, acc[i]);
-      KT_KEEP(acc[i]);
-    }
-  }
+  repeat(rounds, x, [x](__m512 a) { return _mm512_fmadd_ps(x, x, a); }, std::make_index_sequence<16>());
   return static_cast<double>(rounds) * 16 * 32;
 }
 
 double bf16_dot(int64_t rounds) {
-  __m512 acc[16];
-  for (auto& a : acc) a = _mm512_set1_ps(1.0f);
   const __m512bh x = (__m512bh)_mm512_set1_epi32(0x3f003f00);
-  for (int64_t r = 0; r < rounds; ++r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      acc[i] = _mm512_dpbf16_ps(acc[i], x, x);
-      KT_KEEP(acc[i]);
-    }
-  }
+  repeat(
+      rounds, _mm512_set1_ps(1.0f), [x](__m512 a) { return _mm512_dpbf16_ps(a, x, x); },
+      std::make_index_sequence<16>());
   return static_cast<double>(rounds) * 16 * 64;
 }
 
 double int8_dot(int64_t rounds) {
-  __m512i acc[16];
-  for (auto& a : acc) a = _mm512_setzero_si512();
   const __m512i x = _mm512_set1_epi8(1);
-  for (int64_t r = 0; r < rounds; ++r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      acc[i] = _mm512_dpbusd_epi32(acc[i], x, x);
-      KT_KEEP(acc[i]);
-    }
-  }
+  repeat(rounds, x, [x](__m512i a) { return _mm512_dpbusd_epi32(a, x, x); }, std::make_index_sequence<16>());
   return static_cast<double>(rounds) * 16 * 128;
 }
 

@@ -1,0 +1,185 @@
+// Dot products of quantised formats with many rows, on int8 tiles: bit for bit what the AVX-512 kernels compute, since
+// the integer sums of a block are exact and are scaled and added in the same order. So the number of rows may choose.
+//
+//   a panel, 16 blocks at a time:  quants -> bytes without bias, scales and minima -> float32       once for all rows
+//   16 rows, 16 outputs:
+//     four products ahead   tmm0..3 = A x B, one block each (k6: 16 k each), stored as int32        tile unit, stores
+//                           A: tmm4, 6: 16 rows x 32 k     B: tmm5, 7: 32 k x 16 outputs
+//     four products behind  f[row] += sums x scales, from the first-level cache                     vector unit
+//
+// f stays in 16 registers for the 16 blocks and waits in `out`, exactly, for the next ones.
+#include "core/amx.hpp"
+#include "core/blocks_avx512.hpp"
+#include "core/tiles.hpp"
+
+namespace ktserve {
+namespace {
+
+constexpr int64_t kStep = 16;  // blocks unpacked at a time
+constexpr int64_t kBatch = 4;  // products in flight
+
+// Part of a panel in one form for all formats: int8 (uint8 where the format has no bias), float32 scales.
+struct alignas(64) Unpacked {
+  uint8_t quants[kStep * 512];
+  float scales[kStep * 2][16];
+  float minima[kStep][16];
+};
+
+template <Format F>
+void unpack(const uint8_t* panel, int64_t k, int64_t first, int64_t blocks, Unpacked& to) {
+  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  const uint8_t* q = panel + meta_size(F, k) + first * info(F).quant_bytes;
+  const __m512i bias = _mm512_set1_epi8(static_cast<char>(info(F).bias));
+  for (int64_t b = 0; b < blocks; ++b, q += info(F).quant_bytes) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      _mm512_store_si512(to.quants + b * 512 + 64 * j, _mm512_sub_epi8(quants<F>(q, j), bias));
+    }
+    for (int g = 0; g < groups; ++g) _mm512_store_ps(to.scales[b * groups + g], scale_of<F>(panel, first + b, g));
+    if constexpr (info(F).minima) _mm512_store_ps(to.minima[b], minimum_of<F>(panel, first + b));
+  }
+}
+
+struct Part {
+  const Unpacked* w;
+  const uint8_t* x;  // of the first block of this part
+  const uint8_t* scale;
+  const uint8_t* sum;
+  int64_t stride;
+  int64_t blocks;
+  float* out;
+  int64_t out_stride;
+  bool begins;  // f starts at zero, otherwise at `out`
+};
+
+// Up to four products into `sums`, each [16 rows][16] int32.
+template <int Groups, bool Minima>
+void multiply(const Part& p, int64_t first, int64_t last, int32_t* sums) {
+  constexpr int64_t bytes = kBlock / Groups;
+  const uint8_t* x = p.x + first * bytes;
+  const uint8_t* w = p.w->quants + first * bytes * kPanel;
+#define KT_PRODUCT(i, a, b)                   \
+  if (first + i < last) {                     \
+    TILE_LOAD(b, w + i * bytes * kPanel, 64); \
+    TILE_LOAD(a, x + i * bytes, p.stride);    \
+    TILE_ZERO(i);                             \
+    if constexpr (Minima)                     \
+      TILE_DOT_INT8_UINT8(i, a, b);           \
+    else                                      \
+      TILE_DOT_INT8(i, a, b);                 \
+    TILE_STORE(i, sums + i * 256, 64);        \
+  }
+  KT_PRODUCT(0, 4, 5)
+  KT_PRODUCT(1, 6, 7)
+  KT_PRODUCT(2, 4, 5)
+  KT_PRODUCT(3, 6, 7)
+#undef KT_PRODUCT
+}
+
+template <int M, int Groups, bool Minima>
+void rows_by_panel(const Part& p) {
+  alignas(64) int32_t sums[2][kBatch * 256];
+  __m512 f[M];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) f[m] = p.begins ? _mm512_setzero_ps() : _mm512_loadu_ps(p.out + m * p.out_stride);
+  const int64_t products = p.blocks * Groups;
+  multiply<Groups, Minima>(p, 0, products, sums[0]);
+  for (int64_t first = 0; first < products; first += kBatch) {
+    multiply<Groups, Minima>(p, first + kBatch, products, sums[first / kBatch + 1 & 1]);
+    const int32_t* done = sums[first / kBatch & 1];
+    for (int64_t i = first; i < first + kBatch && i < products; ++i, done += 256) {
+      const __m512 scale = _mm512_load_ps(p.w->scales[i]);
+      const int64_t at = i / Groups * 4;
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const __m512 both = _mm512_mul_ps(scale, broadcast(p.scale + m * p.stride + at));
+        f[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(done + m * 16)), both, f[m]);
+      }
+      if constexpr (Minima) {
+        const __m512 minimum = _mm512_load_ps(p.w->minima[i]);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) f[m] = _mm512_fmadd_ps(minimum, broadcast(p.sum + m * p.stride + at), f[m]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) _mm512_storeu_ps(p.out + m * p.out_stride, f[m]);
+}
+
+template <int Groups, bool Minima, int M = 16>
+void rows_by_panel(const Part& p, int64_t rows) {
+  if constexpr (M > 1) {
+    if (rows < M) return rows_by_panel<Groups, Minima, M - 1>(p, rows);
+  }
+  rows_by_panel<M, Groups, Minima>(p);
+}
+
+void configure(int64_t rows, int groups) {
+  TileConfig config;
+  for (int t = 0; t < 8; ++t) {
+    const bool a = t == 4 || t == 6;
+    const bool b = t == 5 || t == 7;
+    config.row_bytes[t] = a ? static_cast<uint16_t>(kBlock / groups) : 64;
+    config.rows[t] = static_cast<uint8_t>(b ? kBlock / groups / 4 : rows);
+  }
+  TILE_CONFIG(&config);
+}
+
+template <Format F>
+void dot_format(const DotArgs& a) {
+  static_assert((info(F).bias == 0) == info(F).minima, "minima tell that the bytes are unsigned");
+  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  const RowLayout row = row_layout(F, a.k);
+  const int64_t blocks = a.k / kBlock;
+  Unpacked unpacked;
+  int64_t configured = 0;
+  for (int64_t first = 0; first < blocks; first += kStep) {
+    const int64_t count = blocks - first < kStep ? blocks - first : kStep;
+    for (int64_t p = 0; p < a.panels; ++p) {
+      unpack<F>(a.w + p * panel_size(F, a.k), a.k, first, count, unpacked);
+      for (int64_t r = 0; r < a.rows; r += 16) {
+        const int64_t rows = a.rows - r < 16 ? a.rows - r : 16;
+        if (rows != configured) configure(rows, groups);
+        configured = rows;
+        const uint8_t* x = a.x + r * a.x_stride;
+        const Part part{&unpacked,
+                        x + first * kBlock,
+                        x + row.scale + first * 4,
+                        x + row.sum + first * 4,
+                        a.x_stride,
+                        count,
+                        a.out + r * a.out_stride + p * kPanel,
+                        a.out_stride,
+                        first == 0};
+        rows_by_panel<groups, info(F).minima>(part, rows);
+      }
+    }
+  }
+  TILE_RELEASE();
+}
+
+}  // namespace
+
+void dot_int8_amx(const DotArgs& a) {
+  switch (a.format) {
+    case Format::i8:
+      return dot_format<Format::i8>(a);
+    case Format::i8m:
+      return dot_format<Format::i8m>(a);
+    case Format::i4:
+      return dot_format<Format::i4>(a);
+    case Format::i4m:
+      return dot_format<Format::i4m>(a);
+    case Format::k4:
+      return dot_format<Format::k4>(a);
+    case Format::k8:
+      return dot_format<Format::k8>(a);
+    case Format::k6:
+      return dot_format<Format::k6>(a);
+    case Format::bf16:
+    case Format::f32:
+      return;  // not quantised: never asked for
+  }
+}
+
+}  // namespace ktserve
