@@ -14,6 +14,7 @@ Bytes are those of the distinct experts chosen. Layers have weights of their own
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -27,7 +28,9 @@ import torch
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.gpu import GpuExperts
+from engine.experts.hybrid import HybridExperts
 from engine.experts.native import NativeExperts
+from engine.experts.streamed import StreamedExperts
 from engine.lora.adapter import ExpertLora
 from engine.model_config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
@@ -44,6 +47,7 @@ SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
 }  # fmt: skip
 RANK = 16
+WARM_STEPS = 160  # of the hybrid, from nothing on the GPU
 
 
 def random_store(layer: int, config: ModelConfig) -> ExpertStore:
@@ -101,6 +105,11 @@ class Step:
     def tasks(self, backend: ExpertBackend) -> list[ExpertTask]:
         return [backend.bind(layer, self.buffers) for layer in range(self.layers)]
 
+    def copy_ids(self) -> None:
+        """What `run` does beside the expert calls."""
+        for ids in self.ids:
+            self.buffers.ids.copy_(ids)
+
     def run(self, backend: ExpertBackend, tasks: list[ExpertTask]) -> None:
         for task, ids in zip(tasks, self.ids, strict=True):
             self.buffers.ids.copy_(ids)
@@ -116,18 +125,19 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def median_ms(
-    backend: ExpertBackend, rows: int, run: Callable[[], None], repeats: int, *, eager: bool = False
+    backend: ExpertBackend, rows: int, run: Callable[[], None], repeats: int, *, eager: bool = False, warm_up: int = 2
 ) -> float:
-    times = []
-    for number in range(repeats + 2):
+    times: list[float] = []
+    cuda: Any = torch.cuda
+    for number in range(repeats + warm_up):
         backend.begin_step(rows, lora=False, eager=eager)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         begin.record()
         run()
         end.record()
         end.synchronize()
         backend.check()
-        if number >= 2:
+        if number >= warm_up:
             times.append(begin.elapsed_time(end))
     return statistics.median(times)
 
@@ -152,7 +162,8 @@ class Bench:
         self.roof = float(_native.read_bandwidth(self.pool, 4 << 30, repeats=3, isa=""))
         self.native = NativeExperts(self.config, BF16, self.pool)
         self.expert_bytes = 3 * self.config.hidden_size * self.config.moe_intermediate_size * 2
-        self.results: dict[str, Any] = {
+        self.results: dict[str, Any] = {}
+        self.machine: dict[str, Any] = {
             "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "isa": self.native.isa,
             "threads": self.pool.threads, "layers": layers, "read_GB_s": round(self.roof / 1e9, 1),
         }  # fmt: skip
@@ -163,7 +174,7 @@ class Bench:
         began = time.perf_counter()
         for layer in range(self.layers):
             self.native.load_layer(layer, random_store(layer, self.config))
-        self.results["load_s"] = round(time.perf_counter() - began, 1)
+        self.machine["load_s"] = round(time.perf_counter() - began, 1)
 
     def say(self, section: str, key: str, **values: float) -> None:
         row = {name: round(value, 4) for name, value in values.items()}
@@ -171,17 +182,17 @@ class Bench:
         print(f"{section:10} {key:24}", *(f"{name} {value:g}" for name, value in row.items()), flush=True)
 
     def handshake(self) -> None:
-        for rows, empty in ((1, True), (1, False), (32, False)):
+        for rows, empty in ((1, True), (1, False), (32, False), (128, False)):
             step = Step(self.config, self.layers, rows)
             step.ids.fill_(-1)
             if empty:
                 step.buffers.bsz.fill_(0)
             ms = graph_ms(self.bridge, step, False, self.repeats)
-            copies = capture(lambda s=step: [s.buffers.ids.copy_(ids) for ids in s.ids])  # type: ignore[misc]
+            copies = capture(step.copy_ids)
             own = median_ms(self.bridge, rows, copies.replay, self.repeats)
             self.say("handshake", "no rows" if empty else f"{rows} rows, no experts", us=(ms - own) * 1e3 / self.layers)
-        inner = self._cpu_ms(1, -1)
-        self.say("handshake", "pool alone, 1 row", us=inner * 1e3)
+        for rows in (1, 32, 128):
+            self.say("handshake", f"pool alone, {rows} rows", us=self._cpu_ms(rows, -1) * 1e3)
 
     def _cpu_ms(self, rows: int, fill: int | None = None) -> float:
         """ms a layer of the same tasks without a GPU."""
@@ -248,18 +259,84 @@ class Bench:
         gc.collect()
         torch.cuda.empty_cache()
 
+    def hybrid(self, shares: list[float], all_rows: list[int], exponent: float) -> None:
+        total = self.layers * self.config.num_experts
+        for share in shares:
+            backend = HybridExperts(
+                self.bridge, self.config, BF16, CUDA, budget_bytes=int(share * total) * self.expert_bytes,
+                max_rows=max(all_rows), max_slots=4, max_rank=RANK,
+            )  # fmt: skip
+            for layer in range(self.layers):
+                backend.source.add(layer)
+            for rows in all_rows:
+                self._hybrid_rows(backend, share, Step(self.config, self.layers, rows, exponent))
+            backend.source.close()
+            del backend
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _hybrid_rows(self, backend: HybridExperts, share: float, step: Step) -> None:
+        """Every step has a routing of its own."""
+        cpu = self._drawn_ms(self.bridge, step, 0)
+        ms, hits = self._drawn_ms(backend, step, WARM_STEPS), []
+        for number in range(self.repeats):
+            step.draw(number)
+            place = torch.stack([backend.place(layer) for layer in range(self.layers)]).cpu()
+            here = place[:, None, :].expand(-1, step.rows, -1).gather(2, step.ids.cpu()) >= 0
+            hits.append(float(here.float().mean()))
+        self.say(
+            "hybrid", f"{share:.0%} on the GPU, {step.rows} rows", ms=ms, cpu_only_ms=cpu, speedup=cpu / ms,
+            hit_rate=statistics.mean(hits),
+        )  # fmt: skip
+
+    def _drawn_ms(self, backend: ExpertBackend, step: Step, warm_up: int) -> float:
+        tasks = step.tasks(backend)
+        backend.begin_step(0, lora=False, eager=False)
+        step.run(backend, tasks)
+        torch.cuda.synchronize()
+        graph, times = capture(lambda: step.run(backend, tasks)), []
+        for number in range(warm_up + self.repeats + 2):
+            step.draw(number)
+            times.append(median_ms(backend, step.rows, graph.replay, 1, warm_up=0))
+        return statistics.median(times[warm_up + 2 :]) / self.layers
+
+    def prefill(self, all_rows: list[int]) -> None:
+        backend = StreamedExperts(
+            self.bridge, self.config, BF16, CUDA, max_rows=max(all_rows), max_slots=16, max_rank=RANK
+        )  # fmt: skip
+        for layer in range(self.layers):
+            backend.add_source(layer)
+        backend.measure()
+        automatic = backend.threshold
+        self.say("prefill", "measured", threshold=automatic or -1, copy_ms=backend.measured["streamed_s"] * 1e3)
+        for rows in all_rows:
+            step = Step(self.config, self.layers, rows)
+            found = {}
+            for name, limit in (("cpu", None), ("streamed", 1), ("automatic", automatic)):
+                backend.threshold = limit
+                run = functools.partial(step.run, backend, step.tasks(backend))
+                found[name] = median_ms(backend, rows, run, 3, eager=True, warm_up=1) / self.layers
+            self.say(
+                "prefill", f"{rows} rows", cpu_ms=found["cpu"], streamed_ms=found["streamed"],
+                automatic_ms=found["automatic"], over_best=found["automatic"] / min(found["cpu"], found["streamed"]),
+                tok_s=rows / (found["automatic"] * 48) * 1e3,
+            )  # fmt: skip
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["handshake", "decode", "gpu"])
+    parser.add_argument("sections", nargs="*", default=["handshake", "decode", "gpu", "hybrid", "prefill"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0], help="of the experts, hybrid")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the routing's weights, hybrid")
+    parser.add_argument("--prefill-rows", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     torch.set_num_threads(4)
     bench = Bench(args.layers, args.repeats)
-    print(bench.results, flush=True)
+    print(bench.machine, flush=True)
     for section in args.sections:
         if section == "handshake":
             bench.handshake()
@@ -267,10 +344,14 @@ def main() -> None:
             bench.decode(args.rows)
         elif section == "gpu":
             bench.gpu([*args.rows, 512, 4096])
+        elif section == "hybrid":
+            bench.hybrid(args.shares, [1, 32], args.zipf)
+        elif section == "prefill":
+            bench.prefill(args.prefill_rows)
         else:
-            parser.error(f"section {section}: handshake, decode or gpu")
+            parser.error(f"section {section}: handshake, decode, gpu, hybrid or prefill")
         if args.out:
-            args.out.write_text(json.dumps(bench.results, indent=1))
+            args.out.write_text(json.dumps({"machine": bench.machine} | bench.results, indent=1))
 
 
 if __name__ == "__main__":

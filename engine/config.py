@@ -102,6 +102,11 @@ class EngineConfig:
         group="Placement",
         choices=("avx2", "avx512", "amx"),
     )
+    gpu_expert_memory: str | None = option(
+        None,
+        "GPU memory for hot experts and their LoRA (e.g. 20GiB) with the hybrid expert backend; default: what is free",
+        group="Placement",
+    )
     cpu_threads: int | None = option(
         None,
         "threads of the CPU pool; default: from the cgroup and affinity",

@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-POST_PROGRAMS = 16
-WAIT_PROGRAMS = 16
+POST_PROGRAMS = 64
+WAIT_PROGRAMS = 64
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def add_result(row, out, host_out, extra, good, H: tl.constexpr, BLOCK: tl.const
     at = tl.arange(0, BLOCK)
     for start in range(0, H, BLOCK):
         inside = start + at < H
-        values = tl.load(host_out + row * H + start + at, mask=inside & good, other=0, cache_modifier=".cv")
+        values = tl.load(host_out + row * H + start + at, mask=inside & good, other=0, cache_modifier=".cg")
         if EXTRA:
             values = values.to(tl.float32) + tl.load(extra + row * H + start + at, mask=inside, other=0)
         tl.store(out + row * H + start + at, values.to(out.dtype.element_ty), mask=inside)

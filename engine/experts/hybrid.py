@@ -75,6 +75,10 @@ class HybridExperts(ExpertBackend):
         """Bytes on the GPU."""
         return self._frames.numel() * self._frames.element_size() + self.compute.num_bytes
 
+    def place(self, layer: int) -> torch.Tensor:
+        """int32 [E] on the device: frame of each expert for base rows, -1 if the CPU computes it."""
+        return self._tables.place[self._numbers[layer], 0]
+
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         self.bridge.load_layer(layer, store)
         self.source.add(layer)

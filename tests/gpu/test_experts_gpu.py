@@ -28,7 +28,7 @@ def make(device: torch.device, layers: list[Layer]) -> tuple[GpuExperts, Referen
 
 def fill(to: ExpertBuffers, b: ExpertBuffers) -> None:
     for name in ("bsz", "ids", "weights", "slots", "hidden"):
-        getattr(to, name).copy_(getattr(b, name))
+        getattr(to, name)[: len(getattr(b, name))].copy_(getattr(b, name))
 
 
 def compare(
