@@ -157,7 +157,7 @@ def _route(
     chosen = tl.zeros([K_BLOCK], tl.float32)
     index = tl.zeros([K_BLOCK], tl.int64)
     for j in tl.static_range(K):
-        at = tl.argmax(p, 0)
+        at = tl.minimum(tl.argmax(p, 0), experts - 1)  # of NaNs it may be any lane
         best = tl.sum(tl.where(cols == at, p, 0.0), 0)
         chosen = tl.where(places == j, best, chosen)
         index = tl.where(places == j, at.to(tl.int64), index)

@@ -164,7 +164,7 @@ def test_joined_projections_with_adapters(kernel_device, dtype, biased):
                     expected[row] += pair.scale * (x[row].float() @ a.T @ b.T)
             error = (out.float().cpu() - expected).abs().mean() / expected.abs().mean()
             assert float(error) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
-            assert torch.equal(out, linears[part](x.to(kernel_device), batch))
+            close(out, linears[part](x.to(kernel_device), batch))
     linears[0].set_adapter(2, None)
     linears[2].set_adapter(2, None)
     assert torch.equal(call(x.to(kernel_device), lora)[0][1], call(x.to(kernel_device), None)[0][1])
