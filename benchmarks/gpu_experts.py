@@ -30,7 +30,7 @@ from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.gpu import GpuExperts
 from engine.experts.hybrid import HybridExperts
 from engine.experts.native import NativeExperts
-from engine.experts.streamed import StreamedExperts
+from engine.experts.streamed import NEVER, StreamedExperts
 from engine.lora.adapter import ExpertLora
 from engine.model_config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
@@ -306,13 +306,12 @@ class Bench:
         )  # fmt: skip
         for layer in range(self.layers):
             backend.add_source(layer)
-        backend.measure()
-        automatic = backend.threshold
-        self.say("prefill", "measured", threshold=automatic or -1, copy_ms=backend.measured["streamed_s"] * 1e3)
+        automatic = backend.measure()
+        self.say("prefill", "measured", threshold=automatic, copy_ms=backend.measured["streamed_s"] * 1e3)
         for rows in all_rows:
             step = Step(self.config, self.layers, rows)
             found = {}
-            for name, limit in (("cpu", None), ("streamed", 1), ("automatic", automatic)):
+            for name, limit in (("cpu", NEVER), ("streamed", 1), ("automatic", automatic)):
                 backend.threshold = limit
                 run = functools.partial(step.run, backend, step.tasks(backend))
                 found[name] = median_ms(backend, rows, run, 3, eager=True, warm_up=1) / self.layers

@@ -103,10 +103,9 @@ class CudaBridge(ExpertBackend):
         return ExpertBuffers.allocate(b.max_rows, b.ids.shape[1], b.hidden.shape[1], b.hidden.dtype, pin=self._on_gpu)
 
     def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
-        """Wakes the poller, so that it is there for the step's first post. No rows: a capture, which posts nothing."""
-        if rows > 0:
-            self._launched += 1
-            self._bridge.wake()
+        """Wakes the poller, so that it is there for the step's first post. No rows: a capture or what prepares it."""
+        self._launched += rows > 0
+        self._bridge.wake()
 
     def check(self) -> None:
         """Ends the oldest step begun."""

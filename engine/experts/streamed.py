@@ -47,8 +47,8 @@ class _Half:
 
 
 class StreamedExperts(ExpertBackend):
-    """`inner`: the backend that serves every other step. `threshold`: rows from which a step is streamed; None until
-    `measure` has found it (until then nothing is streamed)."""
+    """`inner`: the backend that serves every other step. `threshold`: rows from which a step is streamed (NEVER: none);
+    None is measured before the first step or capture."""
 
     buffers_on = "cuda"
     follows_stream = True
@@ -127,7 +127,8 @@ class StreamedExperts(ExpertBackend):
         return self.inner.bind(layer, buffers)
 
     def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
-        self._streaming = eager and rows >= (NEVER if self.threshold is None else self.threshold)
+        limit = self.measure() if self.threshold is None else self.threshold
+        self._streaming = eager and rows >= limit
         self._lora = lora
         self.inner.begin_step(rows, lora=lora, eager=eager)
         if self._streaming:
@@ -232,10 +233,9 @@ class StreamedExperts(ExpertBackend):
 
     # ---- the choice
 
-    def measure(self) -> int | None:
-        """Measure both ways on the first layer, and take the crossing as threshold. Before any request; seconds.
-
-        Returns the rows from which steps are streamed, None for never."""
+    @torch.inference_mode()
+    def measure(self) -> int:
+        """Measure both ways on the first layer and take the crossing as threshold. No step may be in flight."""
         layer = self._order[0]
         self._prepare()
         streamed_s = self._seconds(lambda: self._copy_layer(layer))
@@ -244,7 +244,8 @@ class StreamedExperts(ExpertBackend):
             cpu_s[rows] = self._cpu_seconds(layer, rows)
             if cpu_s[rows] > streamed_s:
                 break
-        self.threshold = crossing(cpu_s, streamed_s)
+        found = crossing(cpu_s, streamed_s)
+        self.threshold = NEVER if found is None else found
         self.measured = {"streamed_s": streamed_s, "cpu_s": cpu_s, "threshold": self.threshold}
         return self.threshold
 
