@@ -72,7 +72,8 @@ class _Product:
     def tables(self) -> _Tables:
         with self._lock:
             if self._made is None:
-                self._made = _Tables(self.weight, len(self.starts), self._slots, self._rank)
+                with torch.inference_mode(False):  # adapters are put into them outside of it
+                    self._made = _Tables(self.weight, len(self.starts), self._slots, self._rank)
             return self._made
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
