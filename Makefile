@@ -8,7 +8,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := api engine scheduler native rules loadtests demo benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format load clean
+.PHONY: help serve chat setup test lint format load bench-cpu clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
@@ -16,6 +16,7 @@ help:
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       a minute of locust against a server of its own; prints the table'
+	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES]: measure a CPU against its roofs and llama.cpp; table in docs/'
 	@echo 'make clean      remove what was built here, the venv included'
 
 serve: setup
@@ -41,6 +42,10 @@ format: setup
 
 load: setup
 	@$(PY) -m loadtests.run $(ARGS)
+
+bench-cpu: setup
+	@$(PY) -m benchmarks.bench_cpu --models '$(or $(MODELS),$(error MODELS=DIR: a folder with 40 GB to spare))' $(if $(LLAMA),--llama '$(LLAMA)') $(ARGS)
+	@$(PY) -m benchmarks.report
 
 clean:
 	rm -rf $(VENV) build native/*.so

@@ -1,0 +1,86 @@
+"""The random models are valid files of sane numbers, and adapters the same deltas in both forms."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.bench_cpu_engine import Needs
+from benchmarks.make_model import TYPES, Shape, model_path, tensor_types, write_adapter, write_model
+from engine.weights.open import open_model
+from tests.engine.harness import Harness
+
+SHAPE = Shape(
+    layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, experts=8, top_k=2, intermediate=256, vocabulary=300
+)
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request, tmp_path_factory):
+    path = model_path(tmp_path_factory.mktemp("random"), SHAPE.layers, request.param)
+    write_model(path, SHAPE, request.param)
+    return request.param, path
+
+
+def test_weights_have_the_types_and_the_spread_that_were_meant(model):
+    mix, path = model
+    meant = {name: (dims, type) for name, dims, type in tensor_types(SHAPE, mix)}
+    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    assert set(tensors) == set(meant)
+    for name, tensor in tensors.items():
+        dims, type = meant[name]
+        assert tensor.tensor_type == type
+        assert tuple(reversed(tensor.shape.tolist())) == dims
+        if len(dims) > 1:
+            values = gguf.quants.dequantize(tensor.data, type)
+            deviation = 1.0 if name == "token_embd.weight" else dims[-1] ** -0.5
+            low = 0.65 if type is gguf.GGMLQuantizationType.BF16 else 0.9  # one power of two for all
+            assert low < values.std() / deviation < 1 / low, name
+            assert abs(values.mean()) < 0.1 * deviation, name
+
+
+def test_the_engine_loads_it_and_its_logits_are_those_of_a_model(model):
+    _, path = model
+    harness = Harness(path, rules=None, dtype="auto", pack_cache="off")
+    try:
+        prompt = [(37 * i) % 299 for i in range(64)]
+        request = harness.submit(prompt, max_tokens=4, logprobs=5, prompt_logprobs=1)
+        harness.run()
+        result = harness.results[request]
+        seen = [p.chosen.logprob for p in result.prompt_logprobs if p] + [p.chosen.logprob for p in result.logprobs]
+    finally:
+        harness.close()
+    assert len(result.tokens) == 4
+    assert np.isfinite(seen).all()
+    assert 0.3 < np.std(seen) < 5  # tokens differ, none takes all
+
+
+def test_the_bytes_that_a_step_needs_are_the_files(model):
+    mix, path = model
+    needs, source = Needs(SHAPE, mix), open_model(str(path), None)
+    every = [SHAPE.experts] * SHAPE.layers
+    embedding = source.tensor("model.embed_tokens.weight").data.nbytes
+    assert needs.step(every, 0) + embedding == source.num_bytes
+    assert needs.step([1, 0], 7) - needs.step([0, 0], 0) == source.experts(0).num_bytes // SHAPE.experts + 7
+
+
+def test_both_forms_of_an_adapter_hold_the_same_deltas(tmp_path):
+    write_adapter(tmp_path / "a", SHAPE, rank=4)
+    fused = load_file(tmp_path / "a" / "fused_expert_lora.safetensors")
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    assert len(tensors) == len(fused) == SHAPE.layers * 6
+    for layer in range(SHAPE.layers):
+        for name in ("gate", "up", "down"):
+            for side in "ab":
+                ours = fused[f"layers.{layer}.experts.{name}_lora_{side}"]
+                theirs = tensors[f"blk.{layer}.ffn_{name}_exps.weight.lora_{side}"]
+                assert tuple(reversed(theirs.shape.tolist())) == tuple(ours.shape)
+                assert np.array_equal(theirs.data.reshape(-1), ours.view(torch.uint8).numpy().reshape(-1))
+
+
+def test_a_row_that_does_not_divide_into_blocks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ffn_down_exps"):
+        write_model(tmp_path / "m.gguf", Shape(layers=1, hidden=256, intermediate=96, vocabulary=300), "Q4_K_M")
