@@ -45,7 +45,7 @@ class Peer:
 
     def version(self) -> str:
         line = self._run("llama-bench", ["--version"], 60, both=True).strip().splitlines()
-        return line[0] if line else "unknown"
+        return line[0].removeprefix("version: ") if line else "unknown"
 
     def sweep(self, model: Path, threads: list[int], quick: bool) -> tuple[Flags, list[dict[str, Any]]]:
         """The flags with the best product of prefill and decode speed, one change at a time from the default."""
