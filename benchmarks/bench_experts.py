@@ -1,25 +1,56 @@
-"""One layer of Qwen3-30B-A3B's experts, per packed format and number of rows: share of the roofs measured just before.
+"""Layers of Qwen3-30B-A3B's experts, per packed format and number of rows: share of the roofs measured just before.
 
 python -m benchmarks.bench_experts [--threads N] [--isa avx2] [--types BF16 Q8_0] [--rows 1 8] [--adapters 4]
+                                   [--peer] [--json FILE]
 
-Rows choose experts uniformly at random, several draws a measurement, so that no cache holds what a call reads. Bytes
-are those of the distinct experts chosen (weights only), operations those of their products.
+Rows choose experts uniformly at random (up to 16 choices: without repetition from call to call). Enough layers are
+visited in turn that more than four times the last-level cache is read before an expert comes again. Bytes are those
+of the distinct experts chosen (weights only), operations those of their products; the roof is the longer of reading
+the former and computing the latter. --peer: kt_kernel's class of the same precision, turn by turn with ours, the
+faster of two settings of K_CFG.
 """
 
 from __future__ import annotations
 
+import datetime
+import importlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.bench_linear import random_weight
-from benchmarks.probe import arguments, best_s, line, make_pool, measure_roofs
+from benchmarks.peer_kt import CLASSES, KtPeer
+from benchmarks.probe import Roofs, arguments, best_s, line, make_pool, measure_roofs
 from engine.experts.base import ExpertBuffers
-from native import _native
+
+_native: Any = importlib.import_module("native._native")
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 RANK = 16
 MIXES = {"Q4_K_M": ("Q4_K", "Q4_K", "Q6_K")}  # the half of its layers whose down is Q6_K
+ALTERNATIONS = 3
+
+
+def cache_bytes() -> int:
+    """The last-level caches of this process's CPUs."""
+    sizes = {}
+    for cpu in os.sched_getaffinity(0):
+        folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/cache/index3")
+        try:
+            sizes[(folder / "shared_cpu_list").read_text()] = int((folder / "size").read_text().strip("K\n")) << 10
+        except OSError:
+            return 512 << 20
+    return sum(sizes.values())
 
 
 def make_layer(pool: Any, type: str, experts: int, adapters: int) -> Any:
@@ -38,12 +69,23 @@ def make_layer(pool: Any, type: str, experts: int, adapters: int) -> Any:
     return layer
 
 
-def make_task(runner: Any, layer: Any, rows: int, experts: int, adapters: int, seed: int) -> tuple[Any, ExpertBuffers]:
-    g = torch.Generator().manual_seed(seed)
+def choices(rows: int, experts: int, layers: int) -> list[torch.Tensor]:
+    """Expert ids [rows, TOP_K] of consecutive calls, the layers in turn."""
+    g = torch.Generator().manual_seed(rows)
+    if rows * TOP_K <= 16 and rows * TOP_K <= experts:
+        fit = experts // (rows * TOP_K)
+        orders = [torch.randperm(experts, generator=g) for _ in range(layers)]
+        return [order[i * rows * TOP_K :][: rows * TOP_K].reshape(rows, TOP_K) for i in range(fit) for order in orders]
+    calls = layers * max(1, min(8, 256 // rows))
+    return [torch.rand(rows, experts, generator=g).topk(TOP_K).indices for _ in range(calls)]
+
+
+def make_task(runner: Any, layer: Any, ids: torch.Tensor, adapters: int) -> tuple[Any, ExpertBuffers]:
+    rows = len(ids)
     b = ExpertBuffers.allocate(rows, TOP_K, HIDDEN, torch.bfloat16)
     b.bsz[0] = rows
-    b.hidden.copy_(torch.randn(rows, HIDDEN, generator=g))
-    b.ids.copy_(torch.rand(rows, experts, generator=g).topk(TOP_K).indices)
+    b.hidden.copy_(torch.randn(rows, HIDDEN))
+    b.ids.copy_(ids)
     b.weights.fill_(1 / TOP_K)
     if adapters:
         b.slots.copy_(torch.arange(rows) % adapters + 1)
@@ -51,35 +93,112 @@ def make_task(runner: Any, layer: Any, rows: int, experts: int, adapters: int, s
     return _native.MoeTask(runner, layer, *pointers, rows, TOP_K, True), b
 
 
+class Bench:
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.pool = make_pool(args.threads)
+        self.runner = _native.MoeRunner(self.pool, args.isa)
+        self.results: list[dict[str, Any]] = []
+
+    def type(self, type: str) -> None:
+        args = self.args
+        experts = args.experts
+        first = make_layer(self.pool, type, experts, args.adapters)
+        # Eight rows choose 40% of 128 experts: those of all layers shall exceed four caches.
+        count = args.layers or math.ceil(4 * cache_bytes() / (0.4 * first.num_bytes))
+        layers = [first] + [make_layer(self.pool, type, experts, args.adapters) for _ in range(count - 1)]
+        peer = None
+        if args.peer and type in CLASSES:
+            shape = (experts, TOP_K, HIDDEN, INTERMEDIATE)
+            peer = KtPeer(type, shape, count, max(args.rows), args.peer_threads)
+        roofs = measure_roofs(self.pool, args.isa)
+        print(f"{type}: {count} layers of {first.num_bytes / 1e6:.0f} MB; {roofs}", flush=True)
+        for rows in args.rows:
+            self.rows(type, layers, rows, roofs, peer)
+        if peer:
+            peer.close()
+
+    def rows(self, type: str, layers: list[Any], rows: int, roofs: Roofs, peer: KtPeer | None) -> None:
+        args = self.args
+        ids = choices(rows, args.experts, len(layers))
+        made = [
+            make_task(self.runner, layer, i, args.adapters)
+            for layer, i in zip(itertools.cycle(layers), ids, strict=False)
+        ]
+        run = _each([task for task, _ in made])
+        seconds, theirs = math.inf, dict[int, float]()
+        for _ in range(ALTERNATIONS if peer else 1):
+            seconds = min(seconds, best_s(self.pool, args.repeats, run) / len(made))
+            if peer:
+                for k_cfg, s in peer.best_s(ids, args.repeats).items():
+                    theirs[k_cfg] = min(s, theirs.get(k_cfg, math.inf))
+        distinct = sum(len(set(i.flatten().tolist())) for i in ids) / len(ids)
+        num_bytes = distinct * layers[0].num_bytes / args.experts
+        operations = 2.0 * rows * TOP_K * 3 * HIDDEN * INTERMEDIATE
+        kind = "bf16" if type == "BF16" else "int8"
+        roof = max(num_bytes / roofs.bytes_per_s, operations / roofs.of(kind))
+        text = line(f"{type} x {rows} rows", seconds, num_bytes, operations, roofs, kind)
+        result = {
+            "type": type, "rows": rows, "us": seconds * 1e6, "GB_s": num_bytes / seconds / 1e9,
+            "Gop_s": operations / seconds / 1e9, "of_read": num_bytes / seconds / roofs.bytes_per_s,
+            "of_peak": operations / seconds / roofs.of(kind), "of_roof": roof / seconds, "roofs": vars(roofs),
+        }  # fmt: skip
+        if theirs:
+            k_cfg = min(theirs, key=lambda k: theirs[k])
+            result |= {"peer_us": {str(k): s * 1e6 for k, s in theirs.items()}, "ratio": theirs[k_cfg] / seconds}
+            text += f"  kt {theirs[k_cfg] * 1e6:.0f} us (K_CFG {k_cfg}): {theirs[k_cfg] / seconds:.2f}x"
+        print(text, flush=True)
+        self.results.append({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
+        if args.json:
+            args.json.write_text(json.dumps(self.describe() | {"results": self.results}, indent=1) + "\n")
+
+    def describe(self) -> dict[str, Any]:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        info = Path("/proc/cpuinfo").read_text()
+        model = next((x.split(":")[1].strip() for x in info.splitlines() if x.startswith("model name")), "unknown")
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        if self.args.peer:
+            versions["kt-kernel"] = importlib.metadata.version("kt-kernel")
+        return {
+            "what": "routed experts of one layer, hidden 2048, intermediate 768, 128 experts, top-8",
+            "command": " ".join(["python -m benchmarks.bench_experts", *sys.argv[1:]]),
+            "date": datetime.date.today().isoformat(),
+            "commit": self.args.commit or done.stdout.strip() or "unknown",
+            "hardware": {
+                "cpu": model, "cpus": len(os.sched_getaffinity(0)),
+                "threads": self.args.threads, "peer_threads": self.args.peer_threads,
+                "cache_bytes": cache_bytes(), "isa": self.runner.isa,
+            },
+            "versions": versions,
+        }  # fmt: skip
+
+
+def _each(tasks: list[Any]) -> Callable[[], None]:
+    def run() -> None:
+        for task in tasks:
+            task.run()
+
+    return run
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
+    cpus = len(os.sched_getaffinity(0))
+    parser.set_defaults(threads=cpus - 2 if cpus > 4 else cpus)
     parser.add_argument("--types", nargs="+", default=["BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 256, 512])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096])
     parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--layers", type=int, help="default: more than four last-level caches of weights")
     parser.add_argument("--adapters", type=int, default=0, help=f"rows are spread over so many rank-{RANK} adapters")
+    parser.add_argument("--peer", action="store_true", help="time kt_kernel beside; its threads need CPUs to spare")
+    parser.add_argument("--peer-threads", type=int, default=cpus - 2 if cpus > 4 else 1)  # its queue spins beside
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--commit", help="named in the results where git cannot tell")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pool = make_pool(args.threads)
-    runner = _native.MoeRunner(pool, args.isa)
+    bench = Bench(args)
     for type in args.types:
-        layer = make_layer(pool, type, args.experts, args.adapters)
-        expert_bytes = layer.num_bytes / args.experts
-        roofs = measure_roofs(pool, args.isa)
-        print(roofs, flush=True)
-        for rows in args.rows:
-            draws = max(2, min(8, 256 // rows))
-            made = [make_task(runner, layer, rows, args.experts, args.adapters, seed) for seed in range(draws)]
-            distinct = sum(len(b.ids.unique()) for _, b in made) / draws
-
-            def run(tasks: list[Any] = [task for task, _ in made]) -> None:  # noqa: B006
-                for task in tasks:
-                    task.run()
-
-            seconds = best_s(pool, args.repeats, run) / draws
-            operations = 2.0 * rows * TOP_K * 3 * HIDDEN * INTERMEDIATE
-            kind = "bf16" if type == "BF16" else "int8"
-            print(line(f"{type} x {rows} rows", seconds, distinct * expert_bytes, operations, roofs, kind), flush=True)
-        del layer, made
+        bench.type(type)
 
 
 if __name__ == "__main__":

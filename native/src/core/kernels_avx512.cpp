@@ -16,9 +16,20 @@
 namespace ktserve {
 namespace {
 
+// Fetches the next panels, scales and all, while these are computed: evenly, so many bytes a block.
+struct Ahead {
+  const uint8_t* at;
+  const uint8_t* end;
+  int64_t step;
+  Ahead(const uint8_t* first, int64_t bytes) : at(first), end(first), step(bytes) {}
+  inline __attribute__((always_inline)) void advance() {
+    for (end += step; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
+  }
+};
+
 template <Format F, int M, int N>
 void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, int64_t stride, float* out,
-          int64_t out_stride) {
+          int64_t out_stride, bool ahead) {
   constexpr int groups = info(F).group == 16 ? 2 : 1;
   constexpr int steps = 8 / groups;
   const RowLayout row = row_layout(F, k);
@@ -27,14 +38,11 @@ void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, in
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
   }
+  Ahead next(w + N * panel_bytes, ahead ? N * panel_bytes / (k / kBlock) : 0);
   for (int64_t b = 0; b < k / kBlock; ++b) {
     const uint8_t* q = w + meta_bytes + b * info(F).quant_bytes;
     const uint8_t* xb = x + b * kBlock;
-    if constexpr (M == 1) {
-      for (int n = 0; n < N; ++n) {
-        for (int i = 0; i < info(F).quant_bytes; i += 64) _mm_prefetch(q + n * panel_bytes + 4096 + i, _MM_HINT_T0);
-      }
-    }
+    next.advance();
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
       __m512i acc[M][N];
@@ -91,20 +99,19 @@ void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, in
 
 template <int M, int N>
 void tile_bf16(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, int64_t stride, float* out,
-               int64_t out_stride) {
+               int64_t out_stride, bool ahead) {
   __m512 f[M][N];
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
   }
+  Ahead next(w + N * panel_bytes, ahead ? N * 128 : 0);
   for (int64_t pair = 0; pair < padded_k(k) / 2; pair += 2) {
+    next.advance();
 #pragma GCC unroll 2
     for (int64_t i = pair; i < pair + 2; ++i) {
       __m512i v[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        v[n] = _mm512_load_si512(w + n * panel_bytes + i * 64);
-        if constexpr (M == 1) _mm_prefetch(w + n * panel_bytes + i * 64 + 4096, _MM_HINT_T0);
-      }
+      for (int n = 0; n < N; ++n) v[n] = _mm512_load_si512(w + n * panel_bytes + i * 64);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         const __m512i xv = _mm512_set1_epi32(word(x + m * stride + i * 4));
@@ -124,12 +131,14 @@ void tile_bf16(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* 
 
 template <int M, int N>
 void tile_f32(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, int64_t stride, float* out,
-              int64_t out_stride) {
+              int64_t out_stride, bool ahead) {
   __m512 f[M][N];
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
   }
+  Ahead next(w + N * panel_bytes, ahead ? N * 64 : 0);
   for (int64_t i = 0; i < k; ++i) {
+    next.advance();
     __m512 v[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(w + n * panel_bytes + i * 64);
@@ -147,7 +156,7 @@ void tile_f32(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x
   }
 }
 
-using Tile = void (*)(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, float*, int64_t);
+using Tile = void (*)(const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, float*, int64_t, bool);
 
 template <Format F, int M, int N>
 constexpr Tile tile_for() {
@@ -211,7 +220,7 @@ void dot_panels(const DotArgs& a, int64_t panel) {
     const int64_t row = a.rows * t / tiles;
     const int64_t rows = a.rows * (t + 1) / tiles - row;
     tile_of<F, N>(rows)(a.w + panel * size, size, a.k, a.x + row * a.x_stride, a.x_stride,
-                        a.out + row * a.out_stride + panel * kPanel, a.out_stride);
+                        a.out + row * a.out_stride + panel * kPanel, a.out_stride, t == 0);
   }
 }
 
@@ -221,7 +230,7 @@ void dot_format(const DotArgs& a) {
   if (a.rows == 1) {  // four panels hide the latency of one row's chains
     for (; p + 4 <= a.panels; p += 4)
       tile_for<F, 1, 4>()(a.w + p * panel_size(F, a.k), panel_size(F, a.k), a.k, a.x, a.x_stride, a.out + p * kPanel,
-                          a.out_stride);
+                          a.out_stride, true);
   }
   for (; p + 2 <= a.panels; p += 2) dot_panels<F, 2>(a, p);
   if (p < a.panels) dot_panels<F, 1>(a, p);
