@@ -18,6 +18,7 @@ from rules import Choice, Machine, RuleSet, default_rules, load_rules, place, qw
 from rules import RulesError as BadRules
 from rules.choice import Backend
 
+_NAMES = {"expert": "experts", "attention": "attention", "linear": "projections"}
 T = TypeVar("T")
 _OWN_DEVICE = {"native": "cpu", "kt": "cpu", "gpu": "cuda", "hybrid": "cuda", "flashinfer": "cuda"}
 
@@ -133,7 +134,7 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
         more = f" and {len(placement.moved) - 1} more" if len(placement.moved) > 1 else ""
         lines.append(f"note: {placement.moved[0]}{more} on {placement.device}, as attention is, whatever the rules say")
     for kind, (_, suffix) in flags.items():
-        lines.append(f"{names[kind]}: {', '.join(placement.used(suffix)) or 'none'}")
+        lines.append(f"{_NAMES[kind]}: {', '.join(placement.used(suffix)) or 'none'}")
     return Placement(choices, lines)
 
 
