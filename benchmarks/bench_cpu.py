@@ -65,7 +65,8 @@ def measure(args: argparse.Namespace, shape: Shape) -> Run:
                 function(run, mix)
             except (PeerError, StreamError, RunError, KtserveError) as error:
                 print(f"  {row} {mix}: {error}", flush=True)
-                run.data.setdefault("left_out", []).append(f"{row} {mix}: {error}")
+                why = " ".join(str(error).split())[:300]
+                run.data.setdefault("left_out", []).append(f"{row} {mix}: {why}")
                 run.release()
     finally:
         run.release()

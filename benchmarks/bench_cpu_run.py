@@ -75,7 +75,7 @@ class Run:
     # ---- what stays up between rows: one engine here, or the two servers; never both
 
     def engine(self, mix: str) -> BenchEngine:
-        """In this process, prompts' budget 512. Measures the roofs with its pool every time; the highest so far count."""
+        """In this process, prompts' budget 512. Its pool measures the roofs each time; the highest count."""
         if self._key != (mix, "engine"):
             self.release()
             engine = BenchEngine(self.model(mix), self.shape, mix, self.threads, pack_cache=self._pack_cache(mix))
