@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.attention.base import BLOCK_SIZE
@@ -13,8 +13,8 @@ from engine.core import EngineCore
 from engine.errors import UserError
 from engine.graphs import obstacle
 from engine.lora.registry import AdapterRegistry
-from engine.memory_gpu import gpu_items, gpu_memory
-from engine.memory_plan import MemoryPlan, plan_memory
+from engine.memory_gpu import gpu_items, gpu_memory, hot_expert_bytes, streaming_item
+from engine.memory_plan import Item, MemoryPlan, plan_memory
 from engine.messages import AdapterInfo, FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.placement import Placement, activation_dtype, choose, find_machine
@@ -51,15 +51,26 @@ def draw(config: EngineConfig) -> Blueprint:
     """Open the files, choose the backends, plan the memory. Reads headers only."""
     source = open_model(config.model, config.gguf)
     placement = choose(config, source.config, find_machine(config))
-    on_gpu, model = placement.device != "cpu", source.config
+    element_bytes, gpu, extra = activation_dtype(config).itemsize, None, []
+    if placement.device != "cpu":
+        gpu, extra = gpu_memory(placement.device), gpu_items(config, source.config, element_bytes, placement.device)
+        if placement.streams_prefill:
+            extra.append(streaming_item(source.config, element_bytes, placement.device))
+        if "hybrid" in placement.used(".mlp.experts"):
+            asked = placement.expert_option("gpu_memory", "auto")
+            if config.gpu_expert_memory is None and asked != "auto":
+                config = replace(config, gpu_expert_memory=str(asked))
+            hot = hot_expert_bytes(config, source, gpu, extra)
+            config = replace(config, gpu_expert_memory=str(hot))
+            extra.append(Item(gpu.name, "hot experts", hot))
     memory = plan_memory(
         config,
         source,
         lambda layer: _planned_backend(placement, layer),
-        activation_dtype(config).itemsize,
+        element_bytes,
         linear_backend=placement.used("_proj")[0],
-        gpu=gpu_memory(placement.device) if on_gpu else None,
-        extra=gpu_items(config, model, activation_dtype(config).itemsize, placement.device) if on_gpu else (),
+        gpu=gpu,
+        extra=extra,
     )
     return Blueprint(config, source, placement, memory, memory.max_model_len, memory.kv_tokens // BLOCK_SIZE)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -49,6 +49,22 @@ class Placement:
             found = ", ".join(f"{name} on {device}" for device, name in places.items())
             raise RulesError(f"all but routed experts must be on one device; {found}", field="rules")
         return next(iter(places), "cpu")
+
+    def expert_option(self, name: str, default: Any) -> Any:
+        """An option of the experts' rules; RulesError if layers differ in it, since they share one backend."""
+        found = {c.options.get(name, default) for module, c in self.choices.items() if module.endswith(".mlp.experts")}
+        if len(found) > 1:
+            said = ", ".join(sorted(map(str, found)))
+            raise RulesError(f"rules name several values of {name} ({said}) for experts that share one", field="rules")
+        return found.pop() if found else default
+
+    @property
+    def streams_prefill(self) -> bool:
+        """Whether long chunks' experts are streamed to the GPU."""
+        choices = [c for name, c in self.choices.items() if name.endswith(".mlp.experts")]
+        backends = {c.backend for c in choices} & {"native", "hybrid"}
+        wanted = any(c.prefill_device != "cpu" for c in choices)
+        return bool(backends) and wanted and self.device != "cpu" and self.expert_option("prefill_threshold", 0) != 0
 
     @property
     def moved(self) -> list[str]:
@@ -133,6 +149,8 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
     if placement.moved:
         more = f" and {len(placement.moved) - 1} more" if len(placement.moved) > 1 else ""
         lines.append(f"note: {placement.moved[0]}{more} on {placement.device}, as attention is, whatever the rules say")
+    if placement.used(".mlp.experts") == ["kt"] and placement.expert_option("prefill_threshold", 0) != 0:
+        lines.append("note: experts by kt are not streamed to the GPU: prefill_threshold has no meaning for them")
     for kind, (_, suffix) in flags.items():
         lines.append(f"{_NAMES[kind]}: {', '.join(placement.used(suffix)) or 'none'}")
     return Placement(choices, lines)

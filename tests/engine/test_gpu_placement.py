@@ -8,11 +8,13 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
-from engine.memory_gpu import gpu_items, slot_table_bytes
+from engine.memory_gpu import gpu_items, hot_expert_bytes, slot_table_bytes, streaming_item
+from engine.memory_limits import Memory
 from engine.model_config import ModelConfig
 from engine.placement import choose
+from engine.weights.open import open_model
 from rules import Machine
-from tests.tiny import tiny_model
+from tests.tiny import save_hf, tiny_model
 
 GPU = Machine(gpu=True, native=True, flashinfer=True, gpu_count=1, reasons={"native": "", "flashinfer": "not there"})
 
@@ -88,3 +90,38 @@ def test_memory_of_a_gpu(model):
     assert slot_table_bytes(config, model, 2) == 3 * rank * (narrow * 2 + 2 * (hidden + 8) * 4)
     fewer = gpu_items(EngineConfig(max_num_seqs=16, max_adapter_slots=0, cuda_graphs="off"), model, 2)
     assert [item.label for item in fewer] == ["attention workspace"]
+
+
+def test_prefill_is_streamed_where_the_rules_say(model):
+    assert choose(EngineConfig(), model, GPU).streams_prefill
+    assert choose(EngineConfig(), model, GPU).expert_option("prefill_threshold", 0) == "auto"
+    assert not choose(EngineConfig(expert_backend="gpu"), model, GPU).streams_prefill
+    kt = choose(EngineConfig(expert_backend="kt"), model, replace(GPU, kt=True))
+    assert not kt.streams_prefill and any("not streamed" in line for line in kt.lines)
+
+
+def test_layers_that_share_experts_share_their_options(model, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    body = "".join(
+        f"- match: {{name: '{name}'}}\n"
+        "  replace: {class: ktserve.experts.native, kwargs: {prefill_device: cuda, prefill_threshold: "
+        f"{limit}}}}}\n  recursive: false\n"
+        for name, limit in (("layers.0.mlp.experts$", 100), ("\\.mlp\\.experts$", 200))
+    )
+    rules.write_text(
+        body + "- match: {class: torch.nn.Module}\n  replace: {class: ktserve.torch, kwargs: {device: cuda}}\n"
+    )
+    with pytest.raises(RulesError, match="several values of prefill_threshold"):
+        choose(EngineConfig(rules=str(rules)), model, GPU).expert_option("prefill_threshold", 0)
+
+
+def test_memory_for_hot_experts(model, tmp_path):
+    save_hf(tiny_model(head_dim=64, num_hidden_layers=3, mlp_only_layers=[1]), tmp_path)
+    source = open_model(str(tmp_path), None)
+    every = 2 * 8 * 3 * 64 * 64 * 2
+    assert hot_expert_bytes(EngineConfig(), source, Memory("GPU 0", 1 << 40, 1 << 40), []) == every
+    few = hot_expert_bytes(
+        EngineConfig(), source, Memory("GPU 0", 1 << 20, 1 << 40), [streaming_item(model, 2, "cuda")]
+    )
+    assert 0 < few < every
+    assert hot_expert_bytes(EngineConfig(gpu_expert_memory="3KiB"), source, Memory("GPU 0", 0, 0), []) == 3072
