@@ -8,7 +8,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := api engine scheduler native rules loadtests demo benchmarks tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format load bench-cpu clean
+.PHONY: help serve chat setup test lint format load bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
@@ -17,6 +17,8 @@ help:
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       a minute of locust against a server of its own; prints the table'
 	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES]: measure a CPU against its roofs and llama.cpp; table in docs/'
+	@echo 'make sanitize   the native tests under ASan and UBSan, then under TSan'
+	@echo 'make bench-gpu  an NVIDIA GPU beside this CPU, at Qwen3-30B-A3B size (80 GB of memory); JSON in benchmarks/results/'
 	@echo 'make clean      remove what was built here, the venv included'
 
 serve: setup
@@ -47,6 +49,23 @@ bench-cpu: setup
 	@$(PY) -m benchmarks.bench_cpu --models '$(or $(MODELS),$(error MODELS=DIR: a folder with 40 GB to spare))' $(if $(LLAMA),--llama '$(LLAMA)') $(ARGS)
 	@$(PY) -m benchmarks.report
 
+# Stops at the first report; the tiles of AMX are emulated, so every kernel runs on any machine with AVX2.
+sanitize: setup
+	@for preset in asan tsan; do \
+	  echo "native tests, $$preset ..."; \
+	  $(VENV)/bin/cmake --preset $$preset -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja >/dev/null \
+	    && $(VENV)/bin/cmake --build --preset $$preset >/dev/null \
+	    && $(VENV)/bin/ctest --preset $$preset || exit 1; \
+	done
+
+# Peers and formats run in processes of their own: kt_kernel never gives its memory back.
+bench-gpu: setup
+	@$(PY) -m benchmarks.gpu_decode --experts kt --out benchmarks/results/gpu-decode-kt.json
+	@$(PY) -m benchmarks.gpu_decode --peer benchmarks/results/gpu-decode-kt.json --out benchmarks/results/gpu-decode.json
+	@$(PY) -m benchmarks.gpu_decode --quantise int8 --out benchmarks/results/gpu-decode-int8.json
+	@$(PY) -m benchmarks.gpu_decode --rows 32 --adapters 16 --out benchmarks/results/gpu-decode-adapters.json
+	@$(PY) -m benchmarks.gpu_experts --out benchmarks/results/gpu-experts.json
+
 clean:
 	rm -rf $(VENV) build native/*.so
 
@@ -54,7 +73,9 @@ clean:
 
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
 
-setup: $(VENV)/.packages $(VENV)/.kt $(VENV)/.native
+GPU := $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep '^GPU'),$(VENV)/.gpu)
+
+setup: $(VENV)/.packages $(VENV)/.kt $(VENV)/.native $(GPU)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v < (3, 13) else "ktserve needs Python 3.10 to 3.12, this is %d.%d: make PYTHON=python3.11 ..." % v[:2])'
@@ -71,6 +92,15 @@ $(VENV)/.packages: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.kt: constraints.txt | $(VENV)/.packages
 	@$(PIP) install -qq --no-deps --constraint constraints.txt kt-kernel 2>$(VENV)/kt.log \
 	  || echo 'kt_kernel is not available here (see $(VENV)/kt.log); the kt expert backend will be off'
+	@touch $@
+
+# flashinfer's metadata asks for packages of other kernels than attention's: a gigabyte that is not used here.
+$(VENV)/.gpu: pyproject.toml constraints.txt | $(VENV)/.packages
+	@echo 'an NVIDIA GPU is here: installing flashinfer, attention will run on the GPU ...'
+	@$(PIP) install -qq --no-deps --constraint constraints.txt flashinfer-python apache-tvm-ffi 2>$(VENV)/gpu.log \
+	  && $(PIP) install -qq --constraint constraints.txt click einops ninja nvidia-ml-py packaging requests tabulate tqdm 2>>$(VENV)/gpu.log \
+	  || echo 'flashinfer is not available here (see $(VENV)/gpu.log); the GPU will not be used'
+	@$(PY) -c 'import torch; torch.cuda.is_available() or print("this torch cannot use the GPU: a CPU build, or a driver too old")'
 	@touch $@
 
 $(VENV)/.native: $(NATIVE) $(VENV)/.packages

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +20,22 @@ HEAD_DIMS = (64, 128, 256)
 
 
 def flashinfer_available() -> tuple[bool, str]:
-    """Whether flashinfer can be imported here; if not, why and what to do."""
+    """Whether flashinfer can be imported here and build its kernels; if not, why and what to do."""
     try:
         importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
-        return False, f"flashinfer does not load ({error}): install ktserve[gpu], or use --attention-backend reference"
+        return False, f"flashinfer does not load ({error}): install ktserve[gpu], or use --rules reference"
+    if importlib.util.find_spec("flashinfer_jit_cache") is None and not _has_nvcc():
+        return False, (
+            "flashinfer compiles its kernels with nvcc, which is not found (PATH, CUDA_HOME, /usr/local/cuda): install "
+            "the CUDA toolkit or the package flashinfer-jit-cache, or use --rules reference"
+        )
     return True, ""
+
+
+def _has_nvcc() -> bool:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return shutil.which("nvcc") is not None or any(home and Path(home, "bin/nvcc").exists() for home in homes)
 
 
 def flashinfer_limit(config: ModelConfig, dtype: torch.dtype) -> str | None:
