@@ -12,7 +12,7 @@ import torch
 
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.reference import ReferenceAttention
-from engine.experts.base import ExpertBuffers
+from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
 from engine.linear.reference import ReferenceLinearBackend
 from engine.model.load import Backends, Loader
@@ -62,7 +62,6 @@ def check_model(
     zero, is reported by name.
     """
     config, n = source.config, len(tokens)
-    batch = _layout(n)
     loader = Loader(source, backends, n)
     embedding = source.tensor("model.embed_tokens.weight").dequantise(torch.float32)
     hidden = embedding[torch.tensor(tokens)]
@@ -74,7 +73,7 @@ def check_model(
         reference = _reference_loader(source, n)
         outputs = {}
         for side, made in (("reference", reference), ("chosen", loader)):
-            outputs[side] = _run_layer(made, made.layer(index), index, hidden, batch, config)
+            outputs[side] = _run_layer(made, made.layer(index), index, hidden, config)
         limit = tolerance or _tolerance(source, index)
         for place, ref in outputs["reference"].items():
             got = outputs["chosen"][place]
@@ -125,9 +124,9 @@ def _tolerance(source: WeightSource, layer: int) -> float:
     return TOLERANCE["bf16" if types <= {"BF16", "F16", "F32"} else "quantised"]
 
 
-def _layout(n: int) -> BatchLayout:
+def _layout(n: int, device: torch.device) -> BatchLayout:
     blocks = tuple(range((n + BLOCK_SIZE - 1) // BLOCK_SIZE))
-    positions = torch.arange(n)
+    positions = torch.arange(n, device=device)
     return BatchLayout([0, n], [n], [blocks], positions, positions.clone())
 
 
@@ -135,7 +134,7 @@ def _reference_loader(source: WeightSource, n: int) -> Loader:
     """A fresh float32 reference: only one layer of it is ever in memory."""
     config, cpu = source.config, torch.device("cpu")
     linear = ReferenceLinearBackend(torch.float32, cpu)
-    attention = ReferenceAttention(config, len(_layout(n).block_tables[0]), torch.float32, cpu)
+    attention = ReferenceAttention(config, len(_layout(n, cpu).block_tables[0]), torch.float32, cpu)
     experts = ReferenceExperts(torch.float32, cpu)
     ops = TorchOps(config.rms_norm_eps, Rope(config, n, cpu))
     made = Backends(ops, lambda _: linear, linear, lambda _: attention, lambda _: experts, torch.float32, cpu)
@@ -143,19 +142,24 @@ def _reference_loader(source: WeightSource, n: int) -> Loader:
 
 
 def _run_layer(
-    loader: Loader, layer: Layer, index: int, hidden: torch.Tensor, batch: BatchLayout, config: ModelConfig
+    loader: Loader, layer: Layer, index: int, hidden: torch.Tensor, config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """What the layer's attention and MLP add, in float32, from float32 input."""
+    """What the layer's attention and MLP add, in float32 on the CPU, from float32 input."""
     seen: dict[str, torch.Tensor] = {}
-    model = Qwen3Moe(config, loader.backends.ops, hidden, [layer], hidden, layer.q, {})
+    device, n = loader.backends.device, hidden.shape[0]
+    residual = hidden.to(device, loader.backends.dtype, copy=True)
+    model = Qwen3Moe(config, loader.backends.ops, residual, [layer], residual, layer.q, {})
 
     def observe(place: str, value: torch.Tensor) -> None:
-        seen[place] = value.float().clone()
+        seen[place] = value.float().cpu().clone()
 
     with torch.inference_mode():
-        layer.attention.plan(batch)
-        model.begin(hidden.shape[0], None)
-        model.run_layer(index, layer, hidden.to(loader.backends.dtype, copy=True), None, batch, None, observe=observe)
+        batch = _layout(n, device)
+        model.begin_step(n, lora=False, eager=True)
+        model.plan(batch)
+        model.begin(n, None)
+        model.run_layer(index, layer, residual, None, batch, None, observe=observe)
+        model.check()  # `observe` has waited for a GPU
     return seen
 
 
@@ -169,21 +173,37 @@ def _bad_experts(
     x = torch.nn.functional.rms_norm(hidden, (config.hidden_size,))
     outs: list[torch.Tensor] = []
     sides: list[tuple[ExpertBuffers, Callable[[], None]]] = []
-    for backend, dtype in ((reference, torch.float32), (chosen, backends.dtype)):
-        buffers = ExpertBuffers.allocate(n, config.num_experts_per_tok, config.hidden_size, dtype)
-        buffers.bsz[0], buffers.hidden[:] = n, x
-        task = backend.bind(layer, buffers)
-        sides.append((buffers, lambda backend=backend, task=task: (backend.post(task), backend.wait(task))[1]))  # type: ignore[misc]
+    for loader, backend in ((_reference_loader(source, n), reference), (Loader(source, backends, n), chosen)):
+        buffers = loader.buffers(backend)
+        buffers.bsz.fill_(n)
+        buffers.hidden.copy_(x)
+        sides.append((buffers, _expert_call(loader.backends.device, backend, backend.bind(layer, buffers))))
     for expert in range(config.num_experts):
         outs = []
         for buffers, run in sides:
             buffers.ids.fill_(-1)
             buffers.ids[:, 0], buffers.weights[:, 0] = expert, 1.0
             run()
-            outs.append(buffers.out.float().clone())
+            outs.append(buffers.out.float().cpu().clone())
         finding = compare(f"model.layers.{layer}.mlp.experts.{expert}", outs[1], outs[0], limit)
         if finding.note:
             yield finding
+
+
+def _expert_call(device: torch.device, backend: ExpertBackend, task: ExpertTask) -> Callable[[], None]:
+    """Computes the task once and waits for it."""
+
+    def run() -> None:
+        on_stream = device.type == "cuda" and backend.follows_stream
+        stream = torch.cuda.current_stream(device).cuda_stream if on_stream else None
+        backend.begin_step(task.buffers.max_rows, lora=False, eager=True)
+        backend.post(task, stream)
+        backend.wait(task, stream)
+        if on_stream:
+            torch.cuda.synchronize(device)
+        backend.check()
+
+    return run
 
 
 def _tensor_findings(source: WeightSource, layer: int) -> Iterator[Finding]:
