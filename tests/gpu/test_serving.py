@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import rules as rules_folder
 from benchmarks.accuracy import MIXES, Files, measure
+from engine.config import EngineConfig
+from engine.experts.streamed import StreamedExperts
 from engine.messages import Failed, Finished
 from engine.model.gpu_ops import GpuOps
 from scheduler.plan import StepPlan
@@ -92,15 +95,16 @@ def serve(family: Family, names: list[str | None], **config) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("names", [[None] * 5, [None, "adapter-0", "adapter-2", None, "adapter-0"]])
-@pytest.mark.parametrize("experts", ["native", "gpu"])
+@pytest.mark.parametrize("experts", ["native", "gpu", "hybrid"])
 def test_graphs_equal_plain_launches(family, names, experts):
     """Exactly: the same kernels on the same padded batches. Overlap changes which requests meet in a batch."""
     asked = prompts(1, [3, 9, 20, 31, 14])
     by_overlap = []
     for overlap in (False, True):
-        runs = [
-            serve(family, names, cuda_graphs=g, overlap=overlap, expert_backend=experts) for g in ("auto", "padded")
-        ]
+        config = {"overlap": overlap, "expert_backend": experts}
+        if experts == "hybrid":
+            config["gpu_expert_memory"] = str(5 * 3 * 128 * 64 * 2)  # five of 24 experts
+        runs = [serve(family, names, cuda_graphs=g, **config) for g in ("auto", "padded")]
         assert runs[0] == runs[1]
         by_overlap.append(runs[0])
     for name, prompt, off, on in zip(names, asked, *by_overlap, strict=True):
@@ -117,6 +121,32 @@ def test_adapters_do_not_touch_one_another(family):
         alone = engine.generate([prompt], [name], max_tokens=16)[0]
         assert agree(family.merged[name], prompt, alone, tokens)
     engine.close()
+
+
+def test_streamed_prefill_equals_merged_models(family, tmp_path):
+    """Chunks of 16 rows and more are computed on the GPU from streamed experts, the rest on the CPU."""
+    rules = tmp_path / "streamed.yaml"
+    shipped = Path(rules_folder.__file__).parent / "qwen3moe-gpu-cpu-experts.yaml"
+    rules.write_text(shipped.read_text().replace("prefill_threshold: auto", "prefill_threshold: 16"))
+    names = [None, "adapter-0", "adapter-1", "adapter-2", None]
+    asked = prompts(1, [40, 30, 20, 50, 3])
+    engine = family.engine(**(GPU | {"rules": str(rules)}), max_num_seqs=6, max_num_batched_tokens=64)
+    backend = engine.core.runner.model.expert_backends[0]
+    assert isinstance(backend, StreamedExperts) and backend.threshold == 16
+    got = engine.generate(asked, names, max_tokens=12)
+    engine.close()
+    for name, prompt, tokens in zip(names, asked, got, strict=True):
+        assert agree(family.merged[name], prompt, greedy(family.merged[name], prompt, 12)[0], tokens)
+
+
+def test_check_agrees_on_a_gpu(folder):
+    from engine.build import draw
+    from engine.check import check_model
+
+    blueprint = draw(EngineConfig(model=str(folder), kv_cache_tokens=64, max_num_seqs=1, max_num_batched_tokens=32))
+    assert blueprint.placement.device == "cuda"
+    lines: list[str] = []
+    assert check_model(blueprint.source, blueprint.backends(), prompts(1, [32])[0], lines.append) is None, lines
 
 
 def test_sampling_ways_in_one_batch(folder):
