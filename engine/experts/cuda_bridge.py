@@ -33,7 +33,7 @@ class Channel:
     number: int
     host: ExpertBuffers
     inner: ExpertTask
-    counter: torch.Tensor  # int64 [1] on the device: POST_PROGRAMS per post
+    counter: torch.Tensor  # int64 [2] on the device: programs that have posted; the answer, for the wait's programs
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class CudaBridge(ExpertBackend):
             except ValueError as error:  # a full bridge
                 raise ExpertBackendError(f"bridge: {error}") from error
             self._layers.append(f"layer {layer}")
-            counter = torch.zeros(1, dtype=torch.int64, device=self.device)
+            counter = torch.zeros(2, dtype=torch.int64, device=self.device)
             self._tasks[key] = ExpertTask(layer, buffers, Channel(number, host, inner, counter))
         return self._tasks[key]
 
@@ -176,7 +176,7 @@ class CudaBridge(ExpertBackend):
         h = b.hidden.shape[1]
         programs = min(k.WAIT_PROGRAMS, b.max_rows)
         k.wait_kernel[(programs,)](
-            b.bsz, b.out, c.host.out, b.out if hot is None else hot.extra, c.counter,
+            b.bsz, b.out, c.host.out, b.out if hot is None else hot.extra, c.counter, c.counter[1:],
             self._words[1, c.number :], self._words[2, c.number :], int(self._timeout_s * 1e9),
             H=h, BLOCK=min(2048, _power(h)), PROGRAMS=programs, POSTERS=min(k.POST_PROGRAMS, b.max_rows),
             EXTRA=hot is not None, num_warps=4,

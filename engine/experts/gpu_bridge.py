@@ -39,6 +39,25 @@ def _load_acquire(address):
 
 
 @triton.jit
+def _tell(address, value):
+    tl.inline_asm_elementwise(
+        "st.release.gpu.global.u64 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,l",
+        [address.to(tl.int64), value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _listen(address):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u64 $0, [$1];", "=l,l", [address.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _now_ns(after):
     """`after` only keeps the reading behind what it was computed from."""
     return tl.inline_asm_elementwise(
@@ -86,7 +105,7 @@ def post_kernel(
     if pid == 0:
         tl.store(host_bsz, n)
     tl.debug_barrier()  # all threads' copies lie before the one atomic of the program
-    ticket = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys")
+    ticket = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if ticket % PROGRAMS == PROGRAMS - 1:
         _store_release(posted, ticket // PROGRAMS + 1)
 
@@ -97,7 +116,7 @@ def add_result(row, out, host_out, extra, good, H: tl.constexpr, BLOCK: tl.const
     at = tl.arange(0, BLOCK)
     for start in range(0, H, BLOCK):
         inside = start + at < H
-        values = tl.load(host_out + row * H + start + at, mask=inside & good, other=0, cache_modifier=".cg")
+        values = tl.load(host_out + row * H + start + at, mask=inside & good, other=0, volatile=True)
         if EXTRA:
             values = values.to(tl.float32) + tl.load(extra + row * H + start + at, mask=inside, other=0)
         tl.store(out + row * H + start + at, values.to(out.dtype.element_ty), mask=inside)
@@ -105,21 +124,30 @@ def add_result(row, out, host_out, extra, good, H: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def wait_kernel(
-    bsz, out, host_out, extra, counter, done, expired, timeout_ns,
+    bsz, out, host_out, extra, counter, answered, done, expired, timeout_ns,
     H: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, POSTERS: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
+    """Program 0 alone reads host memory (each reader delays the pool's writes to it) and tells the others by `answered`
+    in device memory: 2 n + failed, or 2 n + 1 for an answer that did not come in time."""
     pid = tl.program_id(0)
     n = tl.load(bsz)
-    if (pid < n) | (pid == 0):
-        number = tl.load(counter) // POSTERS
+    number = tl.load(counter) // POSTERS
+    if pid == 0:
         seen = _load_acquire(done)
         began = _now_ns(seen)
         late = n * 0
         while (seen // 2 < number) & (late == 0):
             seen = _load_acquire(done)
             late = (_now_ns(seen) - began > timeout_ns).to(tl.int32)
+        answer = tl.where(seen // 2 < number, 2 * number + 1, seen)
         if seen // 2 < number:
-            tl.store(expired, number)
-        good = (seen // 2 >= number) & (seen % 2 == 0)
+            _store_release(expired, number)
+        _tell(answered, answer)
         for row in range(pid, n, PROGRAMS):
-            add_result(row, out, host_out, extra, good, H, BLOCK, EXTRA)
+            add_result(row, out, host_out, extra, answer % 2 == 0, H, BLOCK, EXTRA)
+    elif pid < n:
+        answer = _listen(answered)
+        while answer // 2 < number:
+            answer = _listen(answered)
+        for row in range(pid, n, PROGRAMS):
+            add_result(row, out, host_out, extra, answer % 2 == 0, H, BLOCK, EXTRA)

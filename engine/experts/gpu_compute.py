@@ -82,6 +82,7 @@ class GpuCompute:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._h, self._t, self._y))
 
+    @torch.inference_mode(False)  # memory that is written to in and out of that mode
     def prepare(self, rows: int) -> None:
         """Make the tables for batches of `rows` rows; `run` finds them there when a graph is captured."""
         rows = min(rows, self.rows)

@@ -246,6 +246,12 @@ class Mover:
                 self._copy(starts)
         self._arrivals += starts
 
+    @torch.inference_mode(False)  # memory that is written to in and out of that mode
+    def _staging_for(self, size: int) -> torch.Tensor:
+        if self._staging is None or self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=torch.uint8, device=self._frames.device)
+        return self._staging
+
     def _copy(self, starts: list[_Arrival]) -> None:
         flat = self._frames.view(-1)
         for arrival in starts:
@@ -253,10 +259,8 @@ class Mover:
             layer = self._layers[number]
             if arrival.frame >= 0:
                 source = self._source[layer]
-                if self._staging is None or self._staging.numel() < source.expert_bytes:
-                    self._staging = torch.empty(source.expert_bytes, dtype=torch.uint8, device=self._frames.device)
                 frame = self._frames[arrival.frame : arrival.frame + 1]
-                source.copy_experts(expert, expert + 1, frame, self._staging)
+                source.copy_experts(expert, expert + 1, frame, self._staging_for(source.expert_bytes))
             for adapter, at in arrival.lora.values():
                 block = adapter.blocks[layer][expert]
                 flat[at : at + block.numel()].copy_(block, non_blocking=True)

@@ -170,6 +170,7 @@ class StreamedExperts(ExpertBackend):
 
     # ---- copies
 
+    @torch.inference_mode(False)  # memory that is written to in and out of that mode
     def _prepare(self) -> None:
         if self._halves:
             return
@@ -216,7 +217,8 @@ class StreamedExperts(ExpertBackend):
                 continue
             blocks = adapter.blocks[layer]
             if slot not in half.lora or half.lora[slot].shape != blocks.shape:
-                half.lora[slot] = torch.empty(blocks.shape, dtype=self._dtype, device=self._device)
+                with torch.inference_mode(False):
+                    half.lora[slot] = torch.empty(blocks.shape, dtype=self._dtype, device=self._device)
             there = half.lora[slot]
             there.copy_(blocks, non_blocking=True)
             steps = torch.arange(experts) * there.shape[1] * there.element_size()

@@ -121,7 +121,7 @@ def test_a_time_out_releases_the_stream(pool: Any, layers: list[Layer]) -> None:
     fill(there, b)
     task = bridge.bind(0, there)
     graph, outs = captured(bridge, [task])
-    task.handle.counter += 16 * 8  # the stream now waits for a number whose posts the pool has not seen
+    task.handle.counter[0] += 16 * 8  # the stream now waits for a number whose posts the pool has not seen
     bridge.begin_step(1, lora=False, eager=False)
     bridge.wait(task)
     torch.cuda.synchronize()
