@@ -3,9 +3,9 @@
 //
 //   a panel, 16 blocks at a time:  quants -> bytes without bias, scales and minima -> float32       once for all rows
 //   16 rows, 16 outputs:
-//     four products ahead   tmm0..3 = A x B, one block each (k6: 16 k each), stored as int32        tile unit, stores
-//                           A: tmm4, 6: 16 rows x 32 k     B: tmm5, 7: 32 k x 16 outputs
-//     four products behind  f[row] += sums x scales, from the first-level cache                     vector unit
+//     tmm0..3 = A x B, one block each (k6: 16 k each), stored as int32                            tile unit, stores
+//               A: tmm4, 6: 16 rows x 32 k     B: tmm5, 7: 32 k x 16 outputs
+//     f[row] += sums x scales, from the first-level cache                                         vector unit
 //
 // f stays in 16 registers for the 16 blocks and waits in `out`, exactly, for the next ones.
 #include "core/amx.hpp"
@@ -16,7 +16,6 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kStep = 16;  // blocks unpacked at a time
-constexpr int64_t kBatch = 4;  // products in flight
 
 // Part of a panel in one form for all formats: int8 (uint8 where the format has no bias), float32 scales.
 struct alignas(64) Unpacked {
@@ -52,56 +51,62 @@ struct Part {
   bool begins;  // f starts at zero, otherwise at `out`
 };
 
-// Up to four products into `sums`, each [16 rows][16] int32.
-template <int Groups, bool Minima>
-void multiply(const Part& p, int64_t first, int64_t last, int32_t* sums) {
-  constexpr int64_t bytes = kBlock / Groups;
-  const uint8_t* x = p.x + first * bytes;
-  const uint8_t* w = p.w->quants + first * bytes * kPanel;
-#define KT_PRODUCT(i, a, b)                   \
-  if (first + i < last) {                     \
-    TILE_LOAD(b, w + i * bytes * kPanel, 64); \
-    TILE_LOAD(a, x + i * bytes, p.stride);    \
-    TILE_ZERO(i);                             \
-    if constexpr (Minima)                     \
-      TILE_DOT_INT8_UINT8(i, a, b);           \
-    else                                      \
-      TILE_DOT_INT8(i, a, b);                 \
-    TILE_STORE(i, sums + i * 256, 64);        \
-  }
-  KT_PRODUCT(0, 4, 5)
-  KT_PRODUCT(1, 6, 7)
-  KT_PRODUCT(2, 4, 5)
-  KT_PRODUCT(3, 6, 7)
-#undef KT_PRODUCT
-}
-
+// 16 outputs of M rows. Product i is begun three steps before its sums are added and stored two steps before: so the
+// tile unit, the stores and the vector unit work at the same time.
 template <int M, int Groups, bool Minima>
-void rows_by_panel(const Part& p) {
-  alignas(64) int32_t sums[2][kBatch * 256];
+void rows_by_panel(const Part p) {
+  constexpr int64_t bytes = kBlock / Groups;
+  alignas(64) int32_t sums[4][256];
   __m512 f[M];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) f[m] = p.begins ? _mm512_setzero_ps() : _mm512_loadu_ps(p.out + m * p.out_stride);
   const int64_t products = p.blocks * Groups;
-  multiply<Groups, Minima>(p, 0, products, sums[0]);
-  for (int64_t first = 0; first < products; first += kBatch) {
-    multiply<Groups, Minima>(p, first + kBatch, products, sums[first / kBatch + 1 & 1]);
-    const int32_t* done = sums[first / kBatch & 1];
-    for (int64_t i = first; i < first + kBatch && i < products; ++i, done += 256) {
-      const __m512 scale = _mm512_load_ps(p.w->scales[i]);
-      const int64_t at = i / Groups * 4;
+  const uint8_t* const w = p.w->quants;
+  const auto add = [&](int64_t i, const int32_t* done) __attribute__((always_inline)) {
+    const __m512 scale = _mm512_load_ps(p.w->scales[i]);
+    const uint8_t* const row_scale = p.scale + i / Groups * 4;
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) {
-        const __m512 both = _mm512_mul_ps(scale, broadcast(p.scale + m * p.stride + at));
-        f[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(done + m * 16)), both, f[m]);
-      }
-      if constexpr (Minima) {
-        const __m512 minimum = _mm512_load_ps(p.w->minima[i]);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) f[m] = _mm512_fmadd_ps(minimum, broadcast(p.sum + m * p.stride + at), f[m]);
-      }
+    for (int m = 0; m < M; ++m) {
+      const __m512 both = _mm512_mul_ps(scale, broadcast(row_scale + m * p.stride));
+      f[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(done + m * 16)), both, f[m]);
     }
+    if constexpr (Minima) {
+      const __m512 minimum = _mm512_load_ps(p.w->minima[i]);
+      const uint8_t* const row_sum = p.sum + i / Groups * 4;
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) f[m] = _mm512_fmadd_ps(minimum, broadcast(row_sum + m * p.stride), f[m]);
+    }
+  };
+#define KT_BEGIN(i, c, a, b)                    \
+  if ((i) < products) {                         \
+    TILE_LOAD(b, w + (i) * bytes * kPanel, 64); \
+    TILE_LOAD(a, p.x + (i) * bytes, p.stride);  \
+    TILE_ZERO(c);                               \
+    if constexpr (Minima)                       \
+      TILE_DOT_INT8_UINT8(c, a, b);             \
+    else                                        \
+      TILE_DOT_INT8(c, a, b);                   \
   }
+#define KT_STORE(i, c) \
+  if ((i) < products) TILE_STORE(c, sums[c], 64)
+#define KT_STEP(i, c_begin, a, b, c_store, c) \
+  KT_BEGIN((i) + 3, c_begin, a, b)            \
+  KT_STORE((i) + 2, c_store);                 \
+  if ((i) < products) add(i, sums[c])
+  KT_BEGIN(0, 0, 4, 5)
+  KT_BEGIN(1, 1, 6, 7)
+  KT_BEGIN(2, 2, 4, 5)
+  KT_STORE(0, 0);
+  KT_STORE(1, 1);
+  for (int64_t i = 0; i < products; i += 4) {
+    KT_STEP(i, 3, 6, 7, 2, 0);
+    KT_STEP(i + 1, 0, 4, 5, 3, 1);
+    KT_STEP(i + 2, 1, 6, 7, 0, 2);
+    KT_STEP(i + 3, 2, 4, 5, 1, 3);
+  }
+#undef KT_STEP
+#undef KT_STORE
+#undef KT_BEGIN
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) _mm512_storeu_ps(p.out + m * p.out_stride, f[m]);
 }

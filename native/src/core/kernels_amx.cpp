@@ -22,13 +22,10 @@ namespace ktserve {
 namespace {
 
 #ifndef KT_STEP
-#define KT_STEP 8
-#define KT_ROWS 64
-#define KT_AHEAD 2048
+#define KT_STEP 16
 #endif
 constexpr int64_t kStep = KT_STEP;  // blocks of 32 k, with many rows
-constexpr int64_t kRows = KT_ROWS;
-constexpr int64_t kInt8Rows = 8;  // fewer of a quantised format are faster without tiles
+constexpr int64_t kInt8Rows = 8;    // fewer of a quantised format are faster without tiles
 
 int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
@@ -75,11 +72,9 @@ void two_by_two(const Chunk& c) {
     TILE_LOAD(3, lower + 16, c.out_bytes);
   }
   for (int64_t b = 0; b < c.blocks; ++b) {
-    if (KT_AHEAD > 0) prefetch(c.w + b * 1024 + KT_AHEAD);
     TILE_LOAD(6, c.w + b * 1024, 64);
     TILE_LOAD(4, c.x + b * 64, c.stride);
     TILE_DOT_BF16(0, 4, 6);
-    if (KT_AHEAD > 0) prefetch(c.w + c.panel_bytes + b * 1024 + KT_AHEAD);
     TILE_LOAD(7, c.w + c.panel_bytes + b * 1024, 64);
     TILE_DOT_BF16(1, 4, 7);
     TILE_LOAD(5, c.x + 16 * c.stride + b * 64, c.stride);
@@ -139,31 +134,31 @@ void any_by_one(const Chunk& c, bool halves) {
 void dot_bf16(const DotArgs& a) {
   const int64_t size = panel_size(Format::bf16, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
-  const int64_t step = a.rows > 32 ? kStep : blocks;
+  // Equal groups: 48 rows are 24 + 24, since 16 alone have too few sums under way to keep the unit busy.
+  const int64_t groups = (a.rows + 31) / 32;
+  const int64_t step = groups > 1 ? kStep : blocks;
   int64_t configured = 0;
-  for (int64_t group = 0; group < a.rows; group += kRows) {
-    const int64_t group_end = least(a.rows, group + kRows);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t row = a.rows * group / groups;
+    const int64_t rows = a.rows * (group + 1) / groups - row;
+    if (rows != configured) configure(least(rows, 16), rows - 16);
+    configured = rows;
     for (int64_t first = 0; first < blocks; first += step) {
       for (int64_t p = 0; p < a.panels; p += 2) {
-        for (int64_t row = group; row < group_end; row += 32) {
-          const int64_t rows = least(32, group_end - row);
-          if (rows != configured) configure(least(rows, 16), rows - 16);
-          configured = rows;
-          const Chunk chunk{a.w + p * size + first * 1024,
-                            size,
-                            a.x + row * a.x_stride + first * 64,
-                            a.x_stride,
-                            least(step, blocks - first),
-                            a.out + row * a.out_stride + p * kPanel,
-                            a.out_stride * 4,
-                            first == 0};
-          if (p + 1 == a.panels) {
-            any_by_one(chunk, rows > 16);
-          } else if (rows > 16) {
-            two_by_two(chunk);
-          } else {
-            one_by_two(chunk);
-          }
+        const Chunk chunk{a.w + p * size + first * 1024,
+                          size,
+                          a.x + row * a.x_stride + first * 64,
+                          a.x_stride,
+                          least(step, blocks - first),
+                          a.out + row * a.out_stride + p * kPanel,
+                          a.out_stride * 4,
+                          first == 0};
+        if (p + 1 == a.panels) {
+          any_by_one(chunk, rows > 16);
+        } else if (rows > 16) {
+          two_by_two(chunk);
+        } else {
+          one_by_two(chunk);
         }
       }
     }

@@ -16,7 +16,7 @@
 namespace ktserve {
 namespace {
 
-// Fetches the next panels, scales and all, while these are computed: evenly, so many bytes a block.
+// Fetches the next panels, scales and all, into the second-level cache while these are computed: so many bytes a time.
 struct Ahead {
   const uint8_t* at;
   const uint8_t* end;
@@ -38,11 +38,11 @@ void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, in
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
   }
-  Ahead next(w + N * panel_bytes, ahead ? N * panel_bytes / (k / kBlock) : 0);
+  constexpr int fetches = M == 1 ? 1 : 4;  // a block; in one burst they would hold up more rows' work
+  Ahead next(w + N * panel_bytes, ahead ? N * panel_bytes / (k / kBlock) / fetches : 0);
   for (int64_t b = 0; b < k / kBlock; ++b) {
     const uint8_t* q = w + meta_bytes + b * info(F).quant_bytes;
     const uint8_t* xb = x + b * kBlock;
-    next.advance();
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
       __m512i acc[M][N];
@@ -56,6 +56,7 @@ void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, in
       }
 #pragma GCC unroll 8
       for (int j = g * steps; j < (g + 1) * steps; ++j) {
+        if (j % (8 / fetches) == 0) next.advance();
         __m512i u[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) u[n] = quants<F>(q + n * panel_bytes, j);
