@@ -168,7 +168,7 @@ class ModelRunner:
             asked = [p.logprobs for p in params]
             if step.logits is None or not greedy or any(n is not None for n in asked):
                 logits = self._logits(step)
-                tokens, logits = sample(logits, [self._sample_row(row) for row in rows])
+                tokens = logits.argmax(dim=-1) if greedy else sample(logits, [self._sample_row(row) for row in rows])[0]
                 self.sampled[: len(rows)].copy_(tokens)
                 step.pending = PendingLogprobs(logits, tokens, asked)
             mine = self.sampled[: len(rows)]

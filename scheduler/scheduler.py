@@ -154,7 +154,8 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
         """How long the step took, and how many distinct experts it touched over all layers, if that is known."""
-        self._cost.observe(plan, seconds, experts)
+        if self._core.config.itl_target_s is not None:  # nobody else asks what a step will take
+            self._cost.observe(plan, seconds, experts)
 
     # ---- adapters
 
