@@ -50,7 +50,7 @@ bench-cpu: setup
 	@$(PY) -m benchmarks.report
 
 # Stops at the first report; the tiles of AMX are emulated, so every kernel runs on any machine with AVX2.
-sanitize: setup
+sanitize: $(VENV)/.packages
 	@for preset in asan tsan; do \
 	  echo "native tests, $$preset ..."; \
 	  $(VENV)/bin/cmake --preset $$preset -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja >/dev/null \
