@@ -10,6 +10,7 @@
 
 #include <cstring>
 
+#include "core/ahead.hpp"
 #include "core/kernels.hpp"
 
 namespace ktserve {
@@ -93,13 +94,14 @@ inline __attribute__((always_inline)) __m256i dot4(__m256i sum, __m256i u, __m25
 }
 
 template <Format F, int M>
-void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride) {
+void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride, bool ahead) {
   constexpr int groups = info(F).group == 16 ? 2 : 1;
   constexpr int steps = 8 / groups;
   const RowLayout row = row_layout(F, k);
   const uint8_t* q = w + meta_size(F, k);
   Pair f[M];
   for (int m = 0; m < M; ++m) f[m] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  Ahead next(w + panel_size(F, k), ahead ? panel_size(F, k) / (k / kBlock) / 2 : 0);
   for (int64_t b = 0; b < k / kBlock; ++b, q += info(F).quant_bytes) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
@@ -114,6 +116,7 @@ void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* 
       }
 #pragma GCC unroll 8
       for (int j = g * steps; j < (g + 1) * steps; ++j) {
+        if (j % 4 == 0) next.advance();
         const __m256i a = quants<F>(q, j, 0);
         const __m256i c = quants<F>(q, j, 1);
 #pragma GCC unroll 4
@@ -155,10 +158,13 @@ __m256 odd(__m256i pairs) {
 }
 
 template <int M>
-void tile_bf16(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride) {
+void tile_bf16(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride,
+               bool ahead) {
   Pair f[M];
   for (int m = 0; m < M; ++m) f[m] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  Ahead next(w + panel_size(Format::bf16, k), ahead ? 64 : 0);
   for (int64_t i = 0; i < padded_k(k) / 2; ++i) {
+    next.advance();
     const __m256i lo = load(w + i * 64);
     const __m256i hi = load(w + i * 64 + 32);
     const __m256 lo_even = even(lo), lo_odd = odd(lo), hi_even = even(hi), hi_odd = odd(hi);
@@ -176,10 +182,13 @@ void tile_bf16(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, fl
 }
 
 template <int M>
-void tile_f32(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride) {
+void tile_f32(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride,
+              bool ahead) {
   Pair f[M];
   for (int m = 0; m < M; ++m) f[m] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  Ahead next(w + panel_size(Format::f32, k), ahead ? 64 : 0);
   for (int64_t i = 0; i < k; ++i) {
+    next.advance();
     const __m256 lo = _mm256_castsi256_ps(load(w + i * 64));
     const __m256 hi = _mm256_castsi256_ps(load(w + i * 64 + 32));
 #pragma GCC unroll 4
@@ -196,13 +205,13 @@ void tile_f32(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, flo
 }
 
 template <Format F, int M>
-void tile_for(const uint8_t* w, const DotArgs& a, const uint8_t* x, float* out) {
+void tile_for(const uint8_t* w, const DotArgs& a, const uint8_t* x, float* out, bool ahead) {
   if constexpr (F == Format::bf16)
-    tile_bf16<M>(w, a.k, x, a.x_stride, out, a.out_stride);
+    tile_bf16<M>(w, a.k, x, a.x_stride, out, a.out_stride, ahead);
   else if constexpr (F == Format::f32)
-    tile_f32<M>(w, a.k, x, a.x_stride, out, a.out_stride);
+    tile_f32<M>(w, a.k, x, a.x_stride, out, a.out_stride, ahead);
   else
-    tile<F, M>(w, a.k, x, a.x_stride, out, a.out_stride);
+    tile<F, M>(w, a.k, x, a.x_stride, out, a.out_stride, ahead);
 }
 
 template <Format F>
@@ -217,13 +226,13 @@ void dot_format(const DotArgs& a) {
       float* out = a.out + row * a.out_stride + p * kPanel;
       switch (a.rows * (t + 1) / tiles - row) {
         case 1:
-          tile_for<F, 1>(w, a, x, out);
+          tile_for<F, 1>(w, a, x, out, t == 0);
           break;
         case 2:
-          tile_for<F, 2>(w, a, x, out);
+          tile_for<F, 2>(w, a, x, out, t == 0);
           break;
         default:
-          tile_for<F, 3>(w, a, x, out);
+          tile_for<F, 3>(w, a, x, out, t == 0);
           break;
       }
     }

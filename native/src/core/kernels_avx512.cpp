@@ -10,22 +10,12 @@
 
 #include <cstring>
 
+#include "core/ahead.hpp"
 #include "core/blocks_avx512.hpp"
 #include "core/kernels.hpp"
 
 namespace ktserve {
 namespace {
-
-// Fetches the next panels, scales and all, into the second-level cache while these are computed: so many bytes a time.
-struct Ahead {
-  const uint8_t* at;
-  const uint8_t* end;
-  int64_t step;
-  Ahead(const uint8_t* first, int64_t bytes) : at(first), end(first), step(bytes) {}
-  inline __attribute__((always_inline)) void advance() {
-    for (end += step; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
-  }
-};
 
 template <Format F, int M, int N>
 void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, int64_t stride, float* out,
