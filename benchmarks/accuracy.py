@@ -169,7 +169,7 @@ def table(backends: list[str], formats: list[str]) -> Iterator[str]:
             for backend in backends:
                 if backend == "kt" and weights not in KT_FORMATS:
                     continue
-                config = {"rules": RULES[backend]}
+                config = {"rules": RULES[backend], "dtype": "auto"}
                 if backend == "kt":
                     runs = [[measure_apart(weights, mix, seed, config) for seed in SEEDS] for mix in MIXES]
                 else:

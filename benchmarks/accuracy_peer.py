@@ -28,8 +28,6 @@ from tests.engine.harness import Harness, full_logits
 from tests.tiny import save_gguf, tiny_model
 
 VOCABULARY = 2048
-import os
-DTYPE = os.environ.get("D", "bfloat16")
 
 
 def tokenizer_metadata() -> dict[str, Any]:
@@ -46,8 +44,8 @@ def prompts(count: int) -> list[list[int]]:
     ]
 
 
-def ours(path: Path, asked: list[list[int]], rules: str) -> list[torch.Tensor]:
-    engine = Harness(path, dtype=DTYPE, rules=rules, max_num_batched_tokens=128, pack_cache="off")
+def ours(path: Path, asked: list[list[int]], dtype: str) -> list[torch.Tensor]:
+    engine = Harness(path, dtype=dtype, rules="qwen3moe-cpu", max_num_batched_tokens=128, pack_cache="off")
     rids = [engine.submit(p, logprobs=VOCABULARY, max_tokens=1) for p in asked]
     engine.run()
     out = []
@@ -107,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llama", type=Path, required=True)
     parser.add_argument("--formats", default="BF16,Q8_0,Q4_0,Q4_1,Q5_0,Q4_K,Q5_K,Q6_K")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--prompts", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,7 +123,7 @@ def main() -> None:
                 held = save_gguf(copy.deepcopy(model), path, weights, weights, metadata=metadata)
                 want = [torch.log_softmax(full_logits(held, p)[-1], -1) for p in asked]
                 ratios.append(
-                    (error(ours(path, asked, "qwen3moe-cpu"), want), error(theirs(path, asked, args.llama), want))
+                    (error(ours(path, asked, args.dtype), want), error(theirs(path, asked, args.llama), want))
                 )
             mine, peer = (statistics.mean(r[i] for r in ratios) for i in (0, 1))
             print(f"| {weights} | {mine:.5f} | {peer:.5f} | {mine / peer:.2f} |", flush=True)

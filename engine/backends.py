@@ -26,6 +26,7 @@ from engine.model.native_ops import NativeOps
 from engine.model.ops import TorchOps
 from engine.model.rope import Rope
 from engine.placement import Placement, activation_dtype
+from engine.precision import Precision, choose_precision
 from engine.weights.store import WeightSource
 from native.topology import make_pool
 
@@ -45,7 +46,8 @@ def make_backends(
         from engine.backends_gpu import gpu_backends
 
         return gpu_backends(config, source, placement, num_blocks, max_model_len, max_rows)
-    device, dtype, model = torch.device("cpu"), activation_dtype(config), source.config
+    device, model, precision = torch.device("cpu"), source.config, choose_precision(config, placement)
+    dtype = precision.activations
     pools: Shared[Any] = Shared("pool", {"native": lambda: make_pool(config.cpu_threads and cpu_threads(config))})
     isa, rope = config.isa or "", Rope(model, max_model_len, device)
 
@@ -53,7 +55,9 @@ def make_backends(
         "linear",
         {
             "reference": lambda: ReferenceLinearBackend(dtype, device),
-            "native": lambda: NativeLinearBackend(dtype, pools.get("native"), isa, config.quantise),
+            "native": lambda: NativeLinearBackend(
+                dtype, pools.get("native"), isa, config.quantise, plain=precision.weights
+            ),
         },
     )
     router: Shared[LinearBackend] = Shared(
@@ -67,14 +71,16 @@ def make_backends(
         "attention",
         {
             "reference": lambda: ReferenceAttention(model, num_blocks, dtype, device),
-            "native": lambda: NativeAttention(model, num_blocks, dtype, pools.get("native"), isa),
+            "native": lambda: NativeAttention(
+                model, num_blocks, dtype, pools.get("native"), isa, kv_dtype=precision.kv
+            ),
         },
     )
     experts: Shared[ExpertBackend] = Shared(
         "experts",
         {
             "reference": lambda: ReferenceExperts(dtype, device),
-            "native": lambda: native_experts(config, source, pools.get("native")),
+            "native": lambda: native_experts(config, source, pools.get("native"), precision),
             "kt": lambda: KtExperts(model, kt_method(config, placement), max_rows=max_rows, threads=config.cpu_threads),
         },
     )
@@ -89,6 +95,7 @@ def make_backends(
         attention=lambda layer: attention.get(placement.backend(f"model.layers.{layer}.self_attn")),
         experts=lambda layer: experts.get(placement.backend(f"model.layers.{layer}.mlp.experts")),
         dtype=dtype,
+        packs_bf16=precision.weights == torch.bfloat16,
         device=device,
         pool=pools.get("native") if "native" in kinds else None,
     )
@@ -106,11 +113,16 @@ def cpu_threads(config: EngineConfig) -> int:
     return config.cpu_threads
 
 
-def native_experts(config: EngineConfig, source: WeightSource, pool: Any) -> NativeExperts:
+def native_experts(
+    config: EngineConfig, source: WeightSource, pool: Any, precision: Precision | None = None
+) -> NativeExperts:
+    """`precision`: by default activations and weights are of one type, as beside a GPU."""
+    dtype = activation_dtype(config)
     return NativeExperts(
         source.config,
-        activation_dtype(config),
+        precision.activations if precision else dtype,
         pool,
+        plain=precision.weights if precision else dtype,
         isa=config.isa or "",
         quantise=config.quantise,
         cache_dir=pack_cache(config),

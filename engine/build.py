@@ -18,6 +18,7 @@ from engine.memory_plan import Item, MemoryPlan, plan_memory
 from engine.messages import AdapterInfo, FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.placement import Placement, activation_dtype, choose, find_machine
+from engine.precision import choose_precision
 from engine.profile import Profiler
 from engine.runner import ModelRunner
 from engine.weights.open import open_model
@@ -63,11 +64,13 @@ def draw(config: EngineConfig) -> Blueprint:
             hot = hot_expert_bytes(config, source, gpu, extra)
             config = replace(config, gpu_expert_memory=str(hot))
             extra.append(Item(gpu.name, "hot experts", hot))
+    precision = choose_precision(config, placement)
     memory = plan_memory(
         config,
         source,
         lambda layer: _planned_backend(placement, layer),
-        element_bytes,
+        precision.weights.itemsize,
+        activation_bytes=precision.activations.itemsize,
         linear_backend=placement.used("_proj")[0],
         gpu=gpu,
         extra=extra,

@@ -39,7 +39,11 @@ class EngineConfig:
         None, "name of the base model in the API; default: the folder's or file's", group="Model"
     )
     dtype: str = option(
-        "auto", "type of activations and unquantised weights", group="Model", choices=("auto", "bfloat16", "float32")
+        "auto",
+        "type of activations, unquantised weights and KV cache; auto: bfloat16, with float32 activations where the "
+        "native kernels compute everything",
+        group="Model",
+        choices=("auto", "bfloat16", "float32"),
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's, or what the cache holds", group="Model"

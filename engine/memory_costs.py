@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _BF16, _F32 = 2, 4
 # Bytes per weight, scales included. Native: the packed formats that hold GGUF's blocks (native/src/core/format.hpp);
-# other types are held in the activations' type.
+# other types are held in the type of unquantised weights.
 _NATIVE_BYTES = {"Q8_0": 544, "Q5_0": 544, "Q5_1": 576, "Q4_0": 288, "Q4_1": 320, "Q4_K": 296, "Q5_K": 552, "Q6_K": 420}
 _NATIVE_PER = 512  # weights of a panel's block
 _KT_BYTES = {"AMXBF16": 2.0, "AMXInt8": 1.01, "AMXInt4": 0.51}
@@ -47,9 +47,12 @@ def _native_bytes(tensor: WeightTensor, element_bytes: int) -> float:
     return prod(tensor.shape) * (element_bytes if packed is None else packed / _NATIVE_PER)
 
 
-def dense_bytes(source: WeightSource, linear_backend: str, element_bytes: int) -> int:
-    """Everything but routed experts: embedding and norms in the activations' type, routers in float32, projections
-    as the linear backend holds them. A tied head is a projection of its own beside the embedding."""
+def dense_bytes(
+    source: WeightSource, linear_backend: str, element_bytes: int, activation_bytes: int | None = None
+) -> int:
+    """Everything but routed experts: embedding and norms as activations (a bf16 embedding as weights), routers in
+    float32, projections as the linear backend holds them. A tied head is a projection of its own beside the
+    embedding."""
     config = source.config
     total = 0
     for name in source.names():
@@ -59,8 +62,10 @@ def dense_bytes(source: WeightSource, linear_backend: str, element_bytes: int) -
             total += count * _F32
         elif len(tensor.shape) == 2 and name != EMBED:
             total += _linear_bytes(tensor, linear_backend, element_bytes)
-        else:
+        elif name == EMBED and tensor.type == "BF16":
             total += count * element_bytes
+        else:
+            total += count * (activation_bytes or element_bytes)
     if config.tie_word_embeddings:
         total += _linear_bytes(source.tensor(EMBED), linear_backend, element_bytes)
     return total

@@ -100,19 +100,31 @@ def plan_memory(
     expert_backend: Callable[[int], str],
     element_bytes: int,
     *,
+    activation_bytes: int | None = None,
     linear_backend: str = "reference",
     cpu: Memory | None = None,
     gpu: Memory | None = None,
     extra: Sequence[Item] = (),
 ) -> MemoryPlan:
-    """`expert_backend` names a sparse layer's backend, `element_bytes` is the size of an activation.
+    """`expert_backend` names a sparse layer's backend, `element_bytes` is the size of an unquantised weight
+    and of an element of the KV cache, `activation_bytes` (default: the same) that of an activation.
 
     With `gpu`, dense weights, KV cache and step buffers lie there, and the experts of layers on "gpu"; all else is
     on the CPU (its memory is looked up unless given). `extra` are what a backend needs besides. Raises UserError for
     settings that contradict one another.
     """
     cpu = cpu or cpu_memory()
-    inputs = _Inputs(config, source, expert_backend, element_bytes, linear_backend, cpu, gpu, tuple(extra))
+    inputs = _Inputs(
+        config,
+        source,
+        expert_backend,
+        element_bytes,
+        linear_backend,
+        cpu,
+        gpu,
+        tuple(extra),
+        activation_bytes or element_bytes,
+    )
     plan = _draw(inputs)
     return replace(plan, remedies=_remedies(inputs, plan)) if plan.short else plan
 
@@ -127,6 +139,7 @@ class _Inputs:
     cpu: Memory
     gpu: Memory | None
     extra: tuple[Item, ...]
+    activation_bytes: int
 
     @property
     def main(self) -> Memory:
@@ -137,7 +150,8 @@ class _Inputs:
 def _draw(inputs: _Inputs) -> MemoryPlan:
     config, source, main, cpu = inputs.config, inputs.source, inputs.main, inputs.cpu
     items = [*_expert_items(inputs), *inputs.extra]
-    items.append(Item(main.name, "dense weights", dense_bytes(source, inputs.linear_backend, inputs.element_bytes)))
+    dense = dense_bytes(source, inputs.linear_backend, inputs.element_bytes, inputs.activation_bytes)
+    items.append(Item(main.name, "dense weights", dense))
     if config.adapters:
         label = f"adapters at start, {len(config.adapters)}"
         items.append(Item(main.name, label, sum(file_bytes(text.partition("=")[2]) for text in config.adapters)))
@@ -235,8 +249,8 @@ def _remedies(inputs: _Inputs, plan: MemoryPlan) -> list[str]:
     tokens = (plan.kv_tokens - -(-over // per_token)) // BLOCK * BLOCK
     if tokens >= BLOCK:
         trial(f"--kv-cache-tokens {tokens}", kv_cache_tokens=tokens, kv_cache_memory=None, max_model_len=None)
-    if inputs.element_bytes > 2:
-        trial("--dtype bfloat16", replace(inputs, element_bytes=2), dtype="bfloat16")
+    if inputs.activation_bytes > 2:
+        trial("--dtype bfloat16", replace(inputs, element_bytes=2, activation_bytes=2), dtype="bfloat16")
     if config.max_num_batched_tokens > 128:
         trial("--max-num-batched-tokens 128", max_num_batched_tokens=128)
     if config.adapters:

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU kernels: bf16 or float32 KV, a row's result the same bits alone or in any batch."""
+"""Paged attention on the CPU kernels, rows and KV bf16 or float32: a row's bits are the same alone or in any batch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,23 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 class NativeAttention(AttentionBackend):
     """Owns the KV blocks of all layers in the kernels' layout (drawn in native/src/attention/attention.hpp).
 
-    `pool` is a `native._native.WorkerPool`; `isa` "avx2", "avx512" or "amx", "" for the best. The cache's pages are
-    taken from the system when a block is first written. A NaN in q, k or v stays within its own sequence.
+    `dtype` is that of q, k, v and the result, `kv_dtype` the cache's: the same (default), or bfloat16 under float32
+    rows; k and v are then rounded as they are stored. `pool` is a `native._native.WorkerPool`; `isa` "avx2", "avx512"
+    or "amx", "" for the best. The cache's pages are taken from the system when a block is first written. A NaN in q,
+    k or v stays within its own sequence.
     Raises UserError for shapes and dtypes that the kernels do not take.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, pool: Any, isa: str = "") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        dtype: torch.dtype,
+        pool: Any,
+        isa: str = "",
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         dim = config.head_dim
         if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
             raise UserError(
@@ -32,6 +43,9 @@ class NativeAttention(AttentionBackend):
             )
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native attention takes bfloat16 and float32", field="dtype")
+        kv_dtype = kv_dtype or dtype
+        if kv_dtype not in (dtype, torch.bfloat16):
+            raise UserError(f"kv_dtype {kv_dtype}: beside {dtype} it is {dtype} or bfloat16", field="dtype")
         try:
             self.kernel: Any = importlib.import_module("native._native").PagedAttention(
                 pool,
@@ -40,15 +54,16 @@ class NativeAttention(AttentionBackend):
                 config.num_attention_heads,
                 config.num_key_value_heads,
                 dim,
-                dtype == torch.bfloat16,
+                kv_dtype == torch.bfloat16,
                 isa,
+                dtype == torch.float32,
             )
         except ValueError as error:
             raise UserError(f"native attention: {error}") from error
-        self._dtype = dtype
+        self.dtype = dtype
         self._q_shape = (config.num_attention_heads, dim)
         self._kv_shape = (config.num_key_value_heads, dim)
-        self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
+        self._token_bytes = config.kv_bytes_per_token(kv_dtype.itemsize)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -69,12 +84,12 @@ class NativeAttention(AttentionBackend):
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q, k, v may be slices of one tensor: tokens any stride apart, heads and dimensions contiguous."""
         tokens = q.shape[0]
-        out = torch.empty((tokens, *self._q_shape), dtype=self._dtype)
+        out = torch.empty((tokens, *self._q_shape), dtype=self.dtype)
         for name, t, shape in (("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)):
-            if t.shape != (tokens, *shape) or t.dtype != self._dtype or t.stride()[1:] != (shape[1], 1):
+            if t.shape != (tokens, *shape) or t.dtype != self.dtype or t.stride()[1:] != (shape[1], 1):
                 raise EngineError(
                     f"native attention: {name} is {t.dtype} {tuple(t.shape)} with strides {t.stride()}; "
-                    f"wanted {self._dtype} {(tokens, *shape)} with heads and dimensions contiguous"
+                    f"wanted {self.dtype} {(tokens, *shape)} with heads and dimensions contiguous"
                 )
         try:
             self.kernel.forward(

@@ -32,8 +32,8 @@ class _Call:
 
 
 class NativeExperts(ExpertBackend):
-    """GGUF blocks are repacked without loss (native/src/core/format.hpp draws the layout). Plain weights become bf16,
-    float32 where the model computes in float32, or are quantised on request.
+    """GGUF blocks are repacked without loss (native/src/core/format.hpp draws the layout). Plain weights are held as
+    `plain`, bfloat16 or float32 (default: `dtype`, the activations'), or are quantised on request.
 
     `pool`: a `native._native.WorkerPool` to share with other backends; default: its own over this process's CPUs.
     `isa`: "avx2", "avx512" or "amx"; "" is KTSERVE_ISA or the machine's best. `quantise`: "int8" or "int4" for plain
@@ -51,14 +51,16 @@ class NativeExperts(ExpertBackend):
         quantise: str | None = None,
         cache_dir: Path | None = None,
         source_id: str = "",
+        plain: torch.dtype | None = None,
     ) -> None:
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise UserError(f"dtype {dtype}: the native experts take bfloat16 and float32", field="dtype")
+        plain = plain or dtype
+        if not {dtype, plain} <= {torch.bfloat16, torch.float32}:
+            raise UserError(f"dtype {dtype}, {plain}: the native experts take bfloat16 and float32", field="dtype")
         if quantise is not None and quantise not in QUANTISED_FORMATS:
             raise UserError(f"quantise {quantise}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
         self._config = config
-        self._dtype = dtype
-        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if dtype == torch.float32 else "bf16"
+        self._weight_dtype = plain
+        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
         try:
             self._native: Any = importlib.import_module("native._native")
             self.pool: Any = pool if pool is not None else make_pool()
@@ -119,7 +121,7 @@ class NativeExperts(ExpertBackend):
         kind = experts[0].type
         if self._native.has_source_type(kind):
             return kind, [np.ascontiguousarray(weight.data) for weight in experts]
-        plain, dtype = ("F32", torch.float32) if self._dtype == torch.float32 else ("BF16", torch.bfloat16)
+        plain, dtype = ("F32", torch.float32) if self._weight_dtype == torch.float32 else ("BF16", torch.bfloat16)
         values = [weight.dequantise(dtype).contiguous().view(torch.uint8).numpy() for weight in experts]
         return plain, values
 

@@ -68,19 +68,29 @@ class NativeLinear(Linear):
 class NativeLinearBackend(LinearBackend):
     """Packs each weight once, over `pool` (a `native._native.WorkerPool`), into the format that holds it without loss.
 
-    F32, F16 and BF16 weights become bf16, or stay float32 if `dtype` is float32; `quantise` ("int8": as Q8_0, "int4":
-    as Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised and treated likewise.
+    F32, F16 and BF16 weights are held as `plain`, bfloat16 or float32 (default: `dtype`, the activations'); `quantise`
+    ("int8": as Q8_0, "int4": as Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised
+    and treated likewise.
     Calls of one backend follow one another: its scratch is shared.
     """
 
-    def __init__(self, dtype: torch.dtype, pool: Any, isa: str = "", quantise: str | None = None) -> None:
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise UserError(f"dtype {dtype}: the native projections take bfloat16 and float32", field="dtype")
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        pool: Any,
+        isa: str = "",
+        quantise: str | None = None,
+        *,
+        plain: torch.dtype | None = None,
+    ) -> None:
+        plain = plain or dtype
+        if not {dtype, plain} <= {torch.bfloat16, torch.float32}:
+            raise UserError(f"dtype {dtype}, {plain}: the native projections take bfloat16 and float32", field="dtype")
         if quantise is not None and quantise not in QUANTISED_FORMATS:
             raise UserError(f"quantise {quantise!r}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
         self._native: Any = importlib.import_module("native._native")
         self._pool = pool
-        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if dtype == torch.float32 else "bf16"
+        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
         try:
             self._runner: Any = self._native.LinearRunner(pool, isa)
         except ValueError as error:

@@ -14,6 +14,7 @@ from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.model.native_decoder import NativeQwen3Moe, all_native
 from engine.model.ops import Ops
 from engine.model.qwen3_moe import DenseMlp, Layer, Qwen3Moe, SparseMlp
+from engine.weights.layout import EMBED
 from engine.weights.store import WeightSource
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -30,6 +31,7 @@ class Backends:
     experts: Callable[[int], ExpertBackend]  # by layer
     dtype: torch.dtype  # of activations
     device: torch.device
+    packs_bf16: bool = False  # bf16 weights stay so, whatever activations are
     pool: Any = None  # native._native.WorkerPool, whose workers spin while a step runs
 
 
@@ -54,7 +56,7 @@ class Loader:
         return (NativeQwen3Moe if native else Qwen3Moe)(
             config=config,
             ops=self.backends.ops,
-            embedding=self.vector("model.embed_tokens.weight"),
+            embedding=self.embedding(),
             layers=layers,
             final_norm=self.vector("model.norm.weight"),
             lm_head=self.head(),
@@ -90,8 +92,14 @@ class Loader:
         return made
 
     def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight or the embedding, in the activations' dtype."""
+        """A norm's weight, in the activations' dtype."""
         return self.source.tensor(name).dequantise(self.backends.dtype).to(self.backends.device)
+
+    def embedding(self) -> torch.Tensor:
+        """In the activations' dtype, or narrower where nothing is lost by it."""
+        tensor = self.source.tensor(EMBED)
+        dtype = torch.bfloat16 if tensor.type == "BF16" and self.backends.packs_bf16 else self.backends.dtype
+        return tensor.dequantise(dtype).to(self.backends.device)
 
     def buffers(self, backend: ExpertBackend) -> ExpertBuffers:
         """One set for all layers whose experts are in the same memory."""

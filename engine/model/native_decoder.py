@@ -48,6 +48,8 @@ class NativeDecoder:
         attention, first = layers[0].attention, layers[0].q
         if not isinstance(attention, NativeAttention) or not isinstance(first, NativeLinear):
             raise UserError("the native decoder needs native attention and projections")
+        if attention.dtype != dtype:
+            raise UserError(f"the native decoder computes in {dtype}, its attention in {attention.dtype}")
         weight_dtype = layers[0].input_norm.dtype
         self._layers = list(layers)  # keeps the weights' memory alive
         self._buffers = buffers
@@ -132,7 +134,7 @@ class NativeQwen3Moe(Qwen3Moe):
         super().__init__(*args, **kwargs)
         if not isinstance(self.ops, NativeOps) or len(self.expert_buffers) > 1:
             raise UserError("the native model needs native operations and one set of expert buffers")
-        dtype = self.embedding.dtype
+        dtype = self.dtype
         buffers = self.expert_buffers or [ExpertBuffers.allocate(1, 1, self.config.hidden_size, dtype)]
         self._decoder = NativeDecoder(self.config, self.ops, self.layers, buffers[0], dtype)
 

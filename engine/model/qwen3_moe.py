@@ -94,6 +94,7 @@ class Qwen3Moe:
         self.lm_head = lm_head
         self.linears = linears
         self.device = embedding.device
+        self.dtype = final_norm.dtype  # of activations; the embedding may be narrower
         self.slots_with_extra_mlps: set[int] = set()
         self.attention_backends = list({id(layer.attention): layer.attention for layer in layers}.values())
         sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)]
@@ -128,7 +129,7 @@ class Qwen3Moe:
     ) -> torch.Tensor:
         """The device's part of a planned step. `bsz` int32 [1]: how many of the rows count, if not all."""
         self.begin(ids.shape[0], lora, bsz)
-        residual = self.ops.embed(self.embedding, ids)
+        residual = self.ops.embed(self.embedding, ids).to(self.dtype)
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             delta = self.run_layer(index, layer, residual, delta, batch, lora, trace, observe)
@@ -199,7 +200,7 @@ class Qwen3Moe:
             if isinstance(layer.mlp, SparseMlp):
                 layer.mlp.extra.pop(slot, None)
                 if index in extra:
-                    layer.mlp.extra[slot] = [_to(m, self.embedding) for m in extra[index]]
+                    layer.mlp.extra[slot] = [_to(m, self.final_norm) for m in extra[index]]
         if extra:
             self.slots_with_extra_mlps.add(slot)
         else:

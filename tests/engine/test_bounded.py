@@ -14,10 +14,10 @@ def files(tmp_path_factory) -> list[Files]:
     return [Files(folder, "BF16", seed) for seed in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("rules", ["reference", None])
+@pytest.mark.parametrize(("rules", "dtype"), [("reference", "bfloat16"), (None, "bfloat16"), (None, "auto")])
 @pytest.mark.parametrize("mix", MIXES)
-def test_error_is_bounded(files, rules, mix):
-    runs = [measure(f, mix, seed, rules=rules) for seed, f in enumerate(files)]
+def test_error_is_bounded(files, rules, dtype, mix):
+    runs = [measure(f, mix, seed, rules=rules, dtype=dtype) for seed, f in enumerate(files)]
     assert sum(r.positions for r in runs) > 50
     error, theirs = sum(r.error for r in runs), sum(r.transformers for r in runs)
     assert error <= 1.25 * theirs, f"{error / theirs:.2f} times transformers' error"

@@ -18,7 +18,9 @@ from native import _native
 from tests.native.isas import ISAS
 from tests.native.shapes import config
 
-DTYPES = [torch.bfloat16, torch.float32]
+BF16, F32 = torch.bfloat16, torch.float32
+KINDS = [(BF16, BF16), (F32, F32), (F32, BF16)]  # of rows and of the cache
+IDS = ["bf16", "float32", "float32 over bf16"]
 POOL = _native.WorkerPool([[0, 1, 2]])
 
 
@@ -29,14 +31,16 @@ class Shape:
     head_dim: int = 64
     layers: int = 2
 
-    def make(self, dtype: torch.dtype, isa: str, num_blocks: int = 256) -> NativeAttention:
+    def make(
+        self, dtype: torch.dtype, isa: str, num_blocks: int = 256, kv: torch.dtype | None = None
+    ) -> NativeAttention:
         model = config(
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
         )
-        return NativeAttention(model, num_blocks, dtype, POOL, isa)
+        return NativeAttention(model, num_blocks, dtype, POOL, isa, kv_dtype=kv)
 
 
 @dataclasses.dataclass
@@ -83,8 +87,8 @@ def whole(backend: NativeAttention, sequence: Sequence, cuts: list[int], layer: 
     return torch.cat([step(backend, layer, [(sequence, a, b)])[0] for a, b in zip([0, *ends], ends, strict=False)])
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    if out.dtype == torch.float32:
+def assert_close(out: torch.Tensor, expected: torch.Tensor, kv: torch.dtype) -> None:
+    if kv == torch.float32:
         torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-6)
     else:
         error = (out.float() - expected).abs().mean() / expected.abs().mean()
@@ -92,31 +96,31 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_equals_dense_attention(isa: str, dtype: torch.dtype, data: st.DataObject) -> None:
+def test_equals_dense_attention(isa: str, dtype: torch.dtype, kv: torch.dtype, data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 3))
     group = data.draw(st.sampled_from([1, 2, 3, 5, 8, 40]))
     shape = Shape(kv_heads * group, kv_heads, 16 * data.draw(st.integers(1, 16)))
     lengths = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=3))
-    backend = shape.make(dtype, isa)
+    backend = shape.make(dtype, isa, kv=kv)
     sequences = draw_sequences(shape, lengths, dtype, data.draw(st.integers(0, 2**20)))
     cuts = data.draw(st.lists(st.integers(1, 599), max_size=3))
     for sequence in sequences:
-        assert_close(whole(backend, sequence, cuts, layer=1), sequence.reference())
+        assert_close(whole(backend, sequence, cuts, layer=1), sequence.reference(), kv)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_alone_in_a_batch_and_chunked(isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
+def test_a_row_is_the_same_alone_in_a_batch_and_chunked(isa: str, dtype: torch.dtype, kv: torch.dtype) -> None:
     shape = Shape(heads=12, kv_heads=2, head_dim=80)
     sequences = draw_sequences(shape, [700, 257, 33, 256, 300], dtype, seed=3)
-    alone = [whole(shape.make(dtype, isa), s, []) for s in sequences]
+    alone = [whole(shape.make(dtype, isa, kv=kv), s, []) for s in sequences]
     for s, expected in zip(sequences, alone, strict=True):  # prefill in odd chunks, then decode one by one
         cuts = [7, 20, 100, *range(len(s.q) - 12, len(s.q))]
-        assert torch.equal(whole(shape.make(dtype, isa), s, cuts), expected)
-    together = shape.make(dtype, isa)
+        assert torch.equal(whole(shape.make(dtype, isa, kv=kv), s, cuts), expected)
+    together = shape.make(dtype, isa, kv=kv)
     step(together, 0, [(s, 0, len(s.q) - 5) for s in sequences])
     mixed = step(together, 0, [(s, len(s.q) - 5, len(s.q) - i) for i, s in enumerate(sequences)])
     for i, (s, expected) in enumerate(zip(sequences, alone, strict=True)):
@@ -135,16 +139,18 @@ def test_repeats_bit_for_bit(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
 @settings(max_examples=15)
 @given(old=st.integers(1, 64), new=st.integers(1, 64), cut=st.integers(1, 63))
-def test_what_a_block_held_before_has_no_influence(isa: str, dtype: torch.dtype, old: int, new: int, cut: int) -> None:
+def test_what_a_block_held_before_has_no_influence(
+    isa: str, dtype: torch.dtype, kv: torch.dtype, old: int, new: int, cut: int
+) -> None:
     shape = Shape(heads=4, kv_heads=1, head_dim=32)
     poison, sequence = draw_sequences(shape, [old, new], dtype, seed=old * 64 + new)
     poison.k[:], poison.v[:] = float("nan"), float("inf")
     poison.blocks = tuple(sequence.blocks[i % len(sequence.blocks)] for i in range(len(poison.blocks)))
-    expected = whole(shape.make(dtype, isa), sequence, [])
-    used = shape.make(dtype, isa)
+    expected = whole(shape.make(dtype, isa, kv=kv), sequence, [])
+    used = shape.make(dtype, isa, kv=kv)
     whole(used, poison, [])
     out = whole(used, sequence, [cut])
     assert torch.isfinite(out).all()
@@ -152,14 +158,14 @@ def test_what_a_block_held_before_has_no_influence(isa: str, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_nan_reaches_its_own_sequence_only(isa: str, dtype: torch.dtype, name: str) -> None:
+def test_nan_reaches_its_own_sequence_only(isa: str, dtype: torch.dtype, kv: torch.dtype, name: str) -> None:
     shape = Shape()
     bad, good = draw_sequences(shape, [300, 300], dtype, seed=9)
-    expected = whole(shape.make(dtype, isa), good, [])
+    expected = whole(shape.make(dtype, isa, kv=kv), good, [])
     getattr(bad, name)[280] = float("nan")
-    out_bad, out_good = step(shape.make(dtype, isa), 0, [(bad, 0, 300), (good, 0, 300)])
+    out_bad, out_good = step(shape.make(dtype, isa, kv=kv), 0, [(bad, 0, 300), (good, 0, 300)])
     assert torch.equal(out_good, expected)
     assert out_bad[280].isnan().all()
     if name != "q":
@@ -195,7 +201,27 @@ def test_head_dims_that_are_refused(head_dim: int) -> None:
     assert caught.value.field == "head_dim"
 
 
+def test_a_bf16_cache_under_float32_rows() -> None:
+    """Half the bytes; what is stored is rounded, what comes out is not."""
+    shape = Shape()
+    mixed, wide, half = shape.make(F32, "", kv=BF16), shape.make(F32, ""), shape.make(BF16, "")
+    assert mixed.cache_bytes == half.cache_bytes == wide.cache_bytes // 2
+    assert mixed.kv_bytes_per_token == half.kv_bytes_per_token == wide.kv_bytes_per_token // 2
+    (s,) = draw_sequences(shape, [300], F32, seed=4)
+    out = whole(mixed, s, [])
+    assert out.dtype == F32 and not torch.equal(out, out.bfloat16().float())
+    rounded = dataclasses.replace(s, k=s.k.bfloat16(), v=s.v.bfloat16())
+    error = (out - rounded.reference()).abs().mean() / out.abs().mean()
+    assert error < 0.002, f"relative error {error:.5f}"
+    first = dataclasses.replace(s, k=s.k.bfloat16().float(), v=s.v.bfloat16().float())
+    assert torch.equal(whole(shape.make(F32, "", kv=BF16), first, []), out)
+
+
 def test_other_refusals() -> None:
+    with pytest.raises(UserError, match=r"kv_dtype torch.float32: beside torch.bfloat16"):
+        Shape().make(BF16, "", kv=F32)
+    with pytest.raises(UserError, match=r"kv_dtype torch.float16"):
+        Shape().make(F32, "", kv=torch.float16)
     with pytest.raises(UserError, match="float16"):
         Shape().make(torch.float16, "")
     with pytest.raises(UserError, match="kv_heads"):

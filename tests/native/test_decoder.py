@@ -37,13 +37,16 @@ POOL = _native.WorkerPool([[0, 1, 2]])
 class Parts:
     """Two layers, the second dense, with an adapter in slot 1 on all projections; fresh KV."""
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, isa: str = "") -> None:
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, isa: str = "", weights: torch.dtype | None = None
+    ) -> None:
+        """`weights`: type of plain weights and of the KV cache, by default `dtype`."""
         self.model, self.dtype = model, dtype
         self.random = torch.Generator().manual_seed(7)
-        self.backend = NativeLinearBackend(dtype, POOL, isa)
+        self.backend = NativeLinearBackend(dtype, POOL, isa, plain=weights)
         self.router = NativeLinearBackend(torch.float32, POOL, isa)
         self.ops = NativeOps(1e-6, Rope(model, 512, torch.device("cpu")), POOL, isa)
-        self.attention = NativeAttention(model, 32, dtype, POOL, isa)
+        self.attention = NativeAttention(model, 32, dtype, POOL, isa, kv_dtype=weights)
         self.layers = [self.layer(sparse=True), self.layer(sparse=False)]
         self.buffers = ExpertBuffers.allocate(64, model.num_experts_per_tok, model.hidden_size, dtype)
 
@@ -110,7 +113,11 @@ def batch_of(rows: list[tuple[int, int]]) -> BatchLayout:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=["bf16", "float32", "float32 over bf16"],
+)
 @settings(max_examples=10)
 @given(
     group=st.sampled_from([1, 3]),
@@ -123,6 +130,7 @@ def batch_of(rows: list[tuple[int, int]]) -> BatchLayout:
 def test_equals_its_parts(
     isa: str,
     dtype: torch.dtype,
+    weights: torch.dtype,
     group: int,
     head_dim: int,
     hidden: int,
@@ -137,7 +145,7 @@ def test_equals_its_parts(
         num_experts=experts,
         num_experts_per_tok=3,
     )
-    parts = Parts(model, dtype, isa)
+    parts = Parts(model, dtype, isa, weights)
     decoder = parts.decoder()
     batch = batch_of([(tokens, tokens + before) for tokens, before in rows])
     tokens = batch.num_tokens
@@ -158,11 +166,12 @@ def test_equals_its_parts(
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_model_runs_two_calls_a_layer_with_the_same_bits(tmp_path: Path, sparse: bool) -> None:
+def test_a_model_runs_two_calls_a_layer_with_the_same_bits(tmp_path: Path, sparse: bool, dtype: str) -> None:
     """With an observer the parts run one by one; without, the attention half is one call."""
     save_hf(tiny_model(3, num_hidden_layers=3, mlp_only_layers=[1] if sparse else [0, 1, 2]), tmp_path)
-    harness = Harness(tmp_path, rules=None, dtype="bfloat16", pack_cache="off")
+    harness = Harness(tmp_path, rules=None, dtype=dtype, pack_cache="off")
     model = harness.core.runner.model
     assert isinstance(model, NativeQwen3Moe)
     batch = batch_of([(5, 5), (1, 1), (18, 18)])
@@ -194,6 +203,9 @@ def test_refusals() -> None:
     assert not all_native(parts.layers, parts.ops)
     with pytest.raises(UserError, match="native"):
         parts.decoder()
+    with pytest.raises(UserError, match=r"computes in torch.float32, its attention in torch.bfloat16"):
+        mixed = Parts(config(), torch.bfloat16)
+        NativeDecoder(mixed.model, mixed.ops, mixed.layers, mixed.buffers, torch.float32)
     parts.layers[0].q = parts.linear(64, 64)
     with pytest.raises(UserError, match=r"layer 0: q_proj: \[64, 64\]; allowed is \[128, 64\]"):
         parts.decoder()

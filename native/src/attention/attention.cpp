@@ -48,6 +48,7 @@ PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
       kernels_(isa == Isa::avx2 ? kAttentionAvx2 : kAttentionAvx512),
       group_(shape.heads / shape.kv_heads),
       element_bytes_(shape.is_bf16 ? 2 : 4),
+      row_bytes_(shape.is_bf16 && !shape.float_rows ? 2 : 4),
       tile_bytes_(element_bytes_ * kKvBlock * shape.head_dim),
       cache_bytes_(static_cast<size_t>(tile_bytes_) * 2 * static_cast<size_t>(shape.kv_heads) *
                    static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)) {
@@ -143,13 +144,13 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
   require(layer >= 0 && layer < shape_.layers, "layer", layer, "0 to " + std::to_string(shape_.layers - 1));
   require(tokens == tokens_, "tokens", tokens, "the plan's " + std::to_string(tokens_));
   const auto bytes = [this](auto rows) {
-    return TokenRows<const char>{static_cast<const char*>(rows.data), rows.stride * element_bytes_};
+    return TokenRows<const char>{static_cast<const char*>(rows.data), rows.stride * row_bytes_};
   };
   const Call call{cache_ + static_cast<int64_t>(cache_bytes_) / shape_.layers * layer,
                   bytes(q),
                   bytes(k),
                   bytes(v),
-                  {static_cast<char*>(out.data), out.stride * element_bytes_}};
+                  {static_cast<char*>(out.data), out.stride * row_bytes_}};
   if (tokens <= kInlineTokens) {
     for (const Write& w : writes_) write(call, w);
   } else {
@@ -163,10 +164,16 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
 
 void PagedAttention::write(const Call& call, const Write& w) const {
   const int dim = shape_.head_dim;
+  const bool rounds = row_bytes_ != element_bytes_;
+  uint16_t rounded[kKvBlock * kMaxHeadDim];  // one head's rows
   for (int g = 0; g < shape_.kv_heads; ++g) {
     char* tile = kv_tile(call.cache, w.block, g);
     const auto row = [&](const TokenRows<const char>& rows, int i) {
-      return rows.data + (w.token + i) * rows.stride + g * dim * element_bytes_;
+      const char* from = rows.data + (w.token + i) * rows.stride + g * dim * row_bytes_;
+      if (!rounds) return from;
+      uint16_t* to = rounded + i * dim;
+      kernels_.to_bf16(reinterpret_cast<const float*>(from), to, dim);
+      return reinterpret_cast<const char*>(to);
     };
     for (int i = 0; i < w.count; ++i) {  // four bytes a step: a pair of bf16 or one float
       const char* from = row(call.k, i);
@@ -203,7 +210,7 @@ void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile&
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
     const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;
-    queries[r] = call.q.data + (row.first_token + token) * call.q.stride + head * shape_.head_dim * element_bytes_;
+    queries[r] = call.q.data + (row.first_token + token) * call.q.stride + head * shape_.head_dim * row_bytes_;
     const int64_t sees = row.context - row.tokens + token + 1 - begin;
     limits[r] = static_cast<int>(std::clamp<int64_t>(sees, 0, kChunk));
   }
@@ -217,11 +224,14 @@ void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile&
   work.head_dim = shape_.head_dim;
   work.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(shape_.head_dim)));
   work.scores = scratch;
-  work.q_float = scratch + kTileRows * kChunk;
+  work.q_scratch = scratch + kTileRows * kChunk;
   work.sums = part;
   work.top = part + static_cast<int64_t>(tile.rows) * shape_.head_dim;
   work.total = work.top + tile.rows;
-  (shape_.is_bf16 ? kernels_.chunk_bf16 : kernels_.chunk_float)(work);
+  if (row_bytes_ != element_bytes_)
+    kernels_.chunk_mixed(work);
+  else
+    (shape_.is_bf16 ? kernels_.chunk_bf16 : kernels_.chunk_float)(work);
 }
 
 // Joins a later chunk's part to the earlier ones; rows that see nothing of it are left alone.
@@ -241,9 +251,9 @@ void PagedAttention::finish(const Call& call, const Piece& piece, const Tile& ti
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = row.first_token + (tile.first_row + r) / group_;
     const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;
-    char* out = call.out.data + token * call.out.stride + head * shape_.head_dim * element_bytes_;
-    (shape_.is_bf16 ? kernels_.finish_bf16 : kernels_.finish_float)(out, part + r * shape_.head_dim, total[r],
-                                                                    shape_.head_dim);
+    char* out = call.out.data + token * call.out.stride + head * shape_.head_dim * row_bytes_;
+    (bf16_rows() ? kernels_.finish_bf16 : kernels_.finish_float)(out, part + r * shape_.head_dim, total[r],
+                                                                 shape_.head_dim);
   }
 }
 

@@ -38,7 +38,8 @@ struct AttentionShape {
   int heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
-  bool is_bf16 = true;
+  bool is_bf16 = true;      // the cache
+  bool float_rows = false;  // q, k, v and out are float32 although the cache is bf16
 };
 
 // Rows of tokens: element strides from token to token; heads and dimensions are contiguous.
@@ -62,11 +63,13 @@ class PagedAttention {
             const std::vector<std::vector<int32_t>>& block_tables);
 
   // Writes k, v of the planned tokens into their blocks of the layer, then attends: out = softmax(q k / sqrt(D)) v.
+  // With float rows k and v are rounded as they are written, q where a bf16 dot product takes it; out is not rounded.
   void forward(int layer, int64_t tokens, TokenRows<const void> q, TokenRows<const void> k, TokenRows<const void> v,
                TokenRows<void> out);
 
   int64_t tokens() const { return tokens_; }
   size_t cache_bytes() const { return cache_bytes_; }
+  bool bf16_rows() const { return row_bytes_ == 2; }
 
  private:
   struct Row {
@@ -115,8 +118,9 @@ class PagedAttention {
   WorkerPool& pool_;
   AttentionShape shape_;
   const AttentionKernels& kernels_;
-  int group_;  // query heads of a kv head
-  int64_t element_bytes_;
+  int group_;              // query heads of a kv head
+  int64_t element_bytes_;  // of the cache
+  int64_t row_bytes_;      // of an element of q, k, v and out
   int64_t tile_bytes_;
   size_t cache_bytes_;
   char* cache_;
@@ -126,7 +130,7 @@ class PagedAttention {
   std::vector<Piece> pieces_;
   std::vector<Write> writes_;
   std::vector<float> partials_;
-  std::vector<float> scratch_;  // per worker: scores, queries as floats, two parts
+  std::vector<float> scratch_;  // per worker: scores, converted queries, two parts
   int64_t scratch_floats_;
   std::vector<std::atomic<int>> pending_;  // per unit: chunks still to come
   std::vector<int> unit_chunks_;

@@ -13,14 +13,14 @@ inline constexpr int kMaxHeadDim = 256;
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
   const void* const* tiles;  // per block of the chunk: its K tile, followed by its V tile
-  const void* const* q;      // per row: head_dim elements
+  const void* const* q;      // per row: head_dim elements, of the cache's type or (chunk_mixed) floats
   const int* limits;         // per row: how many positions of this chunk it may see, 0 .. positions
   int rows;                  // 1 .. kTileRows
   int positions;             // 1 .. kChunk: the largest limit
   int head_dim;
   float scale_log2;  // log2(e) / sqrt(head_dim): the softmax works in powers of two
   float* scores;     // scratch: kTileRows x kChunk
-  float* q_float;    // scratch: kTileRows x head_dim
+  float* q_scratch;  // kTileRows x head_dim: queries in the type that is multiplied
   float* top;        // out, per row: the largest scaled score, -inf if the row sees nothing
   float* total;      // out, per row: sum of 2^(score - top)
   float* sums;       // out, rows x head_dim: sum of 2^(score - top) * v
@@ -29,10 +29,12 @@ struct ChunkWork {
 struct AttentionKernels {
   void (*chunk_bf16)(const ChunkWork&);
   void (*chunk_float)(const ChunkWork&);
+  void (*chunk_mixed)(const ChunkWork&);  // bf16 tiles, float queries
   // (top, total, sums) of a row's later chunk joins those of the earlier ones.
   void (*merge)(float* top, float* total, float* sums, float top2, float total2, const float* sums2, int head_dim);
   void (*finish_bf16)(void* out, const float* sums, float total, int head_dim);
   void (*finish_float)(void* out, const float* sums, float total, int head_dim);
+  void (*to_bf16)(const float* from, uint16_t* to, int head_dim);
 };
 
 extern const AttentionKernels kAttentionAvx2;

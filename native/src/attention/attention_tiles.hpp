@@ -236,18 +236,28 @@ struct ValueStep {
   }
 };
 
-template <class T>
+template <class From, class To>
+inline void convert(const From* from, To* to, int n) {
+  for (int i = 0; i < n; i += 16) store16(to + i, load16(from + i));
+}
+
+// T: elements of the tiles. Q: of the queries.
+template <class T, class Q>
 void attend_chunk(const ChunkWork& w) {
   constexpr bool packed = kDot && sizeof(T) == 2;
+  constexpr bool as_they_are = sizeof(Q) == (packed ? 2 : 4);
   const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
   const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kKvBlock * static_cast<int64_t>(sizeof(T));
 
   const void* q[kTileRows];
   for (int r = 0; r < w.rows; ++r) {
     q[r] = w.q[r];
-    if constexpr (!packed && sizeof(T) == 2) {
-      float* row = w.q_float + r * w.head_dim;
-      for (int d = 0; d < w.head_dim; d += 16) store16(row + d, load16(static_cast<const bf16*>(w.q[r]) + d));
+    if constexpr (!as_they_are) {
+      float* row = w.q_scratch + r * w.head_dim;
+      if constexpr (packed)
+        convert(static_cast<const Q*>(w.q[r]), reinterpret_cast<bf16*>(row), w.head_dim);
+      else
+        convert(static_cast<const Q*>(w.q[r]), row, w.head_dim);
       q[r] = row;
     }
   }
@@ -290,7 +300,16 @@ void finish_row(void* out, const float* sums, float total, int dim) {
   for (int d = 0; d < dim; d += 16) store16(static_cast<T*>(out) + d, div(load16(sums + d), t));
 }
 
-constexpr AttentionKernels kAttention = {attend_chunk<bf16>, attend_chunk<float>, merge_row, finish_row<bf16>,
-                                         finish_row<float>};
+inline void to_bf16(const float* from, uint16_t* to, int dim) {
+  convert(from, reinterpret_cast<bf16*>(to), dim);
+}
+
+constexpr AttentionKernels kAttention = {attend_chunk<bf16, bf16>,
+                                         attend_chunk<float, float>,
+                                         attend_chunk<bf16, float>,
+                                         merge_row,
+                                         finish_row<bf16>,
+                                         finish_row<float>,
+                                         to_bf16};
 
 }  // namespace ktserve::KT_SIMD

@@ -16,12 +16,12 @@ void bind_attention(nb::module_& module) {
       .def(
           "__init__",
           [](PagedAttention* self, WorkerPool& pool, int layers, int num_blocks, int heads, int kv_heads, int head_dim,
-             bool is_bf16, const std::string& isa) {
-            const AttentionShape shape{layers, num_blocks, heads, kv_heads, head_dim, is_bf16};
+             bool is_bf16, const std::string& isa, bool float_rows) {
+            const AttentionShape shape{layers, num_blocks, heads, kv_heads, head_dim, is_bf16, float_rows};
             new (self) PagedAttention(pool, shape, choose_isa(isa));
           },
           "pool"_a, "layers"_a, "num_blocks"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "is_bf16"_a, "isa"_a = "",
-          nb::keep_alive<1, 2>())
+          "float_rows"_a = false, nb::keep_alive<1, 2>())
       .def_prop_ro("cache_bytes", &PagedAttention::cache_bytes)
       .def_prop_ro("tokens", &PagedAttention::tokens)
       .def("plan", &PagedAttention::plan, "row_starts"_a, "context_lens"_a, "block_tables"_a,

@@ -20,6 +20,9 @@ Decoder::Decoder(const Ops& ops, LinearRunner& linear, PagedAttention& attention
     : ops_(ops), linear_(linear), attention_(attention), shape_(shape) {
   if (shape.hidden < 1)
     throw std::invalid_argument("hidden: " + std::to_string(shape.hidden) + "; allowed is 1 or more");
+  if (attention.bf16_rows() != shape.is_bf16)
+    throw std::invalid_argument(std::string("is_bf16: ") + (shape.is_bf16 ? "true" : "false") +
+                                "; allowed is what the attention's rows are");
 }
 
 void Decoder::add_layer(const DecoderLayer& layer) {
