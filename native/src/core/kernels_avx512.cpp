@@ -28,8 +28,7 @@ void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, in
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < N; ++n) f[m][n] = _mm512_setzero_ps();
   }
-  constexpr int fetches = M == 1 ? 1 : 4;  // a block; in one burst they would hold up more rows' work
-  Ahead next(w + N * panel_bytes, ahead ? N * panel_bytes / (k / kBlock) / fetches : 0);
+  Ahead next(w + N * panel_bytes, ahead ? N * panel_bytes / (k / kBlock) / 4 : 0);
   for (int64_t b = 0; b < k / kBlock; ++b) {
     const uint8_t* q = w + meta_bytes + b * info(F).quant_bytes;
     const uint8_t* xb = x + b * kBlock;
@@ -46,7 +45,7 @@ void tile(const uint8_t* w, int64_t panel_bytes, int64_t k, const uint8_t* x, in
       }
 #pragma GCC unroll 8
       for (int j = g * steps; j < (g + 1) * steps; ++j) {
-        if (j % (8 / fetches) == 0) next.advance();
+        if (j % 2 == 0) next.advance();
         __m512i u[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) u[n] = quants<F>(q + n * panel_bytes, j);
@@ -218,10 +217,8 @@ void dot_panels(const DotArgs& a, int64_t panel) {
 template <Format F>
 void dot_format(const DotArgs& a) {
   int64_t p = 0;
-  if (a.rows == 1) {  // four panels hide the latency of one row's chains
-    for (; p + 4 <= a.panels; p += 4)
-      tile_for<F, 1, 4>()(a.w + p * panel_size(F, a.k), panel_size(F, a.k), a.k, a.x, a.x_stride, a.out + p * kPanel,
-                          a.out_stride, true);
+  if (a.rows == 1) {  // memory is the limit, and one stream at a time is what it delivers fastest
+    for (; p < a.panels; ++p) dot_panels<F, 1>(a, p);
   }
   for (; p + 2 <= a.panels; p += 2) dot_panels<F, 2>(a, p);
   if (p < a.panels) dot_panels<F, 1>(a, p);
