@@ -58,11 +58,23 @@ def ours(path: Path, asked: list[list[int]], dtype: str) -> list[torch.Tensor]:
     return out
 
 
-def theirs(path: Path, asked: list[list[int]], binaries: Path) -> list[torch.Tensor | None]:
+def theirs(path: Path, asked: list[list[int]], binaries: Path, kv: str) -> list[torch.Tensor | None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [binaries / "llama-server", "-m", path, "--port", str(port), "-c", "512", "-t", "2", "--no-warmup"]
+    command: list[str | Path] = [
+        binaries / "llama-server",
+        "-m",
+        path,
+        "--port",
+        str(port),
+        "-c",
+        "512",
+        "-t",
+        "2",
+        "--no-warmup",
+    ]
+    command += ["-ctk", kv, "-ctv", kv, "-fa", "on"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
@@ -106,14 +118,17 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, required=True)
     parser.add_argument("--formats", default="BF16,Q8_0,Q4_0,Q4_1,Q5_0,Q4_K,Q5_K,Q6_K")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument("--peer-kv", default="f16,bf16", help="cache types of llama.cpp; its own default is f16")
     parser.add_argument("--prompts", type=int, default=40)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    caches = args.peer_kv.split(",")
     asked, metadata = prompts(args.prompts), tokenizer_metadata()
-    print("| weights | native | llama.cpp | native / llama.cpp |\n|---|---|---|---|")
+    columns = [f"llama.cpp, {kv} cache | ratio" for kv in caches]
+    print(f"| weights | native | {' | '.join(columns)} |\n|---|---{'|---|---' * len(caches)}|")
     with tempfile.TemporaryDirectory() as folder:
         for weights in args.formats.split(","):
-            ratios = []
+            errors = []
             for seed in range(3):
                 path = Path(folder) / f"{weights}.gguf"
                 model = tiny_model(seed, vocab_size=VOCABULARY, **SHAPE)
@@ -122,11 +137,14 @@ def main() -> None:
                         layer.mlp.gate.weight *= 6  # as in benchmarks.accuracy: a router that is sure of itself
                 held = save_gguf(copy.deepcopy(model), path, weights, weights, metadata=metadata)
                 want = [torch.log_softmax(full_logits(held, p)[-1], -1) for p in asked]
-                ratios.append(
-                    (error(ours(path, asked, args.dtype), want), error(theirs(path, asked, args.llama), want))
-                )
-            mine, peer = (statistics.mean(r[i] for r in ratios) for i in (0, 1))
-            print(f"| {weights} | {mine:.5f} | {peer:.5f} | {mine / peer:.2f} |", flush=True)
+                runs: list[Sequence[torch.Tensor | None]] = [
+                    ours(path, asked, args.dtype),
+                    *(theirs(path, asked, args.llama, kv) for kv in caches),
+                ]
+                errors.append([error(run, want) for run in runs])
+            mine, *peers = (statistics.mean(column) for column in zip(*errors, strict=True))
+            row = " | ".join(f"{peer:.5f} | {mine / peer:.2f}" for peer in peers)
+            print(f"| {weights} | {mine:.5f} | {row} |", flush=True)
 
 
 if __name__ == "__main__":
