@@ -25,7 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,8 @@ class Bench:
         )
         source = RandomSource(config, torch.device("cuda"))
         placement = choose(settings, config, find_machine(settings))
+        here = {name: replace(c, prefill_device=c.device) for name, c in placement.choices.items()}
+        placement = replace(placement, choices=here)  # streamed prefill would keep adapters in host memory twice
         blocks = rows * -(-length // BLOCK_SIZE)
         backends = gpu_backends(settings, source, placement, blocks + 1, length, settings.max_num_batched_tokens)
         model = Loader(source, backends, settings.max_num_batched_tokens).model(lambda *_: None)

@@ -14,12 +14,15 @@ from engine.config import EngineConfig
 from engine.experts.base import ExpertBackend
 from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.gpu import GpuExperts
+from engine.experts.hybrid import HybridExperts
 from engine.experts.kt import KtExperts
 from engine.experts.kt_stream import KtStreamExperts
 from engine.experts.reference import ReferenceExperts
+from engine.experts.streamed import StreamedExperts
 from engine.linear.base import LinearBackend
 from engine.linear.gpu import GpuLinearBackend
 from engine.linear.reference import ReferenceLinearBackend
+from engine.memory_units import parse_bytes
 from engine.model.gpu_ops import GpuOps
 from engine.model.load import Backends
 from engine.model.ops import Ops, TorchOps
@@ -37,15 +40,33 @@ def gpu_backends(
     max_model_len: int,
     max_rows: int,
 ) -> Backends:
-    """As `engine.backends.make_backends`, with everything but the CPU's experts on `placement.device`."""
+    """As `engine.backends.make_backends`, with everything but the CPU's experts on `placement.device`.
+
+    `config.gpu_expert_memory` is a number by now (`engine.memory_gpu.hot_expert_bytes`) if there are hybrid experts.
+    """
     model, dtype = source.config, activation_dtype(config)
     device = torch.device(placement.device)
     device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)  # kernels are launched on the current device
     slots, rank = config.max_adapter_slots, config.max_adapter_rank
-    pools: Shared[Any] = Shared("pool", {"native": lambda: make_pool(config.cpu_threads and cpu_threads(config))})
     experts_choice = next((c for name, c in placement.choices.items() if name.endswith(".mlp.experts")), None)
     expert_device = torch.device("cpu") if experts_choice and experts_choice.device == "cpu" else device
+    sizes: dict[str, Any] = {"max_rows": max_rows, "max_slots": slots, "max_rank": rank}
+
+    def bridged() -> CudaBridge:
+        pool = make_pool(config.cpu_threads and cpu_threads(config))
+        return CudaBridge(native_experts(config, source, pool), model, device)
+
+    def hybrid() -> HybridExperts:
+        budget = parse_bytes(config.gpu_expert_memory or "0", "gpu_expert_memory")
+        return HybridExperts(bridged(), model, dtype, device, budget_bytes=budget, **sizes)
+
+    def streamed(inner: CudaBridge | HybridExperts) -> ExpertBackend:
+        if not placement.streams_prefill:
+            return inner
+        limit = placement.expert_option("prefill_threshold", 0)
+        threshold = None if limit == "auto" else int(limit)
+        return StreamedExperts(inner, model, dtype, device, threshold=threshold, **sizes)
 
     def linears(of: torch.dtype) -> Shared[LinearBackend]:
         return Shared(
@@ -69,9 +90,10 @@ def gpu_backends(
         "experts",
         {
             "reference": lambda: ReferenceExperts(dtype, expert_device),
-            "native": lambda: CudaBridge(native_experts(config, source, pools.get("native")), model, device),
+            "native": lambda: streamed(bridged()),
+            "hybrid": lambda: streamed(hybrid()),
             "kt": lambda: kt(model, kt_method(config, placement), max_rows=max_rows, threads=config.cpu_threads),
-            "gpu": lambda: GpuExperts(model, dtype, device, max_rows=max_rows, max_slots=slots, max_rank=rank),
+            "gpu": lambda: GpuExperts(model, dtype, device, **sizes),
         },
     )
     kt = KtStreamExperts if dtype == torch.bfloat16 else KtExperts

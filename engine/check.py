@@ -14,6 +14,7 @@ from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
+from engine.experts.streamed import NEVER, StreamedExperts
 from engine.linear.reference import ReferenceLinearBackend
 from engine.model.load import Backends, Loader
 from engine.model.ops import TorchOps
@@ -56,11 +57,29 @@ def check_model(
     report: Callable[[str], None],
     tolerance: float | None = None,
 ) -> Finding | None:
-    """Compare every layer on a prefill of `tokens`; returns the first divergence, or None.
+    """Compare every layer on a prefill of `tokens`; returns the first divergence, or None. Closes the backends.
 
     Before a layer is compared its tensors' statistics are looked at: a tensor with values that are not finite, or all
     zero, is reported by name.
     """
+    experts = {id(b): b for b in (backends.experts(layer) for layer in source.config.sparse_layers)}.values()
+    for backend in experts:
+        if isinstance(backend, StreamedExperts):  # its threshold is measured over all layers, of which one is loaded
+            backend.threshold = NEVER
+    try:
+        return _check_layers(source, backends, tokens, report, tolerance)
+    finally:
+        for backend in experts:
+            backend.close()
+
+
+def _check_layers(
+    source: WeightSource,
+    backends: Backends,
+    tokens: list[int],
+    report: Callable[[str], None],
+    tolerance: float | None,
+) -> Finding | None:
     config, n = source.config, len(tokens)
     loader = Loader(source, backends, n)
     embedding = source.tensor("model.embed_tokens.weight").dequantise(torch.float32)
