@@ -11,6 +11,7 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
 from engine.backends import Shared, cpu_threads, kt_method, native_experts
 from engine.config import EngineConfig
+from engine.errors import RulesError
 from engine.experts.base import ExpertBackend
 from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.gpu import GpuExperts
@@ -58,6 +59,11 @@ def gpu_backends(
         return CudaBridge(native_experts(config, source, pool), model, device)
 
     def hybrid() -> HybridExperts:
+        cpu = placement.expert_option("cpu", "native")
+        if cpu != "native":
+            raise RulesError(
+                f"hybrid experts with cpu: {cpu}: only native follows the GPU's stream by row", field="rules"
+            )
         budget = parse_bytes(config.gpu_expert_memory or "0", "gpu_expert_memory")
         return HybridExperts(bridged(), model, dtype, device, budget_bytes=budget, **sizes)
 
