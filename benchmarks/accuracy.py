@@ -124,6 +124,7 @@ def recording(engine: Harness) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
         return step
 
     runner.launch_forward = launch  # type: ignore[method-assign]
+    runner._kept = lambda plan, starts: None  # type: ignore[method-assign]  # every position is looked at
     yield logits
     runner.launch_forward = original  # type: ignore[method-assign]
 

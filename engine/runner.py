@@ -37,8 +37,9 @@ class InFlight:
     for rows of the next step that wait for it)."""
 
     plan: StepPlan
-    hidden: torch.Tensor | None  # [T, H]; None where `logits` are there already
+    hidden: torch.Tensor | None  # [T, H], or one row per row that samples; None where `logits` are there already
     row_starts: list[int]
+    only_sampling: bool = False  # what `hidden` holds
     logits: torch.Tensor | None = None  # float32 [>= sampling rows, V], of a padded step
     tokens: torch.Tensor | None = None  # int64 on the host, valid once `arrival` has come
     arrival: Arrival | None = None
@@ -149,9 +150,20 @@ class ModelRunner:
         ids = self._token_ids(plan)
         trace = Trace() if self.tracing else None
         filled = time.perf_counter()
-        hidden = self.model.forward(ids, batch, lora, trace)
+        keep = self._kept(plan, starts)
+        if keep is None:
+            hidden = self.model.forward(ids, batch, lora, trace)
+        else:
+            hidden = self.model.forward_rows(ids, batch, lora, keep, trace)
         phases = {"prepare_s": filled - began, "forward_s": time.perf_counter() - filled}
-        return InFlight(plan, hidden, starts, trace=trace, phases=phases)
+        return InFlight(plan, hidden, starts, only_sampling=keep is not None, trace=trace, phases=phases)
+
+    def _kept(self, plan: StepPlan, starts: list[int]) -> torch.Tensor | None:
+        """The tokens whose final hidden state is wanted, int64 (any one, if none is); None for all of them."""
+        if any(row.request.sampling.prompt_logprobs is not None for row in plan.rows):
+            return None
+        last = [starts[i + 1] - 1 for i, row in enumerate(plan.rows) if row.samples] or [0]
+        return to_device(last, torch.int64, self.device) if len(last) < starts[-1] else None
 
     def _launch_padded(self, plan: StepPlan, padded: PaddedDecode) -> InFlight:
         began = time.perf_counter()
@@ -186,6 +198,8 @@ class ModelRunner:
             return step.logits[: len(step.plan.rows)]
         if step.hidden is None:
             raise RuntimeError("a step has hidden states or logits")
+        if step.only_sampling:
+            return self.model.logits(step.hidden)
         last = [step.row_starts[i + 1] - 1 for i, row in enumerate(step.plan.rows) if row.samples]
         return self.model.logits(step.hidden[to_device(last, torch.int64, self.device)])
 

@@ -24,6 +24,12 @@ class LoraBatch:
     groups: list[tuple[int, torch.Tensor]]  # (slot, int64 indices)
     segments: Segments | None = None  # the same for the segmented kernels of a GPU
 
+    def rows(self, keep: torch.Tensor) -> LoraBatch:
+        """Of the tokens `keep` (int64 [K]) alone, in that order; without segments, which a CPU does not read."""
+        slots = self.slots[keep]
+        found = [(slot, torch.where(slots == slot)[0]) for slot, _ in self.groups]
+        return LoraBatch(slots, [(slot, tokens) for slot, tokens in found if tokens.numel()])
+
 
 class Linear(ABC):
     """y = x W^T (+ bias) + scale_s (x A_s^T) B_s^T for the row's slot s. x [T, in] -> [T, out], x's dtype."""

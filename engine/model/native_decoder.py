@@ -151,7 +151,36 @@ class NativeQwen3Moe(Qwen3Moe):
     ) -> torch.Tensor:
         if observe is not None:
             return super().run_layer(index, layer, residual, delta, batch, lora, trace, observe)
-        x, mlp = self._decoder.attend(index, residual, delta, batch, lora), layer.mlp
+        return self._mlp(layer, self._decoder.attend(index, residual, delta, batch, lora), lora, trace)
+
+    def forward_rows(
+        self,
+        ids: torch.Tensor,
+        batch: BatchLayout,
+        lora: LoraBatch | None,
+        keep: torch.Tensor,
+        trace: Trace | None = None,
+    ) -> torch.Tensor:
+        """Behind the last attention nobody reads the other rows: the last MLP runs on `keep` alone."""
+        self.plan(batch)
+        self.begin(ids.shape[0], lora)
+        residual = self.ops.embed(self.embedding, ids).to(self.dtype)
+        delta: torch.Tensor | None = None
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers[:last]):
+            delta = self.run_layer(index, layer, residual, delta, batch, lora, trace)
+        layer = self.layers[last]
+        x, residual = self._decoder.attend(last, residual, delta, batch, lora)[keep], residual[keep]
+        kept = None if lora is None else lora.rows(keep)
+        if isinstance(layer.mlp, SparseMlp):
+            b, n = layer.mlp.task.buffers, keep.shape[0]
+            b.hidden[:n], b.ids[:n], b.weights[:n] = x, b.ids[keep], b.weights[keep]
+            self.begin(n, kept)
+        return self.ops.add_rms_norm(residual, self._mlp(layer, x, kept, trace), self.final_norm)
+
+    def _mlp(self, layer: Layer, x: torch.Tensor, lora: LoraBatch | None, trace: Trace | None) -> torch.Tensor:
+        """What the MLP adds. For a sparse one, hidden states, ids and weights are in the experts' buffers already."""
+        mlp = layer.mlp
         if not isinstance(mlp, SparseMlp):
             return mlp.down(self.ops.silu_mul(mlp.gate(x, lora), mlp.up(x, lora)), lora)
         n, buffers = x.shape[0], mlp.task.buffers

@@ -113,6 +113,18 @@ class Qwen3Moe:
         self.plan(batch)
         return self.run(ids, batch, lora, None, trace, observe)
 
+    def forward_rows(
+        self,
+        ids: torch.Tensor,
+        batch: BatchLayout,
+        lora: LoraBatch | None,
+        keep: torch.Tensor,
+        trace: Trace | None = None,
+    ) -> torch.Tensor:
+        """`forward` of a step of which only the rows `keep` (int64 [K]) are wanted: [K, H]. What the others would have
+        been is nobody's business, so an implementation may leave out work that only they need."""
+        return self.forward(ids, batch, lora, trace)[keep]
+
     def plan(self, batch: BatchLayout) -> None:
         """The host's part of a step."""
         for backend in self.attention_backends:
