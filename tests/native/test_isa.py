@@ -48,8 +48,9 @@ def test_the_environment_chooses(isa: str) -> None:
 
 
 def test_instruction_sets_can_be_told_apart() -> None:
-    digests = {digest(isa).split()[1] for isa in ISAS}
-    assert len(digests) == len(ISAS)
+    """By their bits: AVX-512 rounds queries to bf16, AVX2 does not. AMX does what AVX-512 does for so few rows."""
+    if {"avx2", "avx512"} <= set(ISAS):
+        assert digest("avx2").split()[1] != digest("avx512").split()[1]
 
 
 def test_names_that_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ void ExpertLayer::set_lora(WorkerPool& pool, int slot, const LoraSource& source)
   lora->expert_bytes = offset;
   lora->memory = Arena(static_cast<size_t>(offset * shape_.experts));
   lora->present.assign(static_cast<size_t>(shape_.experts), 0);
-  const SourceType& type = source_type(source.bf16 ? "BF16" : "F32");
+  const SourceType type = source_type(source.bf16 ? "BF16" : "F32");
   const int64_t size = source.bf16 ? 2 : 4;
   const auto at = [&](const void* tensor, int64_t values) {
     return static_cast<const uint8_t*>(tensor) + values * size;
