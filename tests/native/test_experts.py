@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -328,3 +329,27 @@ def test_a_bad_activation_stays_in_its_row(pool: object) -> None:
         assert torch.isnan(got[2]).all()
         keep = [0, 1, 3, 4]
         assert torch.equal(got[keep], clean[keep])
+
+
+def test_adapters_arrive_while_others_compute(pool: object) -> None:
+    """Slots are filled and emptied on another thread, ever higher ones: what a running batch uses stays as it is."""
+    layer = Layer("BF16")
+    experts = make(pool, layer, BF16)
+    experts.set_adapter(1, {0: lora(4, 1)})
+    task = experts.bind(0, batch(12, BF16, slots=[0, 1] * 6))
+    want = run(experts, task)
+    done = threading.Event()
+
+    def fill() -> None:
+        for slot in range(2, 300):
+            experts.set_adapter(slot, {0: lora(2, slot)})
+            experts.set_adapter(slot - 1 if slot > 2 else 2, None)
+        done.set()
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    runs = 0
+    while not done.is_set() or runs < 50:
+        assert torch.equal(run(experts, task), want)
+        runs += 1
+    thread.join()

@@ -101,11 +101,14 @@ void ExpertLayer::load(WorkerPool& pool, int projection, const SourceType& sourc
 }
 
 const LayerLora* ExpertLayer::lora(int slot) const {
-  return slot < 0 || slot >= slots() ? nullptr : loras_[static_cast<size_t>(slot)].get();
+  if (slot <= 0) return nullptr;
+  const std::lock_guard lock(mutex_);
+  return static_cast<size_t>(slot) < loras_.size() ? loras_[static_cast<size_t>(slot)].get() : nullptr;
 }
 
 void ExpertLayer::clear_lora(int slot) {
-  if (slot > 0 && slot < slots()) loras_[static_cast<size_t>(slot)].reset();
+  const std::lock_guard lock(mutex_);
+  if (slot > 0 && static_cast<size_t>(slot) < loras_.size()) loras_[static_cast<size_t>(slot)].reset();
 }
 
 void ExpertLayer::set_lora(WorkerPool& pool, int slot, const LoraSource& source) {
@@ -155,7 +158,8 @@ void ExpertLayer::set_lora(WorkerPool& pool, int slot, const LoraSource& source)
     }
     lora->present[static_cast<size_t>(e)] = present ? 1 : 0;
   });
-  if (slot >= slots()) loras_.resize(static_cast<size_t>(slot) + 1);
+  const std::lock_guard lock(mutex_);  // a task may be looking other slots up meanwhile
+  if (static_cast<size_t>(slot) >= loras_.size()) loras_.resize(static_cast<size_t>(slot) + 1);
   loras_[static_cast<size_t>(slot)] = std::move(lora);
 }
 

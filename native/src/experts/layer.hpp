@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "core/arena.hpp"
@@ -76,16 +77,17 @@ class ExpertLayer {
   void load(WorkerPool& pool, int projection, const SourceType& source, int64_t first,
             const std::vector<const uint8_t*>& data);
 
+  // Into a slot, or out of it, that no task in flight uses; tasks may use other slots meanwhile.
   void set_lora(WorkerPool& pool, int slot, const LoraSource& source);
   void clear_lora(int slot);
   const LayerLora* lora(int slot) const;
-  int slots() const { return static_cast<int>(loras_.size()); }
 
  private:
   int64_t projection_offset(int shard, int projection) const;
 
   LayerShape shape_;
   std::vector<Arena> shards_;
+  mutable std::mutex mutex_;                       // of the next
   std::vector<std::unique_ptr<LayerLora>> loras_;  // by slot; 0 stays empty
 };
 
