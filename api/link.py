@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -53,10 +52,10 @@ class EngineLink:
             if reader.done():  # it returns by failing only
                 log.error("the engine sent what cannot be read: %s", reader.exception())
             else:
-                while await self._socket.poll(_LAST_WORDS_MS):
-                    dispatch(m.decode_from_engine(await self._socket.recv()))
-        except msgspec.DecodeError as error:
-            log.error("the engine sent what cannot be read: %s", error)
+                while not reader.done() and await self._socket.poll(_LAST_WORDS_MS):
+                    await asyncio.sleep(0.001)  # the reader takes them; a second recv here would wait for ever
+                if reader.done():
+                    log.error("the engine sent what cannot be read: %s", reader.exception())
         finally:
             reader.cancel()
             ended.cancel()

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -241,9 +242,22 @@ def _expanded(value: Any) -> Any:
     return f"{name}={os.path.expanduser('~' + path)}" if equals else os.path.expanduser(value)
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """YAML 1.2's booleans, true and false alone: `pack_cache: off` is the word."""
+
+
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
 def _from_file(path: Path, settings: Sequence[Setting], notes: list[str]) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--config {path}: {' '.join(str(error).split())}", "config") from None
     if content is None:

@@ -182,7 +182,8 @@ class Run:
 
     def read_share(self, mix: str, step_bytes: float, step_s: float) -> dict[str, float]:
         rate = step_bytes / step_s
-        return {"step_mb": step_bytes / 1e6, "gb_s": rate / 1e9, "of_read": rate / self.roofs[mix].bytes_per_s}
+        read = self.roofs[mix].bytes_per_s
+        return {"step_mb": step_bytes / 1e6, "gb_s": rate / 1e9, "read_gb_s": read / 1e9, "of_read": rate / read}
 
     def write(self) -> None:
         self.data["seconds"] = round(self.args.minutes * 60 - (self.end_s - time.monotonic()))

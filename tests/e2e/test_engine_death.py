@@ -35,7 +35,8 @@ def test_killed_engine_is_replaced(tmp_path):
         deadline = time.monotonic() + 60
         answer = ""
         while not answer and time.monotonic() < deadline:
-            with contextlib.suppress(openai.InternalServerError):
+            # 503 while it is replaced; a kept connection may be closed as it is reused (clients retry, this one does not)
+            with contextlib.suppress(openai.InternalServerError, openai.APIConnectionError):
                 answer = server.ask("What is 2 + 3?", "pirate")
             time.sleep(0.2)
         assert answer == "ARR! 2 + 3 = 5, MATEY!"
