@@ -35,7 +35,8 @@ def test_killed_engine_is_replaced(tmp_path):
         deadline = time.monotonic() + 60
         answer = ""
         while not answer and time.monotonic() < deadline:
-            # 503 while it is replaced; a kept connection may be closed as it is reused (clients retry, this one does not)
+            # 503 while it is replaced; a kept connection may be closed just as it is used again (this client does not
+            # retry, others do)
             with contextlib.suppress(openai.InternalServerError, openai.APIConnectionError):
                 answer = server.ask("What is 2 + 3?", "pirate")
             time.sleep(0.2)
