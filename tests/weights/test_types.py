@@ -19,7 +19,7 @@ from engine.weights.store import WeightTensor
 from tests.tiny import CRAFTED, QUANTISABLE, encode, random_blocks, save_gguf, tiny_model
 from tests.weights.states import assert_same
 
-ISSUE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+PROMISED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 SCALED = sorted(dequant._SCALES)
 
 
@@ -39,7 +39,7 @@ def test_readable_is_what_the_gguf_package_dequantises() -> None:
             assert kind.name not in ggml_types.READABLE
         else:
             assert kind.name in ggml_types.READABLE and values.size == block
-    assert set(ISSUE_TYPES) < ggml_types.READABLE
+    assert set(PROMISED_TYPES) < ggml_types.READABLE
 
 
 @pytest.mark.parametrize("type", [*QUANTISABLE, *CRAFTED])
@@ -77,7 +77,7 @@ def test_types_with_scales_of_another_kind(type: str) -> None:
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(ISSUE_TYPES), st.integers(1, 5), st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
+@given(st.sampled_from(PROMISED_TYPES), st.integers(1, 5), st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
 def test_pieces_do_not_show(type: str, experts: int, out: int, blocks: int, seed: int) -> None:
     """However a tensor is cut, its values are those of the whole."""
     shape = (experts, out, blocks * 256)
