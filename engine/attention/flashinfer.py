@@ -57,6 +57,7 @@ class FlashInferAttention(AttentionBackend):
     """
 
     captures = True
+    parts = 2
 
     def __init__(
         self,
@@ -85,20 +86,21 @@ class FlashInferAttention(AttentionBackend):
         self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prefill: Any = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
-        self._decode: dict[int, Any] = {}  # by rows
+        self._decode: dict[tuple[int, int], Any] = {}  # by part and rows
         # Sequences that share a prefix list its blocks each, so a step can list more blocks than there are.
-        self._indices = torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device)
-        self._planned: Any = None
-        self._slots: torch.Tensor | None = None
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # the arrays of the last plan have left the host
+        self._indices = [torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device) for _ in range(2)]
+        self._planned: dict[int, Any] = {}  # by part
+        self._slots: dict[int, torch.Tensor] = {}
+        cuda: Any = torch.cuda
+        self._copied: list[Any] = [cuda.Event(), cuda.Event()]  # the arrays of a part's last plan have left the host
 
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
 
     def plan(self, batch: BatchLayout) -> None:
-        """Waits until the GPU has taken the arrays of the plan before, which by then it has as a rule."""
-        self._copied.synchronize()
+        """Waits until the GPU has taken the arrays of the part's plan before, which by then it has as a rule."""
+        self._copied[batch.part].synchronize()
         pages = [-(-length // BLOCK_SIZE) for length in batch.context_lens]
         starts = [0]
         for count in pages:
@@ -108,11 +110,11 @@ class FlashInferAttention(AttentionBackend):
         indptr, last_page = _pinned(starts), _pinned(last)
         indices = _pinned(blocks).to(self._device, non_blocking=True)
         if batch.padded:
-            self._planned = self._plan_decode(batch.num_rows, indptr, indices, last_page)
+            self._planned[batch.part] = self._plan_decode(batch.part, batch.num_rows, indptr, indices, last_page)
         else:
-            self._planned = self._plan_any(batch, indptr, indices, last_page)
-        self._slots = batch.slot_mapping
-        self._copied.record()
+            self._planned[batch.part] = self._plan_any(batch, indptr, indices, last_page)
+        self._slots[batch.part] = batch.slot_mapping
+        self._copied[batch.part].record()
 
     def _plan_any(self, batch: BatchLayout, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
         c = self._config
@@ -131,15 +133,17 @@ class FlashInferAttention(AttentionBackend):
         )
         return self._prefill
 
-    def _plan_decode(self, rows: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
-        c = self._config
-        if len(indices) > len(self._indices):
-            raise EngineError(f"attention: {len(indices)} blocks in a step, {len(self._indices)} at most")
-        if rows not in self._decode:
-            self._decode[rows] = self._wrapper(rows)
-        mine = self._indices[: len(indices)]
+    def _plan_decode(
+        self, part: int, rows: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
+    ) -> Any:
+        c, held = self._config, self._indices[part]
+        if len(indices) > len(held):
+            raise EngineError(f"attention: {len(indices)} blocks in a step, {len(held)} at most")
+        if (part, rows) not in self._decode:
+            self._decode[part, rows] = self._wrapper(rows, held)
+        mine = held[: len(indices)]
         mine.copy_(indices)
-        self._decode[rows].plan(
+        self._decode[part, rows].plan(
             indptr,
             mine,
             last,
@@ -150,25 +154,26 @@ class FlashInferAttention(AttentionBackend):
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
-        return self._decode[rows]
+        return self._decode[part, rows]
 
-    def _wrapper(self, rows: int) -> Any:
+    def _wrapper(self, rows: int, indices: torch.Tensor) -> Any:
+        """The parts share one workspace: a stream's kernels use it one after the other."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=torch.zeros(rows + 1, dtype=torch.int32, device=self._device),
-            paged_kv_indices_buffer=self._indices,
+            paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=torch.ones(rows, dtype=torch.int32, device=self._device),
         )
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self._slots is None:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: int = 0) -> torch.Tensor:
+        if part not in self._slots:
             raise EngineError("attention: plan() comes before forward()")
         keys, values = self.cache[layer]
-        self._write(keys, values, k, v, self._slots)
-        out: torch.Tensor = self._planned.run(q.contiguous(), (keys, values))
+        self._write(keys, values, k, v, self._slots[part])
+        out: torch.Tensor = self._planned[part].run(q.contiguous(), (keys, values))
         return out
 
 

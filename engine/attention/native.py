@@ -81,8 +81,10 @@ class NativeAttention(AttentionBackend):
         except ValueError as error:
             raise EngineError(f"native attention: {error}") from error
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: int = 0) -> torch.Tensor:
         """q, k, v may be slices of one tensor: tokens any stride apart, heads and dimensions contiguous."""
+        if part:
+            raise EngineError("native attention holds one plan at a time")
         tokens = q.shape[0]
         out = torch.empty((tokens, *self._q_shape), dtype=self.dtype)
         for name, t, shape in (("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)):

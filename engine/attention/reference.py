@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -9,8 +11,17 @@ from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
 from engine.model_config import ModelConfig
 
 
+@dataclass(frozen=True)
+class _Plan:
+    batch: BatchLayout
+    gathers: list[torch.Tensor]  # of each row: where its positions lie
+    masks: list[torch.Tensor | None]
+
+
 class ReferenceAttention(AttentionBackend):
     """KV of layer l: two tensors [num_blocks, BLOCK_SIZE, G, D]. Works on any device, bf16 or float32."""
+
+    parts = 2
 
     def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
@@ -19,9 +30,7 @@ class ReferenceAttention(AttentionBackend):
             for _ in range(config.num_hidden_layers)
         ]
         self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
-        self._gathers: list[torch.Tensor] = []
-        self._masks: list[torch.Tensor | None] = []
-        self._batch: BatchLayout | None = None
+        self._plans: dict[int, _Plan] = {}  # by part
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -29,21 +38,22 @@ class ReferenceAttention(AttentionBackend):
 
     def plan(self, batch: BatchLayout) -> None:
         device = batch.positions.device
-        self._batch, self._gathers, self._masks = batch, [], []
+        plan = self._plans[batch.part] = _Plan(batch, [], [])
         for r in range(batch.num_rows):
             context, new = batch.context_lens[r], batch.row_starts[r + 1] - batch.row_starts[r]
             used = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
             blocks = torch.tensor(batch.block_tables[r][:used], dtype=torch.int64, device=device)
             offsets = torch.arange(BLOCK_SIZE, device=device)
-            self._gathers.append((blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:context])
+            plan.gathers.append((blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:context])
             # query i stands at position context - new + i and sees itself and all before
             mask = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
-            self._masks.append(None if new == 1 else mask)
+            plan.masks.append(None if new == 1 else mask)
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        batch = self._batch
-        if batch is None:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: int = 0) -> torch.Tensor:
+        if part not in self._plans:
             raise RuntimeError("plan() comes before forward()")
+        plan = self._plans[part]
+        batch = plan.batch
         keys, values = (t.flatten(0, 1) for t in self.cache[layer])
         keys[batch.slot_mapping] = k
         values[batch.slot_mapping] = v
@@ -52,9 +62,9 @@ class ReferenceAttention(AttentionBackend):
             rows = slice(batch.row_starts[r], batch.row_starts[r + 1])
             attended = F.scaled_dot_product_attention(
                 q[rows].transpose(0, 1),
-                keys[self._gathers[r]].transpose(0, 1),
-                values[self._gathers[r]].transpose(0, 1),
-                attn_mask=self._masks[r],
+                keys[plan.gathers[r]].transpose(0, 1),
+                values[plan.gathers[r]].transpose(0, 1),
+                attn_mask=plan.masks[r],
                 enable_gqa=True,
             )
             out[rows] = attended.transpose(0, 1)
