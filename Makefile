@@ -16,7 +16,7 @@ help:
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       a minute of locust against a server of its own; prints the table'
-	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES]: measure a CPU against its roofs and llama.cpp; table in docs/'
+	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES] [OUT=FILE]: measure a CPU against its roofs and llama.cpp; table in docs/'
 	@echo 'make sanitize   the native tests under ASan and UBSan, then under TSan'
 	@echo 'make bench-gpu  an NVIDIA GPU beside this CPU, at Qwen3-30B-A3B size (80 GB of memory); JSON in benchmarks/results/'
 	@echo 'make clean      remove what was built here, the venv included'
@@ -46,7 +46,7 @@ load: setup
 	@$(PY) -m loadtests.run $(ARGS)
 
 bench-cpu: setup
-	@$(PY) -m benchmarks.bench_cpu --models '$(or $(MODELS),$(error MODELS=DIR: a folder with 40 GB to spare))' $(if $(LLAMA),--llama '$(LLAMA)') $(ARGS)
+	@$(PY) -m benchmarks.bench_cpu --models '$(or $(MODELS),$(error MODELS=DIR: a folder with 40 GB to spare))' $(if $(LLAMA),--llama '$(LLAMA)') $(if $(OUT),--out '$(OUT)') $(ARGS)
 	@$(PY) -m benchmarks.report
 
 # Stops at the first report; the tiles of AMX are emulated, so every kernel runs on any machine with AVX2.

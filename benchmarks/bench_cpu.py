@@ -11,15 +11,18 @@ interruption loses one row; `python -m benchmarks.report` makes the table and th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bench_cpu_client import StreamError
 from benchmarks.bench_cpu_engine import RunError
 from benchmarks.bench_cpu_rows import ROWS
-from benchmarks.bench_cpu_run import Run
+from benchmarks.bench_cpu_run import Run, describe_machine
 from benchmarks.make_model import TYPES, Shape
+from benchmarks.peer_kt import KtError
 from benchmarks.peer_llamacpp import PeerError
 from engine.errors import KtserveError
 
@@ -34,7 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--types", default=",".join(TYPES), help=f"default: {','.join(TYPES)}")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, help="default: all that this process may use")
-    parser.add_argument("--minutes", type=float, default=16.5, help="time for all rows; repetitions are cut to fit")
+    parser.add_argument("--minutes", type=float, default=24, help="time for all rows; repetitions are cut to fit")
     parser.add_argument("--quick", action="store_true", help="one small repetition of everything: shows that it works")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
@@ -56,17 +59,15 @@ def measure(args: argparse.Namespace, shape: Shape) -> Run:
             function, seconds, _ = ROWS[row]
             now = time.monotonic()
             if now > run.end_s:
-                run.data.setdefault("left_out", []).append(f"{row} {mix}: out of time")
-                run.write()
+                run.leave_out(row, mix, "out of time")
                 continue
             left = sum(ROWS[name][1] for _, name in todo[i:])
             run.row_end_s = now + (run.end_s - now) * seconds / left
             try:
                 function(run, mix)
-            except (PeerError, StreamError, RunError, KtserveError) as error:
+            except (PeerError, KtError, StreamError, RunError, KtserveError) as error:
                 print(f"  {row} {mix}: {error}", flush=True)
-                why = " ".join(str(error).split())[:300]
-                run.data.setdefault("left_out", []).append(f"{row} {mix}: {why}")
+                run.leave_out(row, mix, str(error))
                 run.release()
     finally:
         run.release()
@@ -74,9 +75,19 @@ def measure(args: argparse.Namespace, shape: Shape) -> Run:
     return run
 
 
+def keep_other_machines(out: Path, machine: dict[str, Any]) -> None:
+    """SystemExit if `out` holds the results of another machine."""
+    if out.exists():
+        there = json.loads(out.read_text())["machine"]
+        if (there["cpu"], there["threads"]) != (machine["cpu"], machine["threads"]):
+            known = f"{there['cpu']}, {there['threads']} threads"
+            raise SystemExit(f"{out} holds the results of {known}: choose another with --out (OUT= of make)")
+
+
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     args = parse()
+    keep_other_machines(args.out, describe_machine(args.threads))
     run = measure(args, Shape(layers=args.layers))
     print(f"{args.out} after {run.data['seconds']} s")
     for line in run.data.get("left_out", []):

@@ -59,7 +59,7 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+            time.sleep(0.05)
     raise StreamError(f"{url} was not ready after {_START_S:.0f} s")
 
 

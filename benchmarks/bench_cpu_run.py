@@ -22,9 +22,10 @@ from benchmarks.bench_cpu_client import our_server
 from benchmarks.bench_cpu_engine import BenchEngine
 from benchmarks.make_model import Shape, adapter_path, model_path, write_adapter, write_model
 from benchmarks.peer_llamacpp import Flags, Peer
-from benchmarks.probe import Roofs, measure_roofs
+from benchmarks.probe import Roofs, compared, known_read_gb_s, measure_roofs
 
 NUM_ADAPTERS = 4
+SHORT = 16  # prompt tokens where only decode is measured
 STREAM_CONTEXT = 256  # positions a stream of the server rows needs at most
 
 
@@ -33,7 +34,6 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
         self.args, self.shape, self.quick = args, shape, bool(args.quick)
-        self.threads = args.threads or len(os.sched_getaffinity(0))
         self.peer = Peer(args.llama) if args.llama else None
         self.end_s = time.monotonic() + args.minutes * 60
         self.row_end_s = self.end_s
@@ -43,7 +43,8 @@ class Run:
         self._key: tuple[str, str] | None = None
         self._up = ExitStack()
         self._held: Any = None
-        self.data: dict[str, Any] = {"machine": _machine(self.threads), "versions": _versions(self.peer)}
+        self.data: dict[str, Any] = {"machine": describe_machine(args.threads), "versions": _versions(self.peer)}
+        self.threads = int(self.data["machine"]["threads"])
         self.data |= {"command": shlex.join(["python", "-m", "benchmarks.bench_cpu", *_public(sys.argv[1:])])}
         self.data |= {"commit": _commit(), "layers": shape.layers, "roofs": {}, "peer_sweep": {}, "rows": []}
 
@@ -75,7 +76,7 @@ class Run:
     # ---- what stays up between rows: one engine here, or the two servers; never both
 
     def engine(self, mix: str) -> BenchEngine:
-        """In this process, prompts' budget 512. Its pool measures the roofs each time; the highest count."""
+        """In this process, prompts' budget 512. Its pool measures the roofs each time."""
         if self._key != (mix, "engine"):
             self.release()
             engine = BenchEngine(self.model(mix), self.shape, mix, self.threads, pack_cache=self._pack_cache(mix))
@@ -83,7 +84,7 @@ class Run:
             self._up.callback(engine.close)
             self._key, self._held = (mix, "engine"), engine
             print(f"  {mix}: engine loaded in {engine.load_s:.1f} s", flush=True)
-        self._measure_roofs(mix, self._held)
+        self.measure_roofs(mix, self._held.pool)
         return self._held  # type: ignore[no-any-return]
 
     def servers(self, mix: str) -> tuple[str, str | None]:
@@ -133,11 +134,12 @@ class Run:
             self.write()
         return self._flags[mix]
 
-    def _measure_roofs(self, mix: str, engine: BenchEngine) -> None:
-        engine.pool.begin_step()
-        roofs = measure_roofs(engine.pool, "")
-        engine.pool.end_step()
-        print(f"  {roofs}", flush=True)
+    def measure_roofs(self, mix: str, pool: Any) -> None:
+        """By this pool; of several measurements of a type the highest counts."""
+        pool.begin_step()
+        roofs = measure_roofs(pool, "")
+        pool.end_step()
+        print(f"  {roofs}{compared(roofs, self.data['machine'].get('known_read_gb_s'))}", flush=True)
         if mix in self.roofs:
             known = vars(self.roofs[mix])
             roofs = Roofs(**{name: max(value, known[name]) for name, value in vars(roofs).items()})
@@ -145,6 +147,12 @@ class Run:
         self.data["roofs"][mix] = vars(roofs)
 
     # ---- repetitions and records
+
+    def leave_out(self, row: str, mix: str, *why: str) -> None:
+        """Say in the results what was not measured."""
+        for text in why:
+            self.data.setdefault("left_out", []).append(f"{row} {mix}: {' '.join(text.split())[:300]}")
+        self.write()
 
     def repeats(self, wanted: int) -> Iterator[int]:
         """0 ... wanted - 1, cut short when this row's share of the time is over; at least one."""
@@ -199,7 +207,9 @@ def _public(argv: Sequence[str]) -> list[str]:
     return [Path(word).name if word.startswith("/") else word for word in argv]
 
 
-def _machine(threads: int) -> dict[str, Any]:
+def describe_machine(threads: int | None) -> dict[str, Any]:
+    """For the results; `threads` None: as many as CPUs."""
+    threads = threads or len(os.sched_getaffinity(0))
     info = Path("/proc/cpuinfo").read_text()
     fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     named = {key.strip(): value.strip() for key, value in fields.items()}
@@ -209,6 +219,7 @@ def _machine(threads: int) -> dict[str, Any]:
         f"{named.get('model name', platform.machine())}, family {named.get('cpu family')} model {named.get('model')}"
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    known = known_read_gb_s(named, threads)
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -216,7 +227,7 @@ def _machine(threads: int) -> dict[str, Any]:
         "isa": isa,
         "memory_gb": round(memory / 1e9),
         "load_before": os.getloadavg()[0],
-    }
+    } | ({"known_read_gb_s": known} if known else {})
 
 
 def _versions(peer: Peer | None) -> dict[str, str]:

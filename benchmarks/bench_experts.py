@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench_linear import random_weight
-from benchmarks.peer_kt import CLASSES, KtPeer
+from benchmarks.peer_kt import KtPeer, Variant, spare_threads, variants
 from benchmarks.probe import Roofs, arguments, best_s, line, make_pool, measure_roofs
 from engine.experts.base import ExpertBuffers
 
@@ -53,44 +53,53 @@ def cache_bytes() -> int:
     return sum(sizes.values())
 
 
-def make_layer(pool: Any, type: str, experts: int, adapters: int) -> Any:
+def layers_beyond_cache(layer: Any) -> int:
+    """Eight rows choose 40% of 128 experts: so many layers that those of all exceed four last-level caches."""
+    return math.ceil(4 * cache_bytes() / (0.4 * float(layer.num_bytes)))
+
+
+def make_layer(
+    pool: Any, type: str, experts: int, adapters: int, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE
+) -> Any:
     """A layer whose experts all hold the same random values, each in memory of its own."""
     types = MIXES.get(type, (type, type, type))
     forms = [_native.format_of(t) for t in types]
-    layer = _native.ExpertLayer(experts, HIDDEN, INTERMEDIATE, forms, pool.groups)
+    layer = _native.ExpertLayer(experts, hidden, intermediate, forms, pool.groups)
     for projection, kind in enumerate(types):
-        n, k = (HIDDEN, INTERMEDIATE) if projection == 2 else (INTERMEDIATE, HIDDEN)
+        n, k = (hidden, intermediate) if projection == 2 else (intermediate, hidden)
         data = random_weight(kind, n, k).data
         layer.load(pool, projection, kind, 0, [data.ctypes.data] * experts)
     for slot in range(1, adapters + 1):
-        a = [torch.randn(experts, RANK, k).bfloat16() for k in (HIDDEN, HIDDEN, INTERMEDIATE)]
-        b = [torch.randn(experts, n, RANK).bfloat16() for n in (INTERMEDIATE, INTERMEDIATE, HIDDEN)]
+        a = [torch.randn(experts, RANK, k).bfloat16() for k in (hidden, hidden, intermediate)]
+        b = [torch.randn(experts, n, RANK).bfloat16() for n in (intermediate, intermediate, hidden)]
         layer.set_lora(pool, slot, RANK, True, [t.data_ptr() for t in a], [t.data_ptr() for t in b], [1.0] * 3)
     return layer
 
 
-def choices(rows: int, experts: int, layers: int) -> list[torch.Tensor]:
-    """Expert ids [rows, TOP_K] of consecutive calls, the layers in turn."""
+def choices(rows: int, experts: int, layers: int, top_k: int = TOP_K) -> list[torch.Tensor]:
+    """Expert ids [rows, top_k] of consecutive calls, the layers in turn."""
     g = torch.Generator().manual_seed(rows)
-    if rows * TOP_K <= 16 and rows * TOP_K <= experts:
-        fit = experts // (rows * TOP_K)
+    if rows * top_k <= 16 and rows * top_k <= experts:
+        fit = experts // (rows * top_k)
         orders = [torch.randperm(experts, generator=g) for _ in range(layers)]
-        return [order[i * rows * TOP_K :][: rows * TOP_K].reshape(rows, TOP_K) for i in range(fit) for order in orders]
+        return [order[i * rows * top_k :][: rows * top_k].reshape(rows, top_k) for i in range(fit) for order in orders]
     calls = layers * max(1, min(8, 256 // rows))
-    return [torch.rand(rows, experts, generator=g).topk(TOP_K).indices for _ in range(calls)]
+    return [torch.rand(rows, experts, generator=g).topk(top_k).indices for _ in range(calls)]
 
 
-def make_task(runner: Any, layer: Any, ids: torch.Tensor, adapters: int) -> tuple[Any, ExpertBuffers]:
-    rows = len(ids)
-    b = ExpertBuffers.allocate(rows, TOP_K, HIDDEN, torch.bfloat16)
+def make_task(
+    runner: Any, layer: Any, ids: torch.Tensor, adapters: int, hidden: int = HIDDEN
+) -> tuple[Any, ExpertBuffers]:
+    rows, top_k = ids.shape
+    b = ExpertBuffers.allocate(rows, top_k, hidden, torch.bfloat16)
     b.bsz[0] = rows
-    b.hidden.copy_(torch.randn(rows, HIDDEN))
+    b.hidden.copy_(torch.randn(rows, hidden))
     b.ids.copy_(ids)
-    b.weights.fill_(1 / TOP_K)
+    b.weights.fill_(1 / top_k)
     if adapters:
         b.slots.copy_(torch.arange(rows) % adapters + 1)
     pointers = [t.data_ptr() for t in (b.bsz, b.ids, b.weights, b.slots, b.hidden, b.out)]
-    return _native.MoeTask(runner, layer, *pointers, rows, TOP_K, True), b
+    return _native.MoeTask(runner, layer, *pointers, rows, top_k, True), b
 
 
 class Bench:
@@ -104,13 +113,12 @@ class Bench:
         args = self.args
         experts = args.experts
         first = make_layer(self.pool, type, experts, args.adapters)
-        # Eight rows choose 40% of 128 experts: those of all layers shall exceed four caches.
-        count = args.layers or math.ceil(4 * cache_bytes() / (0.4 * first.num_bytes))
+        count = args.layers or layers_beyond_cache(first)
         layers = [first] + [make_layer(self.pool, type, experts, args.adapters) for _ in range(count - 1)]
         peer = None
-        if args.peer and type in CLASSES:
+        if args.peer and (wanted := variants(type, TOP_K)):
             shape = (experts, TOP_K, HIDDEN, INTERMEDIATE)
-            peer = KtPeer(type, shape, count, max(args.rows), args.peer_threads)
+            peer = KtPeer(wanted, shape, count, max(args.rows), args.peer_threads)
         roofs = measure_roofs(self.pool, args.isa)
         print(f"{type}: {count} layers of {first.num_bytes / 1e6:.0f} MB; {roofs}", flush=True)
         for rows in args.rows:
@@ -125,13 +133,13 @@ class Bench:
             make_task(self.runner, layer, i, args.adapters)
             for layer, i in zip(itertools.cycle(layers), ids, strict=False)
         ]
-        run = _each([task for task, _ in made])
-        seconds, theirs = math.inf, dict[int, float]()
+        run = each([task for task, _ in made])
+        seconds, theirs = math.inf, dict[Variant, float]()
         for _ in range(ALTERNATIONS if peer else 1):
             seconds = min(seconds, best_s(self.pool, args.repeats, run) / len(made))
             if peer:
-                for k_cfg, s in peer.best_s(ids, args.repeats).items():
-                    theirs[k_cfg] = min(s, theirs.get(k_cfg, math.inf))
+                for variant, s in peer.best_s(ids, args.repeats).items():
+                    theirs[variant] = min(s, theirs.get(variant, math.inf))
         distinct = sum(len(set(i.flatten().tolist())) for i in ids) / len(ids)
         num_bytes = distinct * layers[0].num_bytes / args.experts
         operations = 2.0 * rows * TOP_K * 3 * HIDDEN * INTERMEDIATE
@@ -144,9 +152,9 @@ class Bench:
             "of_peak": operations / seconds / roofs.of(kind), "of_roof": roof / seconds, "roofs": vars(roofs),
         }  # fmt: skip
         if theirs:
-            k_cfg = min(theirs, key=lambda k: theirs[k])
-            result |= {"peer_us": {str(k): s * 1e6 for k, s in theirs.items()}, "ratio": theirs[k_cfg] / seconds}
-            text += f"  kt {theirs[k_cfg] * 1e6:.0f} us (K_CFG {k_cfg}): {theirs[k_cfg] / seconds:.2f}x"
+            best = min(theirs, key=lambda variant: theirs[variant])
+            result |= {"peer_us": {str(v.k_cfg): s * 1e6 for v, s in theirs.items()}, "ratio": theirs[best] / seconds}
+            text += f"  kt {theirs[best] * 1e6:.0f} us (K_CFG {best.k_cfg}): {theirs[best] / seconds:.2f}x"
         print(text, flush=True)
         self.results.append({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
         if args.json:
@@ -173,7 +181,7 @@ class Bench:
         }  # fmt: skip
 
 
-def _each(tasks: list[Any]) -> Callable[[], None]:
+def each(tasks: list[Any]) -> Callable[[], None]:
     def run() -> None:
         for task in tasks:
             task.run()
@@ -191,7 +199,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: more than four last-level caches of weights")
     parser.add_argument("--adapters", type=int, default=0, help=f"rows are spread over so many rank-{RANK} adapters")
     parser.add_argument("--peer", action="store_true", help="time kt_kernel beside; its threads need CPUs to spare")
-    parser.add_argument("--peer-threads", type=int, default=cpus - 2 if cpus > 4 else 1)  # its queue spins beside
+    parser.add_argument("--peer-threads", type=int, default=spare_threads(cpus))
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--commit", help="named in the results where git cannot tell")
     args = parser.parse_args()

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,23 @@ class Roofs:
         """Operations per second of the fastest instruction for "f32", "bf16" or "int8" inputs."""
         best = {"f32": self.f32_per_s, "bf16": self.bf16_per_s, "int8": self.int8_per_s}[type]
         return best or self.f32_per_s
+
+
+# What reading reached at best on machines that the figures were judged by, GB/s: (CPU family, model, threads).
+_KNOWN_READ = {("6", "167", 2): 35.0}
+
+
+def known_read_gb_s(cpuinfo: Mapping[str, str], threads: int) -> float | None:
+    """The bandwidth that was seen on such a machine, by the fields of /proc/cpuinfo; None for one not known."""
+    return _KNOWN_READ.get((cpuinfo.get("cpu family", ""), cpuinfo.get("model", ""), threads))
+
+
+def compared(roofs: Roofs, known_gb_s: float | None) -> str:
+    """The read bandwidth beside the known one: below 85% of it, shares of the roof are not to be trusted."""
+    if known_gb_s is None:
+        return ""
+    share = roofs.bytes_per_s / 1e9 / known_gb_s
+    return f"; {share:.0%} of the {known_gb_s:.0f} GB/s known here{': TOO SLOW, something else runs' * (share < 0.85)}"
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -8,10 +8,13 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks import report
-from benchmarks.bench_cpu import measure, parse
+from benchmarks.bench_cpu import keep_other_machines, measure, parse
 from benchmarks.bench_cpu_client import StreamError, _count
 from benchmarks.make_model import Shape
+from benchmarks.peer_kt import KtError, KtPeer, Variant, spare_threads, variants
 from benchmarks.peer_llamacpp import Flags, PeerError, request
+from benchmarks.probe import Roofs, compared, known_read_gb_s
+from engine.experts.kt_process import kt_available
 from tests.bench.test_make_model import SHAPE
 
 
@@ -42,14 +45,55 @@ def test_every_row_is_measured_and_the_peer_is_left_empty(results):
 
 
 def test_the_report_has_a_line_for_every_row_and_replaces_the_old_one(results):
-    page = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
-    once = report.insert(page, report.render(results))
-    assert once == report.insert(once, report.render(results))
+    table = report.render(results)
+    page = "before\n<!-- results of cpu.json: begin -->\nold\n<!-- results of cpu.json: end -->\nafter"
+    once = report.insert(page, "cpu.json", "A", table)
+    assert once == report.insert(once, "cpu.json", "A", table)
     assert once.startswith("before\n") and once.endswith("\nafter") and "old" not in once
     assert sum(line.startswith("| ") and "Q8_0" in line for line in once.splitlines()) == len(results["rows"])
     assert "Measured without llama.cpp" in once
-    with pytest.raises(ValueError, match="begin"):
-        report.insert("no markers", "")
+    with pytest.raises(ValueError, match="without its end"):
+        report.insert("<!-- results of cpu.json: begin -->", "cpu.json", "A", "")
+
+
+def test_another_machine_gets_a_section_of_its_own(results):
+    first = report.insert("text\n", "cpu.json", "Machine A", report.render(results, "roofline-cpu.svg"))
+    both = report.insert(first, "cpu-b.json", "Machine B", report.render(results, "roofline-cpu-b.svg"))
+    assert both.startswith(first.rstrip())
+    assert both.index("## Machine A") < both.index("roofline-cpu.svg") < both.index("## Machine B")
+    assert both.count("roofline-cpu-b.svg") == 1
+    assert report.insert(both, "cpu-b.json", "Machine B", "new").count("new") == 1
+
+
+@pytest.mark.parametrize(
+    ("isa", "bf16", "int8"),
+    [
+        (["avx2"], "AVX2 vfmadd", "AVX2 vpmaddubsw"),
+        (["avx2", "avx512_vnni"], "AVX-512 vfmadd", "AVX-512 vpdpbusd"),
+        (["avx2", "avx512_vnni", "avx512_bf16"], "AVX-512 vdpbf16ps", "AVX-512 vpdpbusd"),
+        (["avx2", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"], "AMX tdpbf16ps", "AMX tdpbssd"),
+    ],
+)
+def test_a_share_of_a_peak_names_its_instruction(isa, bf16, int8):
+    assert (report.instruction(isa, "bf16"), report.instruction(isa, "int8")) == (bf16, int8)
+
+
+def test_results_of_another_machine_are_not_overwritten(results, tmp_path):
+    out = tmp_path / "cpu.json"
+    out.write_text(json.dumps(results | {"machine": {"cpu": "another", "threads": 64}}))
+    with pytest.raises(SystemExit, match="another, 64 threads"):
+        keep_other_machines(out, results["machine"])
+    out.write_text(json.dumps(results))
+    keep_other_machines(out, results["machine"])
+    keep_other_machines(tmp_path / "new.json", results["machine"])
+
+
+def test_a_known_read_bandwidth_is_stood_beside_the_probe():
+    roofs = Roofs(30e9, 1.0, 1.0, 1.0)
+    assert compared(roofs, None) == ""
+    assert "86% of the 35 GB/s" in compared(roofs, 35.0) and "TOO SLOW" not in compared(roofs, 35.0)
+    assert "TOO SLOW" in compared(roofs, 40.0)
+    assert known_read_gb_s({"cpu family": "0", "model": "0"}, 2) is None
 
 
 def test_the_plot_has_a_point_for_every_decode_row(results):
@@ -57,6 +101,42 @@ def test_the_plot_has_a_point_for_every_decode_row(results):
     circles = [node for node in tree.iter() if node.tag.endswith("circle")]
     assert len(circles) == sum(entry["row"] in ("decode", "batch") for entry in results["rows"])
     assert report.plot({"rows": [], "roofs": {}}) == ""
+
+
+def test_a_start_is_timed_twice_and_leaves_no_packed_experts(tmp_path):
+    run = measure(parse([*_flags(tmp_path), "--rows", "start,first"]), SHAPE)
+    assert "left_out" not in run.data
+    assert [e["what"] for e in run.data["rows"]][:2] == ["first start", "second start"]
+    assert not list(tmp_path.glob("packed-*"))
+    entry = run.data["rows"][2]
+    assert entry["row"] == "first" and entry["running"] == 1 and entry["ours"] > 0
+    assert report.target(entry)[0]
+
+
+def test_experts_are_timed_beside_kt_kernel_or_its_absence_is_told(tmp_path):
+    run = measure(parse([*_flags(tmp_path), "--rows", "kt"]), SHAPE)
+    if not kt_available()[0]:
+        assert run.data["rows"] == [] and "kt_kernel" in run.data["left_out"][0]
+        return
+    rows = run.data["rows"]
+    assert [e["rows"] for e in rows] == [1, 8]
+    for entry in rows:
+        assert entry["ratio"] == pytest.approx(entry["peer_us"] / entry["us"])
+        assert entry["peer_us"] == min(entry["peer_all_us"].values())
+        assert entry["peer_name"] in report.render(run.data)
+
+
+def test_kt_kernels_classes_are_those_of_the_same_precision():
+    assert variants("BF16", 8) == [Variant("AMXBF16_MOE", 8), Variant("AMXBF16_MOE", 256)]
+    assert [str(v) for v in variants("Q4_K", 8, blocks=True)][2] == "MOE on Q4_K"
+    assert {v.name for v in variants("Q8_0", 8)} == {"AMXInt8_MOE"}
+    assert variants("Q6_K", 8) == []
+    assert [spare_threads(n) for n in (1, 2, 4, 16)] == [1, 1, 3, 14]
+
+
+def test_a_class_that_kt_kernel_lacks_is_an_error():
+    with pytest.raises(KtError, match="kt_kernel"):
+        KtPeer([Variant("No_MOE", 2)], (8, 2, 256, 256), 1, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +155,12 @@ def test_the_plot_has_a_point_for_every_decode_row(results):
         ({"row": "adapters", "what": "", "ratio": 3.0, "kept": 0.85, "type": "Q4_K_M"}, True),
         ({"row": "idle", "what": "", "ratio": None, "ours": 97.9}, False),
         ({"row": "arrivals", "what": "", "ratio": None, "ours": 2.0}, True),
+        ({"row": "first", "what": "", "ratio": 0.1, "ended": 0}, True),
+        ({"row": "first", "what": "", "ratio": 0.1, "ended": 1}, False),
+        ({"row": "start", "what": "first start", "ratio": 0.1}, None),
+        ({"row": "kt", "what": "", "ratio": 1.9, "rows": 8, "threads": 2}, False),
+        ({"row": "kt", "what": "", "ratio": 1.3, "rows": 1, "threads": 14}, False),
+        ({"row": "kt", "what": "", "ratio": 1.3, "rows": 8, "threads": 14}, True),
     ],
 )
 def test_targets_are_judged(entry, good):
