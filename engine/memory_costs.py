@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _BF16, _F32 = 2, 4
 # Bytes per weight, scales included. Native: the packed formats that hold GGUF's blocks (native/src/core/format.hpp);
 # other types are held in the type of unquantised weights.
-_NATIVE_BYTES = {"Q8_0": 544, "Q5_0": 544, "Q5_1": 576, "Q4_0": 288, "Q4_1": 320, "Q4_K": 296, "Q5_K": 552, "Q6_K": 420}
+_NATIVE_BYTES = {"Q8_0": 544, "Q5_0": 352, "Q5_1": 384, "Q4_0": 288, "Q4_1": 320, "Q4_K": 296, "Q5_K": 360, "Q6_K": 420}
 _NATIVE_PER = 512  # weights of a panel's block
 _KT_BYTES = {"AMXBF16": 2.0, "AMXInt8": 1.01, "AMXInt4": 0.51}
 _KT_BLOCKS = {"F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}  # used as they lie

@@ -1,7 +1,7 @@
 """The native packed layout (native/src/core/format.hpp) read by torch, on any device.
 
 A panel is 16 output rows: scales, then the quants in vectors of 64 bytes. GGUF's formulas:
-i8 d (u - 128), i8m d u + m, i4 d (u - 8), i4m d u + m, k4 and k8 d scale u - dmin min, k6 d scale (u - 32).
+i8 d (u - 128), i4 d (u - 8), i5 d (u - 16), i4m and i5m d u + m, k4 and k5 d scale u - dmin min, k6 d scale (u - 32).
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 
 PANEL, BLOCK, SUPER = 16, 32, 256
-_BIAS = {"i8": 128, "i8m": 0, "i4": 8, "i4m": 0}
-_META = {"i8": 32, "i8m": 64, "i4": 32, "i4m": 64, "k4": 320, "k8": 320, "k6": 288}  # per block or super-block
-_QUANTS = {"i8": 512, "i8m": 512, "i4": 256, "i4m": 256, "k4": 256, "k8": 512, "k6": 384}  # per block of 32 k
+_BIAS = {"i8": 128, "i4": 8, "i4m": 0, "i5": 16, "i5m": 0}
+# Bytes of a panel: per block of 32 k or super-block, and per block.
+_META = {"i8": 32, "i4": 32, "i4m": 64, "i5": 32, "i5m": 64, "k4": 320, "k5": 320, "k6": 288}
+_QUANTS = {"i8": 512, "i4": 256, "i4m": 256, "i5": 320, "i5m": 320, "k4": 256, "k5": 320, "k6": 384}
+_UPPER_BITS = {"i5": 1, "i5m": 1, "k5": 1, "k6": 2}  # above the low nibbles
 
 
 def panel_bytes(form: str, k: int) -> int:
@@ -38,15 +40,15 @@ def unpack(packed: torch.Tensor, form: str, k: int, dtype: torch.dtype) -> torch
 
 def _levels(quants: torch.Tensor, form: str, panels: int, k: int) -> torch.Tensor:
     blocks = k // BLOCK
-    if form in ("i8", "i8m", "k8"):  # per 4 of k: 16 rows x 4
+    if form == "i8":  # per 4 of k: 16 rows x 4
         return quants.view(panels, blocks, 8, PANEL, 4).transpose(3, 4).reshape(panels, blocks, BLOCK, PANEL)
     block = quants.view(panels, blocks, _QUANTS[form])
     nibbles = block[..., :256].view(panels, blocks, 4, PANEL, 4)
     low = torch.cat([nibbles & 15, nibbles >> 4], 2)  # [P, blocks, 8, 16, 4]: vectors j of k = 4 j .. 4 j + 3
-    if form == "k6":
-        upper = block[..., 256:].view(panels, blocks, 2, 1, PANEL, 4)
-        shifts = torch.arange(0, 8, 2, device=quants.device, dtype=torch.uint8).view(1, 1, 1, 4, 1, 1)
-        low = low + (((upper >> shifts) & 3) << 4).reshape(low.shape)
+    if bits := _UPPER_BITS.get(form, 0):  # a vector of upper bits holds those of 8 / bits vectors
+        upper = block[..., 256:].view(panels, blocks, bits, 1, PANEL, 4)
+        shifts = torch.arange(0, 8, bits, device=quants.device, dtype=torch.uint8).view(1, 1, 1, 8 // bits, 1, 1)
+        low = low + (((upper >> shifts) & (1 << bits) - 1) << 4).reshape(low.shape)
     return low.transpose(3, 4).reshape(panels, blocks, BLOCK, PANEL)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from native import _native
 from tests.native.blocks import QUANTISED, random_blocks, values_of
@@ -68,7 +70,19 @@ def test_repacking_loses_nothing(pool: _native.WorkerPool, kind: str, n: int, k:
     np.testing.assert_array_equal(unpack(FORMATS[kind], packed, n, k), values)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+@settings(max_examples=10)
+@given(n=st.integers(1, 40), units=st.integers(1, 6), seed=st.integers(0, 1 << 16))
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_any_bits_are_repacked_without_loss(pool: _native.WorkerPool, kind: str, n: int, units: int, seed: int) -> None:
+    """Scales of every kind too: tiny, infinite, NaN."""
+    k = units * (256 if kind.endswith("_K") else 32)
+    data = np.random.default_rng(seed).integers(0, 256, random_blocks(kind, n, k).shape, np.uint8)
+    got = unpack(FORMATS[kind], pack(pool, kind, data, n, k), n, k)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(got, values_of(kind, data))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
 def test_the_packed_form_hardly_grows(kind: str) -> None:
     n, k = 768, 2048
     assert _native.packed_size(FORMATS[kind], n, k) <= 1.03 * random_blocks(kind, n, k).nbytes

@@ -29,11 +29,13 @@ inline __attribute__((always_inline)) __m512i quants(const uint8_t* block, int j
   __m512i v = _mm512_load_si512(block + 64 * (j & 3));
   if (j >= 4) v = _mm512_srli_epi16(v, 4);
   v = _mm512_and_si512(v, nibbles);
-  if constexpr (F == Format::k6) {
-    const int shift = 2 * (j & 3);
-    __m512i upper = _mm512_load_si512(block + 256 + 64 * (j >> 2));
+  constexpr int bits = upper_bits(F);
+  if constexpr (bits != 0) {
+    constexpr int each = 8 / bits;
+    const int shift = bits * (j % each);
+    __m512i upper = _mm512_load_si512(block + 256 + 64 * (j / each));
     upper = shift < 4 ? _mm512_slli_epi16(upper, 4 - shift) : _mm512_srli_epi16(upper, shift - 4);
-    v = _mm512_ternarylogic_epi32(v, upper, _mm512_set1_epi8(0x30), 0xf8);  // v | (upper & 0x30)
+    v = _mm512_ternarylogic_epi32(v, upper, _mm512_set1_epi8(((1 << bits) - 1) << 4), 0xf8);  // v | (upper & mask)
   }
   return v;
 }

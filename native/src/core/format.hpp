@@ -11,18 +11,22 @@
 //                     the low nibbles and k = 16+4j..16+4j+3 in the high ones
 //            6-bit:   the same four vectors of low nibbles, then two vectors of upper bit pairs: vector j of eight
 //                     (k = 4j..4j+3) takes bits 2(j%4), 2(j%4)+1 of upper vector j/4
+//            5-bit:   the same four vectors of low nibbles, then one vector of upper bits: vector j of eight takes bit
+//            j
 //
 // so one 64-byte load feeds one vpdpbusd / vdpbf16ps for 16 outputs, with four (two) activations broadcast, and
 // 16 (8) consecutive vectors are an AMX tile. Rows and k are padded with zeros to multiples of 16 and 32.
 //
-//    meta, per block of 32 k:        i8, i4: d[16] f16            i8m, i4m: d[16] f16, m[16] f16
-//          per super-block of 256 k: k4, k8: d[16] f16, dmin[16] f16, scale[8][16] u8, min[8][16] u8
+//    meta, per block of 32 k:        i8, i4, i5: d[16] f16        i4m, i5m: d[16] f16, m[16] f16
+//          per super-block of 256 k: k4, k5: d[16] f16, dmin[16] f16, scale[8][16] u8, min[8][16] u8
 //                                    k6:     d[16] f16, scale[16][16] i8
 //
-//    value:  i8 d (u - 128)   i4 d (u - 8)   i8m, i4m d u + m   k4, k8 d scale u - dmin min   k6 d scale (u - 32)
+//    value:  i8 d (u - 128)   i4 d (u - 8)   i5 d (u - 16)   i4m, i5m d u + m   k4, k5 d scale u - dmin min
+//            k6 d scale (u - 32)
 //
-// The formats hold GGUF's blocks without loss: Q8_0, Q5_0 -> i8; Q4_0 -> i4; Q4_1 -> i4m; Q5_1 -> i8m; Q4_K -> k4;
-// Q5_K -> k8; Q6_K -> k6. f32 serves models computed in float32. (Block formats: ggml-common.h of the GGML project.)
+// The formats hold GGUF's blocks without loss: Q8_0 -> i8; Q4_0 -> i4; Q4_1 -> i4m; Q5_0 -> i5; Q5_1 -> i5m;
+// Q4_K -> k4; Q5_K -> k5; Q6_K -> k6. f32 serves models computed in float32. (Block formats: ggml-common.h of the GGML
+// project.)
 #pragma once
 
 #include <cstddef>
@@ -30,9 +34,9 @@
 
 namespace ktserve {
 
-enum class Format : int { bf16 = 0, i8 = 1, i8m = 2, i4 = 3, i4m = 4, k4 = 5, k8 = 6, k6 = 7, f32 = 8 };
-constexpr int kFormats = 9;
-constexpr int kLayoutVersion = 1;
+enum class Format : int { bf16 = 0, i8 = 1, i4 = 2, i4m = 3, i5 = 4, i5m = 5, k4 = 6, k5 = 7, k6 = 8, f32 = 9 };
+constexpr int kFormats = 10;
+constexpr int kLayoutVersion = 2;
 constexpr int64_t kPanel = 16;  // output rows of a panel
 constexpr int64_t kBlock = 32;  // k of a block
 constexpr int64_t kSuper = 256;
@@ -53,9 +57,10 @@ struct FormatInfo {
 };
 
 constexpr FormatInfo kFormatInfo[kFormats] = {
-    {"bf16", 32, 0, 1024, 0, 0, false}, {"i8", 32, 32, 512, 128, 32, false},  {"i8m", 32, 64, 512, 0, 32, true},
-    {"i4", 32, 32, 256, 8, 32, false},  {"i4m", 32, 64, 256, 0, 32, true},    {"k4", 256, 320, 256, 0, 32, true},
-    {"k8", 256, 320, 512, 0, 32, true}, {"k6", 256, 288, 384, 32, 16, false}, {"f32", 32, 0, 2048, 0, 0, false},
+    {"bf16", 32, 0, 1024, 0, 0, false}, {"i8", 32, 32, 512, 128, 32, false}, {"i4", 32, 32, 256, 8, 32, false},
+    {"i4m", 32, 64, 256, 0, 32, true},  {"i5", 32, 32, 320, 16, 32, false},  {"i5m", 32, 64, 320, 0, 32, true},
+    {"k4", 256, 320, 256, 0, 32, true}, {"k5", 256, 320, 320, 0, 32, true},  {"k6", 256, 288, 384, 32, 16, false},
+    {"f32", 32, 0, 2048, 0, 0, false},
 };
 
 static constexpr const FormatInfo& info(Format format) {
@@ -64,6 +69,11 @@ static constexpr const FormatInfo& info(Format format) {
 
 static constexpr bool plain(Format f) {
   return f == Format::bf16 || f == Format::f32;
+}
+
+// Bits above the four low ones, in planes of their own (quants of 8 bits have no planes).
+static constexpr int upper_bits(Format f) {
+  return info(f).quant_bytes == 320 ? 1 : info(f).quant_bytes == 384 ? 2 : 0;
 }
 
 static constexpr int64_t padded_k(int64_t k) {

@@ -56,11 +56,13 @@ inline __attribute__((always_inline)) __m256i quants(const uint8_t* block, int j
   __m256i v = load(block + 64 * (j & 3) + 32 * h);
   if (j >= 4) v = _mm256_srli_epi16(v, 4);
   v = _mm256_and_si256(v, _mm256_set1_epi8(15));
-  if constexpr (F == Format::k6) {
-    const int shift = 2 * (j & 3);
-    __m256i upper = load(block + 256 + 64 * (j >> 2) + 32 * h);
+  constexpr int bits = upper_bits(F);
+  if constexpr (bits != 0) {
+    constexpr int each = 8 / bits;
+    const int shift = bits * (j % each);
+    __m256i upper = load(block + 256 + 64 * (j / each) + 32 * h);
     upper = shift < 4 ? _mm256_slli_epi16(upper, 4 - shift) : _mm256_srli_epi16(upper, shift - 4);
-    v = _mm256_or_si256(v, _mm256_and_si256(upper, _mm256_set1_epi8(0x30)));
+    v = _mm256_or_si256(v, _mm256_and_si256(upper, _mm256_set1_epi8(((1 << bits) - 1) << 4)));
   }
   return v;
 }
@@ -245,16 +247,18 @@ void dot(const DotArgs& a) {
       return dot_format<Format::bf16>(a);
     case Format::i8:
       return dot_format<Format::i8>(a);
-    case Format::i8m:
-      return dot_format<Format::i8m>(a);
     case Format::i4:
       return dot_format<Format::i4>(a);
     case Format::i4m:
       return dot_format<Format::i4m>(a);
+    case Format::i5:
+      return dot_format<Format::i5>(a);
+    case Format::i5m:
+      return dot_format<Format::i5m>(a);
     case Format::k4:
       return dot_format<Format::k4>(a);
-    case Format::k8:
-      return dot_format<Format::k8>(a);
+    case Format::k5:
+      return dot_format<Format::k5>(a);
     case Format::k6:
       return dot_format<Format::k6>(a);
     case Format::f32:

@@ -230,16 +230,18 @@ void dot(const DotArgs& a) {
       return dot_format<Format::bf16>(a);
     case Format::i8:
       return dot_format<Format::i8>(a);
-    case Format::i8m:
-      return dot_format<Format::i8m>(a);
     case Format::i4:
       return dot_format<Format::i4>(a);
     case Format::i4m:
       return dot_format<Format::i4m>(a);
+    case Format::i5:
+      return dot_format<Format::i5>(a);
+    case Format::i5m:
+      return dot_format<Format::i5m>(a);
     case Format::k4:
       return dot_format<Format::k4>(a);
-    case Format::k8:
-      return dot_format<Format::k8>(a);
+    case Format::k5:
+      return dot_format<Format::k5>(a);
     case Format::k6:
       return dot_format<Format::k6>(a);
     case Format::f32:

@@ -11,9 +11,9 @@ namespace {
 
 constexpr SourceType kSources[] = {
     {"F32", 1, 4, Format::bf16},    {"F16", 1, 2, Format::bf16},    {"BF16", 1, 2, Format::bf16},
-    {"Q8_0", 32, 34, Format::i8},   {"Q5_0", 32, 22, Format::i8},   {"Q5_1", 32, 24, Format::i8m},
+    {"Q8_0", 32, 34, Format::i8},   {"Q5_0", 32, 22, Format::i5},   {"Q5_1", 32, 24, Format::i5m},
     {"Q4_0", 32, 18, Format::i4},   {"Q4_1", 32, 20, Format::i4m},  {"Q4_K", 256, 144, Format::k4},
-    {"Q5_K", 256, 176, Format::k8}, {"Q6_K", 256, 210, Format::k6},
+    {"Q5_K", 256, 176, Format::k5}, {"Q6_K", 256, 210, Format::k6},
 };
 
 uint16_t load16(const uint8_t* p) {
@@ -27,7 +27,7 @@ struct Unit {
   uint8_t quants[256];
   uint16_t d[8];      // per block of 32; super-blocks use d[0]
   uint16_t m[8];      // minima; super-blocks use m[0] for dmin
-  uint8_t scale[16];  // super-blocks: per 32 (k4, k8) or, as int8, per 16 (k6)
+  uint8_t scale[16];  // super-blocks: per 32 (k4, k5) or, as int8, per 16 (k6)
   uint8_t min[8];
 };
 
@@ -149,20 +149,33 @@ void read_unit(const SourceType& source, Format target, const uint8_t* block, Un
     read_q4(block + 4, unit);
   } else if (name == "Q5_0") {
     read_q5(block + 2, block + 6, unit);
-    for (int i = 0; i < 32; ++i)
-      unit.quants[i] = static_cast<uint8_t>(unit.quants[i] + 112);  // u - 16 = (u + 112) - 128
-  } else {                                                          // Q5_1
+  } else {  // Q5_1
     unit.m[0] = load16(block + 2);
     read_q5(block + 4, block + 8, unit);
   }
 }
 
-// Where value k of row i of a panel lies among the quants: byte, and for packed bits the plane.
+// Where value k of row i of a panel lies among the quants: the byte that holds it, or its low four bits.
 uint8_t* byte_of(uint8_t* quants, Format f, int64_t k, int64_t row) {
   uint8_t* block = quants + k / kBlock * info(f).quant_bytes;
   const int64_t in = k % kBlock;
   if (info(f).quant_bytes == 512) return block + in / 4 * 64 + row * 4 + in % 4;
   return block + in % 16 / 4 * 64 + row * 4 + in % 4;
+}
+
+// Where its upper bits lie: byte, and position in it.
+struct Upper {
+  uint8_t* at;
+  int shift, mask;
+};
+
+Upper upper_of(uint8_t* quants, Format f, int64_t k, int64_t row) {
+  const int bits = upper_bits(f);
+  const int64_t in = k % kBlock;
+  const int64_t vector = in / 4;
+  const int64_t each = 8 / bits;  // vectors of quants that share a vector of upper bits
+  uint8_t* plane = quants + k / kBlock * info(f).quant_bytes + 256 + vector / each * 64;
+  return {plane + row * 4 + in % 4, static_cast<int>(vector % each) * bits, (1 << bits) - 1};
 }
 
 void put(uint8_t* quants, Format f, int64_t k, int64_t row, uint8_t value) {
@@ -173,22 +186,21 @@ void put(uint8_t* quants, Format f, int64_t k, int64_t row, uint8_t value) {
   }
   const int64_t in = k % kBlock;
   *at = static_cast<uint8_t>(*at | (value & 15) << (in >= 16 ? 4 : 0));
-  if (f == Format::k6) {
-    const int64_t vector = in / 4;
-    uint8_t* upper = quants + k / kBlock * 384 + 256 + vector / 4 * 64 + row * 4 + in % 4;
-    *upper = static_cast<uint8_t>(*upper | (value >> 4) << (2 * (vector % 4)));
+  if (upper_bits(f) != 0) {
+    const Upper upper = upper_of(quants, f, k, row);
+    *upper.at = static_cast<uint8_t>(*upper.at | (value >> 4) << upper.shift);
   }
 }
 
 uint8_t get(const uint8_t* quants, Format f, int64_t k, int64_t row) {
-  const uint8_t byte = *byte_of(const_cast<uint8_t*>(quants), f, k, row);
+  uint8_t* const memory = const_cast<uint8_t*>(quants);  // only read
+  const uint8_t byte = *byte_of(memory, f, k, row);
   if (info(f).quant_bytes == 512) return byte;
   const int64_t in = k % kBlock;
   const uint8_t low = in >= 16 ? byte >> 4 : byte & 15;
-  if (f != Format::k6) return low;
-  const int64_t vector = in / 4;
-  const uint8_t upper = quants[k / kBlock * 384 + 256 + vector / 4 * 64 + row * 4 + in % 4];
-  return static_cast<uint8_t>(low | (upper >> (2 * (vector % 4)) & 3) << 4);
+  if (upper_bits(f) == 0) return low;
+  const Upper upper = upper_of(memory, f, k, row);
+  return static_cast<uint8_t>(low | (*upper.at >> upper.shift & upper.mask) << 4);
 }
 
 void put_meta(uint8_t* meta, Format f, int64_t row, const Unit& unit) {
@@ -295,7 +307,7 @@ Format format_named(const std::string& name) {
   for (int f = 0; f < kFormats; ++f) {
     if (name == kFormatInfo[f].name) return static_cast<Format>(f);
   }
-  throw std::invalid_argument("format '" + name + "'; allowed are bf16, i8, i8m, i4, i4m, k4, k8, k6, f32");
+  throw std::invalid_argument("format '" + name + "'; allowed are bf16, i8, i4, i4m, i5, i5m, k4, k5, k6, f32");
 }
 
 void check_pack(const SourceType& source, Format target, int64_t n, int64_t k) {
