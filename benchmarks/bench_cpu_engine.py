@@ -93,7 +93,8 @@ class BenchEngine:
 
     def __init__(self, model: Path, shape: Shape, mix: str, threads: int, **config: Any) -> None:
         fields = {"kv_cache_tokens": 8192, "max_num_batched_tokens": 512, "max_num_seqs": 32, "prefix_caching": False}
-        settings = EngineConfig(model=str(model), device="cpu", cpu_threads=threads, **(fields | config))
+        fields |= {"device": "cpu"}
+        settings = EngineConfig(model=str(model), cpu_threads=threads, **(fields | config))
         self.shape, self.needs = shape, Needs(shape, mix)
         self.failure: str | None = None
         self._next = 0

@@ -43,10 +43,10 @@ class Run:
         self._key: tuple[str, str] | None = None
         self._up = ExitStack()
         self._held: Any = None
-        self.data: dict[str, Any] = {"machine": describe_machine(args.threads), "versions": _versions(self.peer)}
+        self.data: dict[str, Any] = {"machine": describe_machine(args.threads), "versions": versions(self.peer)}
         self.threads = int(self.data["machine"]["threads"])
-        self.data |= {"command": shlex.join(["python", "-m", "benchmarks.bench_cpu", *_public(sys.argv[1:])])}
-        self.data |= {"commit": _commit(), "layers": shape.layers, "roofs": {}, "peer_sweep": {}, "rows": []}
+        self.data |= {"command": shlex.join(["python", "-m", "benchmarks.bench_cpu", *public(sys.argv[1:])])}
+        self.data |= {"commit": commit(), "layers": shape.layers, "roofs": {}, "peer_sweep": {}, "rows": []}
 
     # ---- files
 
@@ -202,7 +202,7 @@ class Run:
         part.replace(path)
 
 
-def _public(argv: Sequence[str]) -> list[str]:
+def public(argv: Sequence[str]) -> list[str]:
     """The command without this machine's folders."""
     return [Path(word).name if word.startswith("/") else word for word in argv]
 
@@ -230,12 +230,12 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
     } | ({"known_read_gb_s": known} if known else {})
 
 
-def _versions(peer: Peer | None) -> dict[str, str]:
+def versions(peer: Peer | None) -> dict[str, str]:
     names = ("ktserve", "torch", "numpy")
     out = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
     return out | ({"llama.cpp": peer.version()} if peer else {})
 
 
-def _commit() -> str:
+def commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

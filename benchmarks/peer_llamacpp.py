@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +26,25 @@ class Flags:
     flash: bool = True
     repack: bool = True
     ubatch: int = 512
+    gpu: bool = False  # all layers there but the experts; the file not mapped, as llama.cpp advises for that
+    offload: bool = True  # with a GPU: experts of many rows are copied there
 
     def bench(self) -> list[str]:
         return [*self._common(), "--repack", str(int(self.repack))]
 
     def common(self) -> list[str]:
-        return [*self._common(), *([] if self.repack else ["--no-repack"])]
+        flags = [*self._common(), *([] if self.repack else ["--no-repack"])]
+        if self.gpu:
+            flags += [
+                "-ngl",
+                "99",
+                "--n-cpu-moe",
+                "99",
+                "--load-mode",
+                "none",
+                *([] if self.offload else ["--no-op-offload"]),
+            ]
+        return flags
 
     def _common(self) -> list[str]:
         return ["-t", str(self.threads), "-fa", "on" if self.flash else "off", "-ub", str(self.ubatch)]
@@ -42,6 +56,7 @@ class Flags:
 @dataclass(frozen=True)
 class Peer:
     folder: Path
+    libraries: tuple[Path, ...] = ()  # folders of what the binaries were linked with, if not where they look
 
     def version(self) -> str:
         line = self._run("llama-bench", ["--version"], 60, both=True).strip().splitlines()
@@ -106,10 +121,21 @@ class Peer:
             raise PeerError(f"--llama {self.folder}: there is no {name}")
         return path
 
+    def _environment(self) -> dict[str, str] | None:
+        if not self.libraries:
+            return None
+        folders = [str(folder) for folder in self.libraries]
+        return {
+            **os.environ,
+            "LD_LIBRARY_PATH": ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(":"),
+        }
+
     def _run(self, name: str, args: list[str], timeout_s: float, *, both: bool = False) -> str:
         command = [str(self._binary(name)), *args]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, check=False, env=self._environment()
+            )
         except subprocess.TimeoutExpired:
             raise PeerError(f"{name} took more than {timeout_s:.0f} s") from None
         if done.returncode:
