@@ -18,7 +18,7 @@ help:
 	@echo 'make load       a minute of locust against a server of its own; prints the table'
 	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES] [OUT=FILE]: measure a CPU against its roofs and llama.cpp; table in docs/'
 	@echo 'make sanitize   the native tests under ASan and UBSan, then under TSan'
-	@echo 'make bench-gpu  an NVIDIA GPU beside this CPU, at Qwen3-30B-A3B size (80 GB of memory); JSON in benchmarks/results/'
+	@echo 'make bench-gpu  [LLAMA=BINARIES MODELS=DIR]: an NVIDIA GPU beside this CPU, at Qwen3-30B-A3B size (80 GB of memory); JSON in benchmarks/results/'
 	@echo 'make clean      remove what was built here, the venv included'
 
 serve: setup
@@ -58,13 +58,8 @@ sanitize: $(VENV)/.packages
 	    && $(VENV)/bin/ctest --preset $$preset || exit 1; \
 	done
 
-# Peers and formats run in processes of their own: kt_kernel never gives its memory back.
 bench-gpu: setup
-	@$(PY) -m benchmarks.gpu_decode --experts kt --out benchmarks/results/gpu-decode-kt.json
-	@$(PY) -m benchmarks.gpu_decode --peer benchmarks/results/gpu-decode-kt.json --out benchmarks/results/gpu-decode.json
-	@$(PY) -m benchmarks.gpu_decode --quantise int8 --out benchmarks/results/gpu-decode-int8.json
-	@$(PY) -m benchmarks.gpu_decode --rows 32 --adapters 16 --out benchmarks/results/gpu-decode-adapters.json
-	@$(PY) -m benchmarks.gpu_experts --out benchmarks/results/gpu-experts.json
+	@$(PY) -m benchmarks.bench_gpu $(if $(LLAMA),--llama '$(LLAMA)') $(if $(MODELS),--models '$(MODELS)') $(ARGS)
 
 clean:
 	rm -rf $(VENV) build native/*.so
