@@ -25,6 +25,7 @@ from engine.model.load import Backends
 from engine.model.native_ops import NativeOps
 from engine.model.ops import TorchOps
 from engine.model.rope import Rope
+from engine.pack_cache import PackCache, model_folder
 from engine.placement import Placement, activation_dtype
 from engine.precision import Precision, choose_precision
 from engine.weights.store import WeightSource
@@ -49,6 +50,7 @@ def make_backends(
     device, model, precision = torch.device("cpu"), source.config, choose_precision(config, placement)
     dtype = precision.activations
     pools: Shared[Any] = Shared("pool", {"native": lambda: make_pool(config.cpu_threads and cpu_threads(config))})
+    cache = pack_cache(config, source)
     isa, rope = config.isa or "", Rope(model, max_model_len, device)
 
     linear: Shared[LinearBackend] = Shared(
@@ -56,7 +58,7 @@ def make_backends(
         {
             "reference": lambda: ReferenceLinearBackend(dtype, device),
             "native": lambda: NativeLinearBackend(
-                dtype, pools.get("native"), isa, config.quantise, plain=precision.weights
+                dtype, pools.get("native"), isa, config.quantise, plain=precision.weights, cache=cache
             ),
         },
     )
@@ -64,7 +66,7 @@ def make_backends(
         "router",
         {
             "reference": lambda: ReferenceLinearBackend(torch.float32, device),
-            "native": lambda: NativeLinearBackend(torch.float32, pools.get("native"), isa),
+            "native": lambda: NativeLinearBackend(torch.float32, pools.get("native"), isa, cache=cache),
         },
     )
     attention: Shared[AttentionBackend] = Shared(
@@ -80,7 +82,7 @@ def make_backends(
         "experts",
         {
             "reference": lambda: ReferenceExperts(dtype, device),
-            "native": lambda: native_experts(config, source, pools.get("native"), precision),
+            "native": lambda: native_experts(config, source, pools.get("native"), cache, precision),
             "kt": lambda: KtExperts(model, kt_method(config, placement), max_rows=max_rows, threads=config.cpu_threads),
         },
     )
@@ -97,6 +99,7 @@ def make_backends(
         dtype=dtype,
         packs_bf16=precision.weights == torch.bfloat16,
         device=device,
+        cache=cache if "native" in kinds else None,
         pool=pools.get("native") if "native" in kinds else None,
     )
 
@@ -114,7 +117,11 @@ def cpu_threads(config: EngineConfig) -> int:
 
 
 def native_experts(
-    config: EngineConfig, source: WeightSource, pool: Any, precision: Precision | None = None
+    config: EngineConfig,
+    source: WeightSource,
+    pool: Any,
+    cache: PackCache | None,
+    precision: Precision | None = None,
 ) -> NativeExperts:
     """`precision`: by default activations and weights are of one type, as beside a GPU."""
     dtype = activation_dtype(config)
@@ -125,8 +132,7 @@ def native_experts(
         plain=precision.weights if precision else dtype,
         isa=config.isa or "",
         quantise=config.quantise,
-        cache_dir=pack_cache(config),
-        source_id=source.identity,
+        cache=cache,
     )
 
 
@@ -140,15 +146,17 @@ def kt_method(config: EngineConfig, placement: Placement) -> str:
     return named.pop()
 
 
-def pack_cache(config: EngineConfig) -> Path | None:
-    """Where packed experts are kept: asked for, or beside the model; None: nowhere."""
+def pack_cache(config: EngineConfig, source: WeightSource) -> PackCache | None:
+    """Where packed weights are kept: in the folder asked for, or beside the model; None: nowhere."""
     if config.pack_cache == "off":
         return None
+    files = Path(config.gguf or config.model).expanduser().absolute()
+    name = files.stem if files.suffix == ".gguf" else files.name
     if config.pack_cache != "auto":
-        return Path(config.pack_cache).expanduser()
-    files = Path(config.gguf or config.model)
-    folder = files if files.is_dir() else files.parent
-    return folder / ".ktserve" if os.access(folder, os.W_OK) else None
+        root = Path(config.pack_cache).expanduser()
+    else:
+        root = (files if files.is_dir() else files.parent) / ".ktserve"
+    return PackCache(model_folder(root, name, source.identity), source.identity)
 
 
 class Shared(Generic[T]):

@@ -9,7 +9,7 @@ import torch
 from engine.attention.base import BLOCK_SIZE, AttentionBackend
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
-from engine.backends import Shared, cpu_threads, kt_method, native_experts
+from engine.backends import Shared, cpu_threads, kt_method, native_experts, pack_cache
 from engine.config import EngineConfig
 from engine.errors import RulesError
 from engine.experts.base import ExpertBackend
@@ -45,7 +45,7 @@ def gpu_backends(
 
     `config.gpu_expert_memory` is a number by now (`engine.memory_gpu.hot_expert_bytes`) if there are hybrid experts.
     """
-    model, dtype = source.config, activation_dtype(config)
+    model, dtype, cache = source.config, activation_dtype(config), pack_cache(config, source)
     device = torch.device(placement.device)
     device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)  # kernels are launched on the current device
@@ -56,7 +56,7 @@ def gpu_backends(
 
     def bridged() -> CudaBridge:
         pool = make_pool(config.cpu_threads and cpu_threads(config))
-        return CudaBridge(native_experts(config, source, pool), model, device)
+        return CudaBridge(native_experts(config, source, pool, cache), model, device)
 
     def hybrid() -> HybridExperts:
         cpu = placement.expert_option("cpu", "native")
@@ -116,4 +116,5 @@ def gpu_backends(
         experts=lambda layer: experts.get(placement.backend(f"model.layers.{layer}.mlp.experts")),
         dtype=dtype,
         device=device,
+        cache=cache if {"native", "hybrid"} & set(placement.used(".mlp.experts")) else None,
     )

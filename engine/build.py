@@ -91,6 +91,8 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     model = Loader(source, backends, max(config.max_num_batched_tokens, config.max_num_seqs)).model(progress)
     tracing = bool(config.profile_dir)
     runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
+    if backends.cache is not None:
+        runner.notes += backends.cache.report()
     _pad_decode(runner, config, blueprint.num_blocks, progress)
     scheduler = Scheduler(
         SchedulerConfig(

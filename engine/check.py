@@ -15,6 +15,7 @@ from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed import NEVER, StreamedExperts
+from engine.linear.embedding import TableEmbedding
 from engine.linear.reference import ReferenceLinearBackend
 from engine.model.load import Backends, Loader
 from engine.model.ops import TorchOps
@@ -167,7 +168,8 @@ def _run_layer(
     seen: dict[str, torch.Tensor] = {}
     device, n = loader.backends.device, hidden.shape[0]
     residual = hidden.to(device, loader.backends.dtype, copy=True)
-    model = Qwen3Moe(config, loader.backends.ops, residual, [layer], residual, layer.q, {})
+    ops = loader.backends.ops
+    model = Qwen3Moe(config, ops, TableEmbedding(residual, ops.embed), [layer], residual, layer.q, {})
 
     def observe(place: str, value: torch.Tensor) -> None:
         seen[place] = value.float().cpu().clone()

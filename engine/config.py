@@ -97,7 +97,8 @@ class EngineConfig:
     )
     pack_cache: str = option(
         "auto",
-        "folder for repacked experts, so that the next start is quick; auto: beside the model; off: none",
+        "folder for repacked weights, in it one per model, so that the next start is quick; auto: .ktserve beside the "
+        "model's files; off: none",
         group="Placement",
     )
     isa: str | None = option(

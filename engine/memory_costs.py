@@ -17,20 +17,24 @@ _BF16, _F32 = 2, 4
 # other types are held in the type of unquantised weights.
 _NATIVE_BYTES = {"Q8_0": 544, "Q5_0": 352, "Q5_1": 384, "Q4_0": 288, "Q4_1": 320, "Q4_K": 296, "Q5_K": 360, "Q6_K": 420}
 _NATIVE_PER = 512  # weights of a panel's block
+_QUANTISED_AS = {"int8": "Q8_0", "int4": "Q4_1"}
+_PAGE, _HUGE_PAGE = 4096, 2 << 20
 _KT_BYTES = {"AMXBF16": 2.0, "AMXInt8": 1.01, "AMXInt4": 0.51}
 _KT_BLOCKS = {"F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}  # used as they lie
 _KT_MULTIPLE = 256
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 
 
-def expert_bytes(store: ExpertStore, backend: str, element_bytes: int, kt_method: str) -> int:
+def expert_bytes(
+    store: ExpertStore, backend: str, element_bytes: int, kt_method: str, quantise: str | None = None
+) -> int:
     """One layer's routed experts as `backend` holds them."""
     tensors = [store.expert(projection, 0) for projection in ("gate", "up", "down")]
     if backend == "kt":
         blocks = kt_method == "GGUF" or (kt_method == "auto" and _kt_takes_blocks(tensors))
         each = [t.num_bytes if blocks else prod(t.shape) * _KT_BYTES.get(kt_method, _BF16) for t in tensors]
     elif backend in ("native", "hybrid"):
-        each = [_native_bytes(t, element_bytes) for t in tensors]
+        each = [_native_bytes(t, element_bytes, quantise) for t in tensors]
     else:
         each = [prod(t.shape) * (element_bytes if backend == "reference" else _BF16) for t in tensors]
     return int(store.num_experts * sum(each))
@@ -42,37 +46,64 @@ def _kt_takes_blocks(tensors: list[WeightTensor]) -> bool:
     return fits and all(t.type in _KT_BLOCKS for t in tensors) and any(t.quantised for t in tensors)
 
 
-def _native_bytes(tensor: WeightTensor, element_bytes: int) -> float:
+def _native_bytes(tensor: WeightTensor, element_bytes: int, quantise: str | None = None) -> int:
     packed = _NATIVE_BYTES.get(tensor.type)
-    return prod(tensor.shape) * (element_bytes if packed is None else packed / _NATIVE_PER)
+    if packed is None and quantise is not None and not tensor.quantised:
+        packed = _NATIVE_BYTES[_QUANTISED_AS[quantise]]
+    return prod(tensor.shape) * element_bytes if packed is None else prod(tensor.shape) * packed // _NATIVE_PER
 
 
 def dense_bytes(
-    source: WeightSource, linear_backend: str, element_bytes: int, activation_bytes: int | None = None
+    source: WeightSource,
+    linear_backend: str,
+    element_bytes: int,
+    activation_bytes: int | None = None,
+    quantise: str | None = None,
 ) -> int:
-    """Everything but routed experts: embedding and norms as activations (a bf16 embedding as weights), routers in
-    float32, projections as the linear backend holds them. A tied head is a projection of its own beside the
-    embedding."""
+    """Everything but routed experts: norms as activations, routers in float32, projections as the linear backend holds
+    them. The embedding is a table as wide as activations (a bf16 one as weights), unless the native kernels hold it as
+    the file does. A tied head is a projection of its own, which may serve as the embedding."""
     config = source.config
     total = 0
+
+    def linear(tensor: WeightTensor) -> int:
+        if linear_backend != "native":
+            return prod(tensor.shape) * element_bytes
+        return _mapped(_native_bytes(tensor, element_bytes, quantise))
+
     for name in source.names():
         tensor = source.tensor(name)
         count = prod(tensor.shape)
         if name.endswith("mlp.gate.weight"):
             total += count * _F32
-        elif len(tensor.shape) == 2 and name != EMBED:
-            total += _linear_bytes(tensor, linear_backend, element_bytes)
-        elif name == EMBED and tensor.type == "BF16":
-            total += count * element_bytes
+        elif name == EMBED:
+            form = _native_embedding(tensor, element_bytes, quantise, config.tie_word_embeddings)
+            table = count * (element_bytes if tensor.type == "BF16" else activation_bytes or element_bytes)
+            total += form if linear_backend == "native" and form is not None else table
+        elif len(tensor.shape) == 2:
+            total += linear(tensor)
         else:
             total += count * (activation_bytes or element_bytes)
     if config.tie_word_embeddings:
-        total += _linear_bytes(source.tensor(EMBED), linear_backend, element_bytes)
+        total += linear(source.tensor(EMBED))
     return total
 
 
-def _linear_bytes(tensor: WeightTensor, backend: str, element_bytes: int) -> int:
-    return int(_native_bytes(tensor, element_bytes)) if backend == "native" else prod(tensor.shape) * element_bytes
+def _native_embedding(tensor: WeightTensor, element_bytes: int, quantise: str | None, tied: bool) -> int | None:
+    """Bytes beside the head (`NativeLinearBackend.embedding`); None: a table."""
+    wide = element_bytes == _F32 and (tensor.quantised or quantise is None)
+    if tied and (tensor.type in _NATIVE_BYTES or wide or (tensor.type == "BF16" and quantise is None)):
+        return 0
+    if not tensor.quantised:
+        return None
+    packed = tensor.type in _NATIVE_BYTES
+    return _mapped(_native_bytes(tensor, element_bytes)) if packed else tensor.num_bytes
+
+
+def _mapped(num_bytes: int) -> int:
+    """Memory from the kernel comes in huge pages where one would be filled."""
+    step = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else _PAGE
+    return -(-num_bytes // step) * step
 
 
 def buffer_bytes(config: ModelConfig, rows: int, sequences: int) -> int:

@@ -150,7 +150,7 @@ class _Inputs:
 def _draw(inputs: _Inputs) -> MemoryPlan:
     config, source, main, cpu = inputs.config, inputs.source, inputs.main, inputs.cpu
     items = [*_expert_items(inputs), *inputs.extra]
-    dense = dense_bytes(source, inputs.linear_backend, inputs.element_bytes, inputs.activation_bytes)
+    dense = dense_bytes(source, inputs.linear_backend, inputs.element_bytes, inputs.activation_bytes, config.quantise)
     items.append(Item(main.name, "dense weights", dense))
     if config.adapters:
         label = f"adapters at start, {len(config.adapters)}"
@@ -177,7 +177,8 @@ def _expert_items(inputs: _Inputs) -> list[Item]:
     sizes: dict[str, list[int]] = {}
     for layer in inputs.source.config.sparse_layers:
         backend = inputs.expert_backend(layer)
-        size = expert_bytes(inputs.source.experts(layer), backend, inputs.element_bytes, inputs.config.kt_method)
+        settings = (inputs.element_bytes, inputs.config.kt_method, inputs.config.quantise)
+        size = expert_bytes(inputs.source.experts(layer), backend, *settings)
         sizes.setdefault(backend, []).append(size)
     items = []
     for backend, layers in sizes.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ import torch
 
 from engine.errors import ExpertBackendError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.pack_cache import PackCache, PackKey, source_hash
 from engine.lora.adapter import ExpertLora
 from engine.model_config import ModelConfig
+from engine.pack_cache import PackCache, PackKey
 from engine.weights.store import ExpertStore, WeightTensor
 from native.topology import make_pool
 
@@ -37,8 +36,8 @@ class NativeExperts(ExpertBackend):
 
     `pool`: a `native._native.WorkerPool` to share with other backends; default: its own over this process's CPUs.
     `isa`: "avx2", "avx512" or "amx"; "" is KTSERVE_ISA or the machine's best. `quantise`: "int8" or "int4" for plain
-    weights. `cache_dir`: keep packed layers there, as files of `source_id` (what tells one state of the model's files
-    from another); None: no cache. UserError for sizes, types or settings that the kernels do not take.
+    weights. `cache`: keeps packed layers on disk; None: nothing does. UserError for sizes, types or settings that the
+    kernels do not take.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class NativeExperts(ExpertBackend):
         *,
         isa: str = "",
         quantise: str | None = None,
-        cache_dir: Path | None = None,
-        source_id: str = "",
+        cache: PackCache | None = None,
         plain: torch.dtype | None = None,
     ) -> None:
         plain = plain or dtype
@@ -68,8 +66,7 @@ class NativeExperts(ExpertBackend):
         except (ImportError, ValueError) as error:
             raise UserError(f"native experts: {error}", field="expert_backend") from error
         self._layers: dict[int, Any] = {}
-        self._cache = None if cache_dir is None else PackCache(cache_dir)
-        self._source_id = source_id
+        self._cache = cache
 
     @property
     def isa(self) -> str:
@@ -104,8 +101,10 @@ class NativeExperts(ExpertBackend):
                 pack(made)
                 self._layers[layer] = made
                 return
-            source = source_hash(store, self._source_id)
-            key = PackKey(layer, self._native.LAYOUT_VERSION, shape, tuple(forms), self.pool.groups, source)
+            every = (store.expert(name, e) for name, _ in store.projections() for e in range(store.num_experts))
+            source = self._cache.source_hash(every)
+            name = f"layer-{layer:03}"
+            key = PackKey(name, self._native.LAYOUT_VERSION, shape, tuple(forms), self.pool.groups, source)
             self._layers[layer] = self._cache.load(key, make, pack, self.pool)
         except ValueError as error:
             raise UserError(f"layer {layer}, native experts: {error}", field="expert_backend") from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.linear.embedding import Embedding
 from engine.linear.segments import Segments
 from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
@@ -54,3 +55,8 @@ class LinearBackend(ABC):
     @abstractmethod
     def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> Linear:
         """weight [out, in] in any readable type."""
+
+    def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
+        """weight [V, H] for looking rows up in a form smaller than a table of numbers, or None if this backend has
+        none. `head`: the projection made of this very weight, if there is one, whose memory may serve both."""
+        return None

@@ -11,7 +11,9 @@ import torch
 
 from engine.errors import EngineError, UserError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
 from engine.lora.adapter import LoraPair
+from engine.pack_cache import PackCache, PackKey
 from engine.weights.store import WeightTensor
 
 _PLAIN = ("F32", "F16", "BF16")
@@ -39,7 +41,7 @@ class NativeLinear(Linear):
 
     @property
     def num_bytes(self) -> int:
-        return int(self.packed.bytes)
+        return int(self.packed.num_bytes)
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         rows, bf16 = _input(self, x)
@@ -70,7 +72,7 @@ class NativeLinearBackend(LinearBackend):
 
     F32, F16 and BF16 weights are held as `plain`, bfloat16 or float32 (default: `dtype`, the activations'); `quantise`
     ("int8": as Q8_0, "int4": as Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised
-    and treated likewise.
+    and treated likewise. `cache`: keeps packed weights on disk; None: nothing does.
     Calls of one backend follow one another: its scratch is shared.
     """
 
@@ -82,6 +84,7 @@ class NativeLinearBackend(LinearBackend):
         quantise: str | None = None,
         *,
         plain: torch.dtype | None = None,
+        cache: PackCache | None = None,
     ) -> None:
         plain = plain or dtype
         if not {dtype, plain} <= {torch.bfloat16, torch.float32}:
@@ -90,6 +93,7 @@ class NativeLinearBackend(LinearBackend):
             raise UserError(f"quantise {quantise!r}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
         self._native: Any = importlib.import_module("native._native")
         self._pool = pool
+        self._cache = cache
         self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
         try:
             self._runner: Any = self._native.LinearRunner(pool, isa)
@@ -99,32 +103,54 @@ class NativeLinearBackend(LinearBackend):
     def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> NativeLinear:
         if len(weight.shape) != 2:
             raise UserError(f"{name}: shape {weight.shape}; a projection has two dimensions", field=name)
-        source, data = weight.type, weight.data
-        format = self._native.linear_format(source)
-        if not format:
-            source, format = "F32", "bf16"
-            data = weight.dequantise(torch.float32).view(torch.uint8).flatten().numpy()
-        if source in _PLAIN:
-            format = self._plain
-        data = np.ascontiguousarray(data)
         added = None if bias is None else bias.dequantise(torch.float32).contiguous()
         if added is not None and added.shape != weight.shape[:1]:
             raise UserError(f"{name}: bias {tuple(added.shape)}; wanted {weight.shape[:1]}", field=name)
+        form, shards = self._form(weight), self._pool.groups
         n, k = weight.shape
+
+        def make() -> Any:
+            return self._native.PackedLinear(form, n, k, shards, 0 if added is None else added.data_ptr())
+
+        def pack(made: Any) -> None:
+            source, data = self._source(weight)
+            made.load(self._pool, source, data.ctypes.data, data.nbytes)
+
         try:
-            packed = self._native.PackedLinear(
-                self._pool,
-                source,
-                format,
-                data.ctypes.data,
-                data.nbytes,
-                n,
-                k,
-                0 if added is None else added.data_ptr(),
-            )
+            if self._cache is None:
+                packed = make()
+                pack(packed)
+            else:
+                source = self._cache.source_hash([weight])
+                key = PackKey(name, self._native.LAYOUT_VERSION, (n, k), (form,), shards, source)
+                packed = self._cache.load(key, make, pack, self._pool)
         except ValueError as error:
             raise UserError(f"{name}: {error}", field=name) from error
         return NativeLinear(name, packed, self._runner, (n, k))
+
+    def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
+        """Quantised, or shared with the head: packed, if that loses nothing. A quantised type that has no packed form
+        stays as it is; other weights are smallest and quickest as a table."""
+        form = self._form(weight)
+        exact = bool(self._native.linear_format(weight.type)) and weight.quantised
+        if exact or form == "f32" or (form == "bf16" and weight.type == "BF16"):
+            if isinstance(head, NativeLinear):
+                return PackedEmbedding(head.packed, self._pool, weight.shape[1], shared=True)
+            if exact:
+                packed = self.load(name, weight, None).packed
+                return PackedEmbedding(packed, self._pool, weight.shape[1], shared=False)
+        return BlockEmbedding(weight) if weight.quantised else None
+
+    def _form(self, weight: WeightTensor) -> str:
+        """The packed format; what has none of its own is held as plain weights are."""
+        own = str(self._native.linear_format(weight.type))
+        return self._plain if weight.type in _PLAIN or not own else own
+
+    def _source(self, weight: WeightTensor) -> tuple[str, Any]:
+        """Type and bytes to pack. A type without a packed format is dequantised."""
+        if self._native.linear_format(weight.type):
+            return weight.type, np.ascontiguousarray(weight.data)
+        return "F32", weight.dequantise(torch.float32).view(torch.uint8).flatten().numpy()
 
     def join(self, linears: Sequence[Linear]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]:
         """One native call: x is packed once and the pool is woken once. Any number of projections."""

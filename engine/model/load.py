@@ -11,10 +11,12 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.embedding import Embedding, TableEmbedding
 from engine.model.native_decoder import NativeQwen3Moe, all_native
 from engine.model.ops import Ops
 from engine.model.qwen3_moe import DenseMlp, Layer, Qwen3Moe, SparseMlp
-from engine.weights.layout import EMBED
+from engine.pack_cache import PackCache
+from engine.weights.layout import EMBED, HEAD
 from engine.weights.store import WeightSource
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -32,6 +34,7 @@ class Backends:
     dtype: torch.dtype  # of activations
     device: torch.device
     packs_bf16: bool = False  # bf16 weights stay so, whatever activations are
+    cache: PackCache | None = None  # of packed weights
     pool: Any = None  # native._native.WorkerPool, whose workers spin while a step runs
 
 
@@ -52,14 +55,15 @@ class Loader:
             progress("Loading layers", index, config.num_hidden_layers)
             layers.append(self.layer(index))
         progress("Loading layers", config.num_hidden_layers, config.num_hidden_layers)
+        head = self.head()
         native = all_native(layers, self.backends.ops) and set(self._buffers) <= {"cpu"}
         return (NativeQwen3Moe if native else Qwen3Moe)(
             config=config,
             ops=self.backends.ops,
-            embedding=self.embedding(),
+            embedding=self.embedding(head),
             layers=layers,
             final_norm=self.vector("model.norm.weight"),
-            lm_head=self.head(),
+            lm_head=head,
             linears=self.linears,
         )
 
@@ -82,7 +86,7 @@ class Loader:
 
     def head(self) -> Linear:
         """A head that is stored is used, whatever the configuration says of tying."""
-        stored = "lm_head.weight" if self.source.has("lm_head.weight") else "model.embed_tokens.weight"
+        stored = HEAD if self.source.has(HEAD) else EMBED
         return self.backends.linear("lm_head").load("lm_head", self.source.tensor(stored), None)
 
     def linear(self, name: str, backend: LinearBackend | None = None) -> Linear:
@@ -95,11 +99,17 @@ class Loader:
         """A norm's weight, in the activations' dtype."""
         return self.source.tensor(name).dequantise(self.backends.dtype).to(self.backends.device)
 
-    def embedding(self) -> torch.Tensor:
-        """In the activations' dtype, or narrower where nothing is lost by it."""
-        tensor = self.source.tensor(EMBED)
-        dtype = torch.bfloat16 if tensor.type == "BF16" and self.backends.packs_bf16 else self.backends.dtype
-        return tensor.dequantise(dtype).to(self.backends.device)
+    def embedding(self, head: Linear) -> Embedding:
+        """In the form of the head's backend if that has one; else a table in the activations' dtype, or narrower where
+        nothing is lost by it."""
+        tensor, backends = self.source.tensor(EMBED), self.backends
+        tied = None if self.source.has(HEAD) else head
+        if backends.device.type == "cpu" and (
+            made := backends.linear("lm_head").embedding("model.embed_tokens", tensor, tied)
+        ):
+            return made
+        dtype = torch.bfloat16 if tensor.type == "BF16" and backends.packs_bf16 else backends.dtype
+        return TableEmbedding(tensor.dequantise(dtype).to(backends.device), backends.ops.embed)
 
     def buffers(self, backend: ExpertBackend) -> ExpertBuffers:
         """One set for all layers whose experts are in the same memory."""

@@ -164,7 +164,7 @@ class NativeQwen3Moe(Qwen3Moe):
         """Behind the last attention nobody reads the other rows: the last MLP runs on `keep` alone."""
         self.plan(batch)
         self.begin(ids.shape[0], lora)
-        residual = self.ops.embed(self.embedding, ids).to(self.dtype)
+        residual = self.embedding(ids).to(self.dtype)
         delta: torch.Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers[:last]):

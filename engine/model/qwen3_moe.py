@@ -17,6 +17,7 @@ from engine.attention.base import AttentionBackend, BatchLayout
 from engine.errors import ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.linear.base import Linear, LoraBatch
+from engine.linear.embedding import Embedding
 from engine.lora.adapter import AdapterWeights, ExtraMlp
 from engine.model.gpu_ops import GpuOps
 from engine.model.ops import Ops
@@ -80,7 +81,7 @@ class Qwen3Moe:
         self,
         config: ModelConfig,
         ops: Ops,
-        embedding: torch.Tensor,
+        embedding: Embedding,
         layers: list[Layer],
         final_norm: torch.Tensor,
         lm_head: Linear,
@@ -94,7 +95,7 @@ class Qwen3Moe:
         self.lm_head = lm_head
         self.linears = linears
         self.device = embedding.device
-        self.dtype = final_norm.dtype  # of activations; the embedding may be narrower
+        self.dtype = final_norm.dtype  # of activations; the embedding may be held otherwise
         self.slots_with_extra_mlps: set[int] = set()
         self.attention_backends = list({id(layer.attention): layer.attention for layer in layers}.values())
         sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)]
@@ -141,7 +142,7 @@ class Qwen3Moe:
     ) -> torch.Tensor:
         """The device's part of a planned step. `bsz` int32 [1]: how many of the rows count, if not all."""
         self.begin(ids.shape[0], lora, bsz)
-        residual = self.ops.embed(self.embedding, ids).to(self.dtype)
+        residual = self.embedding(ids).to(self.dtype)
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             delta = self.run_layer(index, layer, residual, delta, batch, lora, trace, observe)

@@ -8,6 +8,7 @@ import torch
 from benchmarks.accuracy import recording
 from engine.build import draw
 from engine.config import EngineConfig
+from engine.linear.embedding import TableEmbedding
 from engine.linear.native import NativeLinear
 from engine.model.native_decoder import NativeQwen3Moe
 from engine.precision import Precision, choose_precision
@@ -57,22 +58,23 @@ def test_auto_keeps_weights_and_cache_small(path):
     expert_weights = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size
     held = sum(backend.num_bytes for backend in model.expert_backends)
     assert held < 3 * expert_weights * config.moe_intermediate_size  # 2 bytes each, and padding
-    assert model.embedding.dtype == BF16 and model.dtype == F32
+    assert isinstance(model.embedding, TableEmbedding)
+    assert model.embedding.table.dtype == BF16 and model.dtype == F32
     assert [b.kv_bytes_per_token for b in model.attention_backends] == [config.kv_bytes_per_token(2)]
     assert {b.hidden.dtype for b in model.expert_buffers} == {F32}
     engine.close()
 
 
-def test_a_quantised_embedding_is_read_exactly(tmp_path):
-    held = save_gguf(tiny_model(3), tmp_path / "m.gguf", "Q8_0", "Q8_0")
-    settings = {"rules": None, "dtype": "auto", "pack_cache": "off"}
-    engine = Harness(tmp_path / "m.gguf", **settings)
-    assert torch.equal(engine.core.runner.model.embedding, held.model.embed_tokens.weight)
-    wide = [item for item in engine.blueprint.memory.items if item.label == "dense weights"]
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_a_quantised_embedding_stays_as_it_is(tmp_path, tied, dtype):
+    """Looked up exactly, and as small as in the file; one copy of it where the head is tied."""
+    held = save_gguf(tiny_model(3, tie_word_embeddings=tied), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+    engine = Harness(tmp_path / "m.gguf", rules=None, dtype=dtype, pack_cache="off")
+    model, weight = engine.core.runner.model, held.model.embed_tokens.weight
+    assert torch.equal(model.embedding(torch.arange(weight.shape[0])), weight)
+    assert model.embedding.num_bytes == (0 if tied else weight.numel() * 34 // 32)
     engine.close()
-    narrow = draw(EngineConfig(model=str(tmp_path / "m.gguf"), device="cpu", dtype="bfloat16")).memory.items
-    more = wide[0].num_bytes - next(item.num_bytes for item in narrow if item.label == "dense weights")
-    assert more >= 2 * held.model.embed_tokens.weight.numel()
 
 
 @pytest.fixture(scope="module")

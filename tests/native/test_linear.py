@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError, UserError
 from engine.linear.base import LoraBatch
+from engine.linear.embedding import BlockEmbedding, PackedEmbedding
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
@@ -150,6 +153,59 @@ def test_projections_of_one_input_in_one_call(isa: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type", ["F32", "BF16", "Q8_0", "Q4_K"])
+def test_shards_change_no_bit(isa: str, type: str) -> None:
+    """Nodes that do not exist here: their memory is wherever it is touched, the split is the real one."""
+    sizes, k = (1, 16, 70, 300), 256
+    bias, _ = tensor(draw(300, seed=2), "F32")
+    x, lora = draw(100, k, seed=9), lora_batch([i % 3 for i in range(100)])
+    held = pairs(300, k, BF16, {1: 5, 2: 17})
+
+    def outputs(pool: Any) -> list[torch.Tensor]:
+        backend = NativeLinearBackend(F32, pool, isa)
+        linears = [backend.load("w", tensor(draw(n, k, seed=n), type)[0], bias if n == 300 else None) for n in sizes]
+        assert {linear.packed.shards for linear in linears} == {pool.groups}
+        for slot, pair in held.items():
+            linears[3].set_adapter(slot, pair)
+        ends = [linears[3].packed.first_panel(shard) for shard in range(pool.groups + 1)]
+        assert ends[0] == 0 and ends[-1] == 19 and ends == sorted(ends)
+        outs = [linear(x[:rows], lora.rows(torch.arange(rows))) for linear in linears for rows in (1, 3, 17, 100)]
+        return [*outs, *backend.join(linears)(x, lora)]
+
+    expected = outputs(POOL)
+    for groups in ([[0], [0]], [[0, 1], [0]], [[0], [0], [0]], [[0, 0], [0], [0], [0]]):
+        for got, want in zip(outputs(_native.WorkerPool(groups)), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", *BLOCKS, "IQ4_NL", "Q3_K"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_rows_are_the_files(type: str, dtype: torch.dtype, tied: bool) -> None:
+    weight, exact = tensor(draw(150, 256, seed=1), type)
+    for pool in (POOL, _native.WorkerPool([[0], [0]])):
+        backend = NativeLinearBackend(dtype, pool)
+        embedding = backend.embedding("embed", weight, backend.load("head", weight, None) if tied else None)
+        packed = type in BLOCKS or (tied and (dtype == F32 or type == "BF16"))
+        if embedding is None:
+            assert not weight.quantised and not packed
+            continue
+        assert isinstance(embedding, PackedEmbedding if packed else BlockEmbedding)
+        assert embedding.num_bytes <= (0 if tied and packed else 1.7 * weight.num_bytes)
+        for ids in ([], [149], [3, 3, 0, 148, 16, 15], list(range(150)) * 2):
+            assert torch.equal(embedding(torch.tensor(ids, dtype=torch.int64)), exact[ids])
+        for wrong in (-1, 150):
+            with pytest.raises(EngineError, match="allowed"):
+                embedding(torch.tensor([0, wrong]))
+
+
+def test_a_quantised_on_request_head_is_no_embedding() -> None:
+    weight, _ = tensor(draw(40, 64, seed=1), "BF16")
+    backend = NativeLinearBackend(BF16, POOL, quantise="int8")
+    assert backend.embedding("embed", weight, backend.load("head", weight, None)) is None
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("type", ["F32", "BF16", *BLOCKS])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_stays_alone(isa: str, type: str, value: float) -> None:
@@ -214,8 +270,9 @@ def test_quantised_on_request(quantise: str) -> None:
 def test_weights_are_kept_as_the_file_has_them(type: str) -> None:
     weight, exact = tensor(draw(19, 512, seed=1), type)
     linear = NativeLinearBackend(F32, POOL).load("w", weight, None)
-    rows = torch.stack([torch.tensor(linear.packed.row(i)) for i in range(19)])
-    torch.testing.assert_close(rows, exact, rtol=2e-7, atol=1e-7)
+    rows, ids = torch.empty_like(exact), torch.arange(19)
+    linear.packed.rows(POOL, ids.data_ptr(), 19, rows.data_ptr())
+    assert torch.equal(rows, exact)
 
 
 def test_types_without_a_packed_format_are_dequantised() -> None:

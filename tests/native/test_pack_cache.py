@@ -1,4 +1,4 @@
-"""Packed experts on disk: the second start reads them, and no bad file is ever believed."""
+"""Packed weights on disk: the second start reads them, and no bad file is ever believed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends import pack_cache
+from engine.config import EngineConfig
 from engine.experts.native import NativeExperts
-from engine.experts.pack_cache import HEADER_BYTES
+from engine.linear.native import NativeLinearBackend
+from engine.pack_cache import HEADER_BYTES, PackCache, model_folder
+from engine.weights.open import open_model
 from native import _native
 from tests.native.shapes import config
 from tests.native.test_experts import BF16, E, H, I, K, Layer, batch, run
+from tests.native.test_linear import draw, tensor
+from tests.tiny import save_gguf, save_hf, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +32,10 @@ def pool() -> Any:
 SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
 
 
-def load(pool: Any, layer: Layer, folder: Path | None, **options: Any) -> torch.Tensor:
+def load(pool: Any, layer: Layer, folder: Path | None, source_id: str = "", **options: Any) -> torch.Tensor:
     """What a freshly loaded backend computes."""
-    experts = NativeExperts(SIZES, BF16, pool, cache_dir=folder, **options)
+    cache = None if folder is None else PackCache(folder, source_id)
+    experts = NativeExperts(SIZES, BF16, pool, cache=cache, **options)
     experts.load_layer(0, layer.store)
     return run(experts, experts.bind(0, batch(4, BF16)))
 
@@ -125,3 +132,94 @@ def test_nothing_is_left_behind_or_half_written(
         load(pool, Layer("Q4_0"), tmp_path)
     assert "No space left" in caplog.text
     assert os.listdir(tmp_path) == []
+
+
+def projection(pool: Any, cache: PackCache | None, type: str = "Q8_0", seed: int = 1, **options: Any) -> Any:
+    weight, _ = tensor(draw(200, 256, seed=seed), type)
+    bias, _ = tensor(draw(200, seed=2), "F32")
+    return NativeLinearBackend(BF16, pool, cache=cache, **options).load("model.o_proj", weight, bias)
+
+
+def test_projections_are_read_back(pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(5, 256, seed=3).to(BF16)
+    for type in ("Q8_0", "Q4_K", "Q6_K", "BF16", "IQ4_NL"):
+        cache = PackCache(tmp_path / type, "a")
+        expected = projection(pool, None, type)(x, None)
+        assert torch.equal(projection(pool, cache, type)(x, None), expected)
+        assert os.listdir(tmp_path / type) == ["model.o_proj.ktpack"]
+        with monkeypatch.context() as patch:
+            patch.setattr(NativeLinearBackend, "_source", None)  # packing would call it
+            assert torch.equal(projection(pool, cache, type)(x, None), expected)
+        assert "B read" in cache.report()[0]
+
+
+def test_a_stale_or_damaged_projection_is_rebuilt(pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    x = draw(5, 256, seed=3).to(BF16)
+    cache = PackCache(tmp_path, "a")
+    projection(pool, cache)
+    path = tmp_path / "model.o_proj.ktpack"
+    good = path.read_bytes()
+    rng = random.Random(1)
+    for kind in range(20):
+        at = rng.randrange(HEADER_BYTES, len(good))
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << kind % 8]) + good[at + 1 :] if kind % 4 else good[:at])
+        caplog.clear()
+        assert torch.equal(projection(pool, cache)(x, None), projection(pool, None)(x, None))
+        assert "packing anew" in caplog.text and path.read_bytes() == good
+    nodes = _native.WorkerPool([[0], [1]])
+    changes: list[tuple[Any, PackCache, str, int, dict[str, Any]]] = [
+        (pool, cache, "Q8_0", 9, {}),  # other values
+        (pool, PackCache(tmp_path, "b"), "Q8_0", 9, {}),  # other files
+        (pool, cache, "Q4_0", 9, {}),
+        (pool, cache, "BF16", 9, {}),
+        (pool, cache, "BF16", 9, {"quantise": "int8"}),
+        (nodes, cache, "BF16", 9, {"quantise": "int8"}),
+    ]
+    for workers, held, type, seed, options in changes:
+        caplog.clear()
+        made = projection(workers, held, type, seed, **options)
+        assert "packing anew" in caplog.text
+        assert torch.equal(made(x, None), projection(pool, None, type, seed, **options)(x, None))
+
+
+def test_every_model_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    roots = [tmp_path / "one", tmp_path / "two" / "m.gguf"]
+    save_hf(tiny_model(1), roots[0])
+    roots[1].parent.mkdir()
+    save_gguf(tiny_model(2), roots[1])
+    shared = tmp_path / "cache"
+    settings = [EngineConfig(model=str(root), pack_cache=str(shared)) for root in roots]
+    found = [pack_cache(s, open_model(s.model)) for s in settings]
+    first, second = (cache.folder for cache in found if cache is not None)
+    assert first.parent == second.parent == shared and first != second
+    assert first.name.startswith("one-") and second.name.startswith("m-")
+    beside = pack_cache(EngineConfig(model=settings[1].model), open_model(settings[1].model))
+    assert beside is not None and beside.folder == roots[1].parent / ".ktserve" / second.name
+    assert pack_cache(EngineConfig(model=settings[1].model, pack_cache="off"), open_model(settings[1].model)) is None
+    os.utime(roots[1])
+    again = pack_cache(settings[1], open_model(settings[1].model))
+    assert again is not None and again.folder != second  # other files, another folder
+    assert model_folder(shared, "../a b/é", "x").parent == shared
+
+
+def test_other_folders_are_named_and_kept(pool: Any, tmp_path: Path) -> None:
+    old, new = PackCache(tmp_path / "m-old", "a"), PackCache(tmp_path / "m-new", "b")
+    projection(pool, old)
+    assert len(old.report()) == 1
+    projection(pool, new)
+    assert "m-old" in new.report()[1] and (tmp_path / "m-old" / "model.o_proj.ktpack").exists()
+
+
+def test_a_full_disk_is_said_once_and_costs_only_the_cache(
+    pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    cache = PackCache(tmp_path / "m")
+    for seed in (1, 2, 3):
+        projection(pool, cache, seed=seed)
+    assert caplog.text.count("No space left") == 1
+    assert sum("No space left" in line for line in cache.report()) == 1
+    assert os.listdir(tmp_path / "m") == []

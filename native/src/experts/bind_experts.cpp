@@ -11,8 +11,8 @@
 #include <tuple>
 
 #include "core/isa.hpp"
+#include "core/packed_file.hpp"
 #include "core/task.hpp"
-#include "experts/layer_file.hpp"
 #include "experts/moe.hpp"
 
 namespace nb = nanobind;
@@ -116,13 +116,13 @@ void bind_experts(nb::module_& module) {
       .def(
           "write",
           [](const ExpertLayer& layer, WorkerPool& pool, int file, int64_t offset) {
-            return write_layer(pool, layer, file, offset);
+            return write_spans(pool, layer.spans(), file, offset);
           },
           "pool"_a, "file"_a, "offset"_a, free_gil, "Writes the packed memory to a file descriptor; its checksum.")
       .def(
           "read",
           [](ExpertLayer& layer, WorkerPool& pool, int file, int64_t offset) {
-            return read_layer(pool, layer, file, offset);
+            return read_spans(pool, layer.spans(), file, offset);
           },
           "pool"_a, "file"_a, "offset"_a, free_gil, "Fills the packed memory from a file; the checksum of what came.")
       .def_prop_ro("shards", [](const ExpertLayer& layer) { return layer.shape().shards; })

@@ -74,6 +74,12 @@ int64_t ExpertLayer::bytes() const {
   return total;
 }
 
+std::vector<Span> ExpertLayer::spans() const {
+  std::vector<Span> all;
+  for (int s = 0; s < shape_.shards; ++s) all.push_back({shard(s).data(), shard_bytes(s)});
+  return all;
+}
+
 void ExpertLayer::load(WorkerPool& pool, int projection, const SourceType& source, int64_t first,
                        const std::vector<const uint8_t*>& data) {
   const Format format = shape_.formats[projection];

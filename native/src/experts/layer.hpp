@@ -16,6 +16,7 @@
 #include "core/arena.hpp"
 #include "core/format.hpp"
 #include "core/pack.hpp"
+#include "core/packed_file.hpp"
 #include "core/pool.hpp"
 
 namespace ktserve {
@@ -71,6 +72,7 @@ class ExpertLayer {
   uint8_t* panel(int projection, int64_t expert, int64_t panel) const;
   int64_t bytes() const;
   int64_t shard_bytes(int index) const { return projection_offset(index, 3); }
+  std::vector<Span> spans() const;  // all of it, shard by shard
   const Arena& shard(int index) const { return shards_[static_cast<size_t>(index)]; }
 
   // Packs experts [first, first + count) of a projection; data[i] is where expert first + i's rows begin.

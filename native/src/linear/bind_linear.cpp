@@ -4,6 +4,7 @@
 
 #include "core/pack.hpp"
 #include "linear/linear.hpp"
+#include "linear/packed_linear.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,16 +22,31 @@ void bind_linear(nb::module_& module) {
   nb::class_<PackedLinear>(module, "PackedLinear", "One projection's packed weights and its adapters by slot.")
       .def(
           "__init__",
-          [](PackedLinear* self, WorkerPool& pool, const std::string& source, const std::string& format, Address data,
-             int64_t data_bytes, int64_t n, int64_t k, Address bias) {
-            nb::gil_scoped_release unlocked;
-            new (self) PackedLinear(pool, source, format, reinterpret_cast<const uint8_t*>(data), data_bytes, n, k,
-                                    reinterpret_cast<const float*>(bias));
+          [](PackedLinear* self, const std::string& format, int64_t n, int64_t k, int shards, Address bias) {
+            new (self) PackedLinear(format, n, k, shards, reinterpret_cast<const float*>(bias));
           },
-          "pool"_a, "source"_a, "format"_a, "data"_a, "data_bytes"_a, "n"_a, "k"_a, "bias"_a = 0)
+          "format"_a, "n"_a, "k"_a, "shards"_a = 1, "bias"_a = 0)
+      .def(
+          "load",
+          [](PackedLinear& self, WorkerPool& pool, const std::string& source, Address data, int64_t data_bytes) {
+            self.load(pool, source, reinterpret_cast<const uint8_t*>(data), data_bytes);
+          },
+          "pool"_a, "source"_a, "data"_a, "data_bytes"_a, release(), "Packs [n, k] of a GGML type.")
+      .def("write", &PackedLinear::write, "pool"_a, "file"_a, "offset"_a, release(),
+           "Writes the packed memory to a file descriptor; its checksum.")
+      .def("read", &PackedLinear::read, "pool"_a, "file"_a, "offset"_a, release(),
+           "Fills the packed memory from a file; the checksum of what came.")
       .def_prop_ro("format", [](const PackedLinear& self) { return info(self.format()).name; })
-      .def_prop_ro("bytes", &PackedLinear::bytes)
-      .def("row", &PackedLinear::row, "index"_a, "One output's weights as the kernels see them.")
+      .def_prop_ro("num_bytes", &PackedLinear::bytes)
+      .def_prop_ro("shards", &PackedLinear::shards)
+      .def("first_panel", &PackedLinear::first_panel, "shard"_a)
+      .def(
+          "rows",
+          [](const PackedLinear& self, WorkerPool& pool, Address ids, int64_t count, Address out) {
+            self.rows(pool, reinterpret_cast<const int64_t*>(ids), count, reinterpret_cast<float*>(out));
+          },
+          "pool"_a, "ids"_a, "count"_a, "out"_a, release(),
+          "Float32 [count, k] at `out`: the weights of the outputs listed as int64.")
       .def(
           "set_adapter",
           [](PackedLinear& self, int slot, Address a, Address b, bool is_bf16, int64_t rank, float scale) {

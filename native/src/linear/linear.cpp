@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "core/pack.hpp"
@@ -21,10 +22,6 @@ void require(bool holds, const char* name, int64_t value, const char* allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
 }
 
-std::vector<Line> lines(int64_t bytes) {
-  return std::vector<Line>(static_cast<size_t>(round_up(bytes, 64) / 64));
-}
-
 // What the arena held is lost when it grows.
 uint8_t* grow(Arena& arena, int64_t bytes) {
   if (static_cast<size_t>(bytes) > arena.bytes()) arena = Arena(static_cast<size_t>(bytes + bytes / 2));
@@ -32,68 +29,6 @@ uint8_t* grow(Arena& arena, int64_t bytes) {
 }
 
 }  // namespace
-
-PackedLinear::PackedLinear(WorkerPool& pool, const std::string& source_name, const std::string& format,
-                           const uint8_t* data, int64_t data_bytes, int64_t n, int64_t k, const float* bias)
-    : n_(n), k_(k), format_(format_named(format)), panel_bytes_(panel_size(format_, k)) {
-  const SourceType& source = source_type(source_name);
-  require(n >= 1, "n", n, "1 or more");
-  require(k >= 1 && k % source.block == 0, "k", k, "a multiple of the type's block");
-  require(data_bytes == n * (k / source.block) * source.block_bytes, "data_bytes", data_bytes, "n rows of k");
-  check_pack(source, format_, n, k);
-  weights_ = Arena(static_cast<size_t>(packed_size(format_, n, k)));
-  pool.parallel_for(panels_of(n), [&](int64_t p, int) {
-    pack_panels(source, format_, data, n, k, p, p + 1, weights_.data() + p * panel_bytes_);
-  });
-  if (bias != nullptr) {
-    bias_.assign(static_cast<size_t>(panels_of(n) * kPanel), 0.0f);
-    std::copy(bias, bias + n, bias_.begin());
-  }
-}
-
-void PackedLinear::set_adapter(int slot, const void* a, const void* b, bool is_bf16, int64_t rank, float scale) {
-  require(slot >= 1, "slot", slot, "1 or more");
-  require(rank >= 1, "rank", rank, "1 or more");
-  auto made = std::make_shared<LoraWeights>();
-  made->rank = rank;
-  made->scale = scale;
-  made->a = lines(packed_size(adapter_format(), rank, k_));
-  pack_panels(source_type(is_bf16 ? "BF16" : "F32"), adapter_format(), static_cast<const uint8_t*>(a), rank, k_, 0,
-              panels_of(rank), made->a.data()->bytes);
-  const int64_t values = panels_of(n_) * rank * kPanel;
-  if (format_ == Format::f32) {
-    made->b = lines(values * 4);
-    pack_lora_b_f32(b, is_bf16, n_, rank, reinterpret_cast<float*>(made->b.data()->bytes));
-  } else {
-    made->b = lines(values * 2);
-    pack_lora_b(b, is_bf16, n_, rank, 1.0f, reinterpret_cast<uint16_t*>(made->b.data()->bytes));
-  }
-  const std::lock_guard lock(mutex_);
-  if (adapters_.size() <= static_cast<size_t>(slot)) adapters_.resize(static_cast<size_t>(slot) + 1);
-  adapters_[static_cast<size_t>(slot)] = std::move(made);
-}
-
-void PackedLinear::clear_adapter(int slot) {
-  const std::lock_guard lock(mutex_);
-  if (slot >= 0 && static_cast<size_t>(slot) < adapters_.size()) adapters_[static_cast<size_t>(slot)] = nullptr;
-}
-
-std::shared_ptr<const LoraWeights> PackedLinear::adapter(int slot) const {
-  const std::lock_guard lock(mutex_);
-  return static_cast<size_t>(slot) < adapters_.size() ? adapters_[static_cast<size_t>(slot)] : nullptr;
-}
-
-bool PackedLinear::has_adapters() const {
-  const std::lock_guard lock(mutex_);
-  return std::any_of(adapters_.begin(), adapters_.end(), [](const auto& held) { return held != nullptr; });
-}
-
-std::vector<float> PackedLinear::row(int64_t index) const {
-  require(index >= 0 && index < n_, "row", index, "0 to n - 1");
-  std::vector<float> out(static_cast<size_t>(k_));
-  unpack_rows(format_, weights_.data(), k_, index, index + 1, out.data());
-  return out;
-}
 
 LinearRunner::LinearRunner(WorkerPool& pool, Isa isa)
     : pool_(pool),
@@ -219,33 +154,59 @@ void LinearRunner::run_slab(const std::vector<LinearCall>& calls, const LinearIn
   std::vector<CallState> states(calls.size());
   run_adapters(calls, input, states);
 
-  const int64_t row_blocks = (input.rows + kPieceRows - 1) / kPieceRows;
-  int64_t pieces = 0;
-  for (size_t c = 0; c < calls.size(); ++c) {
-    const PackedLinear& linear = *calls[c].linear;
-    int64_t panels = 4;
-    if (input.rows <= 16) panels = std::clamp<int64_t>(kPieceBytes / linear.panel_bytes() / 4 * 4, 4, kMaxPiecePanels);
-    while (panels > 2 && panels_of(linear.n()) * row_blocks < panels * 4 * pool_.threads()) panels /= 2;
-    states[c].panels_per_piece = panels;
-    states[c].first_piece = pieces;
-    pieces += (panels_of(linear.n()) + panels - 1) / panels * row_blocks;
+  std::vector<int64_t> begin;
+  const std::vector<Part> parts = share_out(calls, input.rows, &begin);
+  const auto body = [&](int64_t piece, int worker) {
+    size_t p = parts.size() - 1;
+    while (parts[p].first_piece > piece) --p;
+    const size_t c = parts[p].call;
+    run_piece(calls[c], states[c], input, parts[p], piece - parts[p].first_piece, worker);
+  };
+  if (begin.size() > 2) {
+    pool_.parallel_for_groups(begin, body);
+  } else {
+    pool_.parallel_for(begin.back(), body);
   }
-  pool_.parallel_for(pieces, [&](int64_t piece, int worker) {
-    size_t c = calls.size() - 1;
-    while (states[c].first_piece > piece) --c;
-    run_piece(calls[c], states[c], input, piece - states[c].first_piece, worker);
-  });
 }
 
-void LinearRunner::run_piece(const LinearCall& call, const CallState& state, const LinearInput& input, int64_t piece,
-                             int worker) {
+std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<LinearCall>& calls, int64_t rows,
+                                                        std::vector<int64_t>* begin) const {
+  const int64_t row_blocks = (rows + kPieceRows - 1) / kPieceRows;
+  const bool sharded = std::all_of(calls.begin(), calls.end(),
+                                   [this](const LinearCall& call) { return call.linear->shards() == pool_.groups(); });
+  const int nodes = sharded ? pool_.groups() : 1;
+  std::vector<Part> parts;
+  int64_t pieces = 0;
+  for (int node = 0; node < nodes; ++node) {
+    begin->push_back(pieces);
+    for (size_t c = 0; c < calls.size(); ++c) {
+      const PackedLinear& linear = *calls[c].linear;
+      const int64_t all = panels_of(linear.n());
+      int64_t step = 4;
+      if (rows <= 16) step = std::clamp<int64_t>(kPieceBytes / linear.panel_bytes() / 4 * 4, 4, kMaxPiecePanels);
+      while (step > 2 && all * row_blocks < step * 4 * pool_.threads()) step /= 2;
+      for (int s = sharded ? node : 0; s < (sharded ? node + 1 : linear.shards()); ++s) {
+        const int64_t panels = linear.first_panel(s + 1) - linear.first_panel(s);
+        if (panels == 0) continue;
+        parts.push_back({c, linear.first_panel(s), panels, step, pieces});
+        pieces += (panels + step - 1) / step * row_blocks;
+      }
+    }
+  }
+  begin->push_back(pieces);
+  return parts;
+}
+
+void LinearRunner::run_piece(const LinearCall& call, const CallState& state, const LinearInput& input, const Part& part,
+                             int64_t piece, int worker) {
   const PackedLinear& linear = *call.linear;
   const Format format = linear.format();
   const int64_t blocks = (input.rows + kPieceRows - 1) / kPieceRows;
   const int64_t row = input.rows * (piece % blocks) / blocks;
   const int64_t rows = input.rows * (piece % blocks + 1) / blocks - row;
-  const int64_t panel = piece / blocks * state.panels_per_piece;
-  const int64_t panels = std::min(state.panels_per_piece, panels_of(linear.n()) - panel);
+  const int64_t first = piece / blocks * part.panels_per_piece;
+  const int64_t panel = part.panel + first;
+  const int64_t panels = std::min(part.panels_per_piece, part.panels - first);
   const int64_t width = panels * kPanel;
   const int64_t bytes = kernels_.row_bytes(format, linear.k());
   const uint8_t* x = packed_[static_cast<int>(format)].data() + row * bytes;
@@ -259,12 +220,12 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
     if (!state.by_row.empty() && state.by_row[index] != nullptr) {
       const LoraWeights& lora = *state.by_row[index];
       const uint8_t* b = lora.b.data()->bytes;
-      const int64_t first = panel * lora.rank * kPanel;
+      const int64_t at = panel * lora.rank * kPanel;
       const float* t = state.t_by_row[index];
       if (format == Format::f32)
-        kernels_.lora_b_f32(reinterpret_cast<const float*>(b) + first, panels, lora.rank, t, values);
+        kernels_.lora_b_f32(reinterpret_cast<const float*>(b) + at, panels, lora.rank, t, values);
       else
-        kernels_.lora_b(reinterpret_cast<const uint16_t*>(b) + first, panels, lora.rank, t, values);
+        kernels_.lora_b(reinterpret_cast<const uint16_t*>(b) + at, panels, lora.rank, t, values);
     }
     if (const float* bias = linear.bias())
       for (int64_t i = 0; i < width; ++i) values[i] += bias[panel * kPanel + i];

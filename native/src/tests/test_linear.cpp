@@ -1,5 +1,6 @@
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "core/pack.hpp"
@@ -38,12 +39,11 @@ void one(Isa isa, const char* format, double bound, Random& random) {
   } adapters[2][4];
   for (int i = 0; i < 2; ++i) {
     weights[i] = draw(n[i] * k, random);
-    linears.push_back(new PackedLinear(pool, "F32", format, reinterpret_cast<const uint8_t*>(weights[i].data()),
-                                       n[i] * k * 4, n[i], k, i == 0 ? bias.data() : nullptr));
-    for (int64_t j = 0; j < n[i]; ++j) {
-      const std::vector<float> held = linears.back()->row(j);
-      std::copy(held.begin(), held.end(), weights[i].begin() + j * k);
-    }
+    linears.push_back(new PackedLinear(format, n[i], k, i + 1, i == 0 ? bias.data() : nullptr));
+    linears.back()->load(pool, "F32", reinterpret_cast<const uint8_t*>(weights[i].data()), n[i] * k * 4);
+    std::vector<int64_t> ids(static_cast<size_t>(n[i]));
+    std::iota(ids.begin(), ids.end(), 0);
+    linears.back()->rows(pool, ids.data(), n[i], weights[i].data());  // as they were rounded
     for (int slot : {1, 3}) {
       Adapter& adapter = adapters[i][slot];
       adapter.rank = 1 + random.below(20);

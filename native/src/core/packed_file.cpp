@@ -1,4 +1,4 @@
-#include "experts/layer_file.hpp"
+#include "core/packed_file.hpp"
 
 #include <unistd.h>
 
@@ -38,18 +38,18 @@ uint64_t hash(const uint8_t* data, int64_t bytes, uint64_t seed) {
 }
 
 template <class Transfer>
-uint64_t transfer(WorkerPool& pool, const ExpertLayer& layer, int64_t offset, Transfer move) {
+uint64_t transfer(WorkerPool& pool, const std::vector<Span>& spans, int64_t offset, Transfer move) {
   struct Chunk {
     uint8_t* data;
     int64_t bytes;
     int64_t at;
   };
   std::vector<Chunk> chunks;
-  for (int s = 0; s < layer.shape().shards; ++s) {
-    for (int64_t at = 0; at < layer.shard_bytes(s); at += kChunk) {
-      chunks.push_back({layer.shard(s).data() + at, std::min(kChunk, layer.shard_bytes(s) - at), offset + at});
+  for (const Span& span : spans) {
+    for (int64_t at = 0; at < span.bytes; at += kChunk) {
+      chunks.push_back({span.data + at, std::min(kChunk, span.bytes - at), offset + at});
     }
-    offset += layer.shard_bytes(s);
+    offset += span.bytes;
   }
   std::vector<uint64_t> sums(chunks.size());
   pool.parallel_for(static_cast<int64_t>(chunks.size()), [&](int64_t i, int) {
@@ -68,13 +68,13 @@ uint64_t transfer(WorkerPool& pool, const ExpertLayer& layer, int64_t offset, Tr
 
 }  // namespace
 
-uint64_t write_layer(WorkerPool& pool, const ExpertLayer& layer, int file, int64_t offset) {
-  return transfer(pool, layer, offset,
+uint64_t write_spans(WorkerPool& pool, const std::vector<Span>& spans, int file, int64_t offset) {
+  return transfer(pool, spans, offset,
                   [file](const uint8_t* data, size_t bytes, int64_t at) { return pwrite(file, data, bytes, at); });
 }
 
-uint64_t read_layer(WorkerPool& pool, ExpertLayer& layer, int file, int64_t offset) {
-  return transfer(pool, layer, offset,
+uint64_t read_spans(WorkerPool& pool, const std::vector<Span>& spans, int file, int64_t offset) {
+  return transfer(pool, spans, offset,
                   [file](uint8_t* data, size_t bytes, int64_t at) { return pread(file, data, bytes, at); });
 }
 
