@@ -93,6 +93,37 @@ def test_more_adapters_than_slots(family, rules):
     engine.close()
 
 
+@RULES
+@pytest.mark.parametrize("late", [False, True], ids=["loaded at start", "loaded meanwhile"])
+def test_a_first_token_waits_for_no_other_adapters_end(family, rules, late):
+    """The slot of an adapter that nobody uses is free for another; loading it stops nobody."""
+    engine = Harness(family.model_path, rules=rules, max_adapter_slots=2, max_num_batched_tokens=32)
+    names = ["adapter-0", "adapter-1"] if late else list(family.paths)
+    for name in names:
+        engine.adapter(name, family.paths[name])
+    engine.generate([prompts(8, [5])[0]], ["adapter-0"], max_tokens=2)  # leaves its slot idle
+    long = engine.submit(prompts(8, [20])[0], "adapter-1", max_tokens=300)
+    while not engine.results[long].tokens:
+        engine.core.step()
+    if late:
+        engine.adapter("adapter-2", family.paths["adapter-2"])
+    asked = prompts(8, [20])[0]
+    short = engine.submit(asked, "adapter-2", max_tokens=4)
+    before = len(engine.results[long].tokens)
+    engine.core.step()
+    for _, loaded in engine.core._slot_loads:
+        loaded.result()  # a thread's affair: not counted in steps
+    for _ in range(2):
+        engine.core.step()
+    assert engine.results[short].tokens and engine.results[long].end is None
+    assert len(engine.results[long].tokens) == before + 3  # one in every step
+    while not engine.results[short].end:
+        engine.core.step()
+    family.expect("adapter-2", asked, engine.results[short].tokens)
+    assert engine.results[long].end is None
+    engine.close()
+
+
 def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch):
     passes: list[int] = []
     original = ReferenceExperts.base_product
