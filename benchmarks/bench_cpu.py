@@ -37,7 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--types", default=",".join(TYPES), help=f"default: {','.join(TYPES)}")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, help="default: all that this process may use")
-    parser.add_argument("--minutes", type=float, default=24, help="time for all rows; repetitions are cut to fit")
+    parser.add_argument("--minutes", type=float, default=26, help="time for all rows; repetitions are cut to fit")
     parser.add_argument("--quick", action="store_true", help="one small repetition of everything: shows that it works")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)

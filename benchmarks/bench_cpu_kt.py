@@ -23,6 +23,7 @@ from benchmarks.probe import best_s, make_pool
 
 _native: Any = importlib.import_module("native._native")
 ROWS = (1, 8, 32, 128, 512)
+_CACHES = 2  # packing for kt_kernel takes seconds a layer
 _TYPES = {"Q4_K_M": "Q4_K"}  # half of that mix's down projections are Q6_K, which kt_kernel's int4 is not
 
 
@@ -41,7 +42,7 @@ class _Ours:
         self.shape, self.runner = shape, _native.MoeRunner(self.pool, "")
         sizes = (shape.experts, 0, shape.hidden, shape.intermediate)
         first = make_layer(self.pool, type, *sizes)
-        count = layers or layers_beyond_cache(first)
+        count = layers or layers_beyond_cache(first, _CACHES)
         self.layers = [first] + [make_layer(self.pool, type, *sizes) for _ in range(count - 1)]
 
     def second(self, ids: list[torch.Tensor]) -> float:

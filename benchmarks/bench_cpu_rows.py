@@ -123,5 +123,5 @@ ROWS: dict[str, tuple[Callable[[Run, str], None], float, tuple[str, ...]]] = {
     "arrivals": (arrivals, 30, ("Q8_0", "Q4_K_M")),
     "first": (first, 60, ("Q8_0",)),
     "start": (start, 60, ("Q8_0",)),
-    "kt": (kt, 120, ("Q8_0", "Q4_K_M", "BF16")),
+    "kt": (kt, 150, ("Q8_0", "Q4_K_M", "BF16")),
 }

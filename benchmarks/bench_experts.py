@@ -53,9 +53,9 @@ def cache_bytes() -> int:
     return sum(sizes.values())
 
 
-def layers_beyond_cache(layer: Any) -> int:
-    """Eight rows choose 40% of 128 experts: so many layers that those of all exceed four last-level caches."""
-    return math.ceil(4 * cache_bytes() / (0.4 * float(layer.num_bytes)))
+def layers_beyond_cache(layer: Any, caches: int = 4) -> int:
+    """Eight rows choose 40% of 128 experts: so many layers that those of all exceed so many last-level caches."""
+    return math.ceil(caches * cache_bytes() / (0.4 * float(layer.num_bytes)))
 
 
 def make_layer(
