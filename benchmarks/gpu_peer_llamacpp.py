@@ -6,7 +6,7 @@ Eight layers of Qwen3-30B-A3B's shape, written to DIR if they are not there (Q8_
 all layers on the GPU but their experts (`-ngl 99 --n-cpu-moe 99`); a sweep over threads, repacked weights and copies of
 experts to the GPU finds its best flags for each number of rows. Then ours and llama.cpp's batched bench decode in turn;
 tok/s are medians of the repetitions. BINARIES holds llama-batched-bench, llama-bench and their libraries but cuBLAS,
-which is looked for beside torch.
+which is torch's.
 
 --device cpu runs both without a GPU: to see that it works.
 """
@@ -37,9 +37,9 @@ PROMPT = 16  # tokens before those that are timed
 
 
 def cuda_libraries() -> list[Path]:
-    """The folders of CUDA libraries that came with torch."""
-    beside = Path(torch.__file__).parents[1]
-    return sorted({path.parent for path in beside.glob("nvidia/**/libcublas.so.*")})
+    """The folders of the CUDA libraries that torch has loaded into this process."""
+    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcublas" in line]
+    return sorted({Path(path).parent for path in mapped})
 
 
 def candidates(cpus: int, gpu: bool) -> list[Flags]:
