@@ -117,7 +117,7 @@ def recording(engine: Harness) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
     def launch(plan: Any) -> Any:
         step = original(plan)
         with runner.computing():
-            rows = (runner.model.logits(step.hidden) if step.logits is None else step.logits).cpu().clone()
+            rows = (step.logits if step.hidden is None else runner.model.logits(step.hidden)).cpu().clone()
         for row, first in zip(plan.rows, step.row_starts, strict=False):
             for i in range(row.num_tokens):
                 logits[row.request.request_id, row.start + i] = rows[first + i]

@@ -144,6 +144,7 @@ class BenchEngine:
         model: Any = self.core.runner.model
         clock = {"native": 0.0}
         places: list[tuple[Any, str]] = [(model.lm_head, "runner"), (model.ops, "kernel")]
+        places.append((model.embedding, "packed"))
         if hasattr(model, "_decoder"):
             places.append((model._decoder, "_kernel"))
         for layer in model.layers:

@@ -24,7 +24,7 @@ from engine.linear.base import LoraBatch
 from engine.linear.segments import Segments, cut
 from engine.messages import TokenLogprobs
 from engine.model.qwen3_moe import Qwen3Moe, Trace
-from engine.sampling import PendingLogprobs, SampleRow, changes_logits, sample
+from engine.sampling import PendingLogprobs, SampleRow, is_greedy, sample
 from engine.transfer import Arrival, to_device, to_host
 from scheduler.plan import StepPlan, StepRow
 
@@ -37,10 +37,10 @@ class InFlight:
     for rows of the next step that wait for it)."""
 
     plan: StepPlan
-    hidden: torch.Tensor | None  # [T, H], or one row per row that samples; None where `logits` are there already
+    hidden: torch.Tensor | None  # [T, H], or one row per row that samples; None for a padded step
     row_starts: list[int]
-    only_sampling: bool = False  # what `hidden` holds
-    logits: torch.Tensor | None = None  # float32 [>= sampling rows, V], of a padded step
+    logits: torch.Tensor | None = None  # float32 [>= sampling rows, V], where `chosen` does not do without
+    chosen: bool = False  # all that sample are greedy, and their tokens are in the runner's `sampled` already
     tokens: torch.Tensor | None = None  # int64 on the host, valid once `arrival` has come
     arrival: Arrival | None = None
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # by request id, once the tokens are there
@@ -151,12 +151,21 @@ class ModelRunner:
         trace = Trace() if self.tracing else None
         filled = time.perf_counter()
         keep = self._kept(plan, starts)
-        if keep is None:
-            hidden = self.model.forward(ids, batch, lora, trace)
+        step = InFlight(plan, None, starts, trace=trace)
+        last = [starts[i + 1] - 1 for i, row in enumerate(plan.rows) if row.samples]
+        if last and (keep is not None or len(last) == starts[-1]) and _likeliest_suffice(plan):
+            step.hidden, tokens = self.model.greedy_rows(ids, batch, lora, keep, trace)
+            self.sampled[: len(last)].copy_(tokens)
+            step.chosen = True
+        elif keep is not None:
+            step.hidden = self.model.forward_rows(ids, batch, lora, keep, trace)
+            step.logits = self.model.logits(step.hidden) if last else None
         else:
-            hidden = self.model.forward_rows(ids, batch, lora, keep, trace)
-        phases = {"prepare_s": filled - began, "forward_s": time.perf_counter() - filled}
-        return InFlight(plan, hidden, starts, only_sampling=keep is not None, trace=trace, phases=phases)
+            step.hidden = self.model.forward(ids, batch, lora, trace)
+            rows = step.hidden if len(last) == starts[-1] else step.hidden[to_device(last, torch.int64, self.device)]
+            step.logits = self.model.logits(rows) if last else None
+        step.phases = {"prepare_s": filled - began, "forward_s": time.perf_counter() - filled}
+        return step
 
     def _kept(self, plan: StepPlan, starts: list[int]) -> torch.Tensor | None:
         """The tokens whose final hidden state is wanted, int64 (any one, if none is); None for all of them."""
@@ -169,21 +178,19 @@ class ModelRunner:
         began = time.perf_counter()
         trace = padded.launch(plan, self._places)
         phases = {"prepare_s": 0.0, "forward_s": time.perf_counter() - began}
-        starts = list(range(len(plan.rows) + 1))
-        return InFlight(plan, None, starts, logits=padded.logits, trace=trace, phases=phases)
+        starts, chosen = list(range(len(plan.rows) + 1)), _likeliest_suffice(plan)
+        return InFlight(plan, None, starts, padded.logits, chosen, trace=trace, phases=phases)
 
     def _sample(self, step: InFlight) -> None:
         rows = step.sampling_rows
         if rows:
-            params = [row.request.sampling for row in rows]
-            greedy = all(p.temperature == 0 and not changes_logits(p) for p in params)
-            asked = [p.logprobs for p in params]
-            if step.logits is None or not greedy or any(n is not None for n in asked):
-                logits = self._logits(step)
-                tokens = logits.argmax(dim=-1) if greedy else sample(logits, [self._sample_row(row) for row in rows])[0]
-                self.sampled[: len(rows)].copy_(tokens)
-                step.pending = PendingLogprobs(logits, tokens, asked)
             mine = self.sampled[: len(rows)]
+            if not step.chosen:
+                if step.logits is None:
+                    raise RuntimeError("a step that samples has tokens or logits")
+                tokens, logits = sample(step.logits[: len(rows)], [self._sample_row(row) for row in rows])
+                mine.copy_(tokens)
+                step.pending = PendingLogprobs(logits, tokens, [row.request.sampling.logprobs for row in rows])
             step.tokens = mine.clone() if self.device.type == "cpu" else to_host(mine)
         self._places = {row.request.request_id: i for i, row in enumerate(rows)}
         for i, row in enumerate(step.plan.rows):
@@ -191,17 +198,6 @@ class ModelRunner:
             if top is not None and row.start + 1 < len(row.request.prompt):
                 step.pending_prompts.append((row.request.request_id, self._prompt_logprobs(step, i, row, top)))
         step.arrival = Arrival(self.device)
-
-    def _logits(self, step: InFlight) -> torch.Tensor:
-        """float32 [sampling rows, V]."""
-        if step.logits is not None:
-            return step.logits[: len(step.plan.rows)]
-        if step.hidden is None:
-            raise RuntimeError("a step has hidden states or logits")
-        if step.only_sampling:
-            return self.model.logits(step.hidden)
-        last = [step.row_starts[i + 1] - 1 for i, row in enumerate(step.plan.rows) if row.samples]
-        return self.model.logits(step.hidden[to_device(last, torch.int64, self.device)])
 
     def _layout(self, plan: StepPlan) -> BatchLayout:
         positions: list[int] = []
@@ -275,3 +271,8 @@ class ModelRunner:
             logits = self.model.logits(step.hidden[first : first + len(part)])
             out.append(PendingLogprobs(logits, part, [top] * len(part)))
         return out
+
+
+def _likeliest_suffice(plan: StepPlan) -> bool:
+    """Whether the likeliest token is all that any row wants of its logits."""
+    return all(is_greedy(row.request.sampling) for row in plan.rows if row.samples)

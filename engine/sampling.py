@@ -61,10 +61,11 @@ def _penalise(logits: torch.Tensor, row: SampleRow) -> None:
         logits[ids] -= p.presence_penalty + p.frequency_penalty * counts
 
 
-def changes_logits(params: SamplingParams) -> bool:
-    """Whether penalties or bias make another token the likeliest."""
-    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1.0)
-    return bool(params.logit_bias) or any(penalty != 0.0 for penalty in penalties)
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the likeliest token is all that is wanted: nothing changes the logits, nobody asks for them."""
+    p = params
+    plain = p.presence_penalty == 0.0 and p.frequency_penalty == 0.0 and p.repetition_penalty == 1.0
+    return p.temperature == 0.0 and plain and not p.logit_bias and p.logprobs is None
 
 
 def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:

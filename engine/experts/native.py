@@ -220,6 +220,11 @@ class NativeExperts(ExpertBackend):
         except (ValueError, RuntimeError, MemoryError) as error:
             raise ExpertBackendError(f"layer {task.layer}, native experts: {error}") from error
 
+    def native_task(self, task: ExpertTask) -> Any:
+        """The `native._native.MoeTask` behind a bound task, for callers that run it without Python in between."""
+        call: _Call = task.handle
+        return call.task
+
     def close(self) -> None:
         """Drops the weights; memory is given back when the last bound task is gone."""
         self._layers.clear()

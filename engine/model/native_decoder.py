@@ -1,9 +1,8 @@
-"""The attention half of every layer as one native call: norms, projections, rotation, attention, routing."""
+"""A step of the decoder as one native call, or, where a layer's experts are not native, one for each attention half."""
 
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,13 @@ import torch
 
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
-from engine.errors import EngineError, UserError
+from engine.errors import EngineError, ExpertBackendError, UserError
 from engine.experts.base import ExpertBuffers
-from engine.linear.base import LoraBatch
+from engine.experts.native import NativeExperts
+from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLinear
 from engine.model.native_ops import NativeOps
-from engine.model.qwen3_moe import Layer, Observer, Qwen3Moe, SparseMlp, Trace
+from engine.model.qwen3_moe import Layer, SparseMlp, Trace
 from engine.model_config import ModelConfig
 
 
@@ -36,7 +36,8 @@ def all_native(layers: Sequence[Layer], ops: object) -> bool:
 class NativeDecoder:
     """`attend` equals the calls of `Qwen3Moe.run_layer` up to the experts, bit for bit, in one native call.
 
-    A sparse layer's hidden states, expert ids and weights are written straight into the experts' buffers.
+    A sparse layer's hidden states, expert ids and weights are written straight into the experts' buffers. `run` does
+    all layers, once `complete` has found their MLPs and the head to be native too.
     Raises UserError if the layers are not all native (`all_native`).
     """
 
@@ -56,10 +57,12 @@ class NativeDecoder:
         self._dtype = dtype
         self._rope = ops.rope
         self._hidden_size = config.hidden_size
-        self._kernel: Any = importlib.import_module("native._native").Decoder(
+        self._native: Any = importlib.import_module("native._native")
+        self._kernel: Any = self._native.Decoder(
             ops.kernel,
             first.runner,
             attention.kernel,
+            self._native.Rotation(self._rope.cos.data_ptr(), self._rope.sin.data_ptr(), self._rope.cos.shape[0]),
             config.hidden_size,
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -70,6 +73,10 @@ class NativeDecoder:
             dtype == torch.bfloat16,
             weight_dtype == torch.bfloat16,
         )
+        self._weight_dtype = weight_dtype
+        self._completed = False
+        self._sparse = sum(isinstance(layer.mlp, SparseMlp) for layer in layers)
+        self._top_k = config.num_experts_per_tok
         for index, layer in enumerate(layers):
             norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
             if any(t.dtype != weight_dtype or not t.is_contiguous() for t in norms):
@@ -92,18 +99,13 @@ class NativeDecoder:
     ) -> torch.Tensor:
         """Adds `delta` and the attention's part to residual [T, H] in place; returns the normalised [T, H] that the
         MLP reads: the buffers' `hidden` for a sparse layer, whose ids and weights are then filled too."""
-        tokens, size = residual.shape
-        rope, buffers = self._rope, self._buffers
+        tokens, buffers = residual.shape[0], self._buffers
         sparse = isinstance(self._layers[index].mlp, SparseMlp)
-        if size != self._hidden_size or residual.dtype is not self._dtype or not residual.is_contiguous():
-            raise EngineError(f"residual: {residual.dtype} {tuple(residual.shape)}; wanted {self._dtype} [T, {size}]")
         if delta is not None and (delta.shape != residual.shape or delta.dtype is not self._dtype):
             raise EngineError(f"delta: {delta.dtype} {tuple(delta.shape)}; wanted residual's {tuple(residual.shape)}")
         if sparse and tokens > buffers.max_rows:
             raise EngineError(f"{tokens} tokens; the experts' buffers hold {buffers.max_rows}")
-        positions = batch.positions
-        if positions.shape != (tokens,) or positions.dtype is not torch.int64 or not positions.is_contiguous():
-            raise EngineError(f"positions: {positions.dtype} {tuple(positions.shape)}; wanted int64 [{tokens}]")
+        self._check(residual, batch)
         hidden = buffers.hidden[:tokens] if sparse else torch.empty_like(residual)
         try:
             self._kernel.attend(
@@ -112,11 +114,8 @@ class NativeDecoder:
                 residual.data_ptr(),
                 0 if delta is None else delta.data_ptr(),
                 0 if delta is None else delta.stride(0),
-                rope.cos.data_ptr(),
-                rope.sin.data_ptr(),
-                rope.cos.shape[0],
-                positions.data_ptr(),
-                0 if lora is None or not lora.groups else lora.slots.data_ptr(),
+                batch.positions.data_ptr(),
+                _slots(lora, tokens),
                 hidden.data_ptr(),
                 buffers.ids.data_ptr(),
                 buffers.weights.data_ptr(),
@@ -125,71 +124,89 @@ class NativeDecoder:
             raise EngineError(f"layer {index}: {error}") from error
         return hidden
 
+    def complete(self, final_norm: torch.Tensor, lm_head: Linear) -> bool:
+        """Whether `run` can be called: every layer's MLP or experts and the head are native."""
+        if not isinstance(lm_head, NativeLinear) or final_norm.dtype != self._weight_dtype:
+            return False
+        for index, layer in enumerate(self._layers):
+            mlp = layer.mlp
+            if isinstance(mlp, SparseMlp):
+                if not isinstance(mlp.backend, NativeExperts) or mlp.task.buffers is not self._buffers:
+                    return False
+                self._kernel.set_experts(index, mlp.backend.native_task(mlp.task))
+                continue
+            linears = [linear.packed for linear in (mlp.gate, mlp.up, mlp.down) if isinstance(linear, NativeLinear)]
+            if len(linears) < 3:
+                return False
+            self._kernel.set_dense(index, *linears)
+        b = self._buffers
+        tensors = (b.bsz, b.ids, b.weights, b.slots, b.hidden, b.out)
+        self._held = (final_norm, lm_head)  # keeps their memory alive
+        self._kernel.set_head(
+            final_norm.data_ptr(), lm_head.packed, *(t.data_ptr() for t in tensors), b.max_rows if self._sparse else 0
+        )
+        self._completed = True
+        return True
 
-class NativeQwen3Moe(Qwen3Moe):
-    """Two native calls a layer: the attention half, and the experts. What is observed goes the plain way, with the
-    same bits."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not isinstance(self.ops, NativeOps) or len(self.expert_buffers) > 1:
-            raise UserError("the native model needs native operations and one set of expert buffers")
-        dtype = self.dtype
-        buffers = self.expert_buffers or [ExpertBuffers.allocate(1, 1, self.config.hidden_size, dtype)]
-        self._decoder = NativeDecoder(self.config, self.ops, self.layers, buffers[0], dtype)
-
-    def run_layer(
+    def run(
         self,
-        index: int,
-        layer: Layer,
         residual: torch.Tensor,
-        delta: torch.Tensor | None,
         batch: BatchLayout,
         lora: LoraBatch | None,
-        trace: Trace | None = None,
-        observe: Observer | None = None,
-    ) -> torch.Tensor:
-        if observe is not None:
-            return super().run_layer(index, layer, residual, delta, batch, lora, trace, observe)
-        return self._mlp(layer, self._decoder.attend(index, residual, delta, batch, lora), lora, trace)
+        keep: torch.Tensor | None,
+        likeliest: bool,
+        trace: Trace | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All layers over the embeddings `residual` [T, H], which are overwritten: the hidden states behind the final
+        norm of the rows `keep` (int64 [K], rising; None for all), and with `likeliest` their likeliest tokens [K]."""
+        if not self._completed:
+            raise EngineError("the native decoder runs a step only if every part is native")
+        tokens = residual.shape[0]
+        self._check(residual, batch)
+        if keep is not None and (keep.dim() != 1 or keep.dtype is not torch.int64 or not keep.is_contiguous()):
+            raise EngineError(f"keep: {keep.dtype} {tuple(keep.shape)}; wanted contiguous int64 [K]")
+        kept = tokens if keep is None else keep.shape[0]
+        hidden = torch.empty((kept, self._hidden_size), dtype=self._dtype)
+        chosen = torch.empty(kept, dtype=torch.int64) if likeliest else None
+        sizes = [tokens] * self._sparse
+        if sizes and isinstance(self._layers[-1].mlp, SparseMlp):
+            sizes[-1] = kept
+        seen = None if trace is None else torch.empty((sum(sizes), self._top_k), dtype=torch.int64)
+        try:
+            experts_s = self._kernel.run(
+                tokens,
+                residual.data_ptr(),
+                batch.positions.data_ptr(),
+                _slots(lora, tokens),
+                0 if keep is None else keep.data_ptr(),
+                kept,
+                hidden.data_ptr(),
+                0 if chosen is None else chosen.data_ptr(),
+                0 if seen is None else seen.data_ptr(),
+            )
+        except self._native.ExpertsFailed as error:
+            raise ExpertBackendError(str(error)) from error
+        except ValueError as error:
+            raise EngineError(f"native decoder: {error}") from error
+        if trace is not None and seen is not None:
+            trace.experts_s += experts_s
+            trace.ids += torch.split(seen, sizes)
+        return hidden, chosen
 
-    def forward_rows(
-        self,
-        ids: torch.Tensor,
-        batch: BatchLayout,
-        lora: LoraBatch | None,
-        keep: torch.Tensor,
-        trace: Trace | None = None,
-    ) -> torch.Tensor:
-        """Behind the last attention nobody reads the other rows: the last MLP runs on `keep` alone."""
-        self.plan(batch)
-        self.begin(ids.shape[0], lora)
-        residual = self.embedding(ids).to(self.dtype)
-        delta: torch.Tensor | None = None
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers[:last]):
-            delta = self.run_layer(index, layer, residual, delta, batch, lora, trace)
-        layer = self.layers[last]
-        x, residual = self._decoder.attend(last, residual, delta, batch, lora)[keep], residual[keep]
-        kept = None if lora is None else lora.rows(keep)
-        if isinstance(layer.mlp, SparseMlp):
-            b, n = layer.mlp.task.buffers, keep.shape[0]
-            b.hidden[:n], b.ids[:n], b.weights[:n] = x, b.ids[keep], b.weights[keep]
-            self.begin(n, kept)
-        return self.ops.add_rms_norm(residual, self._mlp(layer, x, kept, trace), self.final_norm)
+    def _check(self, residual: torch.Tensor, batch: BatchLayout) -> None:
+        tokens, size = residual.shape
+        if size != self._hidden_size or residual.dtype is not self._dtype or not residual.is_contiguous():
+            raise EngineError(f"residual: {residual.dtype} {tuple(residual.shape)}; wanted {self._dtype} [T, {size}]")
+        positions = batch.positions
+        if positions.shape != (tokens,) or positions.dtype is not torch.int64 or not positions.is_contiguous():
+            raise EngineError(f"positions: {positions.dtype} {tuple(positions.shape)}; wanted int64 [{tokens}]")
 
-    def _mlp(self, layer: Layer, x: torch.Tensor, lora: LoraBatch | None, trace: Trace | None) -> torch.Tensor:
-        """What the MLP adds. For a sparse one, hidden states, ids and weights are in the experts' buffers already."""
-        mlp = layer.mlp
-        if not isinstance(mlp, SparseMlp):
-            return mlp.down(self.ops.silu_mul(mlp.gate(x, lora), mlp.up(x, lora)), lora)
-        n, buffers = x.shape[0], mlp.task.buffers
-        started = time.perf_counter()
-        mlp.backend.post(mlp.task)
-        extra = self._extra(mlp, x, lora)
-        mlp.backend.wait(mlp.task)
-        if trace is not None:
-            trace.experts_s += time.perf_counter() - started
-            trace.ids.append(buffers.ids[:n].clone())
-        out = buffers.out[:n]
-        return out if extra is None else out + extra
+
+def _slots(lora: LoraBatch | None, tokens: int) -> int:
+    """Address of the tokens' slots, 0 for a base-only batch."""
+    if lora is None or not lora.groups:
+        return 0
+    slots = lora.slots
+    if slots.shape != (tokens,) or slots.dtype is not torch.int32 or not slots.is_contiguous():
+        raise EngineError(f"slots: {slots.dtype} {tuple(slots.shape)}; wanted contiguous int32 [{tokens}]")
+    return int(slots.data_ptr())

@@ -126,6 +126,19 @@ class Qwen3Moe:
         been is nobody's business, so an implementation may leave out work that only they need."""
         return self.forward(ids, batch, lora, trace)[keep]
 
+    def greedy_rows(
+        self,
+        ids: torch.Tensor,
+        batch: BatchLayout,
+        lora: LoraBatch | None,
+        keep: torch.Tensor | None,
+        trace: Trace | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward_rows` (`forward`, if `keep` is None), and the likeliest token of each of these rows, int64 [K]."""
+        rows = (ids, batch, lora)
+        hidden = self.forward(*rows, trace) if keep is None else self.forward_rows(*rows, keep, trace)
+        return hidden, self.logits(hidden).argmax(dim=-1)
+
     def plan(self, batch: BatchLayout) -> None:
         """The host's part of a step."""
         for backend in self.attention_backends:

@@ -10,7 +10,7 @@ from engine.build import draw
 from engine.config import EngineConfig
 from engine.linear.embedding import TableEmbedding
 from engine.linear.native import NativeLinear
-from engine.model.native_decoder import NativeQwen3Moe
+from engine.model.native_model import NativeQwen3Moe
 from engine.precision import Precision, choose_precision
 from native import available
 from tests.engine.harness import Harness, full_logits

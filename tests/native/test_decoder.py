@@ -1,9 +1,11 @@
-"""The attention half of a layer in one native call equals the same parts called one by one, bit for bit."""
+"""A step, and the attention half of a layer, in one native call equal the same parts called one by one, bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,23 +15,24 @@ from hypothesis import strategies as st
 
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
-from engine.errors import EngineError, UserError
+from engine.errors import EngineError, ExpertBackendError, UserError
 from engine.experts.base import ExpertBuffers
 from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
 from engine.lora.adapter import LoraPair
-from engine.model.native_decoder import NativeDecoder, NativeQwen3Moe, all_native
+from engine.model.native_decoder import NativeDecoder, all_native
+from engine.model.native_model import NativeQwen3Moe
 from engine.model.native_ops import NativeOps
-from engine.model.qwen3_moe import DenseMlp, Layer, SparseMlp
+from engine.model.qwen3_moe import DenseMlp, Layer, SparseMlp, Trace
 from engine.model.rope import Rope
 from engine.model_config import ModelConfig
 from engine.weights.store import WeightTensor
 from native import _native
 from tests.engine.harness import Harness
+from tests.engine.test_lora_serving import Family
 from tests.native.isas import ISAS
 from tests.native.shapes import config
-from tests.tiny import save_hf, tiny_model
 
 POOL = _native.WorkerPool([[0, 1, 2]])
 
@@ -166,21 +169,109 @@ def test_equals_its_parts(
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_model_runs_two_calls_a_layer_with_the_same_bits(tmp_path: Path, sparse: bool, dtype: str) -> None:
-    """With an observer the parts run one by one; without, the attention half is one call."""
-    save_hf(tiny_model(3, num_hidden_layers=3, mlp_only_layers=[1] if sparse else [0, 1, 2]), tmp_path)
-    harness = Harness(tmp_path, rules=None, dtype=dtype, pack_cache="off")
-    model = harness.core.runner.model
+DENSE = pytest.mark.parametrize("dense", [[], [1], [2], [0, 1, 2]], ids=str)
+IDS = torch.arange(25) * 5 % 128
+
+
+def batch() -> BatchLayout:
+    """Prefill, a first token, a decode row, a later chunk."""
+    return batch_of([(5, 5), (1, 1), (1, 30), (18, 35)])
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[int]], Family]:
+    @functools.cache
+    def make(*dense: int) -> Family:
+        return Family(tmp_path_factory.mktemp("family"), count=2, mlp_only_layers=list(dense))
+
+    return lambda dense: make(*dense)
+
+
+@contextmanager
+def loaded(family: Family, **config: Any) -> Iterator[tuple[NativeQwen3Moe, LoraBatch]]:
+    """The model with adapter 0 in slot 1 and adapter 1, which has MLPs of its own, in slot 2; a batch of the former."""
+    harness = family.engine(rules=None, pack_cache="off", **config)
+    model, registry = harness.core.runner.model, harness.core.registry
     assert isinstance(model, NativeQwen3Moe)
-    batch = batch_of([(5, 5), (1, 1), (18, 18)])
-    ids = torch.arange(24) * 5 % 128
+    for slot, name in enumerate(family.paths, 1):
+        model.set_adapter(slot, registry.weights(registry.resolve(name)))
+    slots = torch.arange(25, dtype=torch.int32) % 2
     with torch.inference_mode():
-        together = model.forward(ids, batch, None).clone()
-        one_by_one = model.forward(ids, batch, None, observe=lambda place, value: None)
-    assert torch.isfinite(together).all() and torch.equal(together, one_by_one)
+        yield model, LoraBatch(slots, [(1, slots.nonzero()[:, 0])])
     harness.close()
+
+
+@DENSE
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize("keep", [None, [4], [4, 5, 6, 24]], ids=str)
+def test_a_step_in_one_call_has_the_bits_of_its_parts(
+    family: Callable[[list[int]], Family], dense: list[int], dtype: str, with_lora: bool, keep: list[int] | None
+) -> None:
+    kept = None if keep is None else torch.tensor(keep)
+    with loaded(family(dense), dtype=dtype) as (model, lora):
+        used, traces = lora if with_lora else None, [Trace(), Trace()]
+        assert model.runs_in_one_call(used)
+        hidden, tokens = model.greedy_rows(IDS, batch(), used, kept, traces[0])
+        rows = [model.forward(IDS, batch(), used)] if kept is None else [model.forward_rows(IDS, batch(), used, kept)]
+        model._one_call = False
+        by_layers, expected = model.greedy_rows(IDS, batch(), used, kept, traces[1])
+        one_by_one = model.forward(IDS, batch(), used, observe=lambda place, value: None)
+    rows += [by_layers, one_by_one if kept is None else one_by_one[kept]]
+    assert torch.isfinite(hidden).all() and all(torch.equal(hidden, other) for other in rows)
+    assert torch.equal(tokens, expected)
+    assert len(traces[0].ids) == len(traces[1].ids) == 3 - len(dense)
+    assert all(torch.equal(a, b) for a, b in zip(traces[0].ids, traces[1].ids, strict=True))
+    assert traces[0].experts_touched == traces[1].experts_touched and (traces[0].experts_s > 0) == (len(dense) < 3)
+
+
+def test_what_needs_python_between_layers_is_not_one_call(family: Callable[[list[int]], Family]) -> None:
+    slots = torch.full((25,), 2, dtype=torch.int32)
+    with loaded(family([1])) as (model, lora):
+        own_mlps = LoraBatch(slots, [(2, torch.arange(25))])
+        assert model.runs_in_one_call(lora) and not model.runs_in_one_call(own_mlps)
+        hidden = model.forward_rows(IDS, batch(), own_mlps, torch.arange(25))
+        assert torch.equal(hidden, model.forward(IDS, batch(), own_mlps, observe=lambda place, value: None))
+    for other in ({"expert_backend": "reference"}, {"linear_backend": "reference"}):
+        model = Harness(family([1]).model_path, rules=None, pack_cache="off", **other).core.runner.model
+        assert not isinstance(model, NativeQwen3Moe) or not model.runs_in_one_call(None)
+
+
+def test_an_error_in_one_call_names_its_layer_and_ends_that_step_only(
+    family: Callable[[list[int]], Family],
+) -> None:
+    with loaded(family([0])) as (model, lora):
+        expected = model.forward(IDS, batch(), lora)
+        far = LoraBatch(torch.full((25,), 70000, dtype=torch.int32), [(70000, torch.arange(25))])
+        with pytest.raises(ExpertBackendError, match="layer 1, native experts: slots: 70000; allowed are 0 to 65535"):
+            model.forward(IDS, batch(), far)
+        with pytest.raises(EngineError, match="keep: 4; allowed is rising, 5 to 24"):
+            model.forward_rows(IDS, batch(), lora, torch.tensor([4, 4]))
+        with pytest.raises(EngineError, match="kept: 26"):
+            model.forward_rows(IDS, batch(), lora, torch.arange(26))
+        with pytest.raises(EngineError, match=r"keep: torch\.int32"):
+            model.forward_rows(IDS, batch(), lora, torch.tensor([4], dtype=torch.int32))
+        with pytest.raises(EngineError, match="positions: 99999 of token 0"):
+            model.forward(IDS, dataclasses.replace(batch(), positions=torch.full((25,), 99999)), lora)
+        with pytest.raises(EngineError, match=r"slots: torch.int64 \(25,\)"):
+            model.forward(IDS, batch(), LoraBatch(lora.slots.long(), lora.groups))
+        assert torch.equal(model.forward(IDS, batch(), lora), expected)
+
+
+def test_a_step_before_the_head_is_known_is_refused() -> None:
+    parts = Parts(config(), torch.bfloat16)
+    with pytest.raises(EngineError, match="only if every part is native"):
+        parts.decoder().run(torch.zeros(2, 64).bfloat16(), batch_of([(2, 2)]), None, None, False, None)
+    kernel = parts.decoder()._kernel
+    with pytest.raises(ValueError, match="run: allowed behind set_head"):
+        kernel.run(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="dense MLP: allowed in layers without a router"):
+        kernel.set_dense(0, *[parts.linear(64, 64).packed] * 3)
+    with pytest.raises(ValueError, match=r"up_proj: \[32, 64\]; allowed is \[64, 64\]"):
+        kernel.set_dense(1, *[parts.linear(n, 64).packed for n in (64, 32, 64)])
+    kernel.set_head(0, parts.linear(128, 64).packed, 0, 0, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="layer 0: no MLP; allowed is run behind set_experts or set_dense"):
+        kernel.run(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def test_refusals() -> None:

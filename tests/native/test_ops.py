@@ -237,3 +237,25 @@ def test_what_is_refused() -> None:
         ops.route(draw(1, 1025, seed=1), 8, True)
     with pytest.raises(EngineError, match="strides"):
         ops.silu_mul(x.T.contiguous().T, x)
+
+
+@on_all
+@both
+@settings(max_examples=30)
+@given(
+    rows=st.integers(1, 5),
+    n=st.sampled_from([1, 15, 16, 17, 4096, 4097, 20_000]),
+    seed=st.integers(0, 99),
+    few=st.booleans(),
+    nans=st.integers(0, 2),
+)
+def test_likeliest_is_argmax(isa: str, dtype: torch.dtype, rows: int, n: int, seed: int, few: bool, nans: int) -> None:
+    """Also among equals (`few` values; minus infinity alone) and with NaN."""
+    x = draw(rows, n, seed=seed, dtype=dtype)
+    x = x.round() if few else x
+    x[0] = -torch.inf
+    for i in range(nans):
+        x[-1, (seed * 977 + i * 5003) % n] = torch.nan
+    out = torch.empty(rows, dtype=torch.int64)
+    make(isa).kernel.likeliest(x.data_ptr(), n, rows, n, out.data_ptr(), dtype is BF16)
+    assert torch.equal(out, x.argmax(dim=-1))

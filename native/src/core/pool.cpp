@@ -116,8 +116,7 @@ void WorkerPool::wake() {
 }
 
 void WorkerPool::begin_step() {
-  steps_.fetch_add(1);
-  if (threads() > 1) wake();
+  if (steps_.fetch_add(1) == 0 && threads() > 1) wake();  // within a step they are awake already, or a job wakes them
 }
 
 void WorkerPool::end_step() {

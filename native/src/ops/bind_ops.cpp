@@ -89,7 +89,13 @@ void bind_ops(nb::module_& module) {
             ops.embed({at<const int64_t>(ids), rows, at<const void>(table), vocab, dim, at<void>(out), out_stride},
                       element_bytes);
           },
-          "ids"_a, "rows"_a, "table"_a, "vocab"_a, "dim"_a, "out"_a, "out_stride"_a, "element_bytes"_a, release());
+          "ids"_a, "rows"_a, "table"_a, "vocab"_a, "dim"_a, "out"_a, "out_stride"_a, "element_bytes"_a, release())
+      .def(
+          "likeliest",
+          [](const Ops& ops, Address logits, int64_t stride, int64_t rows, int64_t n, Address out, bool is_bf16) {
+            ops.likeliest({at<const void>(logits), stride, rows, n, at<int64_t>(out)}, is_bf16);
+          },
+          "logits"_a, "stride"_a, "rows"_a, "n"_a, "out"_a, "is_bf16"_a, release());
 }
 
 }  // namespace ktserve

@@ -119,4 +119,14 @@ void Ops::embed(const Embed& e, int64_t element_bytes) const {
   });
 }
 
+void Ops::likeliest(const Likeliest& l, bool is_bf16) const {
+  require(l.rows >= 0, "rows", l.rows, "0 or more");
+  require(l.n >= 1, "n", l.n, "1 or more");
+  const auto kernel = kernels_.largest[is_bf16];
+  split(l.rows, l.n, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      l.out[row] = kernel(static_cast<const char*>(l.logits) + row * l.stride * (is_bf16 ? 2 : 4), l.n);
+  });
+}
+
 }  // namespace ktserve

@@ -29,6 +29,14 @@ struct Embed {
   int64_t out_stride;
 };
 
+struct Likeliest {
+  const void* logits;  // [rows, n]
+  int64_t stride;
+  int64_t rows;
+  int64_t n;
+  int64_t* out;  // [rows]
+};
+
 class Ops {
  public:
   Ops(WorkerPool& pool, Isa isa);
@@ -38,6 +46,8 @@ class Ops {
   void silu_mul(const SiluMul& s, bool is_bf16) const;
   void router_topk(const RouterTopK& r, bool is_bf16) const;
   void embed(const Embed& e, int64_t element_bytes) const;
+  // The place of each row's largest value as torch.argmax finds it: the first of equals, of NaN if there is any.
+  void likeliest(const Likeliest& l, bool is_bf16) const;
 
  private:
   template <class F>

@@ -57,6 +57,7 @@ struct OpsKernels {
   void (*qk_norm_rope[2])(const QkNormRope&, int64_t begin, int64_t end);
   void (*silu_mul[2])(const SiluMul&, int64_t begin, int64_t end);
   void (*softmax[2])(const void* x, float* out, int64_t n);  // one row
+  int64_t (*largest[2])(const void* x, int64_t n);           // first place of a row's largest value, or of its NaN
 };
 
 extern const OpsKernels kOpsAvx2;

@@ -124,9 +124,38 @@ void softmax_row(const void* x, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) store_some(out + i, div(load_some(out + i, n - i), divisor), n - i);
 }
 
+// The row is read in chunks for its largest value; only the first chunk that has it is looked through for the place.
+template <class T>
+int64_t largest_place(const void* x, int64_t n) {
+  constexpr int64_t kChunk = 4096;
+  constexpr float nothing = -__builtin_inff();
+  const T* in = static_cast<const T*>(x);
+  float best = nothing;
+  int64_t from = 0;
+  for (int64_t begin = 0; begin < n; begin += kChunk) {
+    const int64_t end = least(n, begin + kChunk);
+    F16 highest = set16(nothing);
+    bool nan = false;
+    for (int64_t i = begin; i < end; i += 16) {
+      const F16 v = end - i >= 16 ? load16(in + i) : load_part(in + i, static_cast<int>(end - i), nothing);
+      nan |= has_nan(v);
+      highest = max(v, highest);
+    }
+    if (nan || largest(highest) > best) {
+      best = nan ? __builtin_nanf("") : largest(highest);
+      from = begin;
+    }
+    if (nan) break;
+  }
+  int64_t place = from;
+  for (float v = to_float(in[place]); v != best && v == v; v = to_float(in[place])) ++place;
+  return place;
+}
+
 constexpr OpsKernels kOps = {{norm_rows<float>, norm_rows<bf16>},
                              {qk_norm_rope_rows<float>, qk_norm_rope_rows<bf16>},
                              {silu_mul_rows<float>, silu_mul_rows<bf16>},
-                             {softmax_row<float>, softmax_row<bf16>}};
+                             {softmax_row<float>, softmax_row<bf16>},
+                             {largest_place<float>, largest_place<bf16>}};
 
 }  // namespace ktserve::KT_SIMD

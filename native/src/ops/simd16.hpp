@@ -130,6 +130,9 @@ inline F16 round_even(F16 a) {
 inline F16 scale2(F16 a, F16 n) {
   return {_mm512_scalef_ps(a.v, n.v)};
 }
+inline bool has_nan(F16 a) {
+  return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0;
+}
 // Lanes >= n become fill.
 inline F16 keep_first(F16 a, int n, float fill) {
   return {_mm512_mask_mov_ps(_mm512_set1_ps(fill), static_cast<__mmask16>((1u << n) - 1u), a.v)};
@@ -240,6 +243,9 @@ inline __m256 scale2_half(__m256 a, __m256 n) {
 }
 inline F16 scale2(F16 x, F16 n) {
   return {scale2_half(x.a, n.a), scale2_half(x.b, n.b)};
+}
+inline bool has_nan(F16 x) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)));
 }
 // Lanes >= n become fill.
 inline F16 keep_first(F16 x, int n, float fill) {
