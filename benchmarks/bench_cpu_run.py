@@ -231,11 +231,22 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
 
 
 def versions(peer: Peer | None) -> dict[str, str]:
-    names = ("ktserve", "torch", "numpy")
-    out = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+    out = {"python": platform.python_version()} | {name: _version(name) for name in ("ktserve", "torch", "numpy")}
     return out | ({"llama.cpp": peer.version()} if peer else {})
 
 
+def _version(package: str) -> str:
+    """`not installed` where it runs from its sources."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """`unknown` without git or its folder."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return done.stdout.strip() or "unknown"

@@ -90,9 +90,9 @@ class Comparison:
         machine = describe_machine(args.threads or spare_threads(self.cpus))
         machine["gpu"] = torch.cuda.get_device_name() if self.gpu else None
         self.threads = int(machine["threads"])
-        self.data: dict[str, Any] = {"machine": machine, "versions": versions(self.peer), "commit": commit()}
+        self.data: dict[str, Any] = {"machine": machine, "versions": versions(self.peer)}
         self.data |= {"command": " ".join(["python -m benchmarks.gpu_peer_llamacpp", *public(sys.argv[1:])])}
-        self.data |= {"layers": shape.layers, "sweep": {}, "results": []}
+        self.data |= {"commit": args.commit or commit(), "layers": shape.layers, "sweep": {}, "results": []}
 
     def run(self, mix: str) -> None:
         model = model_path(self.args.models, self.shape.layers, mix)
@@ -149,6 +149,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of ours; default: all CPUs but two")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="one short repetition: shows that it works")
+    parser.add_argument("--commit", help="named in the results where git cannot tell")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(argv)
 
