@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
 from engine.graphs import obstacle
+from engine.lora.budget import AdapterBudget
 from engine.lora.registry import AdapterRegistry
 from engine.memory_gpu import gpu_items, gpu_memory, hot_expert_bytes, streaming_item
 from engine.memory_plan import Item, MemoryPlan, plan_memory
@@ -25,6 +26,8 @@ from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
+
+_F32 = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,15 @@ class Blueprint:
     @property
     def lines(self) -> list[str]:
         return [*self.placement.lines, *self.memory.render().splitlines()]
+
+    @property
+    def adapter_budget(self) -> AdapterBudget:
+        """A plan that is forced limits nothing that was not asked for."""
+        config, forced = self.config, self.config.force_memory_plan and self.memory.short
+        limit = None if forced and config.adapter_memory is None else self.memory.adapter_bytes
+        narrow = set(self.placement.used("_proj")) <= {"native", "gpu"}
+        element = choose_precision(config, self.placement).weights.itemsize if narrow else _F32
+        return AdapterBudget(limit, config.max_adapter_slots, element)
 
     def backends(self) -> Backends:
         rows = max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
@@ -120,6 +132,7 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
             base_name=model_name(config),
             max_rank=config.max_adapter_rank,
             base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
+            budget=blueprint.adapter_budget,
         ),
         send,
         overlap=backends.device.type == "cuda" if config.overlap is None else config.overlap,

@@ -53,6 +53,12 @@ class EngineConfig:
     )
     max_adapter_slots: int = option(8, "adapters that can be in one batch", group="Adapters")
     max_adapter_rank: int = option(64, "largest rank that is accepted", group="Adapters")
+    adapter_memory: str | None = option(
+        None,
+        "host memory for loaded adapters (e.g. 8GiB), their copies in slots included; a load that would take more is "
+        "refused; default: what the memory plan leaves free",
+        group="Adapters",
+    )
     expert_scaling: str | None = option(
         None,
         "how start-up adapters scale expert LoRA where their files leave it open",

@@ -43,13 +43,15 @@ class Item:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `notes` should be said aloud;
+    """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `adapter_bytes`
+    is what loaded adapters may take on the CPU, those at start included. `notes` should be said aloud;
     `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
 
     devices: list[Memory]
     items: list[Item]
     kv_tokens: int
     max_model_len: int
+    adapter_bytes: int
     notes: list[str]
     remedies: list[str]
 
@@ -152,9 +154,8 @@ def _draw(inputs: _Inputs) -> MemoryPlan:
     items = [*_expert_items(inputs), *inputs.extra]
     dense = dense_bytes(source, inputs.linear_backend, inputs.element_bytes, inputs.activation_bytes, config.quantise)
     items.append(Item(main.name, "dense weights", dense))
-    if config.adapters:
-        label = f"adapters at start, {len(config.adapters)}"
-        items.append(Item(main.name, label, sum(file_bytes(text.partition("=")[2]) for text in config.adapters)))
+    adapters = _adapter_items(inputs)
+    items += adapters
     rows = config.max_num_batched_tokens
     items.append(
         Item(main.name, f"step buffers, {rows} tokens", buffer_bytes(source.config, rows, config.max_num_seqs))
@@ -167,9 +168,27 @@ def _draw(inputs: _Inputs) -> MemoryPlan:
     per_token = source.config.kv_bytes_per_token(inputs.element_bytes)
     tokens, length, notes = _cache(inputs, int(share * max(main.free_bytes - used, 0)) // per_token)
     items.append(Item(main.name, f"KV cache, {tokens} tokens", tokens * per_token))
+    left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
+    room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
+    room += max(left, 0) if config.adapter_memory is None else 0
     each = format_bytes(_TYPICAL_RANK * adapter_bytes_per_rank(source.config))
-    notes.append(f"each adapter of rank {_TYPICAL_RANK} on all projections takes {each} more")
-    return MemoryPlan(devices, items, tokens, length, notes, [])
+    notes.append(
+        f"loaded adapters may take {format_bytes(room)}; one of rank {_TYPICAL_RANK} on all projections takes {each}, "
+        "and as much again in a slot"
+    )
+    return MemoryPlan(devices, items, tokens, length, room, notes, [])
+
+
+def _adapter_items(inputs: _Inputs) -> list[Item]:
+    """What was asked for on the CPU, or the adapters at start: as they are read, and again in slots. On a GPU, the
+    files of those at start once more."""
+    config, cpu, gpu = inputs.config, inputs.cpu, inputs.gpu
+    files = sorted((file_bytes(text.partition("=")[2]) for text in config.adapters), reverse=True)
+    label = f"adapters at start, {len(files)}"
+    items = [] if gpu is None or not files else [Item(gpu.name, label, sum(files))]
+    if config.adapter_memory is not None:
+        return [*items, Item(cpu.name, "adapters", parse_bytes(config.adapter_memory, "adapter_memory"))]
+    return [*items, Item(cpu.name, label, sum(files) + sum(files[: config.max_adapter_slots]))] if files else items
 
 
 def _expert_items(inputs: _Inputs) -> list[Item]:
@@ -256,6 +275,8 @@ def _remedies(inputs: _Inputs, plan: MemoryPlan) -> list[str]:
         trial("--max-num-batched-tokens 128", max_num_batched_tokens=128)
     if config.adapters:
         trial("fewer --adapters", adapters=[])
+    if config.adapter_memory is not None:
+        trial("a smaller --adapter-memory", adapter_memory=None)
     trial("--expert-backend native", expert_backend="native")
     if inputs.gpu is None:
         both = replace(inputs, linear_backend="native")

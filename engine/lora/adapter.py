@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+_PANEL = 16  # rows of A, padded
+_F32 = 4
+
 
 @dataclass(frozen=True)
 class LoraPair:
@@ -47,6 +50,13 @@ class ExpertLora:
         tensors = (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    def slot_bytes(self, element_bytes: int) -> int:
+        """Packed: rows of A in panels of 16, gate's and up's together."""
+        experts, rank, hidden = self.gate_a.shape
+        inner = self.down_a.shape[2]
+        values = _round(2 * rank) * hidden + _round(rank) * inner + rank * (2 * inner + hidden)
+        return element_bytes * experts * values
+
 
 @dataclass(frozen=True)
 class ExtraMlp:
@@ -83,3 +93,16 @@ class AdapterWeights:
             t.numel() * t.element_size() for ms in self.extra_mlps.values() for m in ms for t in (m.gate, m.up, m.down)
         )
         return linears + extra + sum(e.num_bytes for e in self.experts.values())
+
+    def slot_bytes(self, element_bytes: int) -> int:
+        """Of a slot's copy, packed as the native kernels read it; routers and extra MLPs may be float32."""
+        linears = 0
+        for name, pair in self.linears.items():
+            values = _round(pair.rank) * pair.a.shape[1] + _round(pair.b.shape[0]) * pair.rank
+            linears += values * (_F32 if name.endswith(".mlp.gate") else element_bytes)
+        extra = sum(t.numel() for ms in self.extra_mlps.values() for m in ms for t in (m.gate, m.up, m.down))
+        return linears + _F32 * extra + sum(e.slot_bytes(element_bytes) for e in self.experts.values())
+
+
+def _round(size: int) -> int:
+    return -(-size // _PANEL) * _PANEL

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 from engine.errors import EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
+from engine.lora.budget import AdapterBudget, AdapterSize
 from engine.lora.reader import read_adapter
 from engine.lora.settings import SCALINGS
+from engine.memory_costs import file_bytes
 from engine.messages import AdapterInfo
 from engine.model_config import ModelConfig
 from scheduler.request import BASE, AdapterKey
@@ -88,6 +90,7 @@ class _Load:
     load_id: int
     name: str
     path: str
+    size: AdapterSize  # as far as the files tell
     future: Future[AdapterWeights]
 
 
@@ -95,12 +98,21 @@ class AdapterRegistry:
     """Names, versions and host memory of adapters.
 
     `base_name` is the base model's name, which no adapter may take; `base_path` is compared with what the files say
-    they were trained on. A (uid, version) pair never comes back, so it may be part of cache keys.
+    they were trained on. `budget` is for all versions, retiring ones too: a load that does not fit is refused, by what
+    its files tell before it is read, and for certain when it has been. A (uid, version) pair never comes back, so it
+    may be part of cache keys.
     """
 
     def __init__(
-        self, config: ModelConfig, base_name: str, *, max_rank: int | None = None, base_path: str | None = None
+        self,
+        config: ModelConfig,
+        base_name: str,
+        *,
+        max_rank: int | None = None,
+        base_path: str | None = None,
+        budget: AdapterBudget | None = None,
     ) -> None:
+        self._budget = budget or AdapterBudget()
         self._config, self._base_name, self._max_rank, self._base_path = config, base_name, max_rank, base_path
         self._ready: dict[str, _Version] = {}
         self._versions: dict[AdapterKey, _Version] = {}
@@ -117,7 +129,8 @@ class AdapterRegistry:
         """Start to read an adapter; `poll` brings the result under the number returned here.
 
         A known name is replaced if `replace` (a new version of the same uid; the old one serves until then and its
-        requests go on to their end), else refused. UserError: bad name, name taken, a load of it under way.
+        requests go on to their end), else refused. UserError: bad name, name taken, a load of it under way,
+        more than the budget.
         """
         self._check_name(name)
         if expert_scaling is not None and expert_scaling not in SCALINGS:
@@ -130,10 +143,12 @@ class AdapterRegistry:
             raise UserError(f"adapter {name!r} is loaded already; set replace to load it anew", "name")
         if self._closed:
             raise EngineError("the adapter registry is closed")
+        size = AdapterSize(file_bytes(path), 0)
+        self._budget.check(name, [*self._sizes(), *(pending.size for pending in self._loads.values())], size)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-load")
         read = self._reader(name, path, expert_scaling)
-        load = _Load(next(self._load_ids), name, path, self._worker.submit(read))
+        load = _Load(next(self._load_ids), name, path, size, self._worker.submit(read))
         self._loads[name] = load
         self._failed.pop(name, None)
         return load.load_id
@@ -255,6 +270,10 @@ class AdapterRegistry:
         error = EngineError("cancelled") if load.future.cancelled() else load.future.exception()
         if error is not None:
             return self._fail(load, error)
+        try:
+            self._budget.check(load.name, self._sizes(), self._size(load.future.result()))
+        except UserError as full:
+            return self._fail(load, full)
         if load.name in self._ready:
             old = self._retire(load.name)
             key = AdapterKey(old.uid, old.version + 1)
@@ -263,6 +282,12 @@ class AdapterRegistry:
         version = _Version(key, load.name, load.path, load.future.result())
         self._ready[load.name] = self._versions[key] = version
         return LoadResult(load.load_id, load.name, key, version.info)
+
+    def _size(self, weights: AdapterWeights) -> AdapterSize:
+        return AdapterSize(weights.num_bytes, weights.slot_bytes(self._budget.element_bytes))
+
+    def _sizes(self) -> list[AdapterSize]:
+        return [self._size(version.weights) for version in self._versions.values()]
 
     def _fail(self, load: _Load, error: BaseException) -> LoadResult:
         if not isinstance(error, KtserveError):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import engine.lora.registry as registry_module
 from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
+from engine.lora.budget import AdapterBudget
 from engine.lora.registry import AdapterRegistry, AdapterStatus, LoadResult, Pace
 from scheduler.request import BASE, AdapterKey
 from tests.lora.make import linear_keys, lora_config, model_config, random_adapter, write
@@ -183,6 +184,37 @@ def test_rank_limit(folder: Path) -> None:
     result = load(registry, "a", folder)
     assert isinstance(result.error, AdapterError) and "rank 3 is over" in str(result.error)
     registry.close()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """By the files before they are read, by the tensors after; nothing that serves is touched."""
+    one, two = adapter(tmp_path / "one", seed=1), adapter(tmp_path / "two", seed=2)
+    sizes = AdapterRegistry(CONFIG, "base")
+    load(sizes, "a", one)
+    weights = sizes.weights(sizes.resolve("a"))
+    read, copy = weights.num_bytes, weights.slot_bytes(2)
+    sizes.close()
+    tight = AdapterRegistry(CONFIG, "base", budget=AdapterBudget(2 * read + copy - 1, slots=1))
+    assert load(tight, "a", one).error is None
+    with pytest.raises(UserError, match=r"adapter 'b' needs .* 1 loaded ones take .*--adapter-memory"):
+        tight.load("b", str(two))
+    with pytest.raises(UserError, match="--adapter-memory"):
+        tight.load("a", str(two), replace=True)  # both versions would be there for a while
+    assert tight.status("a") is AdapterStatus.READY and tight.status("b") is None
+    tight.released(tight.unload("a"))
+    assert load(tight, "b", two).error is None
+    tight.close()
+    enough = AdapterRegistry(CONFIG, "base", budget=AdapterBudget(3 * read + copy, slots=1))
+    enough.load("a", str(one))
+    enough.load("b", str(two))  # what is being read counts too
+    assert [result.error for result in enough.wait()] == [None, None]
+    enough.close()
+    for slots, fits in ((2, False), (1, True)):  # two copies, or one
+        registry = AdapterRegistry(CONFIG, "base", budget=AdapterBudget(2 * read + 2 * copy - 1, slots=slots))
+        load(registry, "a", one)
+        error = load(registry, "b", two).error
+        assert (error is None) == fits and (fits or registry.status("b") is AdapterStatus.FAILED)
+        registry.close()
 
 
 def test_our_fault_while_reading(registry: AdapterRegistry, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,12 +179,39 @@ def test_advice_is_tried(source: WeightSource, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * (100 * MIB))
     (tmp_path / "notes.txt").write_bytes(b"\0" * MIB)
     adapters = plan(source, cpu=300 * MIB, adapters=[f"a={tmp_path}"])
-    assert size(adapters, "adapters at start, 1") == 100 * MIB
+    assert size(adapters, "adapters at start, 1") == 200 * MIB  # read, and in a slot
     assert adapters.remedies == ["fewer --adapters"]
     hopeless = plan(source, cpu=10 * MIB)
     assert hopeless.remedies == []
     with pytest.raises(MemoryPlanError, match="no setting makes it fit"):
         hopeless.check(force=False)
+
+
+def test_adapters_have_what_is_left_or_what_was_asked(source: WeightSource, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * MIB)
+    made = plan(source, kv_cache_tokens=4096)
+    assert made.adapter_bytes == 64 * GIB - made.needed(made.devices[0])
+    started = plan(source, kv_cache_tokens=4096, adapters=[f"a={tmp_path}", f"b={tmp_path}"], max_adapter_slots=1)
+    assert size(started, "adapters at start, 2") == 3 * MIB and started.adapter_bytes == made.adapter_bytes
+    asked = plan(source, kv_cache_tokens=4096, adapters=[f"a={tmp_path}"], adapter_memory="2GiB")
+    assert asked.adapter_bytes == size(asked, "adapters") == 2 * GIB
+    assert "loaded adapters may take 2.00 GiB" in asked.render()
+    over = plan(source, cpu=300 * MIB, kv_cache_tokens=4096, adapter_memory="2GiB")
+    assert "a smaller --adapter-memory" in over.remedies
+    gpu = Memory("GPU 0", 8 * GIB, 8 * GIB)
+    beside = plan(source, gpu=gpu, adapters=[f"a={tmp_path}"], kv_cache_tokens=4096)
+    assert {i.device: i.num_bytes for i in beside.items if i.label.startswith("adapters")} == {
+        "GPU 0": MIB,
+        "CPU": 2 * MIB,
+    }
+
+
+@pytest.mark.parametrize("quantise", ["int8", "int4"])
+def test_weights_that_are_made_smaller_are_counted_so(tmp_path: Path, quantise: str) -> None:
+    save_gguf(tiny_model(0), tmp_path / "m.gguf", "F32", "F32")
+    made = open_model(str(tmp_path / "m.gguf"))
+    share = {"int8": 544, "int4": 320}[quantise] / 512
+    assert size(plan(made, backend="native", quantise=quantise), "experts") == 2 * WEIGHTS * share
 
 
 def test_smaller_experts_are_advised(source: WeightSource) -> None:
