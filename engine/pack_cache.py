@@ -64,6 +64,7 @@ class PackCache:
         self.identity = identity
         self.notes: list[str] = []
         self._writes = True
+        self._outdated = False
         self._read, self._packed = 0, 0  # bytes
 
     def path(self, name: str) -> Path:
@@ -90,7 +91,7 @@ class PackCache:
                     return self._stale(path, "its size")
                 checksum = _checksum(header)
                 if checksum is None or header != key.header(checksum):
-                    return self._stale(path, "its header")
+                    return self._stale(path, "its header", every=False)
                 if packed.read(pool, file.fileno(), HEADER_BYTES) != checksum:
                     return self._stale(path, "its checksum")
         except FileNotFoundError:
@@ -99,8 +100,16 @@ class PackCache:
             return self._stale(path, str(error))
         return True
 
-    def _stale(self, path: Path, why: str) -> bool:
-        log.warning("packed weights %s do not match (%s): packing anew", path, why)
+    def _stale(self, path: Path, why: str, *, every: bool = True) -> bool:
+        """`every`: to be said of each file; settings and versions make all of them stale at once."""
+        log.log(
+            logging.WARNING if every or not self._outdated else logging.DEBUG,
+            "packed weights %s do not match (%s): packing anew%s",
+            path,
+            why,
+            "" if every else ", and all like it",
+        )
+        self._outdated = self._outdated or not every
         return False
 
     def write(self, key: PackKey, packed: Any, pool: Any) -> None:

@@ -177,8 +177,13 @@ def test_a_stale_or_damaged_projection_is_rebuilt(pool: Any, tmp_path: Path, cap
     ]
     for workers, held, type, seed, options in changes:
         caplog.clear()
-        made = projection(workers, held, type, seed, **options)
-        assert "packing anew" in caplog.text
+        started = PackCache(tmp_path, held.identity)
+        made = projection(workers, started, type, seed, **options)
+        assert caplog.text.count("packing anew") == 1
+        with caplog.at_level(logging.WARNING):
+            projection(workers, started, "Q4_1", seed)  # said once a start
+        assert caplog.text.count("packing anew") == 1
+        projection(workers, started, type, seed, **options)
         assert torch.equal(made(x, None), projection(pool, None, type, seed, **options)(x, None))
 
 
