@@ -87,11 +87,11 @@ class PackCache:
         try:
             with path.open("rb") as file:
                 header = file.read(HEADER_BYTES)
-                if os.fstat(file.fileno()).st_size != HEADER_BYTES + packed.num_bytes:
-                    return self._stale(path, "its size")
                 checksum = _checksum(header)
                 if checksum is None or header != key.header(checksum):
                     return self._stale(path, "its header", every=False)
+                if os.fstat(file.fileno()).st_size != HEADER_BYTES + packed.num_bytes:
+                    return self._stale(path, "its size")
                 if packed.read(pool, file.fileno(), HEADER_BYTES) != checksum:
                     return self._stale(path, "its checksum")
         except FileNotFoundError:
