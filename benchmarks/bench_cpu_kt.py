@@ -62,7 +62,6 @@ class _Ours:
 def kt(run: Run, mix: str) -> None:
     """One layer's experts, 1 to 512 rows."""
     run.release()
-    torch.set_num_threads(1)
     type, shape = _TYPES.get(mix, mix), run.shape
     all_rows = ROWS[:2] if run.quick else ROWS
     ours = _Ours(run, type, 1 if run.quick else 0)

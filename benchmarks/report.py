@@ -56,6 +56,8 @@ def target(entry: Entry) -> tuple[str, bool | None]:
         return "at most 3x", entry["ours"] <= 3
     if row == "first":
         return "none of the others ended", entry["ended"] == 0
+    if row == "start":
+        return ("seconds: under 10", entry["ours"] < 10) if entry["what"] == "second start" else ("", None)
     if row == "kt":
         want = _kt_target(entry)
         return f"{want:g}x", None if ratio is None else ratio >= want
