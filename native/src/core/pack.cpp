@@ -338,33 +338,37 @@ void pack_panels(const SourceType& source, Format target, const uint8_t* data, i
   }
 }
 
+constexpr int64_t kScaleRun = 16;  // values that share their scales, in every format
+
 void unpack_rows(Format f, const uint8_t* packed, int64_t k, int64_t first, int64_t last, float* out) {
   const int64_t size = panel_size(f, k);
   for (int64_t n = first; n < last; ++n, out += k) {
     const uint8_t* panel = packed + n / kPanel * size;
     const uint8_t* quants = panel + meta_size(f, k);
     const int64_t row = n % kPanel;
-    for (int64_t i = 0; i < k; ++i) {
-      if (f == Format::bf16) {
-        out[i] = bf16_to_f32(load16(quants + i / 2 * 64 + row * 4 + i % 2 * 2));
-        continue;
+    if (plain(f)) {
+      for (int64_t i = 0; i < k; ++i) {
+        if (f == Format::bf16)
+          out[i] = bf16_to_f32(load16(quants + i / 2 * 64 + row * 4 + i % 2 * 2));
+        else
+          std::memcpy(out + i, quants + i * 64 + row * 4, 4);
       }
-      if (f == Format::f32) {
-        std::memcpy(out + i, quants + i * 64 + row * 4, 4);
-        continue;
-      }
-      const uint8_t* meta = panel + i / info(f).unit * info(f).meta_bytes;
-      const float d = f16_to_f32(load16(meta + 2 * row));
-      const float u = static_cast<float>(get(quants, f, i, row) - info(f).bias);
+      continue;
+    }
+    for (int64_t begin = 0; begin < k; begin += kScaleRun) {
+      const uint8_t* meta = panel + begin / info(f).unit * info(f).meta_bytes;
+      float scale = f16_to_f32(load16(meta + 2 * row));
+      float minimum = info(f).minima ? f16_to_f32(load16(meta + 32 + 2 * row)) : 0.0f;
       if (f == Format::k6) {
-        out[i] = d * static_cast<float>(static_cast<int8_t>(meta[32 + i % 256 / 16 * 16 + row])) * u;
+        scale *= static_cast<float>(static_cast<int8_t>(meta[32 + begin % 256 / 16 * 16 + row]));
       } else if (info(f).unit == kSuper) {
-        const int64_t block = i % 256 / 32;
-        const float m = f16_to_f32(load16(meta + 32 + 2 * row));
-        out[i] = d * static_cast<float>(meta[64 + 16 * block + row]) * u -
-                 m * static_cast<float>(meta[192 + 16 * block + row]);
-      } else {
-        out[i] = info(f).minima ? d * u + f16_to_f32(load16(meta + 32 + 2 * row)) : d * u;
+        const int64_t block = begin % 256 / 32;
+        scale *= static_cast<float>(meta[64 + 16 * block + row]);
+        minimum *= -static_cast<float>(meta[192 + 16 * block + row]);
+      }
+      for (int64_t i = begin; i < begin + kScaleRun; ++i) {
+        const float u = scale * static_cast<float>(get(quants, f, i, row) - info(f).bias);
+        out[i] = info(f).minima ? u + minimum : u;
       }
     }
   }
