@@ -18,6 +18,7 @@ from engine.linear.native import NativeLinearBackend
 from engine.pack_cache import HEADER_BYTES, PackCache, model_folder
 from engine.weights.open import open_model
 from native import _native
+from tests.engine.harness import Harness
 from tests.native.shapes import config
 from tests.native.test_experts import BF16, E, H, I, K, Layer, batch, run
 from tests.native.test_linear import draw, tensor
@@ -228,3 +229,35 @@ def test_a_full_disk_is_said_once_and_costs_only_the_cache(
     assert caplog.text.count("No space left") == 1
     assert sum("No space left" in line for line in cache.report()) == 1
     assert os.listdir(tmp_path / "m") == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_engine_starts_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    save_gguf(tiny_model(5, tie_word_embeddings=tied), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+    prompts = [[5, 6, 7, 8], [9, 9, 2]]
+
+    def start(where: str) -> tuple[list[list[int]], list[str]]:
+        engine = Harness(tmp_path / "m.gguf", rules=None, dtype="auto", pack_cache=where)
+        tokens, notes = engine.generate(prompts), engine.core.runner.notes
+        engine.close()
+        return tokens, notes
+
+    plain, _ = start("off")
+    first, notes = start("auto")
+    assert first == plain and "0 B read" in notes[0]
+    files = {path.name for path in (tmp_path / ".ktserve").glob("m-*/*")}
+    assert {"layer-000.ktpack", "model.layers.1.mlp.gate.ktpack", "lm_head.ktpack"} < files
+    assert ("model.embed_tokens.ktpack" in files) is not tied  # a tied head is one copy
+    monkeypatch.setattr(NativeLinearBackend, "_source", None)
+    monkeypatch.setattr(NativeExperts, "_source", None)
+    second, notes = start("auto")
+    assert second == plain and "0 B packed anew" in notes[0]
+
+
+def test_an_engine_starts_where_nothing_can_be_written(tmp_path: Path) -> None:
+    save_gguf(tiny_model(5), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+    (tmp_path / ".ktserve").write_text("in the way")
+    engine = Harness(tmp_path / "m.gguf", rules=None, dtype="auto", pack_cache="auto")
+    assert sum("are not cached" in note and "--pack-cache" in note for note in engine.core.runner.notes) == 1
+    assert engine.generate([[1, 2, 3]])
+    engine.close()
