@@ -28,7 +28,8 @@ from engine.model.gpu_ops import GpuOps
 from engine.model.load import Backends
 from engine.model.ops import Ops, TorchOps
 from engine.model.rope import Rope
-from engine.placement import Placement, activation_dtype
+from engine.placement import Placement
+from engine.precision import choose_precision
 from engine.weights.store import WeightSource
 from native.topology import make_pool
 
@@ -45,7 +46,9 @@ def gpu_backends(
 
     `config.gpu_expert_memory` is a number by now (`engine.memory_gpu.hot_expert_bytes`) if there are hybrid experts.
     """
-    model, dtype, cache = source.config, activation_dtype(config), pack_cache(config, source)
+    model, precision = source.config, choose_precision(config, placement)
+    dtype = precision.activations
+    cache = pack_cache(config, source)
     device = torch.device(placement.device)
     device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)  # kernels are launched on the current device
@@ -88,7 +91,14 @@ def gpu_backends(
         {
             "reference": lambda: ReferenceAttention(model, num_blocks, dtype, device),
             "flashinfer": lambda: FlashInferAttention(
-                model, num_blocks, dtype, device, config.max_num_seqs, -(-max_model_len // BLOCK_SIZE)
+                model,
+                num_blocks,
+                dtype,
+                device,
+                config.max_num_seqs,
+                -(-max_model_len // BLOCK_SIZE),
+                kv_dtype=precision.kv,
+                prefill=placement.attention_option("prefill", "auto"),
             ),
         },
     )

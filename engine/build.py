@@ -8,17 +8,17 @@ from pathlib import Path
 
 from engine.attention.base import BLOCK_SIZE
 from engine.backends import make_backends
-from engine.config import EngineConfig
+from engine.config import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
 from engine.graphs import obstacle
 from engine.lora.budget import AdapterBudget
 from engine.lora.registry import AdapterRegistry
-from engine.memory_gpu import gpu_items, gpu_memory, hot_expert_bytes, streaming_item
+from engine.memory_gpu import adapter_copies, expert_items, gpu_items, gpu_memory, hot_expert_bytes
 from engine.memory_plan import Item, MemoryPlan, plan_memory
 from engine.messages import AdapterInfo, FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
-from engine.placement import Placement, activation_dtype, choose, find_machine
+from engine.placement import Placement, choose, find_machine
 from engine.precision import choose_precision
 from engine.profile import Profiler
 from engine.runner import ModelRunner
@@ -28,6 +28,9 @@ from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 
 _F32 = 4
+_EAGER_MLPS = (
+    "it has dense MLPs of its own, which no CUDA graph holds: steps with a row of it are launched kernel by kernel"
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,10 @@ class Blueprint:
         limit = None if forced and config.adapter_memory is None else self.memory.adapter_bytes
         narrow = set(self.placement.used("_proj")) <= {"native", "gpu"}
         element = choose_precision(config, self.placement).weights.itemsize if narrow else _F32
-        return AdapterBudget(limit, config.max_adapter_slots, element)
+        return AdapterBudget(limit, config.max_adapter_slots, element, _slot_copies(self.placement).get("CPU", 0))
 
     def backends(self) -> Backends:
-        rows = max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        rows = max(self.config.batched_tokens, self.config.max_num_seqs)
         blocks = self.num_blocks + 1  # the last is nobody's: padding rows write there
         return make_backends(self.config, self.source, self.placement, blocks, self.max_model_len, rows)
 
@@ -64,30 +67,54 @@ def draw(config: EngineConfig) -> Blueprint:
     """Open the files, choose the backends, plan the memory. Reads headers only."""
     source = open_model(config.model, config.gguf)
     placement = choose(config, source.config, find_machine(config))
-    element_bytes, gpu, extra = activation_dtype(config).itemsize, None, []
+    if config.max_num_batched_tokens is not None or not computes_chunks(placement):
+        return _plan(replace(config, max_num_batched_tokens=config.batched_tokens), source, placement)
+    for tokens in (GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS):
+        blueprint = _plan(replace(config, max_num_batched_tokens=max(tokens, config.max_num_seqs)), source, placement)
+        if not blueprint.memory.short:
+            break
+    return blueprint
+
+
+def computes_chunks(placement: Placement) -> bool:
+    """Whether a GPU computes long prefill chunks' experts, so that steps of many tokens are worth their memory."""
+    return placement.device != "cpu" and (placement.streams_prefill or "gpu" in placement.used(".mlp.experts"))
+
+
+def _plan(config: EngineConfig, source: WeightSource, placement: Placement) -> Blueprint:
+    precision = choose_precision(config, placement)
+    experts, gpu, extra = placement.used(".mlp.experts"), None, []
     if placement.device != "cpu":
-        gpu, extra = gpu_memory(placement.device), gpu_items(config, source.config, element_bytes, placement.device)
-        if placement.streams_prefill:
-            extra.append(streaming_item(source.config, element_bytes, placement.device))
-        if "hybrid" in placement.used(".mlp.experts"):
+        where = (precision.activations.itemsize, placement.device)
+        gpu, attention = gpu_memory(placement.device), placement.used(".self_attn")[0]
+        extra = gpu_items(config, source.config, *where, attention)
+        extra += expert_items(config, source.config, *where, experts, placement.streams_prefill)
+        if "hybrid" in experts:
             asked = placement.expert_option("gpu_memory", "auto")
             if config.gpu_expert_memory is None and asked != "auto":
                 config = replace(config, gpu_expert_memory=str(asked))
             hot = hot_expert_bytes(config, source, gpu, extra)
             config = replace(config, gpu_expert_memory=str(hot))
             extra.append(Item(gpu.name, "hot experts", hot))
-    precision = choose_precision(config, placement)
     memory = plan_memory(
         config,
         source,
         lambda layer: _planned_backend(placement, layer),
         precision.weights.itemsize,
         activation_bytes=precision.activations.itemsize,
+        kv_element_bytes=precision.kv.itemsize,
         linear_backend=placement.used("_proj")[0],
         gpu=gpu,
         extra=extra,
+        adapter_copies=_slot_copies(placement),
     )
     return Blueprint(config, source, placement, memory, memory.max_model_len, memory.kv_tokens // BLOCK_SIZE)
+
+
+def _slot_copies(placement: Placement) -> dict[str, int]:
+    if placement.device == "cpu":
+        return {"CPU": 1}
+    return adapter_copies(placement.used(".mlp.experts"), placement.streams_prefill, placement.device)
 
 
 def _planned_backend(placement: Placement, layer: int) -> str:
@@ -100,18 +127,21 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     """Load the weights and put the parts together."""
     config, source, model_config = blueprint.config, blueprint.source, blueprint.source.config
     backends = blueprint.backends()
-    model = Loader(source, backends, max(config.max_num_batched_tokens, config.max_num_seqs)).model(progress)
+    model = Loader(source, backends, max(config.batched_tokens, config.max_num_seqs)).model(progress)
     tracing = bool(config.profile_dir)
     runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
     if backends.cache is not None:
         runner.notes += backends.cache.report()
+    runner.notes += [note for attention in model.attention_backends for note in attention.notes]
+    if backends.device.type == "cuda":
+        runner.notes.append(f"steps of at most {config.batched_tokens} tokens (--max-num-batched-tokens)")
     _pad_decode(runner, config, blueprint.num_blocks, progress)
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=blueprint.num_blocks,
             block_size=BLOCK_SIZE,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens,
             max_model_len=blueprint.max_model_len,
             max_queue=config.max_queue,
             num_adapter_slots=config.max_adapter_slots,
@@ -133,6 +163,7 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
             max_rank=config.max_adapter_rank,
             base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
             budget=blueprint.adapter_budget,
+            extra_mlps_note=_EAGER_MLPS if runner.padded is not None and config.cuda_graphs == "auto" else "",
         ),
         send,
         overlap=backends.device.type == "cuda" if config.overlap is None else config.overlap,

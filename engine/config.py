@@ -6,6 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+CPU_BATCHED_TOKENS = 512
+# Well above the rows from which streaming a layer's experts beats computing them on the CPU (2,500 where measured).
+GPU_BATCHED_TOKENS = 8192
+
 
 def option(
     default: Any,
@@ -40,8 +44,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "type of activations, unquantised weights and KV cache; auto: bfloat16, with float32 activations where the "
-        "native kernels compute everything",
+        "type of activations, unquantised weights and KV cache (which kv-cache-dtype may change); auto: bfloat16, with "
+        "float32 activations where the native kernels compute everything",
         group="Model",
         choices=("auto", "bfloat16", "float32"),
     )
@@ -127,14 +131,25 @@ class EngineConfig:
 
     # ---- batching
     max_num_seqs: int = option(32, "requests that run at the same time", group="Batching", aliases=("max_batch_size",))
-    max_num_batched_tokens: int = option(
-        512, "token budget of a step; prefill is chunked into it", group="Batching", aliases=("chunk_size",)
+    max_num_batched_tokens: int | None = option(
+        None,
+        f"token budget of a step; prefill is chunked into it; default: {CPU_BATCHED_TOKENS}, or {GPU_BATCHED_TOKENS} "
+        "where a GPU computes long chunks' experts (less if its memory is short)",
+        group="Batching",
+        aliases=("chunk_size",),
     )
     kv_cache_tokens: int | None = option(
         None, "positions in the KV cache; default: from free memory", group="Batching", aliases=("cache_lens",)
     )
     kv_cache_memory: str | None = option(
         None, "bytes of the KV cache (e.g. 4GiB), instead of kv-cache-tokens", group="Batching"
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of the KV cache; auto: as dtype says. fp8 (e4m3, half of bfloat16's bytes): by flashinfer on a GPU only; "
+        "bfloat16 under float32 activations: by the native attention on a CPU",
+        group="Batching",
+        choices=("auto", "bfloat16", "float32", "fp8"),
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="Batching")
     max_queue: int = option(512, "requests that may wait; more are answered 429", group="Batching")
@@ -156,3 +171,8 @@ class EngineConfig:
     profile_dir: str | None = option(None, "write steps.jsonl and tokens.jsonl there", group="Operation")
     force_memory_plan: bool = option(False, "start although the memory plan says it will not fit", group="Operation")
     check_integrity: bool = option(False, "check blocks, slots and buffers after every step", group="Operation")
+
+    @property
+    def batched_tokens(self) -> int:
+        """The token budget of a step, as set or a CPU's; `engine.build.draw` sets a GPU's."""
+        return CPU_BATCHED_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if tha
 _CPU_KV_SHARE, _GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
 _TYPICAL_RANK = 16
+_AGAIN = ("", "as much again", "twice as much again")  # by copies
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,21 @@ def plan_memory(
     element_bytes: int,
     *,
     activation_bytes: int | None = None,
+    kv_element_bytes: int | None = None,
     linear_backend: str = "reference",
     cpu: Memory | None = None,
     gpu: Memory | None = None,
     extra: Sequence[Item] = (),
+    adapter_copies: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
-    """`expert_backend` names a sparse layer's backend, `element_bytes` is the size of an unquantised weight
-    and of an element of the KV cache, `activation_bytes` (default: the same) that of an activation.
+    """`expert_backend` names a sparse layer's backend, `element_bytes` is the size of an unquantised weight,
+    `activation_bytes` and `kv_element_bytes` (default: the same) that of an activation and of an element of the KV
+    cache.
 
     With `gpu`, dense weights, KV cache and step buffers lie there, and the experts of layers on "gpu"; all else is
-    on the CPU (its memory is looked up unless given). `extra` are what a backend needs besides. Raises UserError for
-    settings that contradict one another.
+    on the CPU (its memory is looked up unless given). `extra` are what a backend needs besides, `adapter_copies` says
+    how often an adapter in a slot is held on which device beside what was read of it (default: once on the CPU). Raises
+    UserError for settings that contradict one another.
     """
     cpu = cpu or cpu_memory()
     inputs = _Inputs(
@@ -126,6 +131,8 @@ def plan_memory(
         gpu,
         tuple(extra),
         activation_bytes or element_bytes,
+        source.config.kv_bytes_per_token(kv_element_bytes or element_bytes),
+        {cpu.name: 1} if adapter_copies is None else adapter_copies,
     )
     plan = _draw(inputs)
     return replace(plan, remedies=_remedies(inputs, plan)) if plan.short else plan
@@ -142,6 +149,8 @@ class _Inputs:
     gpu: Memory | None
     extra: tuple[Item, ...]
     activation_bytes: int
+    kv_token_bytes: int
+    adapter_copies: Mapping[str, int]
 
     @property
     def main(self) -> Memory:
@@ -156,7 +165,7 @@ def _draw(inputs: _Inputs) -> MemoryPlan:
     items.append(Item(main.name, "dense weights", dense))
     adapters = _adapter_items(inputs)
     items += adapters
-    rows = config.max_num_batched_tokens
+    rows = config.batched_tokens
     items.append(
         Item(main.name, f"step buffers, {rows} tokens", buffer_bytes(source.config, rows, config.max_num_seqs))
     )
@@ -165,30 +174,35 @@ def _draw(inputs: _Inputs) -> MemoryPlan:
     items += [Item(d.name, "reserve", max(_RESERVE, int(_RESERVE_SHARE * d.limit_bytes))) for d in devices]
     used = sum(item.num_bytes for item in items if item.device == main.name)
     share = _CPU_KV_SHARE if inputs.gpu is None else _GPU_KV_SHARE
-    per_token = source.config.kv_bytes_per_token(inputs.element_bytes)
+    per_token = inputs.kv_token_bytes
     tokens, length, notes = _cache(inputs, int(share * max(main.free_bytes - used, 0)) // per_token)
     items.append(Item(main.name, f"KV cache, {tokens} tokens", tokens * per_token))
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
     room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
     room += max(left, 0) if config.adapter_memory is None else 0
     each = format_bytes(_TYPICAL_RANK * adapter_bytes_per_rank(source.config))
+    again = [
+        _AGAIN[min(n, 2)] + (f" on {device}" if inputs.gpu else "") for device, n in inputs.adapter_copies.items() if n
+    ]
     notes.append(
         f"loaded adapters may take {format_bytes(room)}; one of rank {_TYPICAL_RANK} on all projections takes {each}, "
-        "and as much again in a slot"
+        f"and {' and '.join(again)} in a slot"
     )
     return MemoryPlan(devices, items, tokens, length, room, notes, [])
 
 
 def _adapter_items(inputs: _Inputs) -> list[Item]:
-    """What was asked for on the CPU, or the adapters at start: as they are read, and again in slots. On a GPU, the
-    files of those at start once more."""
+    """What was asked for on the CPU, or the adapters at start: as they are read, and again in slots. On a GPU, those in
+    slots of experts that lie there."""
     config, cpu, gpu = inputs.config, inputs.cpu, inputs.gpu
     files = sorted((file_bytes(text.partition("=")[2]) for text in config.adapters), reverse=True)
-    label = f"adapters at start, {len(files)}"
-    items = [] if gpu is None or not files else [Item(gpu.name, label, sum(files))]
+    label, in_slots = f"adapters at start, {len(files)}", sum(files[: config.max_adapter_slots])
+    there = 0 if gpu is None else inputs.adapter_copies.get(gpu.name, 0) * in_slots
+    items = [Item(gpu.name, label, there)] if gpu is not None and there else []
     if config.adapter_memory is not None:
         return [*items, Item(cpu.name, "adapters", parse_bytes(config.adapter_memory, "adapter_memory"))]
-    return [*items, Item(cpu.name, label, sum(files) + sum(files[: config.max_adapter_slots]))] if files else items
+    held = sum(files) + inputs.adapter_copies.get(cpu.name, 0) * in_slots
+    return [*items, Item(cpu.name, label, held)] if files else items
 
 
 def _expert_items(inputs: _Inputs) -> list[Item]:
@@ -239,7 +253,7 @@ def _asked_tokens(inputs: _Inputs) -> int | None:
         return _blocks(config.kv_cache_tokens)
     if config.kv_cache_memory is None:
         return None
-    per_block = BLOCK * inputs.source.config.kv_bytes_per_token(inputs.element_bytes)
+    per_block = BLOCK * inputs.kv_token_bytes
     size = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
     if size < per_block:
         raise UserError(
@@ -265,13 +279,16 @@ def _remedies(inputs: _Inputs, plan: MemoryPlan) -> list[str]:
         trials.append((text, replace(changed, expert_backend=lambda _: str(backend)) if backend else changed))
 
     over = plan.needed(inputs.main) - inputs.main.free_bytes
-    per_token = inputs.source.config.kv_bytes_per_token(inputs.element_bytes)
+    per_token = inputs.kv_token_bytes
     tokens = (plan.kv_tokens - -(-over // per_token)) // BLOCK * BLOCK
     if tokens >= BLOCK:
         trial(f"--kv-cache-tokens {tokens}", kv_cache_tokens=tokens, kv_cache_memory=None, max_model_len=None)
     if inputs.activation_bytes > 2:
-        trial("--dtype bfloat16", replace(inputs, element_bytes=2, activation_bytes=2), dtype="bfloat16")
-    if config.max_num_batched_tokens > 128:
+        kv = inputs.source.config.kv_bytes_per_token(2) if config.kv_cache_dtype == "auto" else inputs.kv_token_bytes
+        half = replace(inputs, element_bytes=2, activation_bytes=2, kv_token_bytes=kv)
+        if config.kv_cache_dtype != "float32":  # which takes float32 rows
+            trial("--dtype bfloat16", half, dtype="bfloat16")
+    if config.batched_tokens > 128:
         trial("--max-num-batched-tokens 128", max_num_batched_tokens=128)
     if config.adapters:
         trial("fewer --adapters", adapters=[])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from rules import RulesError as BadRules
 from rules.choice import Backend
 
 _NAMES = {"expert": "experts", "attention": "attention", "linear": "projections"}
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 T = TypeVar("T")
 _OWN_DEVICE = {"native": "cpu", "kt": "cpu", "gpu": "cuda", "hybrid": "cuda", "flashinfer": "cuda"}
 
@@ -52,10 +54,17 @@ class Placement:
 
     def expert_option(self, name: str, default: Any) -> Any:
         """An option of the experts' rules; RulesError if layers differ in it, since they share one backend."""
-        found = {c.options.get(name, default) for module, c in self.choices.items() if module.endswith(".mlp.experts")}
+        return self._option("experts", ".mlp.experts", name, default)
+
+    def attention_option(self, name: str, default: Any) -> Any:
+        """The same of attention's rules."""
+        return self._option("attention", ".self_attn", name, default)
+
+    def _option(self, kind: str, suffix: str, name: str, default: Any) -> Any:
+        found = {c.options.get(name, default) for module, c in self.choices.items() if module.endswith(suffix)}
         if len(found) > 1:
             said = ", ".join(sorted(map(str, found)))
-            raise RulesError(f"rules name several values of {name} ({said}) for experts that share one", field="rules")
+            raise RulesError(f"rules name several values of {name} ({said}) for {kind} that share one", field="rules")
         return found.pop() if found else default
 
     @property
@@ -86,6 +95,8 @@ def find_machine(config: EngineConfig) -> Machine:
     native, reasons["native"] = native_available()
     kt, reasons["kt"] = kt_available() if _asks_for_kt(config) else (False, "not looked for")
     flashinfer, reasons["flashinfer"] = flashinfer_available() if gpu else (False, "this machine has no GPU")
+    if not gpu and NVIDIA_DRIVER.exists():
+        reasons["gpu"] = "an NVIDIA driver is here, but torch finds no GPU (a build for CPUs, or the driver is too old)"
     count = torch.cuda.device_count() if gpu else 0
     return Machine(gpu=gpu, native=native, kt=kt, flashinfer=flashinfer, gpu_count=count, reasons=reasons)
 
@@ -107,12 +118,14 @@ def _load(name: str) -> RuleSet:
 def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placement:
     """Rules, then the flags that override them. RulesError names the file, the line and what is allowed."""
     name = config.rules or default_rules(machine)
-    unused = machine.gpu and not config.rules and not name.startswith("qwen3moe-gpu")
-    if unused and config.device == "cuda":
-        why = machine.reasons["native"] if not machine.native else machine.reasons["flashinfer"]
-        raise UserError(f"--device cuda: {why}. --rules reference runs on the GPU without it", field="device")
-    if unused:
+    unused = ""  # why the GPU is left alone
+    if machine.gpu and not config.rules and not name.startswith("qwen3moe-gpu"):
+        unused = "; ".join(why for needed in ("flashinfer", "native") if (why := machine.missing(needed)))
+        if config.device == "cuda":
+            raise UserError(f"--device cuda: {unused}. --rules reference runs on the GPU without it", field="device")
         machine = replace(machine, gpu=False)
+    elif not machine.gpu and config.device == "auto":
+        unused = machine.reasons.get("gpu", "")
     rule_set = _load(name)
     try:
         choices = place(rule_set, qwen3moe_modules(model.num_hidden_layers, model.sparse_layers), machine)
@@ -141,7 +154,7 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
     placement = Placement(choices, [])
     lines = [f"rules: {name}" + ("" if config.rules else " (chosen from this machine)")]
     if unused:
-        lines.append(f"note: the GPU is not used: {machine.reasons['flashinfer']}")
+        lines.append(f"note: the GPU is not used: {unused}")
     if not config.rules and not machine.native:
         lines.append(f"note: no native kernels, torch computes, much slower: {machine.reasons['native']}")
     lines += [f"note: {kind}s run in torch, slower: {why}" for kind, why in limits.items()]

@@ -106,8 +106,8 @@ class ModelRunner:
         launched_s = time.monotonic()
         padded = self.padded if self.padded and self.padded.takes(plan) else None
         with self.computing():
-            lora = any(row.adapter_slot for row in plan.rows)
-            self.model.begin_step(plan.num_tokens, lora=lora, eager=padded is None)
+            slots = {row.adapter_slot for row in plan.rows} - {0}
+            self.model.begin_step(plan.num_tokens, lora=bool(slots), eager=padded is None, slots=slots)
             try:
                 step = self._launch_padded(plan, padded) if padded else self._launch(plan)
             except Exception:

@@ -128,6 +128,7 @@ def _kt_plain(kwargs: Kwargs) -> Built:
 # ---- ours: one backend, one device
 
 _EXPERT_KEYS = "device prefill_device prefill_threshold"
+_PREFILLS = ("auto", "fa2", "fa3")
 
 
 def _own(backend: Backend, device: str) -> Callable[[Kwargs], Built]:
@@ -142,6 +143,11 @@ def _own(backend: Backend, device: str) -> Callable[[Kwargs], Built]:
     return build
 
 
+def _own_flashinfer(kwargs: Kwargs) -> Built:
+    built = _own("flashinfer", "cuda")(kwargs)
+    return Built(built.backend, built.device, built.device, {"prefill": kwargs.word("prefill", _PREFILLS, "auto")})
+
+
 def _own_host_experts(backend: Backend, device: str) -> Callable[[Kwargs], Built]:
     plain = _own(backend, device)
 
@@ -154,10 +160,15 @@ def _own_host_experts(backend: Backend, device: str) -> Callable[[Kwargs], Built
         if backend == "hybrid":
             options["cpu"] = kwargs.word("cpu", ("native", "kt", "reference"), "native")
             options["gpu_memory"] = kwargs.size("gpu_memory", "auto")
-        if prefill == built.device:
+        if backend == "hybrid":
+            if prefill == "cpu":
+                raise kwargs.error("prefill_device", "is a GPU, or left out", ("cuda", "cuda:N"))
+            if prefill != built.device or kwargs.has("prefill_threshold"):
+                options["prefill_threshold"] = kwargs.count("prefill_threshold", "auto", auto=True)
+        elif prefill == built.device:
             if kwargs.has("prefill_threshold"):
                 raise kwargs.error("prefill_threshold", "needs a prefill_device other than device")
-        elif built.device != "cpu" and backend != "hybrid":
+        elif built.device != "cpu":
             raise kwargs.error("prefill_device", f"experts on {built.device} prefill there", (built.device,))
         elif prefill == "cpu":
             raise kwargs.error("prefill_device", "is a GPU, or left out", ("cuda", "cuda:N"))
@@ -176,7 +187,7 @@ OWN: dict[str, Operator] = {
     "ktserve.experts.hybrid": _op("experts", f"{_EXPERT_KEYS} cpu gpu_memory", _own_host_experts("hybrid", "cuda")),
     "ktserve.attention.reference": _op("attention", "device", _own("reference", "auto")),
     "ktserve.attention.native": _op("attention", "device", _own("native", "cpu")),
-    "ktserve.attention.flashinfer": _op("attention", "device", _own("flashinfer", "cuda")),
+    "ktserve.attention.flashinfer": _op("attention", "device prefill", _own_flashinfer),
     "ktserve.linear.reference": _op("linear", "device", _own("reference", "auto")),
     "ktserve.linear.native": _op("linear", "device", _own("native", "cpu")),
     "ktserve.linear.gpu": _op("linear", "device", _own("gpu", "cuda")),

@@ -46,6 +46,7 @@ class AttentionBackend(ABC):
 
     captures: bool = False  # whether a padded batch's `forward` may be captured in a CUDA graph
     parts: int = 1  # plans held at a time: two half-batches of one step need two
+    notes: tuple[str, ...] = ()  # what people should be told of how it computes
 
     @abstractmethod
     def plan(self, batch: BatchLayout) -> None:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from engine.model_config import ModelConfig
 
 WORKSPACE_BYTES = 512 << 20  # 128 MiB are too few for a chunk of 512 rows over 2048 positions
 HEAD_DIMS = (64, 128, 256)
+PREFILLS = ("auto", "fa2", "fa3")
+FA3_ROWS = 128  # of a step's longest chunk, from which fa3 is used: it fills tiles of so many query rows
+_FP8_CAPABILITY = (8, 9)  # from which a GPU converts to e4m3 by itself
+_FA3_CAPABILITY = (9, 0)
 
 
 def flashinfer_available() -> tuple[bool, str]:
@@ -38,6 +43,15 @@ def _has_nvcc() -> bool:
     return shutil.which("nvcc") is not None or any(home and Path(home, "bin/nvcc").exists() for home in homes)
 
 
+def fa3_limit(capability: tuple[int, int], kv_dtype: torch.dtype) -> str | None:
+    """Why fa3 cannot be the prefill kernel on a GPU of this compute capability; None if it can."""
+    if capability != _FA3_CAPABILITY:
+        return f"fa3 is for compute capability 9.0 (Hopper), this GPU has {capability[0]}.{capability[1]}"
+    if kv_dtype != torch.bfloat16:
+        return "fa3 takes fp8 keys and values only with fp8 queries"
+    return None
+
+
 def flashinfer_limit(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Why flashinfer cannot serve this model; None if it can."""
     if dtype != torch.bfloat16:
@@ -48,12 +62,16 @@ def flashinfer_limit(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 
 class FlashInferAttention(AttentionBackend):
-    """KV of layer l: two bf16 tensors [num_blocks, BLOCK_SIZE, G, D] on the GPU.
+    """KV of layer l: two tensors [num_blocks, BLOCK_SIZE, G, D] on the GPU, bf16 or float8_e4m3fn.
+
+    fp8 values are stored as they are, cut to +-448 (scale 1): after QK-norm a key's elements are a few units large, and
+    values are of that order too; e4m3 keeps three bits of mantissa from 2^-6 up.
 
     A padded decode batch uses a wrapper of its own size, whose arrays stay where they are, so a captured `forward`
-    replays after any later `plan` of that size. Every other batch uses one wrapper for prefill and decode rows alike.
+    replays after any later `plan` of that size. Every other batch uses one wrapper for prefill and decode rows alike:
+    fa3's if `prefill` and the GPU allow it and the longest chunk has FA3_ROWS rows, else fa2's. `notes` says which.
     `max_rows`: of a padded batch; `max_row_blocks`: of a sequence. UserError for shapes and dtypes that flashinfer does
-    not take, or if it is not installed.
+    not take, if it is not installed, or for `prefill` "fa3" where that cannot be had.
     """
 
     captures = True
@@ -67,6 +85,9 @@ class FlashInferAttention(AttentionBackend):
         device: torch.device,
         max_rows: int,
         max_row_blocks: int,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        prefill: str = "auto",
     ) -> None:
         if limit := flashinfer_limit(config, dtype):
             raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
@@ -75,17 +96,28 @@ class FlashInferAttention(AttentionBackend):
             raise UserError(why, field="attention_backend")
         self._flashinfer: Any = importlib.import_module("flashinfer")
         self._write = importlib.import_module("engine.kernels.ops").write_kv
+        kv_dtype, capability = kv_dtype or dtype, torch.cuda.get_device_capability(device)
+        if kv_dtype not in (dtype, torch.float8_e4m3fn):
+            raise UserError(f"kv_cache_dtype {kv_dtype}: flashinfer takes bfloat16 and fp8", field="kv_cache_dtype")
+        if kv_dtype != dtype and capability < _FP8_CAPABILITY:
+            raise UserError(
+                f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or later, this one has "
+                f"{capability[0]}.{capability[1]}: use auto or bfloat16",
+                field="kv_cache_dtype",
+            )
         shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
         self.cache = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            (torch.zeros(shape, dtype=kv_dtype, device=device), torch.zeros(shape, dtype=kv_dtype, device=device))
             for _ in range(config.num_hidden_layers)
         ]
         self._config = config
         self._device = device
         self._dtype = dtype
-        self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
+        self._kv_dtype = kv_dtype
+        self._token_bytes = config.kv_bytes_per_token(kv_dtype.itemsize)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._prefill: Any = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+        self._prefill = self._prefill_wrapper("fa2")
+        self._long_prefill: Any = None  # fa3's
         self._decode: dict[tuple[int, int], Any] = {}  # by part and rows
         # Sequences that share a prefix list its blocks each, so a step can list more blocks than there are.
         self._indices = [torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device) for _ in range(2)]
@@ -93,6 +125,39 @@ class FlashInferAttention(AttentionBackend):
         self._slots: dict[int, torch.Tensor] = {}
         cuda: Any = torch.cuda
         self._copied: list[Any] = [cuda.Event(), cuda.Event()]  # the arrays of a part's last plan have left the host
+        self.notes = (self._choose_prefill(prefill, fa3_limit(capability, kv_dtype)),)
+
+    def _prefill_wrapper(self, backend: str) -> Any:
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+
+    def _choose_prefill(self, asked: str, limit: str | None) -> str:
+        """Compiles and tries fa3 unless it is not wanted or not possible; what is used, in words."""
+        if asked not in PREFILLS:
+            raise UserError(f"prefill {asked!r}: allowed are {', '.join(PREFILLS)}", field="rules")
+        if asked == "fa2":
+            return "prefill attention: flashinfer fa2, as the rules say"
+        if limit is None:
+            wrapper = self._prefill_wrapper("fa3")
+            try:
+                self._try(wrapper)
+            except (RuntimeError, OSError, ValueError) as error:  # what its build and its loader raise
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                limit = next((line for line in lines if "error" in line.lower()), lines[0] if lines else repr(error))
+                limit = f"fa3 could not be built: {limit[:200]}"
+            else:
+                self._long_prefill = wrapper
+                return f"prefill attention: flashinfer fa3 for chunks of {FA3_ROWS} rows and more, fa2 below"
+        if asked == "fa3":
+            raise UserError(f"prefill fa3: {limit}; use auto or fa2", field="rules")
+        return f"prefill attention: flashinfer fa2 ({limit})"
+
+    def _try(self, wrapper: Any) -> None:
+        """One row over one block that nobody has written: the kernels are compiled and have run."""
+        one = torch.tensor([0, 1], dtype=torch.int32)
+        self._plan_prefill(wrapper, one, one, one[:1].to(self._device), one[1:])
+        heads, dim = self._config.num_attention_heads, self._config.head_dim
+        wrapper.run(torch.zeros(1, heads, dim, dtype=self._dtype, device=self._device), self.cache[0])
+        torch.cuda.synchronize(self._device)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -117,9 +182,17 @@ class FlashInferAttention(AttentionBackend):
         self._copied[batch.part].record()
 
     def _plan_any(self, batch: BatchLayout, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
+        longest = max(end - start for start, end in pairwise(batch.row_starts))
+        wrapper = self._prefill if self._long_prefill is None or longest < FA3_ROWS else self._long_prefill
+        self._plan_prefill(wrapper, _pinned(batch.row_starts), indptr, indices, last)
+        return wrapper
+
+    def _plan_prefill(
+        self, wrapper: Any, starts: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
+    ) -> None:
         c = self._config
-        self._prefill.plan(
-            _pinned(batch.row_starts),
+        wrapper.plan(
+            starts,
             indptr,
             indices,
             last,
@@ -129,9 +202,8 @@ class FlashInferAttention(AttentionBackend):
             BLOCK_SIZE,
             causal=True,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
         )
-        return self._prefill
 
     def _plan_decode(
         self, part: int, rows: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
@@ -152,7 +224,7 @@ class FlashInferAttention(AttentionBackend):
             c.head_dim,
             BLOCK_SIZE,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
         )
         return self._decode[part, rows]
 

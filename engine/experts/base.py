@@ -10,6 +10,7 @@ task serves any batch up to the buffers' size and padding rows cost nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,11 +107,12 @@ class ExpertBackend(ABC):
     def wait(self, task: ExpertTask, stream: Any = None) -> None:
         """Make the stream (or, on a CPU, the caller) wait for the task's `out`."""
 
-    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         """Called on the compute stream before each launch of a step of `rows` true rows, and before a capture.
 
         `lora`: some row has an adapter (or the captured graph serves such batches). `eager`: nothing is captured or
-        replayed, so that the backend may choose by `rows` how it computes.
+        replayed, so that the backend may choose by `rows` how it computes. `slots`: the adapter slots that the step's
+        rows have; None: any that is filled.
         """
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ class CudaBridge(ExpertBackend):
     def _pinned(self, b: ExpertBuffers) -> ExpertBuffers:
         return ExpertBuffers.allocate(b.max_rows, b.ids.shape[1], b.hidden.shape[1], b.hidden.dtype, pin=self._on_gpu)
 
-    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         """Wakes the poller, so that it is there for the step's first post. No rows: a capture or what prepares it."""
         self._launched += rows > 0
         self._bridge.wake()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class GpuExperts(ExpertBackend):
         self._compute.prepare(buffers.max_rows)
         return ExpertTask(layer, buffers, None)
 
-    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         self._lora = lora
 
     def post(self, task: ExpertTask, stream: Any = None) -> None:

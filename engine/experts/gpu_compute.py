@@ -13,6 +13,7 @@ from engine.experts.gpu_index import Index, build
 from engine.experts.gpu_layout import RANK_STEP, Sizes, padded_rank
 
 CHUNK_ROWS = 4096  # rows computed at a time: bounds the scratch memory
+_F32 = 4
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class GpuCompute:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._h, self._t, self._y))
+
+    @staticmethod
+    def planned_bytes(sizes: Sizes, element_bytes: int, max_rows: int, max_rank: int) -> int:
+        """`num_bytes` before there is one."""
+        narrow = sizes.inner + 2 * padded_rank(max(max_rank, 1))
+        return min(max_rows, CHUNK_ROWS) * sizes.top_k * (narrow * element_bytes + sizes.hidden * _F32)
 
     @torch.inference_mode(False)  # memory that is written to in and out of that mode
     def prepare(self, rows: int) -> None:

@@ -6,6 +6,7 @@ shard s of a layer | gate: expert 0's panels of s, expert 1's ... | up | down | 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class PackedLayer:
         self.sizes = sizes
         self.formats: list[str] = layer.formats
         self._owner = layer
+        self._unpin: weakref.finalize[..., PackedLayer] | None = None
         self.shards: list[torch.Tensor] = []  # whole shards
         self.parts: list[list[torch.Tensor]] = [[], [], []]  # by projection, then shard
         for shard in range(layer.shards):
@@ -67,15 +69,28 @@ class PackedLayer:
                 row += some
 
     def pin(self) -> None:
-        """Let the GPU read the memory directly; it stays pinned until `unpin`."""
+        """Let the GPU read the memory directly; it stays pinned until `unpin`, or until nobody has this object."""
+        if self._unpin is not None and self._unpin.alive:
+            return
+        pinned: list[int] = []
+        # The layer is held until its memory is no longer pinned, then given back: never the other way round.
+        self._unpin = weakref.finalize(self, _unpin, pinned, self._owner)
+        self._unpin.atexit = False  # the driver does it for a process that ends
         for memory in self.shards:
             code = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
             if code:
+                self.unpin()
                 raise ExpertBackendError(f"pinning {memory.numel()} bytes of experts: CUDA error {code}")
+            pinned.append(memory.data_ptr())
 
     def unpin(self) -> None:
-        for memory in self.shards:
-            _cudart().cudaHostUnregister(memory.data_ptr())
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unpin(addresses: list[int], owner: Any) -> None:
+    for address in addresses:
+        _cudart().cudaHostUnregister(address)
 
 
 def _cudart() -> Any:
@@ -83,7 +98,7 @@ def _cudart() -> Any:
 
 
 class PackedSource:
-    """All loaded layers; pinned if the device is a GPU."""
+    """All loaded layers; pinned if the device is a GPU, until `close` or until nobody has the source."""
 
     def __init__(self, native: NativeExperts, sizes: Sizes, device: torch.device) -> None:
         self._native = native
@@ -104,6 +119,5 @@ class PackedSource:
 
     def close(self) -> None:
         for layer in self._layers.values():
-            if self._pin:
-                layer.unpin()
+            layer.unpin()
         self._layers.clear()

@@ -8,6 +8,7 @@ Which experts are hot follows the routing (hybrid_policy.py); they move between 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -95,8 +96,8 @@ class HybridExperts(ExpertBackend):
             self.compute.prepare(buffers.max_rows)
         return task
 
-    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
-        self.bridge.begin_step(rows, lora=lora, eager=eager)
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
+        self.bridge.begin_step(rows, lora=lora, eager=eager, slots=slots)
         self._lora = lora
         if rows > 0:
             self.mover.step()

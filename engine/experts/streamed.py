@@ -10,6 +10,7 @@ threshold is measured by `measure`: the CPU's time for growing chunks against th
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,7 @@ class StreamedExperts(ExpertBackend):
         self._side: Any = cuda.Stream(device) if self._gpu else None
         self._streaming = False
         self._lora = True
+        self._present: Collection[int] = range(1, max_slots + 1)  # adapter slots of the step
 
     @property
     def num_bytes(self) -> int:
@@ -126,11 +128,12 @@ class StreamedExperts(ExpertBackend):
     def bind(self, layer: int, buffers: ExpertBuffers) -> ExpertTask:
         return self.inner.bind(layer, buffers)
 
-    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         limit = self.measure() if self.threshold is None else self.threshold
         self._streaming = eager and rows >= limit
         self._lora = lora
-        self.inner.begin_step(rows, lora=lora, eager=eager)
+        self._present = range(1, self._max_slots + 1) if slots is None else slots
+        self.inner.begin_step(rows, lora=lora, eager=eager, slots=slots)
         if self._streaming:
             self._prepare()
             for half in self._halves:
@@ -208,12 +211,15 @@ class StreamedExperts(ExpertBackend):
             self._copy_lora(half, layer)
 
     def _copy_lora(self, half: _Half, layer: int) -> None:
+        """The step's adapters; what another slot held here is stale, but its memory is kept for the next step."""
         experts = self._sizes.experts
         address = torch.zeros(self._max_slots + 1, experts, dtype=torch.int64)
         for slot in range(1, self._max_slots + 1):
             adapter = self._adapters.get(slot)
             if adapter is None or layer not in adapter.blocks:
                 half.lora.pop(slot, None)
+                continue
+            if slot not in self._present:
                 continue
             blocks = adapter.blocks[layer]
             if slot not in half.lora or half.lora[slot].shape != blocks.shape:

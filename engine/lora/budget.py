@@ -19,17 +19,19 @@ class AdapterSize(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterBudget:
-    """Every loaded adapter is kept as it was read; `slots` of them, the largest at worst, are copied into slots.
+    """Every loaded adapter is kept as it was read; `slots` of them, the largest at worst, are copied into slots,
+    `copies` times (experts on the CPU that a GPU reads too have a pinned copy more).
 
     limit_bytes None: no limit. `element_bytes`: of a number in a slot."""
 
     limit_bytes: int | None = None
     slots: int = 0
     element_bytes: int = 2
+    copies: int = 1
 
     def needed(self, sizes: Sequence[AdapterSize]) -> int:
         copies = sorted((size.slot for size in sizes), reverse=True)
-        return sum(size.read for size in sizes) + sum(copies[: self.slots])
+        return sum(size.read for size in sizes) + self.copies * sum(copies[: self.slots])
 
     def check(self, name: str, held: Sequence[AdapterSize], new: AdapterSize) -> None:
         """UserError if `new` does not fit beside `held`."""

@@ -99,8 +99,8 @@ class AdapterRegistry:
 
     `base_name` is the base model's name, which no adapter may take; `base_path` is compared with what the files say
     they were trained on. `budget` is for all versions, retiring ones too: a load that does not fit is refused, by what
-    its files tell before it is read, and for certain when it has been. A (uid, version) pair never comes back, so it
-    may be part of cache keys.
+    its files tell before it is read, and for certain when it has been. `extra_mlps_note` is what to say of an adapter
+    that brings MLPs of its own. A (uid, version) pair never comes back, so it may be part of cache keys.
     """
 
     def __init__(
@@ -111,9 +111,11 @@ class AdapterRegistry:
         max_rank: int | None = None,
         base_path: str | None = None,
         budget: AdapterBudget | None = None,
+        extra_mlps_note: str = "",
     ) -> None:
         self._budget = budget or AdapterBudget()
         self._config, self._base_name, self._max_rank, self._base_path = config, base_name, max_rank, base_path
+        self._extra_mlps_note = extra_mlps_note
         self._ready: dict[str, _Version] = {}
         self._versions: dict[AdapterKey, _Version] = {}
         self._loads: dict[str, _Load] = {}
@@ -279,7 +281,10 @@ class AdapterRegistry:
             key = AdapterKey(old.uid, old.version + 1)
         else:
             key = AdapterKey(next(self._uids), 1)
-        version = _Version(key, load.name, load.path, load.future.result())
+        weights = load.future.result()
+        if weights.extra_mlps and self._extra_mlps_note:
+            weights.warnings.append(self._extra_mlps_note)
+        version = _Version(key, load.name, load.path, weights)
         self._ready[load.name] = self._versions[key] = version
         return LoadResult(load.load_id, load.name, key, version.info)
 

@@ -6,7 +6,7 @@ embed -> L x [norm, qkv, QK-norm, rope, paged attention, o, norm, router, expert
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -161,10 +161,10 @@ class Qwen3Moe:
             delta = self.run_layer(index, layer, residual, delta, batch, lora, trace, observe)
         return self.ops.add_rms_norm(residual, delta, self.final_norm)
 
-    def begin_step(self, rows: int, *, lora: bool, eager: bool) -> None:
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         """Before a step is launched or captured: `ExpertBackend.begin_step` of all."""
         for backend in self.expert_backends:
-            backend.begin_step(rows, lora=lora, eager=eager)
+            backend.begin_step(rows, lora=lora, eager=eager, slots=slots)
 
     def check(self) -> None:
         """Once for each begun step, when it has ended: raises the first of its experts' errors."""

@@ -5,11 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from engine import build
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
-from engine.memory_gpu import gpu_items, hot_expert_bytes, slot_table_bytes, streaming_item
+from engine.experts.gpu_compute import GpuCompute
+from engine.experts.gpu_layout import Sizes
+from engine.memory_gpu import (
+    adapter_copies,
+    expert_items,
+    gpu_items,
+    hot_expert_bytes,
+    slot_table_bytes,
+    streaming_item,
+)
 from engine.memory_limits import Memory
+from engine.memory_plan import Item
 from engine.model_config import ModelConfig
 from engine.placement import choose
 from engine.weights.open import open_model
@@ -82,14 +94,18 @@ def test_an_embedding_on_the_cpu_is_noted(model, tmp_path):
 def test_memory_of_a_gpu(model):
     config = EngineConfig(max_num_seqs=16, max_adapter_slots=2, max_adapter_rank=20)
     items = gpu_items(config, model, 2)
-    assert {item.device for item in items} == {"GPU 0"}
+    assert [item.label for item in items if item.device == "CPU"] == ["attention plans, pinned"]
+    assert {item.device for item in items} == {"GPU 0", "CPU"}
     assert any(item.label == "CUDA graphs, 2 x 5 sizes" for item in items)
     rank, hidden, q, kv = 32, 64, 256, 128
     attention = (3 * hidden + q + 2 * kv) + (q + hidden)
     narrow = 3 * attention + 3 * (hidden + 96)
     assert slot_table_bytes(config, model, 2) == 3 * rank * (narrow * 2 + 2 * (hidden + 8) * 4)
     fewer = gpu_items(EngineConfig(max_num_seqs=16, max_adapter_slots=0, cuda_graphs="off"), model, 2)
-    assert [item.label for item in fewer] == ["attention workspace"]
+    assert [item.label for item in fewer] == ["attention workspace", "attention plans, pinned"]
+    assert not gpu_items(
+        EngineConfig(max_adapter_slots=0, cuda_graphs="off"), model, 2, "cuda", "reference"
+    )  # whose cache is all it has
 
 
 def test_prefill_is_streamed_where_the_rules_say(model):
@@ -121,7 +137,113 @@ def test_memory_for_hot_experts(model, tmp_path):
     every = 2 * 8 * 3 * 64 * 64 * 2
     assert hot_expert_bytes(EngineConfig(), source, Memory("GPU 0", 1 << 40, 1 << 40), []) == every
     few = hot_expert_bytes(
-        EngineConfig(), source, Memory("GPU 0", 1 << 20, 1 << 40), [streaming_item(model, 2, "cuda")]
+        EngineConfig(max_num_batched_tokens=32),
+        source,
+        Memory("GPU 0", 3 << 19, 1 << 40),
+        [streaming_item(model, 2, "cuda"), Item("CPU", "elsewhere", 1 << 30)],
     )
     assert 0 < few < every
     assert hot_expert_bytes(EngineConfig(gpu_expert_memory="3KiB"), source, Memory("GPU 0", 0, 0), []) == 3072
+
+
+@pytest.mark.parametrize(
+    ("backends", "streams", "gpu", "cpu"),
+    [
+        (["native"], False, set(), {"expert rows"}),
+        (["native"], True, {"expert scratch", "prefill streaming", "their LoRA"}, {"expert rows"}),
+        (["hybrid"], False, {"expert scratch"}, {"expert rows"}),
+        (["hybrid"], True, {"expert scratch", "prefill streaming", "their LoRA"}, {"expert rows"}),
+        (["gpu"], False, {"expert scratch"}, set()),
+        (["reference"], False, set(), set()),
+    ],
+    ids=str,
+)
+def test_what_experts_need_beside_their_weights(model, backends, streams, gpu, cpu):
+    config = EngineConfig(max_num_batched_tokens=5000, max_adapter_slots=3, max_adapter_rank=20)
+    items = expert_items(config, model, 2, "cuda:1", backends, streams)
+    for device, wanted in (("GPU 1", gpu), ("CPU", cpu)):
+        found = [item for item in items if item.device == device]
+        assert {label for label in wanted if any(i.label.startswith(label) for i in found)} == wanted
+        assert len(found) == len(wanted)
+
+
+def test_the_scratch_memory_is_what_is_taken(model):
+    for rows in (100, 5000):
+        sizes = {"max_rows": rows, "max_rank": 20}
+        taken = GpuCompute(Sizes.of(model), torch.bfloat16, torch.device("cpu"), max_slots=2, **sizes).num_bytes
+        assert GpuCompute.planned_bytes(Sizes.of(model), 2, **sizes) == taken
+        config = EngineConfig(max_num_batched_tokens=rows, max_adapter_rank=20)
+        (scratch,) = expert_items(config, model, 2, "cuda", ["gpu"], False)
+        assert scratch.num_bytes == taken
+        hybrid = expert_items(config, model, 2, "cuda", ["hybrid"], False)
+        assert hybrid[0].num_bytes == taken + rows * model.hidden_size * 4  # the GPU's own part of each row
+
+
+@pytest.mark.parametrize(
+    ("backends", "streams", "expected"),
+    [
+        (["native"], False, {"CPU": 1}),
+        (["native"], True, {"CPU": 2}),
+        (["hybrid"], False, {"CPU": 2}),
+        (["gpu"], False, {"CPU": 0, "GPU 0": 1}),
+    ],
+)
+def test_how_often_an_adapter_is_held(backends, streams, expected):
+    """In a slot: packed for the CPU's experts, pinned for the GPU's, on the GPU."""
+    assert adapter_copies(backends, streams) == expected
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """draw() beside a GPU of so many bytes."""
+    save_hf(tiny_model(head_dim=64, num_hidden_layers=3, mlp_only_layers=[1]), tmp_path)
+
+    def plan(free=1 << 36, machine=GPU, **settings):
+        monkeypatch.setattr(build, "find_machine", lambda config: machine)
+        monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", free, 1 << 36))
+        return build.draw(EngineConfig(model=str(tmp_path), **settings))
+
+    return plan
+
+
+def test_both_memories_are_planned(drawn, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(bytes(1000))
+    blueprint = drawn(adapters=[f"a={tmp_path / 'a'}"])
+    memory = blueprint.memory
+    assert blueprint.adapter_budget.copies == 2
+    assert [device.name for device in memory.devices] == ["GPU 0", "CPU"]
+    text = memory.render()
+    for line in ("memory plan, GPU 0", "memory plan, CPU", "attention workspace", "prefill streaming", "pinned"):
+        assert line in text
+    assert "and twice as much again on CPU in a slot" in text
+    assert sum(item.num_bytes for item in memory.items if item.label.startswith("adapters at start")) == 3000
+    held = drawn(adapters=[f"a={tmp_path / 'a'}"], expert_backend="gpu").memory.items
+    start = {i.device: i.num_bytes for i in held if i.label.startswith("adapters at start")}
+    assert start == {"CPU": 1000, "GPU 0": 1000}
+    assert drawn(expert_backend="gpu").adapter_budget.copies == 0
+
+
+def test_steps_are_long_where_a_gpu_computes_their_experts(drawn):
+    assert drawn().config.max_num_batched_tokens == 8192
+    assert drawn(expert_backend="gpu").config.max_num_batched_tokens == 8192
+    assert drawn(rules="qwen3moe-hybrid").config.max_num_batched_tokens == 8192
+    assert drawn(max_num_batched_tokens=600).config.max_num_batched_tokens == 600
+    assert drawn(expert_backend="reference").config.max_num_batched_tokens == 512
+    assert drawn(machine=Machine(native=True)).config.max_num_batched_tokens == 512
+    rows = drawn(machine=Machine(native=True)).memory.items
+    assert any(item.label == "step buffers, 512 tokens" for item in rows)
+    long = drawn(kv_cache_tokens=512).memory
+    tight = drawn(free=long.needed(long.devices[0]) - 1, kv_cache_tokens=512)
+    assert tight.config.max_num_batched_tokens == 512 and not tight.memory.short
+
+
+def test_a_gpu_that_is_not_used_says_why(model):
+    for machine, why in (
+        (replace(GPU, native=False, reasons={"native": "no compiler"}), "the GPU is not used: no compiler"),
+        (replace(GPU, gpu=False, reasons={"gpu": "a driver too old"}), "the GPU is not used: a driver too old"),
+        (replace(GPU, flashinfer=False, reasons={}), "the GPU is not used: the package flashinfer is not installed"),
+    ):
+        placement = choose(EngineConfig(), model, machine)
+        assert placement.device == "cpu" and any(why in line for line in placement.lines)
+    assert not any("not used" in line for line in choose(EngineConfig(device="cpu"), model, Machine(native=True)).lines)

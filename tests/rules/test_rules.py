@@ -157,6 +157,11 @@ def test_backends_that_the_machine_lacks_are_refused(name: str, machine: Machine
             {"cpu": "kt", "gpu_memory": "8GiB"},
             "cuda",
         ),
+        (
+            "class: ktserve.experts.hybrid, kwargs: {prefill_threshold: 1024}",
+            {"cpu": "native", "gpu_memory": "auto", "prefill_threshold": 1024},
+            "cuda",
+        ),
     ],
 )
 def test_options_of_our_expert_classes(kwargs: str, options: dict[str, object], prefill: str) -> None:
@@ -174,6 +179,7 @@ def test_options_of_our_expert_classes(kwargs: str, options: dict[str, object], 
         ("class: ktserve.experts.gpu, kwargs: {threads: 3}", "unknown key for ktserve.experts.gpu; allowed: device"),
         ("class: ktserve.experts.native, kwargs: {prefill_threshold: 7}", "needs a prefill_device"),
         ("class: ktserve.experts.hybrid, kwargs: {gpu_memory: lots}", "'lots'; allowed: auto, a size such as 8GiB"),
+        ("class: ktserve.experts.hybrid, kwargs: {prefill_device: cpu}", "is a GPU, or left out"),
         ("class: ktserve.experts.native, kwargs: {prefill_device: tpu}", "'tpu' is not a device"),
         ("class: ktserve.experts.native, kwargs: {device: [cpu]}", "a list has no place here"),
         ("class: ktserve.experts.native, kwargs: {device: {a: b}}", "a mapping is not a device"),
@@ -183,6 +189,15 @@ def test_wrong_options_are_refused(kwargs: str, message: str) -> None:
     with pytest.raises(RulesError) as e:
         rules_of("- match: {name: experts$}\n  replace: {" + kwargs + "}\n")
     assert message in str(e.value) and "line 2: rule 1" in str(e.value)
+
+
+def test_the_prefill_kernel_of_flashinfer() -> None:
+    text = "- match: {name: self_attn$}\n  replace: {class: ktserve.attention.flashinfer, kwargs: {%s}}\n"
+    for kwargs, expected in (("", "auto"), ("prefill: fa2", "fa2"), ("prefill: fa3, device: cuda", "fa3")):
+        choice = rules_of(text % kwargs).resolve("model.layers.0.self_attn", "Qwen3MoeAttention")
+        assert choice is not None and choice.options == {"prefill": expected}
+    with pytest.raises(RulesError, match="unknown value 'fa4'; allowed: auto, fa2, fa3"):
+        rules_of(text % "prefill: fa4")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
