@@ -18,7 +18,7 @@ from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
 from engine.lora.registry import AdapterRegistry, AdapterStatus, LoadResult, Pace
 from scheduler.request import BASE, AdapterKey
-from tests.lora.make import linear_keys, lora_config, model_config, random_adapter, write
+from tests.lora.make import extra_keys, linear_keys, lora_config, model_config, random_adapter, write
 
 CONFIG = model_config()
 
@@ -299,3 +299,14 @@ def test_any_order_of_calls(calls: list[tuple[str, str]]) -> None:
         assert sorted(registry.retiring()) == sorted(retired)
         assert {info.name: AdapterKey(info.uid, info.version) for info in registry.infos()} == ready
     registry.close()
+
+
+def test_an_adapter_with_mlps_of_its_own_is_noted(tmp_path: Path) -> None:
+    registry = AdapterRegistry(CONFIG, "base", extra_mlps_note="runs without graphs")
+    with_mlps = random_adapter(CONFIG, seed=2, experts=False, extra=1)
+    write(tmp_path / "extra", {**linear_keys(with_mlps), **extra_keys(with_mlps)}, lora_config())
+    registry.load("extra", str(tmp_path / "extra"))
+    registry.load("plain", str(adapter(tmp_path / "plain", seed=1)))
+    notes = {r.name: r.info.warnings for r in registry.wait() if r.info}
+    registry.close()
+    assert notes == {"extra": ["runs without graphs"], "plain": []}

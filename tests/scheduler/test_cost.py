@@ -101,12 +101,13 @@ def test_it_follows_a_machine_that_becomes_slower() -> None:
     assert model.predict(72, sum(r.start + r.num_tokens for r in step.rows)) == pytest.approx(expected, rel=0.15)
 
 
-def test_running_streams_keep_their_pace_while_a_long_prompt_is_read() -> None:
+@pytest.mark.parametrize("budget", [512, 8192])
+def test_running_streams_keep_their_pace_while_a_long_prompt_is_read(budget: int) -> None:
     def time_of(step: StepPlan) -> float:
         return seconds_of(step, experts_of(step.num_tokens))
 
     engine = FakeEngine(
-        config(num_blocks=2000, max_model_len=4000, max_num_batched_tokens=512, itl_target_s=0.05), dt=0.05
+        config(num_blocks=2000, max_model_len=4000, max_num_batched_tokens=budget, itl_target_s=0.05), dt=0.05
     )
     for i in range(3):
         engine.add(make_request(f"stream{i}", [i] * 5, 400))

@@ -1,0 +1,112 @@
+"""Which prefill kernel flashinfer's attention takes, and that it is said: judged with a flashinfer that computes
+nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention import flashinfer as module
+from engine.attention.base import BatchLayout
+from engine.attention.flashinfer import FA3_ROWS, FlashInferAttention, fa3_limit
+from engine.errors import UserError
+from tests.native.shapes import config
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 6), (10, 0)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class Wrapper:
+    def __init__(self, fails: str, *args: Any, backend: str = "", **kwargs: Any) -> None:
+        self.backend = backend
+        self.fails = fails
+        self.planned: dict[str, Any] = {}
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        self.planned = kwargs
+        if self.backend == "fa3" and self.fails:
+            raise RuntimeError(self.fails)
+
+    def run(self, q: torch.Tensor, cache: Any) -> torch.Tensor:
+        return q
+
+
+class Event:
+    def synchronize(self) -> None: ...
+    def record(self) -> None: ...
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch):
+    def attention(capability: tuple[int, int], fails: str = "", **options: Any) -> FlashInferAttention:
+        class FlashInfer:
+            BatchPrefillWithPagedKVCacheWrapper = staticmethod(lambda *a, **k: Wrapper(fails, *a, **k))
+
+        class Ops:
+            write_kv = staticmethod(lambda *args: None)
+
+        parts = {"flashinfer": FlashInfer, "engine.kernels.ops": Ops}
+        monkeypatch.setattr(module, "flashinfer_available", lambda: (True, ""))
+        monkeypatch.setattr(module.importlib, "import_module", lambda name: parts[name])
+        monkeypatch.setattr(module, "WORKSPACE_BYTES", 64)
+        monkeypatch.setattr(module, "_pinned", lambda values: torch.tensor(values, dtype=torch.int32))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        return FlashInferAttention(config(head_dim=64), 4, BF16, torch.device("cpu"), 4, 4, **options)
+
+    return attention
+
+
+def layout(*rows: int) -> BatchLayout:
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + row)
+    none = torch.zeros(0, dtype=torch.int64)
+    return BatchLayout(starts, list(rows), [tuple(range(-(-row // 16))) for row in rows], none, none)
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "fails", "note"),
+    [
+        (HOPPER, {}, "", f"fa3 for chunks of {FA3_ROWS} rows and more, fa2 below"),
+        (HOPPER, {"prefill": "fa3"}, "", "flashinfer fa3"),
+        (HOPPER, {"prefill": "fa2"}, "", "flashinfer fa2, as the rules say"),
+        (HOPPER, {"kv_dtype": FP8}, "", "flashinfer fa2 (fa3 takes fp8 keys and values only with fp8 queries)"),
+        (HOPPER, {}, "ninja\nfatal error: no header\nmore", "fa2 (fa3 could not be built: fatal error: no header)"),
+        (AMPERE, {}, "", "flashinfer fa2 (fa3 is for compute capability 9.0 (Hopper), this GPU has 8.6)"),
+        (BLACKWELL, {}, "", "this GPU has 10.0"),
+    ],
+    ids=str,
+)
+def test_what_is_used_is_said(make, capability, options, fails, note) -> None:
+    attention = make(capability, fails, **options)
+    assert len(attention.notes) == 1 and note in attention.notes[0]
+    short, long = (attention._plan_any(layout(*rows), *[torch.zeros(0)] * 3) for rows in ((3, 1), (1, FA3_ROWS)))
+    assert short.backend == "fa2" and long.backend == ("fa3" if "flashinfer fa3" in attention.notes[0] else "fa2")
+    assert long.planned["kv_data_type"] == options.get("kv_dtype", BF16) and long.planned["q_data_type"] == BF16
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "fails", "message"),
+    [
+        (AMPERE, {"prefill": "fa3"}, "", "prefill fa3: fa3 is for compute capability 9.0"),
+        (HOPPER, {"prefill": "fa3"}, "no header", "prefill fa3: fa3 could not be built: no header; use auto or fa2"),
+        (HOPPER, {"prefill": "fa4"}, "", "prefill 'fa4': allowed are auto, fa2, fa3"),
+        (AMPERE, {"kv_dtype": FP8}, "", "needs a GPU of compute capability 8.9 or later, this one has 8.6"),
+        (HOPPER, {"kv_dtype": torch.float32}, "", "flashinfer takes bfloat16 and fp8"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(make, capability, options, fails, message) -> None:
+    with pytest.raises(UserError, match=message):
+        make(capability, fails, **options)
+
+
+def test_the_cache_is_of_its_type(make) -> None:
+    wide, narrow = make(HOPPER), make(HOPPER, kv_dtype=FP8)
+    assert wide.cache[0][0].dtype == BF16 and narrow.cache[0][1].dtype == FP8
+    assert wide.kv_bytes_per_token == 2 * narrow.kv_bytes_per_token
+    assert fa3_limit(HOPPER, BF16) is None
