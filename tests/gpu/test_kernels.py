@@ -102,6 +102,27 @@ def test_write_kv(kernel_device):
     assert int((keys != 0).any(-1).any(-1).sum()) == 3
 
 
+def test_write_kv_in_fp8(kernel_device):
+    """Rounded to the nearest, cut to the largest, NaN kept."""
+    from engine.kernels.ops import write_kv
+
+    fp8 = torch.float8_e4m3fn
+    g = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(3, 2, 48, generator=g).to(kernel_device) for _ in range(2))
+    k[1, 0, :4] = torch.tensor([1e4, -1e4, 448.0, float("nan")])
+    keys, values = (torch.zeros(4, 16, 2, 48, device=kernel_device).to(fp8) for _ in range(2))
+    slots = torch.tensor([0, 63, 17], device=kernel_device)
+    write_kv(keys, values, k, v, slots)
+    for cache, given in ((keys, k), (values, v)):
+        stored, wanted = cache.float().flatten(0, 1), given.clamp(-448, 448).to(fp8).float()
+        if kernel_device.type == "cuda":
+            assert torch.equal(stored[slots].nan_to_num(7.0), wanted.nan_to_num(7.0))
+        else:  # the interpreter's conversion is not a GPU's
+            kept = ~wanted.isnan()
+            torch.testing.assert_close(stored[slots][kept], wanted[kept], rtol=0.13, atol=0.01)
+        assert int((stored != 0).any(-1).any(-1).sum()) == 3
+
+
 class Weight:
     """A weight as a file would hold it."""
 

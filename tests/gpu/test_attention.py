@@ -1,0 +1,127 @@
+"""flashinfer's paged attention against plain torch: both prefill kernels and cache types, decode rows in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention.base import BLOCK_SIZE, BatchLayout
+from engine.attention.flashinfer import FA3_ROWS, FlashInferAttention, fa3_limit
+from engine.attention.reference import ReferenceAttention
+from engine.errors import UserError
+from tests.native.shapes import config
+
+pytestmark = pytest.mark.gpu
+BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+CONFIG = config(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+BLOCKS = 64
+# A value of random sign and exponent loses 2^-4.5 of itself on average when it is rounded to three bits of mantissa;
+# attention's mean over many positions keeps that, relative to a result that shrinks as much.
+BOUNDS = {BF16: 0.006, FP8: 0.06}
+
+
+def layout(rows: list[tuple[int, int]], device: torch.device, padded: bool = False) -> BatchLayout:
+    """(tokens of this step, positions in all) of each row; its blocks are its own, in no order."""
+    free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    starts, tables, positions, slots = [0], [], [], []
+    for new, length in rows:
+        table = tuple(free.pop() for _ in range(-(-length // BLOCK_SIZE)))
+        tables.append(table)
+        starts.append(starts[-1] + new)
+        for position in range(length - new, length):
+            positions.append(position)
+            slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+    at = [torch.tensor(values, dtype=torch.int64, device=device) for values in (positions, slots)]
+    return BatchLayout(starts, [length for _, length in rows], tables, at[0], at[1], padded)
+
+
+def qkv(tokens: int, device: torch.device, seed: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    heads = (CONFIG.num_attention_heads, CONFIG.num_key_value_heads, CONFIG.num_key_value_heads)
+    return [torch.randn(tokens, n, CONFIG.head_dim, generator=g).to(device, BF16) for n in heads]
+
+
+def make(device: torch.device, **options: Any) -> FlashInferAttention:
+    return FlashInferAttention(CONFIG, BLOCKS, BF16, device, 8, BLOCKS, **options)
+
+
+def run(attention: Any, steps: list[BatchLayout], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    outs = []
+    for number, step in enumerate(steps):
+        attention.plan(step)
+        outs.append(attention.forward(0, *(t.to(dtype) for t in qkv(step.num_tokens, device, number))).float())
+    return outs
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).abs().mean() / want.abs().mean())
+
+
+STEPS = {
+    "short chunks": [[(40, 40), (3, 3), (17, 17)], [(30, 70), (1, 4), (60, 77)]],
+    "long chunks": [[(FA3_ROWS + 72, FA3_ROWS + 72), (5, 5)], [(FA3_ROWS, 2 * FA3_ROWS + 72), (1, 6)]],
+    "decode rows": [[(40, 40), (3, 3)], [(1, 41), (1, 4)]],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(("prefill", "kv"), [("fa2", BF16), ("fa3", BF16), ("auto", FP8)], ids=str)
+def test_equals_plain_torch(steps: list[list[tuple[int, int]]], prefill: str, kv: torch.dtype) -> None:
+    """A later step reads what an earlier one wrote. The oracle is float32 over the same bf16 rows."""
+    device = torch.device("cuda")
+    limit = fa3_limit(torch.cuda.get_device_capability(), kv)
+    if prefill == "fa3" and limit:
+        pytest.skip(limit)
+    ours = make(device, prefill=prefill, kv_dtype=kv)
+    assert ours.kv_bytes_per_token == CONFIG.kv_bytes_per_token(kv.itemsize)
+    theirs = ReferenceAttention(CONFIG, BLOCKS, F32, device)
+    layouts = [layout(rows, device) for rows in steps]
+    for got, want in zip(run(ours, layouts, device, BF16), run(theirs, layouts, device, F32), strict=True):
+        assert error(got, want) < BOUNDS[kv]
+    expected = "fa3" if prefill == "fa3" and max(new for new, _ in steps[-1]) >= FA3_ROWS else "fa2"
+    assert ours._planned[0]._backend == expected
+
+
+@pytest.mark.parametrize("kv", [BF16, FP8], ids=str)
+def test_a_graph_follows_its_plan(kv: torch.dtype) -> None:
+    device, first, second = torch.device("cuda"), [(50, 50), (7, 7)], [(1, 51), (1, 8)]
+    ours, theirs = make(device, kv_dtype=kv, prefill="fa2"), ReferenceAttention(CONFIG, BLOCKS, F32, device)
+    run(ours, [layout(first, device)], device, BF16)
+    run(theirs, [layout(first, device)], device, F32)
+    step = layout(second, device, padded=True)
+    q, k, v = qkv(2, device, 7)
+    ours.plan(step)
+    ours.forward(0, q, k, v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ours.forward(0, q, k, v)
+    for seed in (8, 9):
+        for mine, values in zip((q, k, v), qkv(2, device, seed), strict=True):
+            mine.copy_(values)
+        ours.plan(step)
+        graph.replay()
+        theirs.plan(step)
+        assert error(out.float(), theirs.forward(0, q.float(), k.float(), v.float())) < BOUNDS[kv]
+
+
+def test_fp8_is_cut_and_keeps_nan() -> None:
+    """A number too large becomes the largest; NaN stays what it is, in its own sequence."""
+    device = torch.device("cuda")
+    ours = make(device, kv_dtype=FP8)
+    step = layout([(20, 20), (20, 20)], device)
+    q, k, v = qkv(40, device, 3)
+    v[3] = 1e4
+    v[30, 0, 0] = float("nan")
+    ours.plan(step)
+    out = ours.forward(0, q, k, v)
+    stored = ours.cache[0][1].float().flatten(0, 1)[step.slot_mapping]
+    assert float(stored[3].abs().max()) == 448.0 and bool(stored[30, 0, 0].isnan())
+    assert bool(out[:20].isfinite().all()) and bool(out[30:, 0].isnan().any())
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(UserError, match="allowed are auto, fa2, fa3"):
+        make(torch.device("cuda"), prefill="fa1")
