@@ -38,7 +38,7 @@ def plan(
     source: WeightSource, cpu: int = 64 * GIB, element: int = 2, backend: str = "reference", **more: Any
 ) -> MemoryPlan:
     gpu, extra = more.pop("gpu", None), more.pop("extra", ())
-    linear = more.pop("linear_backend", "reference")
+    linear, copies = more.pop("linear_backend", "reference"), more.pop("adapter_copies", None)
     return plan_memory(
         EngineConfig(model="m", **more),
         source,
@@ -48,6 +48,7 @@ def plan(
         cpu=Memory("CPU", cpu, 2 * cpu),
         gpu=gpu,
         extra=extra,
+        adapter_copies=copies,
     )
 
 
@@ -199,11 +200,13 @@ def test_adapters_have_what_is_left_or_what_was_asked(source: WeightSource, tmp_
     over = plan(source, cpu=300 * MIB, kv_cache_tokens=4096, adapter_memory="2GiB")
     assert "a smaller --adapter-memory" in over.remedies
     gpu = Memory("GPU 0", 8 * GIB, 8 * GIB)
-    beside = plan(source, gpu=gpu, adapters=[f"a={tmp_path}"], kv_cache_tokens=4096)
-    assert {i.device: i.num_bytes for i in beside.items if i.label.startswith("adapters")} == {
-        "GPU 0": MIB,
-        "CPU": 2 * MIB,
-    }
+    for copies, held in (
+        (None, {"CPU": 2 * MIB}),
+        ({"CPU": 2}, {"CPU": 3 * MIB}),
+        ({"CPU": 0, "GPU 0": 1}, {"GPU 0": MIB, "CPU": MIB}),
+    ):
+        beside = plan(source, gpu=gpu, adapters=[f"a={tmp_path}"], kv_cache_tokens=4096, adapter_copies=copies)
+        assert {i.device: i.num_bytes for i in beside.items if i.label.startswith("adapters")} == held
 
 
 @pytest.mark.parametrize("quantise", ["int8", "int4"])
