@@ -38,8 +38,8 @@ from engine.config import EngineConfig
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.graphs import PaddedDecode
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.model.layers import SparseMlp
 from engine.model.load import Loader
-from engine.model.qwen3_moe import SparseMlp
 from engine.model_config import ModelConfig
 from engine.placement import choose, find_machine
 from engine.runner import InFlight, ModelRunner

@@ -14,10 +14,11 @@ from engine.errors import UserError
 from engine.graphs import obstacle
 from engine.lora.budget import AdapterBudget
 from engine.lora.registry import AdapterRegistry
-from engine.memory_gpu import adapter_copies, expert_items, gpu_items, gpu_memory, hot_expert_bytes
+from engine.memory_gpu import adapter_copies, expert_items, gpu_items, gpu_memory, halves_items, hot_expert_bytes
 from engine.memory_plan import Item, MemoryPlan, plan_memory
 from engine.messages import AdapterInfo, FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
+from engine.ping_pong_measure import enable
 from engine.placement import Placement, choose, find_machine
 from engine.precision import choose_precision
 from engine.profile import Profiler
@@ -89,6 +90,8 @@ def _plan(config: EngineConfig, source: WeightSource, placement: Placement) -> B
         gpu, attention = gpu_memory(placement.device), placement.used(".self_attn")[0]
         extra = gpu_items(config, source.config, *where, attention)
         extra += expert_items(config, source.config, *where, experts, placement.streams_prefill)
+        if not {"native", "hybrid"}.isdisjoint(experts):
+            extra += halves_items(config, placement.device)
         if "hybrid" in experts:
             asked = placement.expert_option("gpu_memory", "auto")
             if config.gpu_expert_memory is None and asked != "auto":
@@ -135,7 +138,7 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {config.batched_tokens} tokens (--max-num-batched-tokens)")
-    _pad_decode(runner, config, blueprint.num_blocks, progress)
+    _pad_decode(runner, blueprint, progress)
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=blueprint.num_blocks,
@@ -172,20 +175,28 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     )
 
 
-def _pad_decode(runner: ModelRunner, config: EngineConfig, scratch_block: int, progress: Progress) -> None:
+def _pad_decode(runner: ModelRunner, blueprint: Blueprint, progress: Progress) -> None:
     """Decode steps in padded sizes: as CUDA graphs where that is possible, one by one where it is asked for."""
+    config = blueprint.config
+    why = None
     if config.cuda_graphs == "off" or (config.cuda_graphs == "auto" and runner.device.type == "cpu"):
-        return
-    why = obstacle(runner.model) if config.cuda_graphs == "auto" else None
-    if why:
+        why = "decode steps are not padded here"
+    elif config.cuda_graphs == "auto" and (why := obstacle(runner.model)):
         runner.notes.append(f"CUDA graphs: none, {why}")
+    if why:
+        if config.ping_pong == "on":
+            runner.notes.append(f"ping-pong: off, {why}")
         return
-    padded = runner.pad_decode(config.max_num_seqs, config.max_adapter_slots, scratch_block)
+    padded = runner.pad_decode(config.max_num_seqs, config.max_adapter_slots, blueprint.num_blocks)
     if config.cuda_graphs == "auto":
         with runner.computing():
             padded.capture(progress)
     kind = "CUDA graphs" if config.cuda_graphs == "auto" else "padded decode steps, without CUDA graphs"
     runner.notes.append(f"{kind}: {len(padded.buckets)} sizes up to {padded.buckets[-1]} rows")
+    if config.ping_pong != "off":
+        with runner.computing():
+            captured, blocks = config.cuda_graphs == "auto", blueprint.num_blocks
+            runner.notes += enable(padded, config.ping_pong, captured, blocks, blueprint.max_model_len, progress)
 
 
 def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:

@@ -17,9 +17,10 @@ from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed import NEVER, StreamedExperts
 from engine.linear.embedding import TableEmbedding
 from engine.linear.reference import ReferenceLinearBackend
+from engine.model.layers import Layer
 from engine.model.load import Backends, Loader
 from engine.model.ops import TorchOps
-from engine.model.qwen3_moe import Layer, Qwen3Moe
+from engine.model.qwen3_moe import Qwen3Moe
 from engine.model.rope import Rope
 from engine.model_config import ModelConfig
 from engine.weights.store import WeightSource, WeightTensor

@@ -162,6 +162,13 @@ class EngineConfig:
         group="Batching",
         choices=("auto", "padded", "off"),
     )
+    ping_pong: str = option(
+        "auto",
+        "decode steps as two half-batches, one on the GPU while the CPU pool works on the other's experts; auto: where "
+        "that is measured to be faster",
+        group="Batching",
+        choices=("auto", "on", "off"),
+    )
     overlap: bool | None = option(
         None, "launch step N+1 before N's tokens are read; default: on with a GPU", group="Batching"
     )

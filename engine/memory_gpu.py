@@ -10,13 +10,13 @@ from engine.attention.flashinfer import WORKSPACE_BYTES
 from engine.config import EngineConfig
 from engine.experts.gpu_compute import GpuCompute
 from engine.experts.gpu_layout import Sizes
-from engine.graphs import bucket_sizes
 from engine.linear.gpu import padded_rank
 from engine.memory_costs import buffer_bytes, dense_bytes
 from engine.memory_limits import Memory
 from engine.memory_plan import Item
 from engine.memory_units import parse_bytes
 from engine.model_config import ModelConfig
+from engine.step_inputs import bucket_sizes
 from engine.weights.store import WeightSource
 
 _PLAN_BYTES = 8 << 20  # flashinfer's arrays of one wrapper, on the GPU and again pinned on the CPU
@@ -92,6 +92,19 @@ def adapter_copies(backends: Sequence[str], streams: bool, device: str = "cuda")
     on_cpu = bool({"native", "hybrid", "kt", "reference"} & set(backends))
     copies = {_CPU: on_cpu + (streams or "hybrid" in backends)}
     return copies | ({_name(device): 1} if "gpu" in backends else {})
+
+
+def halves_items(config: EngineConfig, device: str) -> list[Item]:
+    """Two half-batches in turn, at most: with `auto` only sizes at which they can pay are captured."""
+    sizes = len(bucket_sizes(config.max_num_seqs)) - 1  # one row has no halves
+    if config.ping_pong == "off" or config.cuda_graphs != "auto" or not sizes:
+        return []
+    families = 2 if config.max_adapter_slots else 1
+    plans, label = 2 * sizes * _PLAN_BYTES, f"half-batches, up to {families} x {sizes} sizes"
+    return [
+        Item(_name(device), f"CUDA graphs of {label}", sizes * families * _GRAPH_BYTES + plans),
+        Item(_CPU, f"attention plans of {label}, pinned", plans),
+    ]
 
 
 def streaming_item(model: ModelConfig, element_bytes: int, device: str) -> Item:

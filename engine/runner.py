@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from engine.attention.base import BLOCK_SIZE, BatchLayout
-from engine.graphs import PaddedDecode, lora_groups
+from engine.graphs import PaddedDecode
 from engine.linear.base import LoraBatch
 from engine.linear.segments import Segments, cut
 from engine.messages import TokenLogprobs
-from engine.model.qwen3_moe import Qwen3Moe, Trace
+from engine.model.layers import Trace
+from engine.model.qwen3_moe import Qwen3Moe
 from engine.sampling import PendingLogprobs, SampleRow, is_greedy, sample
+from engine.step_inputs import lora_groups
 from engine.transfer import Arrival, to_device, to_host
 from scheduler.plan import StepPlan, StepRow
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -34,3 +36,32 @@ class Arrival:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+class Stopwatch:
+    """Times what the current stream is given from here to `stop`; on a CPU, what the caller does."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
+        self._events = [cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._seconds = 0.0
+        self._began = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._began
+        if self._events:
+            self._events[1].record()
+
+    @property
+    def ended(self) -> bool:
+        return not self._events or bool(self._events[1].query())
+
+    @property
+    def seconds(self) -> float:
+        """Waits for the stream to get to `stop`."""
+        if not self._events:
+            return self._seconds
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3

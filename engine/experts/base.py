@@ -56,6 +56,12 @@ class ExpertBuffers:
             out=empty(rows, hidden, dtype=dtype),
         )
 
+    def twin(self, rows: int) -> ExpertBuffers:
+        """Another set of the same kind in the same memory, of at most `rows` rows."""
+        h, device = self.hidden, None if self.hidden.device.type == "cpu" else self.hidden.device
+        pin = device is None and h.is_pinned()
+        return ExpertBuffers.allocate(rows, self.ids.shape[1], h.shape[1], h.dtype, pin, device)
+
     @property
     def max_rows(self) -> int:
         return self.hidden.shape[0]
@@ -80,6 +86,8 @@ class ExpertBackend(ABC):
 
     buffers_on: Literal["cpu", "cuda"] = "cpu"  # where the buffers that `bind` takes lie; beside a GPU, "cpu" is pinned
     follows_stream: bool = False  # whether post and wait take a CUDA stream, so that a CUDA graph can hold them
+    # What of a task runs on the CPU pool between post and wait, while the stream goes on with other work.
+    beside_stream: Literal["nothing", "part", "all"] = "nothing"
 
     @abstractmethod
     def load_layer(self, layer: int, store: ExpertStore) -> None:

@@ -55,6 +55,7 @@ class CudaBridge(ExpertBackend):
 
     buffers_on = "cuda"
     follows_stream = True
+    beside_stream = "all"
 
     def __init__(
         self, inner: NativeExperts, config: ModelConfig, device: torch.device, *, timeout_s: float = 10.0
@@ -88,7 +89,9 @@ class CudaBridge(ExpertBackend):
         if key not in self._tasks:
             if buffers.hidden.device.type != self.device.type:
                 raise ExpertBackendError(f"the bridge's buffers lie on {self.device}, not {buffers.hidden.device}")
-            host = self._host.setdefault(id(buffers), self._pinned(buffers))
+            if id(buffers) not in self._host:
+                self._host[id(buffers)] = self._pinned(buffers)
+            host = self._host[id(buffers)]
             inner = self.inner.bind(layer, host)
             try:
                 number = self._bridge.add(inner.handle.task)

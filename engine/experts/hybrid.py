@@ -33,6 +33,7 @@ class HybridExperts(ExpertBackend):
 
     buffers_on = "cuda"
     follows_stream = True
+    beside_stream = "part"
 
     def __init__(
         self,

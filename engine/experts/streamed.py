@@ -69,6 +69,7 @@ class StreamedExperts(ExpertBackend):
         if threshold is not None and threshold < 1:
             raise UserError(f"prefill_threshold {threshold}: at least 1", field="rules")
         self.inner = inner
+        self.beside_stream = inner.beside_stream  # of steps that are not streamed
         self.threshold = threshold
         self.measured: dict[str, Any] = {}
         self._config = config

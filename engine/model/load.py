@@ -12,10 +12,11 @@ from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
+from engine.model.layers import DenseMlp, Layer, SparseMlp
 from engine.model.native_decoder import all_native
 from engine.model.native_model import NativeQwen3Moe
 from engine.model.ops import Ops
-from engine.model.qwen3_moe import DenseMlp, Layer, Qwen3Moe, SparseMlp
+from engine.model.qwen3_moe import Qwen3Moe
 from engine.pack_cache import PackCache
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.store import WeightSource

@@ -15,8 +15,8 @@ from engine.experts.base import ExpertBuffers
 from engine.experts.native import NativeExperts
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLinear
+from engine.model.layers import Layer, SparseMlp, Trace
 from engine.model.native_ops import NativeOps
-from engine.model.qwen3_moe import Layer, SparseMlp, Trace
 from engine.model_config import ModelConfig
 
 

@@ -11,9 +11,10 @@ from engine.attention.base import BatchLayout
 from engine.errors import EngineError, UserError
 from engine.experts.base import ExpertBuffers
 from engine.linear.base import LoraBatch
+from engine.model.layers import Layer, Observer, SparseMlp, Trace
 from engine.model.native_decoder import NativeDecoder
 from engine.model.native_ops import NativeOps
-from engine.model.qwen3_moe import Layer, Observer, Qwen3Moe, SparseMlp, Trace
+from engine.model.qwen3_moe import Qwen3Moe
 
 
 class NativeQwen3Moe(Qwen3Moe):

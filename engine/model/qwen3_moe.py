@@ -6,72 +6,21 @@ embed -> L x [norm, qkv, QK-norm, rope, paged attention, o, norm, router, expert
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import AttentionBackend, BatchLayout
+from engine.attention.base import BatchLayout
 from engine.errors import ExpertBackendError
-from engine.experts.base import ExpertBackend, ExpertTask
+from engine.experts.base import ExpertBuffers, ExpertTask
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.embedding import Embedding
 from engine.lora.adapter import AdapterWeights, ExtraMlp
 from engine.model.gpu_ops import GpuOps
+from engine.model.layers import DenseMlp, Layer, Observer, SparseMlp, Trace
 from engine.model.ops import Ops
 from engine.model_config import ModelConfig
-
-Observer = Callable[[str, torch.Tensor], None]  # called with (name of the place, its value) by `ktserve check`
-
-
-@dataclass
-class Trace:
-    """What a profiled step says of its experts. `ids` of each sparse layer may still be on a device."""
-
-    ids: list[torch.Tensor] = field(default_factory=list)  # int64 [T, k]
-    experts_s: float = 0.0  # host time from post to wait; a GPU's stream goes on by itself meanwhile
-
-    @cached_property
-    def experts_touched(self) -> list[int]:
-        """Distinct experts per sparse layer. Waits for the step."""
-        return [torch.unique(ids).numel() for ids in self.ids]
-
-
-@dataclass
-class DenseMlp:
-    gate: Linear
-    up: Linear
-    down: Linear
-
-
-@dataclass
-class SparseMlp:
-    """`extra` holds adapters' own dense MLPs by slot; the router's weight is kept in float32."""
-
-    router: Linear
-    backend: ExpertBackend
-    task: ExpertTask
-    extra: dict[int, list[ExtraMlp]] = field(default_factory=dict)
-
-
-@dataclass
-class Layer:
-    input_norm: torch.Tensor
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
-    attention: AttentionBackend
-    post_norm: torch.Tensor
-    mlp: DenseMlp | SparseMlp
-    joined: Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]] | None = None  # q, k and v at once
-
-    def qkv(self, x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
-        return [self.q(x, lora), self.k(x, lora), self.v(x, lora)] if self.joined is None else self.joined(x, lora)
 
 
 class Qwen3Moe:
@@ -101,6 +50,7 @@ class Qwen3Moe:
         sparse = [layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)]
         self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in sparse}.values())
         self.expert_buffers = list({id(mlp.task.buffers): mlp.task.buffers for mlp in sparse}.values())
+        self._second_buffers: list[ExpertBuffers] = []
 
     def forward(
         self,
@@ -161,6 +111,15 @@ class Qwen3Moe:
             delta = self.run_layer(index, layer, residual, delta, batch, lora, trace, observe)
         return self.ops.add_rms_norm(residual, delta, self.final_norm)
 
+    @torch.inference_mode(False)  # memory that is written to in and out of that mode
+    def add_buffer_set(self, max_rows: int) -> None:
+        """Give every layer's experts a second buffer set, so that two half-batches can be under way."""
+        twins = {id(b): b.twin(max_rows) for b in self.expert_buffers}
+        for layer in self.layers:
+            if isinstance(mlp := layer.mlp, SparseMlp):
+                mlp.second = mlp.backend.bind(mlp.task.layer, twins[id(mlp.task.buffers)])
+        self._second_buffers = list(twins.values())
+
     def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         """Before a step is launched or captured: `ExpertBackend.begin_step` of all."""
         for backend in self.expert_backends:
@@ -177,11 +136,12 @@ class Qwen3Moe:
         if errors:
             raise errors[0]
 
-    def begin(self, rows: int, lora: LoraBatch | None, bsz: torch.Tensor | None = None) -> None:
+    def begin(self, rows: int, lora: LoraBatch | None, bsz: torch.Tensor | None = None, part: int = 0) -> None:
         """Tell the expert buffers what holds for all layers of a step: row count and adapter slots."""
         count = torch.full((1,), rows, dtype=torch.int32, device=self.device) if bsz is None else bsz
         slots = torch.zeros(rows, dtype=torch.int32, device=self.device) if lora is None else lora.slots
-        for b in self.expert_buffers:  # in stream order: the step before may still be reading them
+        for b in self._second_buffers if part else self.expert_buffers:
+            # in stream order: the step before may still be reading them
             b.bsz.copy_(count, non_blocking=True)
             b.slots[:rows].copy_(slots, non_blocking=True)
 
@@ -198,15 +158,13 @@ class Qwen3Moe:
     ) -> torch.Tensor:
         """Adds `delta` and the attention's part to `residual` in place; returns the MLP's part, still to be added."""
         x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
-        delta = self._attention(index, layer, x, batch, lora)
+        delta = self.attend(index, layer, x, batch, lora)
         if observe:
             observe(f"model.layers.{index}.self_attn", delta)
         if isinstance(layer.mlp, SparseMlp):
             delta = self._experts(index, layer, layer.mlp, residual, delta, lora, trace, observe)
         else:
-            mlp = layer.mlp
-            x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
-            delta = mlp.down(self.ops.silu_mul(mlp.gate(x, lora), mlp.up(x, lora)), lora)
+            delta = self.dense(layer, layer.mlp, residual, delta, lora)
         if observe:
             observe(f"model.layers.{index}.mlp", delta)
         return delta
@@ -240,7 +198,7 @@ class Qwen3Moe:
         for backend in self.expert_backends:
             backend.close()
 
-    def _attention(
+    def attend(
         self, index: int, layer: Layer, x: torch.Tensor, batch: BatchLayout, lora: LoraBatch | None
     ) -> torch.Tensor:
         heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
@@ -249,7 +207,13 @@ class Qwen3Moe:
             for part, count in zip(layer.qkv(x, lora), (heads, kv_heads, kv_heads), strict=True)
         )
         q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, batch.positions)
-        return layer.o(layer.attention.forward(index, q, k, v).flatten(1), lora)
+        return layer.o(layer.attention.forward(index, q, k, v, batch.part).flatten(1), lora)
+
+    def dense(
+        self, layer: Layer, mlp: DenseMlp, residual: torch.Tensor, delta: torch.Tensor, lora: LoraBatch | None
+    ) -> torch.Tensor:
+        x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
+        return mlp.down(self.ops.silu_mul(mlp.gate(x, lora), mlp.up(x, lora)), lora)
 
     def _experts(
         self,
@@ -262,8 +226,27 @@ class Qwen3Moe:
         trace: Trace | None,
         observe: Observer | None,
     ) -> torch.Tensor:
-        n, b, ops = residual.shape[0], mlp.task.buffers, self.ops
-        on_stream = mlp.backend.follows_stream and self.device.type == "cuda"
+        started = time.perf_counter()
+        x = self.post_experts(index, layer, mlp, mlp.task, residual, delta, lora, observe)
+        extra = self._extra(mlp, x, lora)
+        out = self.wait_experts(mlp, mlp.task, residual.shape[0], trace)
+        if trace is not None:
+            trace.experts_s += time.perf_counter() - started
+        return out if extra is None else out + extra
+
+    def post_experts(
+        self,
+        index: int,
+        layer: Layer,
+        mlp: SparseMlp,
+        task: ExpertTask,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        lora: LoraBatch | None,
+        observe: Observer | None = None,
+    ) -> torch.Tensor:
+        """Route the rows, fill the task's buffers and post it; returns the experts' input."""
+        n, b, ops = residual.shape[0], task.buffers, self.ops
         top_k, normalise = self.config.num_experts_per_tok, self.config.norm_topk_prob
         if isinstance(ops, GpuOps) and b.hidden.device == residual.device:  # written where the experts read
             x = ops.add_rms_norm(residual, delta, layer.post_norm, b.hidden[:n])
@@ -274,19 +257,24 @@ class Qwen3Moe:
             router_logits = mlp.router(x.float(), lora)
             weights, ids = ops.route(router_logits, top_k, normalise)
             for to, values in ((b.hidden, x), (b.ids, ids), (b.weights, weights)):
-                to[:n].copy_(values, non_blocking=on_stream)
+                to[:n].copy_(values, non_blocking=self._on_stream(mlp))
         if observe:
             observe(f"model.layers.{index}.mlp.gate", router_logits)
-        stream = torch.cuda.current_stream(self.device).cuda_stream if on_stream else None
-        started = time.perf_counter()
-        mlp.backend.post(mlp.task, stream)
-        extra = self._extra(mlp, x, lora)
-        mlp.backend.wait(mlp.task, stream)
+        mlp.backend.post(task, self._stream(mlp))
+        return x
+
+    def wait_experts(self, mlp: SparseMlp, task: ExpertTask, rows: int, trace: Trace | None) -> torch.Tensor:
+        """What a posted task's experts make of its rows [rows, H]."""
+        mlp.backend.wait(task, self._stream(mlp))
         if trace is not None:
-            trace.experts_s += time.perf_counter() - started
-            trace.ids.append(b.ids[:n].clone())
-        out = b.out[:n].to(self.device, non_blocking=on_stream)
-        return out if extra is None else out + extra
+            trace.ids.append(task.buffers.ids[:rows].clone())
+        return task.buffers.out[:rows].to(self.device, non_blocking=self._on_stream(mlp))
+
+    def _on_stream(self, mlp: SparseMlp) -> bool:
+        return mlp.backend.follows_stream and self.device.type == "cuda"
+
+    def _stream(self, mlp: SparseMlp) -> int | None:
+        return torch.cuda.current_stream(self.device).cuda_stream if self._on_stream(mlp) else None
 
     def _extra(self, mlp: SparseMlp, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         """The mean of an adapter's own dense MLPs, for its rows; None if no row has any."""

@@ -16,6 +16,7 @@ from engine.memory_gpu import (
     adapter_copies,
     expert_items,
     gpu_items,
+    halves_items,
     hot_expert_bytes,
     slot_table_bytes,
     streaming_item,
@@ -97,6 +98,11 @@ def test_memory_of_a_gpu(model):
     assert [item.label for item in items if item.device == "CPU"] == ["attention plans, pinned"]
     assert {item.device for item in items} == {"GPU 0", "CPU"}
     assert any(item.label == "CUDA graphs, 2 x 5 sizes" for item in items)
+    halves = halves_items(config, "cuda")
+    assert {item.device for item in halves} == {"GPU 0", "CPU"} and "up to 2 x 4 sizes" in halves[0].label
+    assert not halves_items(EngineConfig(ping_pong="off"), "cuda") and not halves_items(
+        EngineConfig(max_num_seqs=1), "cuda"
+    )
     rank, hidden, q, kv = 32, 64, 256, 128
     attention = (3 * hidden + q + 2 * kv) + (q + hidden)
     narrow = 3 * attention + 3 * (hidden + 96)

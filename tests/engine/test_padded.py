@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ExpertBackendError
-from engine.graphs import bucket_sizes
 from engine.linear.segments import TILE, cut, max_tiles
 from engine.messages import Failed, Finished
+from engine.step_inputs import bucket_sizes
 from tests.engine.harness import Harness
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import RULES, prompts

@@ -21,10 +21,10 @@ from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
 from engine.lora.adapter import LoraPair
+from engine.model.layers import DenseMlp, Layer, SparseMlp, Trace
 from engine.model.native_decoder import NativeDecoder, all_native
 from engine.model.native_model import NativeQwen3Moe
 from engine.model.native_ops import NativeOps
-from engine.model.qwen3_moe import DenseMlp, Layer, SparseMlp, Trace
 from engine.model.rope import Rope
 from engine.model_config import ModelConfig
 from engine.weights.store import WeightTensor
