@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0], help="of the experts, hybrid")
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the routing's weights, hybrid")
-    parser.add_argument("--prefill-rows", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--prefill-rows", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     torch.set_num_threads(4)
