@@ -25,8 +25,8 @@ from engine.graphs import PaddedDecode
 from engine.ping_pong import Always, Chooser, Costs, Measured, Work
 from engine.ping_pong_measure import measure
 
-SETTLED = 24  # steps after which the automatic choice is looked at
-LEAST, MOST_S = 40, 2.0  # steps and seconds of each measurement
+ROUNDS, STEPS = 8, 20  # of each way in turn, since a shared machine changes from second to second
+SETTLED = 2  # rounds that the automatic choice learns in
 
 
 class Counting(Measured):
@@ -39,12 +39,11 @@ class Counting(Measured):
         return self.taken[-1]
 
 
-def step_ms(bench: Bench, padded: PaddedDecode, rows: int, chooser: Chooser | None) -> float:
-    """Mean time from token to token, one step ahead."""
+def step_s(bench: Bench, padded: PaddedDecode, rows: int, first: int, chooser: Chooser | None) -> list[float]:
+    """Times from token to token, one step ahead; without the first two, which the way before shares."""
     padded.chooser = chooser
-    before, times, began = None, [], time.perf_counter()
-    last = began
-    for number in range(500):
+    before, times, last = None, [], time.perf_counter()
+    for number in range(first, first + STEPS):
         step = bench.runner.launch_forward(bench.plan(rows, number, 0))
         bench.runner.launch_sample(step)
         if before is not None:
@@ -53,30 +52,32 @@ def step_ms(bench: Bench, padded: PaddedDecode, rows: int, chooser: Chooser | No
             times.append(now - last)
             last = now
         before = step
-        if number >= LEAST and last - began > MOST_S:
-            break
     if before is not None:
         bench.runner.tokens(before)
-    return statistics.mean(sorted(times[SETTLED:])[: -max(len(times) // 20, 1)]) * 1e3  # without the slowest
+    return times[2:]
 
 
 def compare(bench: Bench, padded: PaddedDecode, costs: Costs, rows: int) -> dict[str, Any]:
     auto = Counting(costs)
-    found = {
-        "rows": rows,
-        "context": bench.context,
-        "whole_ms": step_ms(bench, padded, rows, None),
-        "halves_ms": step_ms(bench, padded, rows, Always()),
-        "auto_ms": step_ms(bench, padded, rows, auto),
-    }
+    ways: dict[str, Chooser | None] = {"whole": None, "halves": Always(), "auto": auto}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS):
+        for place, (name, chooser) in enumerate(ways.items()):
+            found = step_s(bench, padded, rows, (number * len(ways) + place) * STEPS, chooser)
+            times[name] += found if number >= SETTLED else []
+    ms = {f"{name}_ms": statistics.mean(sorted(found)[: -len(found) // 10]) * 1e3 for name, found in times.items()}
     predicted = auto.predict(Work(rows, rows * bench.context, False))
-    taken = auto.taken[SETTLED:]
-    return found | {
-        "predicted_whole_ms": predicted[0] * 1e3,
-        "predicted_halves_ms": predicted[1] * 1e3,
-        "halved": sum(taken) / max(len(taken), 1),
-        "over_better": found["auto_ms"] / min(found["whole_ms"], found["halves_ms"]),
-    }
+    taken = auto.taken[SETTLED * STEPS :]
+    return (
+        {"rows": rows, "context": bench.context}
+        | ms
+        | {
+            "predicted_whole_ms": predicted[0] * 1e3,
+            "predicted_halves_ms": predicted[1] * 1e3,
+            "halved": sum(taken) / len(taken),
+            "over_better": ms["auto_ms"] / min(ms["whole_ms"], ms["halves_ms"]),
+        }
+    )
 
 
 def main() -> None:
