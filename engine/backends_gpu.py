@@ -31,7 +31,7 @@ from engine.model.rope import Rope
 from engine.placement import Placement
 from engine.precision import choose_precision
 from engine.weights.store import WeightSource
-from native.topology import make_pool
+from native.topology import make_pool, spare_cpus
 
 
 def gpu_backends(
@@ -57,8 +57,11 @@ def gpu_backends(
     expert_device = torch.device("cpu") if experts_choice and experts_choice.device == "cpu" else device
     sizes: dict[str, Any] = {"max_rows": max_rows, "max_slots": slots, "max_rank": rank}
 
+    pool_threads = config.cpu_threads and cpu_threads(config)
+    pooled = bool({"native", "hybrid"} & set(placement.used(".mlp.experts")))
+
     def bridged() -> CudaBridge:
-        pool = make_pool(config.cpu_threads and cpu_threads(config))
+        pool = make_pool(pool_threads)
         return CudaBridge(native_experts(config, source, pool, cache), model, device)
 
     def hybrid() -> HybridExperts:
@@ -126,5 +129,6 @@ def gpu_backends(
         experts=lambda layer: experts.get(placement.backend(f"model.layers.{layer}.mlp.experts")),
         dtype=dtype,
         device=device,
-        cache=cache if {"native", "hybrid"} & set(placement.used(".mlp.experts")) else None,
+        cache=cache if pooled else None,
+        spare_cpus=spare_cpus(pool_threads) if pooled and not on_cpu else [],
     )

@@ -11,13 +11,13 @@ from engine.backends import make_backends
 from engine.config import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
-from engine.graphs import obstacle
 from engine.lora.budget import AdapterBudget
 from engine.lora.registry import AdapterRegistry
 from engine.memory_gpu import adapter_copies, expert_items, gpu_items, gpu_memory, halves_items, hot_expert_bytes
 from engine.memory_plan import Item, MemoryPlan, plan_memory
 from engine.messages import AdapterInfo, FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
+from engine.obstacles import graph_obstacle
 from engine.ping_pong_measure import enable
 from engine.placement import Placement, choose, find_machine
 from engine.precision import choose_precision
@@ -133,6 +133,7 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     model = Loader(source, backends, max(config.batched_tokens, config.max_num_seqs)).model(progress)
     tracing = bool(config.profile_dir)
     runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
+    runner.spare_cpus = backends.spare_cpus
     if backends.cache is not None:
         runner.notes += backends.cache.report()
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
@@ -181,7 +182,7 @@ def _pad_decode(runner: ModelRunner, blueprint: Blueprint, progress: Progress) -
     why = None
     if config.cuda_graphs == "off" or (config.cuda_graphs == "auto" and runner.device.type == "cpu"):
         why = "decode steps are not padded here"
-    elif config.cuda_graphs == "auto" and (why := obstacle(runner.model)):
+    elif config.cuda_graphs == "auto" and (why := graph_obstacle(runner.model)):
         runner.notes.append(f"CUDA graphs: none, {why}")
     if why:
         if config.ping_pong == "on":

@@ -52,7 +52,10 @@ def _serve(config: EngineConfig, address: str) -> int:
     def build(*args):  # type: ignore[no-untyped-def]  # torch is imported only once the socket is bound
         from engine.build import build
 
-        return build(*args)
+        core, ready = build(*args)
+        if core.runner.spare_cpus:  # on a worker's CPU this thread would make every step wait for that worker
+            os.sched_setaffinity(0, core.runner.spare_cpus)
+        return core, ready
 
     return process.serve(config, build)
 

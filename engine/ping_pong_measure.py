@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.attention.base import BLOCK_SIZE
-from engine.graphs import PaddedDecode, Progress, halving_obstacle
+from engine.graphs import PaddedDecode, Progress
 from engine.model.layers import SparseMlp
 from engine.model.qwen3_moe import Qwen3Moe
+from engine.obstacles import halving_obstacle
 from engine.ping_pong import Always, Costs, Line, Measured
 from engine.transfer import Stopwatch
 

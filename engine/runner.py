@@ -78,6 +78,7 @@ class ModelRunner:
         self.tracing = tracing
         self.padded: PaddedDecode | None = None
         self.notes: list[str] = []  # what people should be told of how steps run
+        self.spare_cpus: list[int] = []  # where the engine's own thread belongs beside a pinned pool of threads
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)  # of the last step that sampled
         self._places: dict[str, int] = {}  # by request id, in `sampled`
         self._stream: torch.cuda.Stream | None = None

@@ -84,6 +84,15 @@ def pool_groups(threads: int | None = None, cpus: list[int] | None = None, root:
     return [group for group in groups if group]
 
 
+def spare_cpus(threads: int | None = None, cpus: list[int] | None = None, root: Path = Path("/")) -> list[int]:
+    """The CPUs of this process that no worker of `make_pool(threads)` is pinned to; none where none is pinned."""
+    cpus = sorted(os.sched_getaffinity(0)) if cpus is None else cpus
+    if len(cpus) <= PIN_ABOVE_CPUS:
+        return []
+    taken = {cpu for group in pool_groups(threads, cpus, root) for cpu in group}
+    return [cpu for cpu in cpus if cpu not in taken]
+
+
 def make_pool(threads: int | None = None, spin_us: int = 2000) -> Any:
     """A `native._native.WorkerPool` over this process's CPUs."""
     groups = pool_groups(threads)

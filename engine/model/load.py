@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Backends:
     packs_bf16: bool = False  # bf16 weights stay so, whatever activations are
     cache: PackCache | None = None  # of packed weights
     pool: Any = None  # native._native.WorkerPool, whose workers spin while a step runs
+    spare_cpus: list[int] = field(default_factory=list)  # for all threads but a pool's own, if that is a matter
 
 
 class Loader:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from native import _native
-from native.topology import cpu_quota, make_pool, numa_nodes, pool_groups
+from native.topology import cpu_quota, make_pool, numa_nodes, pool_groups, spare_cpus
 
 
 @pytest.mark.parametrize("groups", [[[0]], [[0, 1]], [[0, 0, 0], [1, 1]], [[0], [1], [0], [1]]])
@@ -158,6 +158,10 @@ def test_groups_follow_the_numa_nodes(tmp_path: Path) -> None:
     assert pool_groups(1, cpus, root) == [[0]]
     assert pool_groups(None, [4, 5, 6], root) == [[4, 5, 6]]
     assert pool_groups(4, [0, 4], root) == [[0, 0], [4, 4]]
+    assert spare_cpus(None, cpus, root) == [11, 15]
+    assert spare_cpus(3, list(range(8)), root) == [2, 3, 5, 6, 7]
+    assert spare_cpus(1, [0, 1, 2, 3], root) == []  # so few are not pinned
+    assert spare_cpus(16, cpus, root) == []
 
 
 def test_the_cgroup_limits_the_threads(tmp_path: Path) -> None:
