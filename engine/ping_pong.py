@@ -19,6 +19,7 @@ _Point = tuple[float, float]
 
 START_GAIN = 0.03  # of the whole step's time: halves are taken up from here
 STAY_GAIN = 0.0  # and kept down to here
+HOPE_GAIN = -0.02  # sizes whose best case is predicted below this are not even prepared
 TRY_GAIN = -0.1  # from here halves are looked at now and then: no prediction is much better than that
 PROBE_EVERY = 256  # steps one way, after which a few run the other way
 PROBE_STEPS = 6
@@ -107,10 +108,10 @@ class Costs:
         return gpu[0] + self.layers * (max(pool[0], gpu[1]) + max(pool[1], gpu[0]))
 
     def can_pay(self, rows: int, most_read: int) -> bool:
-        """Whether any step of so many rows is worth halving, with experts shared as little as by evenly spread rows."""
+        """Whether a step of so many rows may be worth halving, if its rows spread evenly over the experts."""
         works = [Work(rows, read, lora) for lora in self.fixed_s for read in (rows, most_read)]
         even = float(self.experts)
-        return any(self.halves_s(w, even, 1.0) < (1 - START_GAIN) * self.whole_s(w, even, 1.0) for w in works)
+        return any(self.halves_s(w, even, 1.0) < (1 - HOPE_GAIN) * self.whole_s(w, even, 1.0) for w in works)
 
 
 def touched(spread: float, rows: int, top_k: int) -> float:

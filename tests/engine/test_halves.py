@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine.backends as backends
+from engine import ping_pong_measure
 from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.native import NativeExperts
 from engine.experts.reference import ReferenceExperts
 from engine.messages import Failed, Finished
 from engine.model.halves import joined
+from engine.ping_pong import Costs, Line, Measured
 from native import available
 from native.topology import make_pool
 from tests.engine.harness import Harness
@@ -233,6 +235,38 @@ def test_what_cannot_be_halved_is_said(family):
         quiet = engine_of(family, ping_pong="auto", **config)
         assert not any("ping-pong" in note for note in quiet.core.runner.notes)
         quiet.close()
+
+
+def test_auto_prepares_the_sizes_that_can_pay(family, monkeypatch):
+    """As on a GPU, where steps are captured; the measurement is a given here."""
+    monkeypatch.setattr(backends, "ReferenceExperts", PoolExperts)
+    engine = engine_of(family, ping_pong="auto", max_num_seqs=16)
+    padded = engine.core.runner.padded
+    captured: list[dict[str, Any]] = []
+    monkeypatch.setattr(padded, "capture", lambda progress, **asked: captured.append(asked))
+    for expert_s, note in (
+        (1.0, "ping-pong: none, two half-batches would not be faster here"),
+        (8e-5, "ping-pong: two half-batches for steps of 2, 4 rows, where it is faster"),
+    ):
+        pool = {float(n): expert_s * n for n in (2, 4, 8)}
+        fixed = dict.fromkeys((False, True), Line({1: 1e-4, 16: 1e-4}))
+        costs = Costs(layers=30, experts=8, top_k=2, fixed_s=fixed, read_s=1e-9, pool_s=Line(pool))
+        monkeypatch.setattr(ping_pong_measure, "measure", lambda *_, costs=costs: costs)
+        assert ping_pong_measure.enable(padded, "auto", True, 100, 512, lambda *_: None) == [note]
+    assert captured == [{"halves": True}] and isinstance(padded.chooser, Measured)
+    asked = prompts(1, LENGTHS)
+    for name, prompt, tokens in zip(NAMES, asked, engine.generate(asked, NAMES, max_tokens=8), strict=True):
+        family.expect(name, prompt, tokens)
+    engine.close()
+
+
+def test_the_pool_is_measured_by_distinct_experts(family, monkeypatch):
+    monkeypatch.setattr(backends, "ReferenceExperts", PoolExperts)
+    engine = engine_of(family, max_num_seqs=4)
+    with torch.inference_mode():
+        found = ping_pong_measure._pool_s(engine.core.runner.model, [1, 2, 4])
+    assert min(found) == 2 and all(2 <= distinct <= 8 and seconds > 0 for distinct, seconds in found.items())
+    engine.close()
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
