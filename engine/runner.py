@@ -99,11 +99,17 @@ class ModelRunner:
         if self.pool is not None:
             self.pool.begin_step()
         try:
-            with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            with self._launching():
                 yield
         finally:
             if self.pool is not None:
                 self.pool.end_step()
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """No gradients, the runner's stream."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            yield
 
     def launch_forward(self, plan: StepPlan) -> InFlight:
         launched_s = time.monotonic()
@@ -120,9 +126,10 @@ class ModelRunner:
         return step
 
     def launch_sample(self, step: InFlight) -> None:
-        """Sample every row that samples; also what was asked of log-probabilities."""
+        """Sample every row that samples; also what was asked of log-probabilities. The logits are there already, so the
+        CPU pool's workers stay asleep (but for a prompt's log-probabilities, which wake them)."""
         began = time.perf_counter()
-        with self.computing():
+        with self._launching():
             try:
                 self._sample(step)
             except Exception:
