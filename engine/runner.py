@@ -42,7 +42,7 @@ class InFlight:
     hidden: torch.Tensor | None  # [T, H], or one row per row that samples; None for a padded step
     row_starts: list[int]
     logits: torch.Tensor | None = None  # float32 [>= sampling rows, V], where `chosen` does not do without
-    chosen: bool = False  # all that sample are greedy, and their tokens are in the runner's `sampled` already
+    chosen: torch.Tensor | None = None  # int64 [sampling rows] already, if all of them are greedy
     tokens: torch.Tensor | None = None  # int64 on the host, valid once `arrival` has come
     arrival: Arrival | None = None
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # by request id, once the tokens are there
@@ -129,7 +129,8 @@ class ModelRunner:
         """Sample every row that samples; also what was asked of log-probabilities. The logits are there already, so the
         CPU pool's workers stay asleep (but for a prompt's log-probabilities, which wake them)."""
         began = time.perf_counter()
-        with self._launching():
+        done = step.chosen is not None and self._stream is None  # torch's code is not touched then: caches are cold
+        with nullcontext() if done else self._launching():
             try:
                 self._sample(step)
             except Exception:
@@ -164,9 +165,7 @@ class ModelRunner:
         step = InFlight(plan, None, starts, trace=trace)
         last = [starts[i + 1] - 1 for i, row in enumerate(plan.rows) if row.samples]
         if last and (keep is not None or len(last) == starts[-1]) and _likeliest_suffice(plan):
-            step.hidden, tokens = self.model.greedy_rows(ids, batch, lora, keep, trace)
-            self.sampled[: len(last)].copy_(tokens)
-            step.chosen = True
+            step.hidden, step.chosen = self.model.greedy_rows(ids, batch, lora, keep, trace)
         elif keep is not None:
             step.hidden = self.model.forward_rows(ids, batch, lora, keep, trace)
             step.logits = self.model.logits(step.hidden) if last else None
@@ -188,26 +187,40 @@ class ModelRunner:
         began = time.perf_counter()
         trace = padded.launch(plan, self._places)
         phases = {"prepare_s": 0.0, "forward_s": time.perf_counter() - began}
-        starts, chosen = list(range(len(plan.rows) + 1)), _likeliest_suffice(plan)
+        starts, chosen = list(range(len(plan.rows) + 1)), None
+        if _likeliest_suffice(plan):
+            chosen = self.sampled[: len(plan.rows)]
         return InFlight(plan, None, starts, padded.logits, chosen, trace=trace, phases=phases)
 
     def _sample(self, step: InFlight) -> None:
         rows = step.sampling_rows
         if rows:
-            mine = self.sampled[: len(rows)]
-            if not step.chosen:
+            tokens = step.chosen
+            if tokens is None:
                 if step.logits is None:
                     raise RuntimeError("a step that samples has tokens or logits")
                 tokens, logits = sample(step.logits[: len(rows)], [self._sample_row(row) for row in rows])
-                mine.copy_(tokens)
                 step.pending = PendingLogprobs(logits, tokens, [row.request.sampling.logprobs for row in rows])
-            step.tokens = mine.clone() if self.device.type == "cpu" else to_host(mine)
+            step.tokens = self._deliver(tokens)
         self._places = {row.request.request_id: i for i, row in enumerate(rows)}
         for i, row in enumerate(step.plan.rows):
             top = row.request.sampling.prompt_logprobs
             if top is not None and row.start + 1 < len(row.request.prompt):
                 step.pending_prompts.append((row.request.request_id, self._prompt_logprobs(step, i, row, top)))
         step.arrival = Arrival(self.device)
+
+    def _deliver(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Put them into `sampled`, for the next step; returns them on the host, valid once the step's arrival has come.
+
+        Padded steps read and write `sampled` where it is, so there it is copied from and to.
+        """
+        if self.padded is None:
+            self.sampled = tokens
+            return to_host(tokens)
+        mine = self.sampled[: len(tokens)]
+        if mine.data_ptr() != tokens.data_ptr():
+            mine.copy_(tokens)
+        return mine.clone() if self.device.type == "cpu" else to_host(mine)
 
     def _layout(self, plan: StepPlan) -> BatchLayout:
         positions: list[int] = []

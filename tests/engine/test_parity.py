@@ -88,6 +88,25 @@ def test_preempted_and_recomputed(model_folder, rules, overlap, budget):
 
 
 @RULES
+@pytest.mark.parametrize("overlap", [False, True])
+def test_greedy_tokens_whoever_shares_the_step(model_folder, rules, overlap):
+    """A step of greedy rows alone takes the likeliest tokens at once; any other row makes all wait for logits."""
+    model, folder = model_folder
+    asked = prompts(9, [4, 30, 11])
+    engine = Harness(folder, rules=rules, overlap=overlap, max_num_batched_tokens=16, max_num_seqs=8)
+    alone = engine.generate(asked, max_tokens=12)
+    rids = [engine.submit(prompt, max_tokens=12) for prompt in asked]
+    engine.submit(asked[0], max_tokens=5, temperature=1.0, seed=1)
+    engine.submit(asked[1], max_tokens=3, logprobs=2)
+    results = engine.run()
+    assert [results[rid].tokens for rid in rids] == alone
+    for prompt, tokens in zip(asked, alone, strict=True):
+        expected, gap = greedy(model, prompt, 12)
+        assert tokens == expected or gap < CLEAR
+    engine.close()
+
+
+@RULES
 def test_prefix_hits_do_not_change_tokens(model_folder, rules):
     model, folder = model_folder
     start = prompts(5, [64])[0]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import PendingLogprobs, SampleRow, _draw, sample
+from engine.sampling import PendingLogprobs, SampleRow, _draw, is_greedy, sample
 from scheduler.request import SamplingParams
 
 
@@ -105,3 +105,10 @@ def test_logprobs_rank_and_order():
     assert first.chosen.token == 2 and first.chosen.rank == 3
     assert first.chosen.logprob == pytest.approx(float(expected[2]))
     assert [(t.token, t.rank) for t in first.top] == [(1, 1), (3, 2)]
+
+
+def test_what_is_wanted_beside_the_likeliest_token():
+    assert is_greedy(SamplingParams(temperature=0.0, top_p=0.5, top_k=3, seed=1, max_tokens=2, stop_token_ids=(1,)))
+    more = ({"temperature": 0.1}, {"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"repetition_penalty": 1.1})
+    for changed in (*more, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
+        assert not is_greedy(SamplingParams(**({"temperature": 0.0} | changed)))

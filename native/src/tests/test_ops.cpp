@@ -93,6 +93,23 @@ void products(const Ops& ops, Random& random) {
   for (size_t i = 0; i < out.size(); ++i) close(out[i], gate[i] / (1 + std::exp(-double{gate[i]})) * up[i], "silu");
 }
 
+void places(const Ops& ops, Random& random) {
+  const int64_t rows = 1 + random.below(9), n = 1 + random.below(9000);
+  std::vector<float> x = draw(rows * n, random);
+  for (float& v : x) v = std::round(v * 20);  // with equals
+  if (n > 1) x[static_cast<size_t>(random.below(n))] = std::nanf("");
+  std::vector<int64_t> out(static_cast<size_t>(rows));
+  ops.likeliest({x.data(), n, rows, n, out.data()}, false);
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = x.data() + r * n;
+    int64_t place = 0;
+    for (int64_t i = 1; i < n && !std::isnan(row[place]); ++i)
+      if (row[i] > row[place] || std::isnan(row[i])) place = i;
+    CHECK(out[static_cast<size_t>(r)] == place, "place %ld, wanted %ld", static_cast<long>(out[static_cast<size_t>(r)]),
+          static_cast<long>(place));
+  }
+}
+
 KTSERVE_TEST(ops_equal_double) {
   WorkerPool pool(PoolOptions{{{0, 1, 0}}});
   for (Isa isa : test::isas()) {
@@ -103,6 +120,7 @@ KTSERVE_TEST(ops_equal_double) {
       rotations(ops, random);
       routes(ops, random);
       products(ops, random);
+      places(ops, random);
     }
   }
 }
