@@ -1,6 +1,6 @@
-"""Routed experts beside and on a GPU, at Qwen3-30B-A3B's shape with random bf16 weights; a CUDA graph over all layers.
+"""Routed experts beside and on a GPU, at Qwen3-30B-A3B's shape with random weights; a CUDA graph over all layers.
 
-python -m benchmarks.gpu_experts [--layers 8] [--out FILE.json] [handshake decode gpu hybrid prefill]
+python -m benchmarks.gpu_experts [--layers 8] [--quantise int8] [--out FILE.json] [handshake decode gpu hybrid prefill]
 
 handshake  post + wait per layer with no rows, and with rows whose experts are all elsewhere (copies both ways)
 decode     experts on the CPU by the bridge: ms a layer, beside the same task without a GPU, GB/s, adapters
@@ -155,17 +155,19 @@ def graph_ms(backend: ExpertBackend, step: Step, lora: bool, repeats: int) -> fl
 
 
 class Bench:
-    def __init__(self, layers: int, repeats: int) -> None:
+    def __init__(self, layers: int, repeats: int, quantise: str | None) -> None:
         self.config = ModelConfig.from_hf({**SHAPE, "num_hidden_layers": layers})
         self.layers, self.repeats = layers, repeats
         self.pool: Any = make_pool()
         self.roof = float(_native.read_bandwidth(self.pool, 4 << 30, repeats=3, isa=""))
-        self.native = NativeExperts(self.config, BF16, self.pool)
+        self.native = NativeExperts(self.config, BF16, self.pool, quantise=quantise)
         self.expert_bytes = 3 * self.config.hidden_size * self.config.moe_intermediate_size * 2
+        self.cpu_bytes = int(self.expert_bytes / 2 * {"int8": 34 / 32, "int4": 19 / 32}.get(quantise or "", 2.0))
         self.results: dict[str, Any] = {}
         self.machine: dict[str, Any] = {
             "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "isa": self.native.isa,
-            "threads": self.pool.threads, "layers": layers, "read_GB_s": round(self.roof / 1e9, 1),
+            "threads": self.pool.threads, "layers": layers, "quantise": quantise,
+            "read_GB_s": round(self.roof / 1e9, 1),
         }  # fmt: skip
         self._load()
         self.bridge = CudaBridge(self.native, self.config, CUDA)
@@ -222,10 +224,10 @@ class Bench:
             step = Step(self.config, self.layers, rows)
             ms = graph_ms(self.bridge, step, False, self.repeats) / self.layers
             cpu = self._cpu_ms(rows)
-            roof = step.distinct * self.expert_bytes / self.roof * 1e3
+            roof = step.distinct * self.cpu_bytes / self.roof * 1e3
             self.say(
                 "decode", f"{rows} rows", ms=ms, cpu_ms=cpu, over_roof=ms / roof,
-                GB_s=step.distinct * self.expert_bytes / ms / 1e6, tok_s=rows / (ms * 48) * 1e3,
+                GB_s=step.distinct * self.cpu_bytes / ms / 1e6, tok_s=rows / (ms * 48) * 1e3,
             )  # fmt: skip
         lora = random_lora(self.config, RANK)
         for slot in range(1, 17):
@@ -326,6 +328,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=["handshake", "decode", "gpu", "hybrid", "prefill"])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--quantise", choices=("int8", "int4"), help="the CPU's experts")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0], help="of the experts, hybrid")
@@ -334,7 +337,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     torch.set_num_threads(4)
-    bench = Bench(args.layers, args.repeats)
+    bench = Bench(args.layers, args.repeats, args.quantise)
     print(bench.machine, flush=True)
     for section in args.sections:
         if section == "handshake":
