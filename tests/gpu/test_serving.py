@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import rules as rules_folder
 from benchmarks.accuracy import MIXES, Files, measure
 from engine.config import EngineConfig
+from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.streamed import StreamedExperts
 from engine.messages import Failed, Finished
 from engine.model.gpu_ops import GpuOps
@@ -231,28 +233,82 @@ def test_a_thousand_replays_take_no_memory_and_no_threads(tmp_path):
     engine.close()
 
 
-def test_an_error_in_the_pool_fails_its_step_only(folder, monkeypatch):
-    """The ids of one layer of one step are spoilt on the GPU: the pool refuses them, and its stream is released."""
-    engine = Harness(folder, **GPU, cuda_graphs="padded", max_num_seqs=2)
-    ops, calls = engine.core.runner.model.ops, 0
-    assert isinstance(ops, GpuOps)
-    original = ops.route_into
+@pytest.mark.parametrize("graphs", ["auto", "padded"])
+def test_an_error_in_the_pool_fails_its_step_only(folder, monkeypatch, graphs):
+    """The ids of a step are spoilt on the GPU (in a graph, too: by a number that it reads): the pool refuses them, and
+    its stream is released."""
+    original, spoil = GpuOps.route_into, torch.zeros(1, dtype=torch.int64, device="cuda")
 
-    def spoilt(logits, normalise, weights, ids):
-        nonlocal calls
-        original(logits, normalise, weights, ids)
-        calls += 1
-        if calls == 10:
-            ids.fill_(1 << 20)
+    def spoilt(self, logits, normalise, weights, ids):
+        original(self, logits, normalise, weights, ids)
+        ids.add_(spoil)
 
-    monkeypatch.setattr(ops, "route_into", spoilt)
+    monkeypatch.setattr(GpuOps, "route_into", spoilt)
+    engine = Harness(folder, **GPU, cuda_graphs=graphs, max_num_seqs=2)
     doomed = engine.submit(prompts(1, [4])[0], max_tokens=20)
-    engine.run()
+    for _ in range(6):
+        engine.core.step()
+    assert engine.results[doomed].end is None and engine.results[doomed].tokens
+    spoil.fill_(1 << 20)
+    while engine.results[doomed].end is None:
+        engine.core.step()
+    spoil.zero_()
     end = engine.results[doomed].end
     assert isinstance(end, Failed) and "ExpertBackendError" in end.message and "ids" in end.message
+    engine.run()
     after = engine.submit(prompts(2, [5])[0], max_tokens=6)
     engine.run()
     assert isinstance(engine.results[after].end, Finished)
+    engine.close()
+
+
+def test_a_pool_that_does_not_answer_fails_its_step_only(folder, monkeypatch):
+    """One post never reaches the pool: its wait ends with the time-out, and the next request is served."""
+    monkeypatch.setitem(CudaBridge.__init__.__kwdefaults__, "timeout_s", 0.2)
+    original, calls = CudaBridge.post_part, 0
+
+    def lost(self, task, hot, stream=None):
+        nonlocal calls
+        calls += 1
+        if calls == 30:
+            task.handle.counter[0] += min(64, task.buffers.max_rows)  # as if every program had posted
+        else:
+            original(self, task, hot, stream)
+
+    monkeypatch.setattr(CudaBridge, "post_part", lost)
+    engine = Harness(folder, **GPU, cuda_graphs="padded", max_num_seqs=2)
+    doomed = engine.submit(prompts(1, [4])[0], max_tokens=20)
+    began = time.monotonic()
+    engine.run()
+    end = engine.results[doomed].end
+    assert isinstance(end, Failed) and "did not answer in time" in end.message
+    assert time.monotonic() - began < 30  # with whatever had to be compiled
+    after = engine.submit(prompts(2, [5])[0], max_tokens=6)
+    engine.run()
+    assert isinstance(engine.results[after].end, Finished)
+    engine.close()
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_an_fp8_cache_is_bounded(tmp_path_factory, graphs):
+    """Against float32: its error, and how much larger it is than a bf16 cache's."""
+    folder = tmp_path_factory.mktemp("files")
+    error = {}
+    for kind in ("auto", "fp8"):
+        settings = {**GPU, "cuda_graphs": graphs, "kv_cache_dtype": kind}
+        error[kind] = sum(measure(Files(folder, "BF16", s), "decode", s, **settings).error for s in (0, 1, 2)) / 3
+    print(error)
+    assert error["fp8"] < 0.12 and error["fp8"] < 6 * error["auto"], error
+
+
+def test_an_fp8_cache_halves_its_memory_and_graphs_equal_plain_launches(family):
+    names = [None, "adapter-0", "adapter-2", None, "adapter-0"]
+    runs = [serve(family, names, cuda_graphs=g, kv_cache_dtype="fp8", overlap=False) for g in ("auto", "padded")]
+    assert runs[0] == runs[1]
+    engine = family.engine(**GPU, kv_cache_dtype="fp8")
+    (attention,) = engine.core.runner.model.attention_backends
+    assert attention.kv_bytes_per_token == engine.blueprint.source.config.kv_bytes_per_token(1)
+    assert any("prefill attention: flashinfer fa2" in note for note in engine.core.runner.notes)
     engine.close()
 
 
