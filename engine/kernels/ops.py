@@ -106,7 +106,8 @@ def qk_norm_rope(
 
 @triton.jit
 def _write_kv(
-    keys, values, k, v, slots, k_stride, v_stride, dim, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+    keys, values, k, v, slots, k_stride, v_stride, dim,
+    NARROW: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -114,7 +115,7 @@ def _write_kv(
     slot = tl.load(slots + token)
     key = tl.load(k + token * k_stride + cols, mask, other=0.0)
     value = tl.load(v + token * v_stride + cols, mask, other=0.0)
-    if LARGEST:  # NaN stays NaN: it must not become a number that looks right
+    if NARROW:  # NaN stays NaN: it must not become a number that looks right
         key = tl.clamp(key.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         value = tl.clamp(value.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     tl.store(keys + slot * dim + cols, key.to(keys.dtype.element_ty), mask)
@@ -125,10 +126,9 @@ def write_kv(keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch
     """k, v [T, G, D] into keys, values [blocks, 16, G, D] at slots int64 [T], rounded to their type (fp8: cut to its
     largest number)."""
     tokens, dim = k.shape[0], k.shape[1] * k.shape[2]
-    largest = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else None
     _write_kv[(tokens,)](
         keys, values, k, v, slots, k.stride(0), v.stride(0), dim,
-        LARGEST=largest, BLOCK=triton.next_power_of_2(dim), num_warps=2,
+        NARROW=keys.dtype.itemsize == 1, LARGEST=torch.finfo(keys.dtype).max, BLOCK=triton.next_power_of_2(dim), num_warps=2,
     )  # fmt: skip
 
 
