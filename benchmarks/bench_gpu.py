@@ -48,6 +48,7 @@ PARTS = {
     ),
     "experts": Part("gpu_experts", "handshake decode gpu", "gpu-experts.json", "--layers 2 --repeats 3 --rows 1 8"),
     "hybrid": Part("gpu_experts", "hybrid", "gpu-hybrid.json", "--layers 2 --repeats 3 --shares 0.25"),
+    "attention": Part("gpu_attention", "", "gpu-attention.json", ""),
     "prefill": Part("gpu_experts", "prefill", "gpu-prefill.json", "--layers 2 --prefill-rows 512"),
     "ping-pong": Part(
         "gpu_ping_pong", "--quantise int4", "gpu-ping-pong.json", "--layers 2 --rows 2 4 --context 512 2048"

@@ -115,7 +115,7 @@ def _write_kv(
     slot = tl.load(slots + token)
     key = tl.load(k + token * k_stride + cols, mask, other=0.0)
     value = tl.load(v + token * v_stride + cols, mask, other=0.0)
-    if NARROW:  # NaN stays NaN: it must not become a number that looks right
+    if NARROW:  # NaN is stored as NaN
         key = tl.clamp(key.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         value = tl.clamp(value.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     tl.store(keys + slot * dim + cols, key.to(keys.dtype.element_ty), mask)
@@ -128,7 +128,8 @@ def write_kv(keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch
     tokens, dim = k.shape[0], k.shape[1] * k.shape[2]
     _write_kv[(tokens,)](
         keys, values, k, v, slots, k.stride(0), v.stride(0), dim,
-        NARROW=keys.dtype.itemsize == 1, LARGEST=torch.finfo(keys.dtype).max, BLOCK=triton.next_power_of_2(dim), num_warps=2,
+        NARROW=keys.dtype.itemsize == 1, LARGEST=torch.finfo(keys.dtype).max,
+        BLOCK=triton.next_power_of_2(dim), num_warps=2,
     )  # fmt: skip
 
 

@@ -22,15 +22,16 @@ class Wrapper:
     def __init__(self, fails: str, *args: Any, backend: str = "", **kwargs: Any) -> None:
         self.backend = backend
         self.fails = fails
+        self.args: tuple[Any, ...] = ()
         self.planned: dict[str, Any] = {}
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
-        self.planned = kwargs
+        self.args, self.planned = args, kwargs
         if self.backend == "fa3" and self.fails:
             raise RuntimeError(self.fails)
 
-    def run(self, q: torch.Tensor, cache: Any) -> torch.Tensor:
-        return q
+    def run(self, q: torch.Tensor, cache: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        return q if out is None else out.copy_(q)
 
 
 class Event:
@@ -84,9 +85,25 @@ def layout(*rows: int) -> BatchLayout:
 def test_what_is_used_is_said(make, capability, options, fails, note) -> None:
     attention = make(capability, fails, **options)
     assert len(attention.notes) == 1 and note in attention.notes[0]
-    short, long = (attention._plan_any(layout(*rows), *[torch.zeros(0)] * 3) for rows in ((3, 1), (1, FA3_ROWS)))
-    assert short.backend == "fa2" and long.backend == ("fa3" if "flashinfer fa3" in attention.notes[0] else "fa2")
-    assert long.planned["kv_data_type"] == options.get("kv_dtype", BF16) and long.planned["q_data_type"] == BF16
+    has_fa3 = "flashinfer fa3" in attention.notes[0]
+    for rows, cut in (((3, 1), 2), ((1, 20, FA3_ROWS, 5), 2), ((FA3_ROWS,), 0)):
+        batch = layout(*rows)
+        attention.plan(batch)
+        planned = attention._planned[0]
+        cut = cut if has_fa3 else len(rows)
+        parts = [("fa2", 0, cut), ("fa3", cut, len(rows))]
+        assert [(wrapper.backend, tokens) for wrapper, tokens in planned] == [
+            (name, slice(batch.row_starts[a], batch.row_starts[b])) for name, a, b in parts if a != b
+        ]
+        for (wrapper, _), (_, a, b) in zip(planned, [part for part in parts if part[1] != part[2]], strict=True):
+            assert wrapper.planned["kv_data_type"] == options.get("kv_dtype", BF16)
+            starts, pages, indices, last = (part.tolist() for part in wrapper.args[:4])
+            assert [starts[i + 1] - starts[i] for i in range(b - a)] == list(rows[a:b]) and starts[0] == pages[0] == 0
+            assert indices == [block for table in batch.block_tables[a:b] for block in table]
+            assert [pages[i + 1] - pages[i] for i in range(b - a)] == [len(t) for t in batch.block_tables[a:b]]
+            assert last == [(row - 1) % 16 + 1 for row in rows[a:b]]
+        q = torch.arange(batch.num_tokens * 8.0, dtype=BF16).view(-1, 2, 4)
+        assert torch.equal(attention.forward(0, q, q, q), q)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 STEPS = {
     "short chunks": [[(40, 40), (3, 3), (17, 17)], [(30, 70), (1, 4), (60, 77)]],
     "long chunks": [[(FA3_ROWS + 72, FA3_ROWS + 72), (5, 5)], [(FA3_ROWS, 2 * FA3_ROWS + 72), (1, 6)]],
+    "long chunks behind decode rows": [[(20, 20), (9, 9)], [(1, 21), (1, 10), (FA3_ROWS, FA3_ROWS), (3, 3)]],
     "decode rows": [[(40, 40), (3, 3)], [(1, 41), (1, 4)]],
 }
 
@@ -80,8 +81,8 @@ def test_equals_plain_torch(steps: list[list[tuple[int, int]]], prefill: str, kv
     layouts = [layout(rows, device) for rows in steps]
     for got, want in zip(run(ours, layouts, device, BF16), run(theirs, layouts, device, F32), strict=True):
         assert error(got, want) < BOUNDS[kv]
-    expected = "fa3" if prefill == "fa3" and max(new for new, _ in steps[-1]) >= FA3_ROWS else "fa2"
-    assert ours._planned[0]._backend == expected
+    has_long = prefill == "fa3" and max(new for new, _ in steps[-1]) >= FA3_ROWS
+    assert ("fa3" in [wrapper._backend for wrapper, _ in ours._planned[0]]) == has_long
 
 
 @pytest.mark.parametrize("kv", [BF16, FP8], ids=str)
@@ -107,8 +108,8 @@ def test_a_graph_follows_its_plan(kv: torch.dtype) -> None:
         assert error(out.float(), theirs.forward(0, q.float(), k.float(), v.float())) < BOUNDS[kv]
 
 
-def test_fp8_is_cut_and_keeps_nan() -> None:
-    """A number too large becomes the largest; NaN stays what it is, in its own sequence."""
+def test_fp8_is_cut_and_a_nan_stays_in_its_sequence() -> None:
+    """A number too large becomes the largest; NaN is stored as NaN and stays in its own sequence."""
     device = torch.device("cuda")
     ours = make(device, kv_dtype=FP8)
     step = layout([(20, 20), (20, 20)], device)
@@ -119,7 +120,7 @@ def test_fp8_is_cut_and_keeps_nan() -> None:
     out = ours.forward(0, q, k, v)
     stored = ours.cache[0][1].float().flatten(0, 1)[step.slot_mapping]
     assert float(stored[3].abs().max()) == 448.0 and bool(stored[30, 0, 0].isnan())
-    assert bool(out[:20].isfinite().all()) and bool(out[30:, 0].isnan().any())
+    assert bool(out[:20].isfinite().all())
 
 
 def test_an_unknown_kernel_is_refused() -> None:
