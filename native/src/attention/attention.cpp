@@ -14,6 +14,8 @@ namespace {
 
 constexpr int64_t kSplitTiles = 4;    // a row of at most so many tiles is cut into chunks as well
 constexpr int64_t kInlineTokens = 8;  // so few tokens are written without waking the pool
+constexpr int64_t kWalkTiles = 4;     // of one piece that walks chunks
+constexpr int64_t kWalkPieces = 8;    // and so many of them a thread, rather than longer ones
 
 void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -27,6 +29,19 @@ AttentionShape checked(const AttentionShape& s) {
   require(s.head_dim >= 16 && s.head_dim <= kMaxHeadDim && s.head_dim % 16 == 0, "head_dim", s.head_dim,
           "a multiple of 16 up to 256");
   return s;
+}
+
+// With AMX a bf16 cache is read with tiles by every row, of prefill and of decode: a kernel per number of rows would
+// let a row's bits depend on its batch. Head dims that are no multiple of 32 and float32 caches are AVX-512's.
+AttentionKernels kernels_for(Isa isa, int head_dim) {
+  if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
+  if (isa == Isa::avx2) return kAttentionAvx2;
+  AttentionKernels kernels = kAttentionAvx512;
+  if (isa == Isa::amx && head_dim % kAmxDims == 0) {
+    kernels.chunk_bf16 = attend_chunk_amx;
+    kernels.chunk_mixed = attend_chunk_mixed_amx;
+  }
+  return kernels;
 }
 
 // One token pair's values, [16 dims][2]: the second is zero where there is none yet.
@@ -45,16 +60,16 @@ void write_pair(uint16_t* tile, const uint16_t* even, const uint16_t* odd, int h
 PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
     : pool_(pool),
       shape_(checked(shape)),
-      kernels_(isa == Isa::avx2 ? kAttentionAvx2 : kAttentionAvx512),
+      kernels_(kernels_for(isa, shape.head_dim)),
       group_(shape.heads / shape.kv_heads),
       element_bytes_(shape.is_bf16 ? 2 : 4),
       row_bytes_(shape.is_bf16 && !shape.float_rows ? 2 : 4),
       tile_bytes_(element_bytes_ * kKvBlock * shape.head_dim),
       cache_bytes_(static_cast<size_t>(tile_bytes_) * 2 * static_cast<size_t>(shape.kv_heads) *
                    static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)) {
-  if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
-  scratch_floats_ = kTileRows * (kChunk + shape_.head_dim) + 2 * part_floats(kTileRows);
-  scratch_.resize(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()));
+  scratch_floats_ = kTileRows * kScoreStride + part_floats(kTileRows) +
+                    kWalkTiles * (kTileRows * shape_.head_dim + part_floats(kTileRows));
+  scratch_ = Arena(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()) * sizeof(float));
   // Mapped, not allocated: pages come as zeros when a block is first used.
   void* memory =
       mmap(nullptr, cache_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -98,7 +113,7 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
   pieces_.clear();
   writes_.clear();
   unit_chunks_.clear();
-  int64_t partial_floats = 0;
+  const auto tiles_of = [this](const Row& row) { return (row.tokens * group_ + kTileRows - 1) / kTileRows; };
   for (size_t r = 0; r < count; ++r) {
     const Row row{row_starts[r], row_starts[r + 1] - row_starts[r], context_lens[r],
                   static_cast<int64_t>(tables_.size())};
@@ -111,32 +126,65 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
                          static_cast<int16_t>(p % kKvBlock), static_cast<int16_t>(end - p)});
       p = end;
     }
-    const int64_t tiles = (row.tokens * group_ + kTileRows - 1) / kTileRows;
-    for (int g = 0; g < shape_.kv_heads; ++g) {
-      for (int64_t t = 0; t < tiles; ++t) {
-        Piece piece{static_cast<int32_t>(r), g, static_cast<int32_t>(t), -1, -1, -1};
-        const Tile tile = tile_of(row, piece.tile);
-        const int64_t chunks = (tile.seen + kChunk - 1) / kChunk;
-        if (tiles > kSplitTiles || chunks == 1) {
-          pieces_.push_back(piece);
-          continue;
-        }
-        piece.unit = static_cast<int32_t>(unit_chunks_.size());
-        unit_chunks_.push_back(static_cast<int>(chunks));
-        for (int64_t c = 0; c < chunks; ++c) {
-          piece.chunk = static_cast<int32_t>(c);
-          piece.partial = partial_floats;
-          partial_floats += part_floats(tile.rows);
-          pieces_.push_back(piece);
-        }
-      }
-    }
     rows_.push_back(row);
+  }
+  int64_t walked = 0;
+  for (const Row& row : rows_)
+    if (tiles_of(row) > kSplitTiles) walked += tiles_of(row) * shape_.kv_heads;
+  const int64_t group = std::clamp<int64_t>(walked / (kWalkPieces * pool_.threads()), 1, kWalkTiles);
+  int64_t partial_floats = 0;
+  for (size_t r = 0; r < count; ++r) {
+    const Row& row = rows_[r];
+    const int64_t tiles = tiles_of(row);
+    for (int g = 0; g < shape_.kv_heads; ++g) {
+      Piece piece{static_cast<int32_t>(r), g, 0, 1, -1, -1, -1};
+      if (tiles > kSplitTiles) {  // the last tiles see most: they come first
+        for (int64_t end = tiles; end > 0; end -= group) {
+          piece.tiles = static_cast<int32_t>(std::min(group, end));
+          piece.tile = static_cast<int32_t>(end - piece.tiles);
+          pieces_.push_back(piece);
+        }
+        continue;
+      }
+      partial_floats = plan_chunks(row, tiles, piece, partial_floats);
+    }
   }
   // The long pieces first, so that none is left over when everything else has ended.
   std::stable_partition(pieces_.begin(), pieces_.end(), [](const Piece& p) { return p.chunk < 0; });
-  if (static_cast<int64_t>(partials_.size()) < partial_floats) partials_.resize(static_cast<size_t>(partial_floats));
+  const size_t partial_bytes = static_cast<size_t>(partial_floats) * sizeof(float);
+  if (partials_.bytes() < partial_bytes) partials_ = Arena(partial_bytes + partial_bytes / 2);
   if (pending_.size() < unit_chunks_.size()) pending_ = std::vector<std::atomic<int>>(2 * unit_chunks_.size());
+}
+
+// A row's few tiles, cut into chunks: those of one chunk follow each other, since they read the same memory.
+int64_t PagedAttention::plan_chunks(const Row& row, int64_t tiles, Piece piece, int64_t partial_floats) {
+  struct Unit {
+    int64_t chunks;
+    int32_t index;
+    int64_t partial;
+    int64_t size;
+  };
+  Unit units[kSplitTiles];
+  for (int64_t t = 0; t < tiles; ++t) {
+    const Tile tile = tile_of(row, static_cast<int>(t));
+    const int64_t chunks = (tile.seen + kChunk - 1) / kChunk;
+    units[t] = {chunks, static_cast<int32_t>(unit_chunks_.size()), partial_floats, part_floats(tile.rows)};
+    if (chunks == 1) continue;
+    unit_chunks_.push_back(static_cast<int>(chunks));
+    partial_floats += chunks * units[t].size;
+  }
+  for (int64_t c = 0; c < units[tiles - 1].chunks; ++c) {
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Unit& unit = units[t];
+      if (c >= unit.chunks) continue;
+      piece.tile = static_cast<int32_t>(t);
+      piece.chunk = unit.chunks == 1 ? -1 : static_cast<int32_t>(c);
+      piece.unit = unit.chunks == 1 ? -1 : unit.index;
+      piece.partial = unit.partial + c * unit.size;
+      pieces_.push_back(piece);
+    }
+  }
+  return partial_floats;
 }
 
 void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q, TokenRows<const void> k,
@@ -197,12 +245,12 @@ void PagedAttention::write(const Call& call, const Write& w) const {
   }
 }
 
-void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, int worker,
-                               float* part) const {
+void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, float* scores,
+                               float* queries, float* part) const {
   const Row& row = rows_[static_cast<size_t>(piece.row)];
   const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
   const void* tiles[kChunk / kKvBlock];
-  const void* queries[kTileRows];
+  const void* q[kTileRows];
   int limits[kTileRows];
   const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
   for (int b = 0; b * kKvBlock < positions; ++b)
@@ -210,21 +258,21 @@ void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile&
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
     const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;
-    queries[r] = call.q.data + (row.first_token + token) * call.q.stride + head * shape_.head_dim * row_bytes_;
+    q[r] = call.q.data + (row.first_token + token) * call.q.stride + head * shape_.head_dim * row_bytes_;
     const int64_t sees = row.context - row.tokens + token + 1 - begin;
     limits[r] = static_cast<int>(std::clamp<int64_t>(sees, 0, kChunk));
   }
-  float* scratch = const_cast<float*>(scratch_.data()) + scratch_floats_ * worker;
   ChunkWork work{};
   work.tiles = tiles;
-  work.q = queries;
+  work.q = q;
   work.limits = limits;
   work.rows = tile.rows;
   work.positions = positions;
   work.head_dim = shape_.head_dim;
   work.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(shape_.head_dim)));
-  work.scores = scratch;
-  work.q_scratch = scratch + kTileRows * kChunk;
+  work.scores = scores;
+  work.q_scratch = queries;
+  work.q_ready = piece.chunk < 0 && chunk > 0;
   work.sums = part;
   work.top = part + static_cast<int64_t>(tile.rows) * shape_.head_dim;
   work.total = work.top + tile.rows;
@@ -258,26 +306,38 @@ void PagedAttention::finish(const Call& call, const Piece& piece, const Tile& ti
 }
 
 void PagedAttention::attend(const Call& call, const Piece& piece, int worker) {
+  if (piece.chunk < 0) return walk(call, piece, worker);
   const Tile tile = tile_of(rows_[static_cast<size_t>(piece.row)], piece.tile);
-  if (piece.chunk >= 0) {
-    run_chunk(call, piece, tile, piece.chunk, worker, partials_.data() + piece.partial);
-    if (pending_[static_cast<size_t>(piece.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
-      join_last(call, piece, tile);
-    return;
+  float* scores = scratch(worker);
+  float* queries = scores + kTileRows * kScoreStride;
+  run_chunk(call, piece, tile, piece.chunk, scores, queries, partial(piece.partial));
+  if (pending_[static_cast<size_t>(piece.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
+    join_last(call, piece, tile);
+}
+
+void PagedAttention::walk(const Call& call, const Piece& piece, int worker) {
+  float* scores = scratch(worker);
+  float* later = scores + kTileRows * kScoreStride;
+  float* own = later + part_floats(kTileRows);
+  const int64_t queries_floats = static_cast<int64_t>(kTileRows) * shape_.head_dim;
+  const auto queries = [&](int t) { return own + t * (queries_floats + part_floats(kTileRows)); };
+  const auto part = [&](int t) { return queries(t) + queries_floats; };
+  Tile tiles[kWalkTiles];
+  for (int t = 0; t < piece.tiles; ++t) tiles[t] = tile_of(rows_[static_cast<size_t>(piece.row)], piece.tile + t);
+  const int64_t seen = tiles[piece.tiles - 1].seen;
+  for (int chunk = 0; static_cast<int64_t>(chunk) * kChunk < seen; ++chunk) {
+    for (int t = 0; t < piece.tiles; ++t) {
+      if (static_cast<int64_t>(chunk) * kChunk >= tiles[t].seen) continue;
+      run_chunk(call, piece, tiles[t], chunk, scores, queries(t), chunk == 0 ? part(t) : later);
+      if (chunk > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.head_dim);
+    }
   }
-  float* part = scratch_.data() + scratch_floats_ * worker + kTileRows * (kChunk + shape_.head_dim);
-  float* later = part + part_floats(kTileRows);
-  run_chunk(call, piece, tile, 0, worker, part);
-  for (int chunk = 1; static_cast<int64_t>(chunk) * kChunk < tile.seen; ++chunk) {
-    run_chunk(call, piece, tile, chunk, worker, later);
-    join(kernels_, part, later, tile.rows, shape_.head_dim);
-  }
-  finish(call, piece, tile, part);
+  for (int t = 0; t < piece.tiles; ++t) finish(call, piece, tiles[t], part(t));
 }
 
 void PagedAttention::join_last(const Call& call, const Piece& piece, const Tile& tile) {
   const int64_t size = part_floats(tile.rows);
-  float* first = partials_.data() + piece.partial - piece.chunk * size;
+  float* first = partial(piece.partial - piece.chunk * size);
   for (int chunk = 1; chunk < unit_chunks_[static_cast<size_t>(piece.unit)]; ++chunk)
     join(kernels_, first, first + chunk * size, tile.rows, shape_.head_dim);
   finish(call, piece, tile, first);

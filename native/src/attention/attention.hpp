@@ -18,7 +18,8 @@
 // in the step, and chunks are joined in rising order: a row's bits are the same alone or in any batch.
 //
 //   few tiles (decode, small chunks):  one piece per (tile, chunk); the last to finish a tile joins its chunks
-//   many tiles (prefill):              one piece per tile, which walks its chunks itself
+//   many tiles (prefill):              one piece per group of up to 4 tiles, which walks their chunks itself: a
+//                                      chunk's K and V come from memory once for the group
 #pragma once
 
 #include <atomic>
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "attention/attention_kernels.hpp"
+#include "core/arena.hpp"
 #include "core/isa.hpp"
 #include "core/pool.hpp"
 
@@ -82,7 +84,8 @@ class PagedAttention {
     int32_t row;
     int32_t kv_head;
     int32_t tile;
-    int32_t chunk;    // -1: all chunks of the tile
+    int32_t tiles;    // from there on; 1 where the chunks are pieces of their own
+    int32_t chunk;    // -1: all chunks of the tiles
     int32_t unit;     // of a tile cut into chunks: its counter
     int64_t partial;  // and where in partials_ this chunk's part goes
   };
@@ -104,20 +107,26 @@ class PagedAttention {
   };
 
   Tile tile_of(const Row& row, int tile) const;
+  int64_t plan_chunks(const Row& row, int64_t tiles, Piece piece, int64_t partial_floats);
   void write(const Call& call, const Write& write) const;
   void attend(const Call& call, const Piece& piece, int worker);
-  void run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, int worker, float* part) const;
+  void walk(const Call& call, const Piece& piece, int worker);
+  void run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, float* scores, float* queries,
+                 float* part) const;
   void join_last(const Call& call, const Piece& piece, const Tile& tile);
   void finish(const Call& call, const Piece& piece, const Tile& tile, const float* part) const;
   char* kv_tile(char* cache, int32_t block, int kv_head) const {
     return cache + (static_cast<int64_t>(block) * shape_.kv_heads + kv_head) * 2 * tile_bytes_;
   }
-  // A part: sums [rows, head_dim], then the rows' maxima, then their totals.
-  int64_t part_floats(int rows) const { return static_cast<int64_t>(rows) * (shape_.head_dim + 2); }
+  // A part: sums [rows, head_dim], then the rows' maxima, then their totals; whole cache lines.
+  int64_t part_floats(int rows) const { return (static_cast<int64_t>(rows) * (shape_.head_dim + 2) + 15) / 16 * 16; }
+  // A worker's scratch: scores, a part; then per tile of a group: queries, a part. Aligned to cache lines.
+  float* scratch(int worker) { return reinterpret_cast<float*>(scratch_.data()) + scratch_floats_ * worker; }
+  float* partial(int64_t offset) { return reinterpret_cast<float*>(partials_.data()) + offset; }
 
   WorkerPool& pool_;
   AttentionShape shape_;
-  const AttentionKernels& kernels_;
+  AttentionKernels kernels_;
   int group_;              // query heads of a kv head
   int64_t element_bytes_;  // of the cache
   int64_t row_bytes_;      // of an element of q, k, v and out
@@ -129,9 +138,9 @@ class PagedAttention {
   std::vector<int32_t> tables_;
   std::vector<Piece> pieces_;
   std::vector<Write> writes_;
-  std::vector<float> partials_;
-  std::vector<float> scratch_;  // per worker: scores, converted queries, two parts
-  int64_t scratch_floats_;
+  Arena partials_;
+  Arena scratch_;
+  int64_t scratch_floats_;                 // of a worker
   std::vector<std::atomic<int>> pending_;  // per unit: chunks still to come
   std::vector<int> unit_chunks_;
 };

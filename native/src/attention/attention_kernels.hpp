@@ -9,6 +9,7 @@ inline constexpr int kKvBlock = 16;   // positions of a KV block
 inline constexpr int kChunk = 256;    // positions whose softmax is summed at once; never depends on the batch
 inline constexpr int kTileRows = 32;  // (token, query head) rows of one kv head that a piece works on
 inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
 
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
@@ -19,8 +20,9 @@ struct ChunkWork {
   int positions;             // 1 .. kChunk: the largest limit
   int head_dim;
   float scale_log2;  // log2(e) / sqrt(head_dim): the softmax works in powers of two
-  float* scores;     // scratch: kTileRows x kChunk
+  float* scores;     // scratch: kTileRows x kScoreStride, 64-byte aligned as q_scratch
   float* q_scratch;  // kTileRows x head_dim: queries in the type that is multiplied
+  bool q_ready;      // q_scratch still holds these rows from an earlier chunk
   float* top;        // out, per row: the largest scaled score, -inf if the row sees nothing
   float* total;      // out, per row: sum of 2^(score - top)
   float* sums;       // out, rows x head_dim: sum of 2^(score - top) * v
@@ -39,5 +41,10 @@ struct AttentionKernels {
 
 extern const AttentionKernels kAttentionAvx2;
 extern const AttentionKernels kAttentionAvx512;
+
+// chunk_bf16 and chunk_mixed on tiles, for a head_dim that is a multiple of 32.
+inline constexpr int kAmxDims = 32;
+void attend_chunk_amx(const ChunkWork& work);
+void attend_chunk_mixed_amx(const ChunkWork& work);
 
 }  // namespace ktserve

@@ -111,7 +111,7 @@ void score_tile(const ChunkWork& w, const void* const* q, int row, int block) {
     for (int n = 0; n < N; ++n) acc[r][n] = zero16();
   multiply<T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kChunk + (block + n) * kKvBlock, acc[r][n]);
+    for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kScoreStride + (block + n) * kKvBlock, acc[r][n]);
 }
 
 template <class T, int R, int N>
@@ -126,7 +126,7 @@ void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim)
     const void* rows[R];
     for (int n = 0; n < N; ++n) tiles[n] = values + (dim + n * 16) * kKvBlock;
     for (int r = 0; r < R; ++r) {
-      const char* p = reinterpret_cast<const char*>(w.scores + (row + r) * kChunk);
+      const char* p = reinterpret_cast<const char*>(w.scores + (row + r) * kScoreStride);
       rows[r] = p + b * kKvBlock * (kDot ? sizeof(T) : sizeof(float));
     }
     const int seen = static_cast<int>(least(kKvBlock, w.positions - b * kKvBlock));
@@ -254,11 +254,12 @@ void attend_chunk(const ChunkWork& w) {
     q[r] = w.q[r];
     if constexpr (!as_they_are) {
       float* row = w.q_scratch + r * w.head_dim;
+      q[r] = row;
+      if (w.q_ready) continue;
       if constexpr (packed)
         convert(static_cast<const Q*>(w.q[r]), reinterpret_cast<bf16*>(row), w.head_dim);
       else
         convert(static_cast<const Q*>(w.q[r]), row, w.head_dim);
-      q[r] = row;
     }
   }
   for (int b = 0; b < num_blocks; b += kBlocks) {
@@ -269,7 +270,7 @@ void attend_chunk(const ChunkWork& w) {
   }
   prefetch_tile(static_cast<const char*>(w.tiles[0]) + tile_bytes, tile_bytes);
   for (int r = 0; r < w.rows; ++r)
-    softmax_row<packed>(w.scores + r * kChunk, w.limits[r], num_blocks, w.scale_log2, w.top + r, w.total + r);
+    softmax_row<packed>(w.scores + r * kScoreStride, w.limits[r], num_blocks, w.scale_log2, w.top + r, w.total + r);
   std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
   for (int b = 0; b < num_blocks; b += kValueBlocks) {
     const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
