@@ -113,8 +113,11 @@ def test_equals_dense_attention(isa: str, dtype: torch.dtype, kv: torch.dtype, d
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
-def test_a_row_is_the_same_alone_in_a_batch_and_chunked(isa: str, dtype: torch.dtype, kv: torch.dtype) -> None:
-    shape = Shape(heads=12, kv_heads=2, head_dim=80)
+@pytest.mark.parametrize(("group", "head_dim"), [(6, 80), (8, 96)])  # 96: a multiple of 32, which tiles take
+def test_a_row_is_the_same_alone_in_a_batch_and_chunked(
+    isa: str, dtype: torch.dtype, kv: torch.dtype, group: int, head_dim: int
+) -> None:
+    shape = Shape(heads=2 * group, kv_heads=2, head_dim=head_dim)
     sequences = draw_sequences(shape, [700, 257, 33, 256, 300], dtype, seed=3)
     alone = [whole(shape.make(dtype, isa, kv=kv), s, []) for s in sequences]
     for s, expected in zip(sequences, alone, strict=True):  # prefill in odd chunks, then decode one by one
@@ -215,6 +218,42 @@ def test_a_bf16_cache_under_float32_rows() -> None:
     assert error < 0.002, f"relative error {error:.5f}"
     first = dataclasses.replace(s, k=s.k.bfloat16().float(), v=s.v.bfloat16().float())
     assert torch.equal(whole(shape.make(F32, "", kv=BF16), first, []), out)
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="needs AMX")
+@pytest.mark.parametrize("head_dim", [32, 128, 224])
+def test_tiles_round_neither_queries_nor_probabilities_of_float_rows(head_dim: int) -> None:
+    """Both are split in two bf16, of which 16 bits count; with bf16 rows they are bf16."""
+    shape = Shape(head_dim=head_dim)
+    (s,) = draw_sequences(shape, [700], F32, seed=6)
+    s.k, s.v = s.k.bfloat16().float(), s.v.bfloat16().float()
+    expected = s.reference()
+
+    def error(out: torch.Tensor) -> float:
+        return float((out - expected).abs().mean() / expected.abs().mean())
+
+    assert error(whole(shape.make(F32, "amx", kv=BF16), s, [400])) < 2e-5
+    assert error(whole(shape.make(F32, "avx512", kv=BF16), s, [400])) > 2e-4
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="needs AMX")
+@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
+def test_what_tiles_do_not_take_is_the_avx512_kernel(dtype: torch.dtype, kv: torch.dtype) -> None:
+    for head_dim in (48, 64):
+        shape = Shape(head_dim=head_dim)
+        (s,) = draw_sequences(shape, [300], dtype, seed=8)
+        tiles, vectors = (whole(shape.make(dtype, isa, kv=kv), s, [290]) for isa in ("amx", "avx512"))
+        assert torch.equal(tiles, vectors) == (head_dim == 48 or kv == F32)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_groups_of_tiles_end_anywhere(isa: str) -> None:
+    """A long chunk is walked in groups of tiles whose last sees more chunks of the KV than their first."""
+    shape = Shape(heads=16, kv_heads=2, head_dim=64)
+    (s,) = draw_sequences(shape, [1100], BF16, seed=10)
+    alone = whole(shape.make(BF16, isa), s, [])
+    assert_close(alone, s.reference(), BF16)
+    assert torch.equal(whole(shape.make(BF16, isa), s, [251, 777, 1099]), alone)
 
 
 def test_other_refusals() -> None:

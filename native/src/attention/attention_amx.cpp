@@ -163,9 +163,8 @@ void scores_of_one_half(const Chunk& c) {
 }
 
 // 2^x for x <= 0 or so, relative error 1e-7: a polynomial in the fraction [0, 1) and the integer below x as exponent.
-// NaN stays NaN.
+// Minus infinity gives 0 (its fraction is 0 by the instruction's rule), NaN stays NaN.
 inline __m512 exp2_falling(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-160.0f), x);
   const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 p = _mm512_set1_ps(1.8671307479962707e-3f);
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.017028845846653e-3f));
@@ -181,40 +180,49 @@ inline __mmask16 seen_lanes(int limit, int block) {
   return seen >= 16 ? __mmask16{0xffff} : static_cast<__mmask16>((1u << (seen > 0 ? seen : 0)) - 1u);
 }
 
-// One row's scores become probabilities 2^(scaled score - top), packed as A operands; unseen ones are zero.
-// What is summed is what will multiply v.
-template <bool Split>
-void softmax_row(char* row, int limit, int pairs, float scale, float* top, float* total) {
-  const auto scores = [row](int block) { return _mm512_load_ps(row + block * 64); };
+inline __m512 load_scores(const char* row, int block) {
+  return _mm512_load_ps(row + block * 64);
+}
+
+// The largest scaled score of what a row may see, -inf if that is nothing.
+inline float highest_score(const char* row, int limit, float scale) {
   __m512 highest = _mm512_set1_ps(-__builtin_inff());
   const int full = limit / kKvBlock;
-  for (int b = 0; b < full; ++b) highest = _mm512_max_ps(highest, scores(b));
+  for (int b = 0; b < full; ++b) highest = _mm512_max_ps(highest, load_scores(row, b));
   if (limit % kKvBlock != 0)
-    highest = _mm512_max_ps(highest, _mm512_mask_mov_ps(highest, seen_lanes(limit, full), scores(full)));
-  *top = _mm512_reduce_max_ps(highest) * scale;
-  const __m512 s = _mm512_set1_ps(scale), t = _mm512_set1_ps(*top);
+    highest = _mm512_mask_max_ps(highest, seen_lanes(limit, full), highest, load_scores(row, full));
+  return _mm512_reduce_max_ps(highest) * scale;
+}
+
+// One row's scores become probabilities 2^(scaled score - top), packed as A operands; unseen ones are zero.
+// Returns their sum, of what will multiply v.
+template <bool Split>
+float probabilities(char* row, int limit, int pairs, float scale, float top) {
+  const __m512 s = _mm512_set1_ps(scale), t = _mm512_set1_ps(top);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
   __m512 sum = _mm512_setzero_ps();
-  const auto pair = [&](int p, __mmask16 even, __mmask16 odd) {
-    const __m512 a = _mm512_maskz_mov_ps(even, exp2_falling(_mm512_fmsub_ps(scores(2 * p), s, t)));
-    const __m512 b = _mm512_maskz_mov_ps(odd, exp2_falling(_mm512_fmsub_ps(scores(2 * p + 1), s, t)));
-    const __m512i hi = rounded(a, b);
-    _mm512_store_si512(row + p * kPairBytes, hi);
-    if constexpr (Split) {
-      const __m512 rest_a = _mm512_sub_ps(a, low_half(hi)), rest_b = _mm512_sub_ps(b, high_half(hi));
-      _mm512_store_si512(row + p * kPairBytes + 64, rounded(rest_a, rest_b));
+  const auto store = [&](int p, __m512 a, __m512 b) {
+    __m512i* to = reinterpret_cast<__m512i*>(row + p * kPairBytes);
+    if constexpr (Split) {  // hi is cut off, not rounded: lo has the rest
+      const __m512 hi_a = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), upper));
+      const __m512 hi_b = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(b), upper));
+      _mm512_store_si512(to, rounded(hi_a, hi_b));
+      _mm512_store_si512(to + 1, rounded(_mm512_sub_ps(a, hi_a), _mm512_sub_ps(b, hi_b)));
       sum = _mm512_add_ps(_mm512_add_ps(sum, a), b);
     } else {
-      sum = _mm512_add_ps(_mm512_add_ps(sum, low_half(hi)), high_half(hi));
+      const __m512i hi = rounded(a, b);
+      _mm512_store_si512(to, hi);
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)hi, ones);
     }
   };
+  const auto power = [&](int block) { return exp2_falling(_mm512_fmsub_ps(load_scores(row, block), s, t)); };
+  const auto seen = [&](int block) { return _mm512_maskz_mov_ps(seen_lanes(limit, block), power(block)); };
   int p = 0;
-  for (; (p + 1) * 2 * kKvBlock <= limit; ++p) pair(p, 0xffff, 0xffff);
-  for (; p * 2 * kKvBlock < limit; ++p) pair(p, seen_lanes(limit, 2 * p), seen_lanes(limit, 2 * p + 1));
-  for (; p < pairs; ++p) {
-    _mm512_store_si512(row + p * kPairBytes, _mm512_setzero_si512());
-    if constexpr (Split) _mm512_store_si512(row + p * kPairBytes + 64, _mm512_setzero_si512());
-  }
-  *total = _mm512_reduce_add_ps(sum);
+  for (; (p + 1) * 2 * kKvBlock <= limit; ++p) store(p, power(2 * p), power(2 * p + 1));
+  for (; p * 2 * kKvBlock < limit; ++p) store(p, seen(2 * p), seen(2 * p + 1));
+  for (; p < pairs; ++p) store(p, _mm512_setzero_ps(), _mm512_setzero_ps());
+  return _mm512_reduce_add_ps(sum);
 }
 
 // B operands of `tiles` times 16 dims and the two blocks of a pair; zeros where there is no position yet.
@@ -339,8 +347,9 @@ void attend_chunk(const ChunkWork& w) {
     scores_of_two_halves<Split>(c);
   else
     scores_of_one_half<Split>(c);
+  for (int r = 0; r < w.rows; ++r) w.top[r] = highest_score(c.scores(r), w.limits[r], w.scale_log2);
   for (int r = 0; r < w.rows; ++r)
-    softmax_row<Split>(c.scores(r), w.limits[r], pairs, w.scale_log2, w.top + r, w.total + r);
+    w.total[r] = probabilities<Split>(c.scores(r), w.limits[r], pairs, w.scale_log2, w.top[r]);
   if (c.second > 0) {
     values_of_two_halves<Split>(c, pairs);
   } else {
