@@ -95,16 +95,53 @@ inline __attribute__((always_inline)) __m256i dot4(__m256i sum, __m256i u, __m25
   return _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
 }
 
-template <Format F, int M>
-void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride, bool ahead) {
+// What a tile reads and writes: a panel and rows of its own. Blocks [part.first, part.first + part.count) of k are
+// added to `out`, where sums wait, exactly, from one part of k to the next.
+struct Tile {
+  const uint8_t* w;
+  int64_t k;
+  const uint8_t* x;
+  int64_t stride;
+  float* out;
+  int64_t out_stride;
+  Part part;
+};
+
+template <int M>
+inline __attribute__((always_inline)) void begin(Pair (&f)[M], const Tile& t) {
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    const float* at = t.out + m * t.out_stride;
+    f[m] = t.part.first == 0 ? Pair{_mm256_setzero_ps(), _mm256_setzero_ps()}
+                             : Pair{_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)};
+  }
+}
+
+template <int M>
+inline __attribute__((always_inline)) void end(const Pair (&f)[M], const Tile& t) {
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    _mm256_storeu_ps(t.out + m * t.out_stride, f[m].lo);
+    _mm256_storeu_ps(t.out + m * t.out_stride + 8, f[m].hi);
+  }
+}
+
+template <Format F, int M, bool Alone>
+void tile(const Tile& t) {
   constexpr int groups = info(F).group == 16 ? 2 : 1;
   constexpr int steps = 8 / groups;
-  const RowLayout row = row_layout(F, k);
-  const uint8_t* q = w + meta_size(F, k);
+  const RowLayout row = row_layout(F, t.k);
+  const int64_t stride = t.stride;
+  const uint8_t* const w = t.w;
+  const uint8_t* q = w + meta_size(F, t.k) + t.part.first * info(F).quant_bytes;
+  const uint8_t* x = t.x + t.part.first * kBlock;
+  const uint8_t* scales = t.x + row.scale + t.part.first * 4;
+  const uint8_t* inits = t.x + row.init + t.part.first * groups * 4;
+  const uint8_t* sums = t.x + row.sum + t.part.first * 4;
   Pair f[M];
-  for (int m = 0; m < M; ++m) f[m] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-  Ahead next(w + panel_size(F, k), ahead ? panel_size(F, k) / (k / kBlock) / 2 : 0);
-  for (int64_t b = 0; b < k / kBlock; ++b, q += info(F).quant_bytes) {
+  begin(f, t);
+  Ahead<2, lines_of<F>(1, 2, Alone)> next(w + panel_size(F, t.k), panel_size(F, t.k), t.k / kBlock, t.part);
+  for (int64_t b = t.part.first; b < t.part.first + t.part.count; ++b) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
       __m256i lo[M], hi[M];
@@ -112,7 +149,7 @@ void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* 
       for (int m = 0; m < M; ++m) {
         lo[m] = _mm256_setzero_si256();
         if constexpr (info(F).bias != 0 && F != Format::i8) {
-          lo[m] = _mm256_set1_epi32(word(x + m * stride + row.init + (b * groups + g) * 4));
+          lo[m] = _mm256_set1_epi32(word(inits + m * stride + g * 4));
         }
         hi[m] = lo[m];
       }
@@ -123,7 +160,7 @@ void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* 
         const __m256i c = quants<F>(q, j, 1);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) {
-          const __m256i v = _mm256_set1_epi32(word(x + m * stride + b * kBlock + 4 * j));
+          const __m256i v = _mm256_set1_epi32(word(x + m * stride + 4 * j));
           lo[m] = dot4<F>(lo[m], a, v);
           hi[m] = dot4<F>(hi[m], c, v);
         }
@@ -131,7 +168,7 @@ void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* 
       const Pair scale = scale_of<F>(w, b, g);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
-        const __m256 xs = _mm256_castsi256_ps(_mm256_set1_epi32(word(x + m * stride + row.scale + b * 4)));
+        const __m256 xs = _mm256_castsi256_ps(_mm256_set1_epi32(word(scales + m * stride)));
         f[m].lo = _mm256_fmadd_ps(_mm256_cvtepi32_ps(lo[m]), _mm256_mul_ps(scale.lo, xs), f[m].lo);
         f[m].hi = _mm256_fmadd_ps(_mm256_cvtepi32_ps(hi[m]), _mm256_mul_ps(scale.hi, xs), f[m].hi);
       }
@@ -140,16 +177,18 @@ void tile(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* 
       const Pair minimum = minimum_of<F>(w, b);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
-        const __m256 sum = _mm256_castsi256_ps(_mm256_set1_epi32(word(x + m * stride + row.sum + b * 4)));
+        const __m256 sum = _mm256_castsi256_ps(_mm256_set1_epi32(word(sums + m * stride)));
         f[m].lo = _mm256_fmadd_ps(minimum.lo, sum, f[m].lo);
         f[m].hi = _mm256_fmadd_ps(minimum.hi, sum, f[m].hi);
       }
+      sums += 4;
     }
+    q += info(F).quant_bytes;
+    x += kBlock;
+    scales += 4;
+    inits += groups * 4;
   }
-  for (int m = 0; m < M; ++m) {
-    _mm256_storeu_ps(out + m * out_stride, f[m].lo);
-    _mm256_storeu_ps(out + m * out_stride + 8, f[m].hi);
-  }
+  end(f, t);
 }
 
 __m256 even(__m256i pairs) {
@@ -159,83 +198,93 @@ __m256 odd(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
 }
 
-template <int M>
-void tile_bf16(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride,
-               bool ahead) {
+template <int M, bool Alone>
+void tile_bf16(const Tile& t) {
+  constexpr int64_t pairs = kBlock / 2;
   Pair f[M];
-  for (int m = 0; m < M; ++m) f[m] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-  Ahead next(w + panel_size(Format::bf16, k), ahead ? 64 : 0);
-  for (int64_t i = 0; i < padded_k(k) / 2; ++i) {
+  begin(f, t);
+  const int64_t size = panel_size(Format::bf16, t.k);
+  Ahead<8, lines_of<Format::bf16>(1, 8, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  const int64_t last = (t.part.first + t.part.count) * pairs;
+  for (int64_t pair = t.part.first * pairs; pair < last; pair += 2) {
     next.advance();
-    const __m256i lo = load(w + i * 64);
-    const __m256i hi = load(w + i * 64 + 32);
-    const __m256 lo_even = even(lo), lo_odd = odd(lo), hi_even = even(hi), hi_odd = odd(hi);
+#pragma GCC unroll 2
+    for (int64_t i = pair; i < pair + 2; ++i) {
+      const __m256i lo = load(t.w + i * 64);
+      const __m256i hi = load(t.w + i * 64 + 32);
+      const __m256 lo_even = even(lo), lo_odd = odd(lo), hi_even = even(hi), hi_odd = odd(hi);
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-      const __m256i v = _mm256_set1_epi32(word(x + m * stride + i * 4));
-      f[m].lo = _mm256_fmadd_ps(lo_odd, odd(v), _mm256_fmadd_ps(lo_even, even(v), f[m].lo));
-      f[m].hi = _mm256_fmadd_ps(hi_odd, odd(v), _mm256_fmadd_ps(hi_even, even(v), f[m].hi));
+      for (int m = 0; m < M; ++m) {
+        const __m256i v = _mm256_set1_epi32(word(t.x + m * t.stride + i * 4));
+        f[m].lo = _mm256_fmadd_ps(lo_odd, odd(v), _mm256_fmadd_ps(lo_even, even(v), f[m].lo));
+        f[m].hi = _mm256_fmadd_ps(hi_odd, odd(v), _mm256_fmadd_ps(hi_even, even(v), f[m].hi));
+      }
     }
   }
-  for (int m = 0; m < M; ++m) {
-    _mm256_storeu_ps(out + m * out_stride, f[m].lo);
-    _mm256_storeu_ps(out + m * out_stride + 8, f[m].hi);
-  }
+  end(f, t);
 }
 
-template <int M>
-void tile_f32(const uint8_t* w, int64_t k, const uint8_t* x, int64_t stride, float* out, int64_t out_stride,
-              bool ahead) {
+template <int M, bool Alone>
+void tile_f32(const Tile& t) {
   Pair f[M];
-  for (int m = 0; m < M; ++m) f[m] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-  Ahead next(w + panel_size(Format::f32, k), ahead ? 64 : 0);
-  for (int64_t i = 0; i < k; ++i) {
+  begin(f, t);
+  const int64_t size = panel_size(Format::f32, t.k);
+  Ahead<32, lines_of<Format::f32>(1, 32, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
+  const int64_t last = end_of_part < t.k ? end_of_part : t.k;
+  for (int64_t i = t.part.first * kBlock; i < last; ++i) {
     next.advance();
-    const __m256 lo = _mm256_castsi256_ps(load(w + i * 64));
-    const __m256 hi = _mm256_castsi256_ps(load(w + i * 64 + 32));
+    const __m256 lo = _mm256_castsi256_ps(load(t.w + i * 64));
+    const __m256 hi = _mm256_castsi256_ps(load(t.w + i * 64 + 32));
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
-      const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(x + m * stride + i * 4)));
+      const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + m * t.stride + i * 4)));
       f[m].lo = _mm256_fmadd_ps(lo, v, f[m].lo);
       f[m].hi = _mm256_fmadd_ps(hi, v, f[m].hi);
     }
   }
-  for (int m = 0; m < M; ++m) {
-    _mm256_storeu_ps(out + m * out_stride, f[m].lo);
-    _mm256_storeu_ps(out + m * out_stride + 8, f[m].hi);
-  }
+  end(f, t);
 }
 
-template <Format F, int M>
-void tile_for(const uint8_t* w, const DotArgs& a, const uint8_t* x, float* out, bool ahead) {
+template <Format F, int M, bool Alone>
+void tile_for(const Tile& t) {
   if constexpr (F == Format::bf16)
-    tile_bf16<M>(w, a.k, x, a.x_stride, out, a.out_stride, ahead);
+    tile_bf16<M, Alone>(t);
   else if constexpr (F == Format::f32)
-    tile_f32<M>(w, a.k, x, a.x_stride, out, a.out_stride, ahead);
+    tile_f32<M, Alone>(t);
   else
-    tile<F, M>(w, a.k, x, a.x_stride, out, a.out_stride, ahead);
+    tile<F, M, Alone>(t);
+}
+
+// A tile of so many rows, alone with its panel or one of several.
+template <Format F>
+void tile_of(int64_t rows, const Tile& t) {
+  const bool alone = t.part.tiles == 1;
+  if (rows == 1) return tile_for<F, 1, true>(t);
+  if (rows == 2) return alone ? tile_for<F, 2, true>(t) : tile_for<F, 2, false>(t);
+  return alone ? tile_for<F, 3, true>(t) : tile_for<F, 3, false>(t);
 }
 
 template <Format F>
 void dot_format(const DotArgs& a) {
   constexpr int64_t most = 3;
+  constexpr int64_t at_once = 16384 / info(F).quant_bytes;  // so the first-level cache keeps weights for all tiles
+  const int64_t blocks = padded_k(a.k) / kBlock;
   const int64_t tiles = (a.rows + most - 1) / most;
+  const int64_t step = tiles == 1 ? blocks : at_once;
   for (int64_t p = 0; p < a.panels; ++p) {
     const uint8_t* w = a.w + p * panel_size(F, a.k);
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t row = a.rows * t / tiles;
-      const uint8_t* x = a.x + row * a.x_stride;
-      float* out = a.out + row * a.out_stride + p * kPanel;
-      switch (a.rows * (t + 1) / tiles - row) {
-        case 1:
-          tile_for<F, 1>(w, a, x, out, t == 0);
-          break;
-        case 2:
-          tile_for<F, 2>(w, a, x, out, t == 0);
-          break;
-        default:
-          tile_for<F, 3>(w, a, x, out, t == 0);
-          break;
+    for (int64_t first = 0; first < blocks; first += step) {
+      const int64_t count = blocks - first < step ? blocks - first : step;
+      for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t row = a.rows * i / tiles;
+        tile_of<F>(a.rows * (i + 1) / tiles - row, {w,
+                                                    a.k,
+                                                    a.x + row * a.x_stride,
+                                                    a.x_stride,
+                                                    a.out + row * a.out_stride + p * kPanel,
+                                                    a.out_stride,
+                                                    {first, count, i, tiles}});
       }
     }
   }
