@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.memory_units import format_bytes
 from engine.model_config import ModelConfig
 from engine.weights.layout import EMBED
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 _BF16, _F32 = 2, 4
 # Bytes per weight, scales included. Native: the packed formats that hold GGUF's blocks (native/src/core/format.hpp);
-# other types are held in the type of unquantised weights.
+# other types are dequantised and held as unquantised weights are.
 _NATIVE_BYTES = {"Q8_0": 544, "Q5_0": 352, "Q5_1": 384, "Q4_0": 288, "Q4_1": 320, "Q4_K": 296, "Q5_K": 360, "Q6_K": 420}
 _NATIVE_PER = 512  # weights of a panel's block
 _QUANTISED_AS = {"int8": "Q8_0", "int4": "Q4_1"}
@@ -40,6 +42,44 @@ def expert_bytes(
     return int(store.num_experts * sum(each))
 
 
+def dequantised_notes(
+    source: WeightSource,
+    expert_backend: Callable[[int], str],
+    linear_backend: str,
+    element_bytes: int,
+    quantise: str | None = None,
+) -> list[str]:
+    """Per type that the native kernels have no packed format for: how many tensors of it they hold dequantised, and
+    what that costs."""
+    tensors: dict[str, int] = {}
+    more: dict[str, int] = {}
+
+    def add(tensor: WeightTensor, count: int, copies: int) -> None:
+        if tensor.quantised and tensor.type not in _NATIVE_BYTES:
+            extra = copies * (_native_bytes(tensor, element_bytes, quantise) - tensor.num_bytes)
+            tensors[tensor.type] = tensors.get(tensor.type, 0) + count
+            more[tensor.type] = more.get(tensor.type, 0) + extra
+
+    for layer in source.config.sparse_layers:
+        if expert_backend(layer) in ("native", "hybrid"):
+            store = source.experts(layer)
+            for projection, held in store.projections():
+                count = len(held) if isinstance(held, list) else 1
+                add(store.expert(projection, 0), count, store.num_experts)
+    if linear_backend == "native":
+        for name in source.names():
+            tensor = source.tensor(name)
+            if len(tensor.shape) == 2 and name != EMBED and not name.endswith("mlp.gate.weight"):
+                add(tensor, 1, 1)
+        if source.config.tie_word_embeddings:
+            add(source.tensor(EMBED), 1, 1)
+    return [
+        f"{count} tensors of type {type} are dequantised when loading, there is no packed format for it: "
+        f"{format_bytes(more[type])} more than in the file"
+        for type, count in sorted(tensors.items())
+    ]
+
+
 def _kt_takes_blocks(tensors: list[WeightTensor]) -> bool:
     """Whether "auto" uses the file's own blocks; otherwise it makes bf16."""
     fits = all(size % _KT_MULTIPLE == 0 for size in tensors[0].shape)
@@ -48,7 +88,7 @@ def _kt_takes_blocks(tensors: list[WeightTensor]) -> bool:
 
 def _native_bytes(tensor: WeightTensor, element_bytes: int, quantise: str | None = None) -> int:
     packed = _NATIVE_BYTES.get(tensor.type)
-    if packed is None and quantise is not None and not tensor.quantised:
+    if packed is None and quantise is not None:
         packed = _NATIVE_BYTES[_QUANTISED_AS[quantise]]
     return prod(tensor.shape) * element_bytes if packed is None else prod(tensor.shape) * packed // _NATIVE_PER
 

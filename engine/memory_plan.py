@@ -16,6 +16,7 @@ from engine.memory_costs import (
     adapter_bytes_per_rank,
     buffer_bytes,
     dense_bytes,
+    dequantised_notes,
     expert_bytes,
     file_bytes,
     loading_bytes,
@@ -184,6 +185,9 @@ def _draw(inputs: _Inputs) -> MemoryPlan:
     again = [
         _AGAIN[min(n, 2)] + (f" on {device}" if inputs.gpu else "") for device, n in inputs.adapter_copies.items() if n
     ]
+    notes += dequantised_notes(
+        source, inputs.expert_backend, inputs.linear_backend, inputs.element_bytes, config.quantise
+    )
     notes.append(
         f"loaded adapters may take {format_bytes(room)}; one of rank {_TYPICAL_RANK} on all projections takes {each}, "
         f"and {' and '.join(again)} in a slot"

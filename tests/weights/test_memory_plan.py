@@ -93,6 +93,30 @@ def test_native_and_kt_sizes(tmp_path: Path, type: str) -> None:
     assert kt == (made.experts(0).num_bytes if blocks else 2 * 3 * 512 * 256 * 2)
 
 
+def test_dequantised_types_are_named_with_their_cost(tmp_path: Path) -> None:
+    model = tiny_model(0, hidden_size=512, moe_intermediate_size=256, num_experts=2, num_hidden_layers=2)
+    save_gguf(model, tmp_path / "m.gguf", expert_type="IQ4_XS", dense_type="Q8_0")
+    made = open_model(str(tmp_path / "m.gguf"))
+    weights = 2 * 2 * 3 * 512 * 256
+    (note,) = [n for n in plan(made, backend="native", linear_backend="native").notes if "dequantised" in n]
+    assert note.startswith("6 tensors of type IQ4_XS are") and note in plan(made, backend="native").render()
+    assert f"{format_bytes(weights * 2 - weights * 136 // 256)} more" in note
+    as_int8 = plan(made, backend="native", quantise="int8")
+    assert size(as_int8, "experts") == weights * 34 // 32  # what the backend makes of it
+    assert f"{format_bytes(weights * 34 // 32 - weights * 136 // 256)} more" in as_int8.render()
+    assert not [n for n in plan(made, backend="reference").notes if "dequantised" in n]
+
+
+def test_dequantised_projections_are_named_too(tmp_path: Path) -> None:
+    model = tiny_model(0, num_hidden_layers=1, tie_word_embeddings=True)
+    save_gguf(model, tmp_path / "m.gguf", dense_type="IQ4_NL")
+    made = open_model(str(tmp_path / "m.gguf"))
+    (note,) = [n for n in plan(made, linear_backend="native").notes if "dequantised" in n]
+    types = [made.tensor(name).type for name in made.names() if len(made.tensor(name).shape) == 2]
+    assert note.startswith(f"{types.count('IQ4_NL')} tensors of type IQ4_NL are")
+    assert not [n for n in plan(made).notes if "dequantised" in n]
+
+
 def test_dense_weights(source: WeightSource) -> None:
     model = tiny_model(0)
     dense = sum(p.numel() for n, p in model.named_parameters() if "experts" not in n)
@@ -244,6 +268,7 @@ class _Many:
     def __init__(self, store: ExpertStore, num_experts: int) -> None:
         self.num_experts = num_experts
         self.expert = lambda projection, index: store.expert(projection, 0)
+        self.projections = store.projections
 
 
 def test_gpu_takes_the_dense_part(source: WeightSource) -> None:
