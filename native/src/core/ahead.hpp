@@ -18,27 +18,37 @@ struct Part {
 };
 
 // Fetches the next panels, scales and all, into the second-level cache while these are computed: `advance`, called
-// `Steps` times a block, takes its share of the bytes, `Lines` cache lines or fewer. Each tile of rows fetches an equal
-// part, so that memory and arithmetic never wait for one another by turns. No loop and no branch.
+// `Steps` times a block, takes its share of the bytes. Each tile of rows fetches an equal part, so that memory and
+// arithmetic never wait for one another by turns.
+//
+// `Lines` is what an advance takes at most: always so many are asked for, without loop or branch, some of them twice.
+// With 0 it loops over exactly the lines that are new: measured faster for one row of formats with planes of bits.
 template <int Steps, int Lines>
 struct Ahead {
   const uint8_t* at;
+  const uint8_t* end;
   int64_t step;
   // `next`: the next panels, `bytes` of them for `blocks` of k.
   Ahead(const uint8_t* next, int64_t bytes, int64_t blocks, const Part& part)
       : at(next), step(bytes / (blocks * Steps * part.tiles)) {
     at += (part.first * part.tiles + part.index * part.count) * Steps * step;
+    end = at;
   }
   inline __attribute__((always_inline)) void advance() {
+    if constexpr (Lines == 0) {
+      for (end += step; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
+      return;
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < Lines; ++i) _mm_prefetch(at + 64 * i, _MM_HINT_T1);
     at += step;
   }
 };
 
-// Cache lines of an advance, `steps` of them a block, over `panels` panels; half as many if tiles of rows share them.
+// `Lines` of an advance, `steps` of them a block, for a tile of `rows` by `panels`; half if tiles of rows share them.
 template <Format F>
-constexpr int lines_of(int panels, int steps, bool alone) {
+constexpr int lines_of(int rows, int panels, int steps, bool alone) {
+  if (rows == 1 && info(F).quant_bytes < 512) return 0;
   const int64_t block = info(F).quant_bytes + info(F).meta_bytes * kBlock / info(F).unit;
   return static_cast<int>((panels * block / (alone ? steps : 2 * steps) + 63) / 64);
 }

@@ -140,7 +140,7 @@ void tile(const Tile& t) {
   const uint8_t* sums = t.x + row.sum + t.part.first * 4;
   Pair f[M];
   begin(f, t);
-  Ahead<2, lines_of<F>(1, 2, Alone)> next(w + panel_size(F, t.k), panel_size(F, t.k), t.k / kBlock, t.part);
+  Ahead<2, lines_of<F>(M, 1, 2, Alone)> next(w + panel_size(F, t.k), panel_size(F, t.k), t.k / kBlock, t.part);
   for (int64_t b = t.part.first; b < t.part.first + t.part.count; ++b) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
@@ -204,21 +204,18 @@ void tile_bf16(const Tile& t) {
   Pair f[M];
   begin(f, t);
   const int64_t size = panel_size(Format::bf16, t.k);
-  Ahead<8, lines_of<Format::bf16>(1, 8, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  Ahead<pairs, lines_of<Format::bf16>(M, 1, pairs, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
   const int64_t last = (t.part.first + t.part.count) * pairs;
-  for (int64_t pair = t.part.first * pairs; pair < last; pair += 2) {
+  for (int64_t i = t.part.first * pairs; i < last; ++i) {
     next.advance();
-#pragma GCC unroll 2
-    for (int64_t i = pair; i < pair + 2; ++i) {
-      const __m256i lo = load(t.w + i * 64);
-      const __m256i hi = load(t.w + i * 64 + 32);
-      const __m256 lo_even = even(lo), lo_odd = odd(lo), hi_even = even(hi), hi_odd = odd(hi);
+    const __m256i lo = load(t.w + i * 64);
+    const __m256i hi = load(t.w + i * 64 + 32);
+    const __m256 lo_even = even(lo), lo_odd = odd(lo), hi_even = even(hi), hi_odd = odd(hi);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const __m256i v = _mm256_set1_epi32(word(t.x + m * t.stride + i * 4));
-        f[m].lo = _mm256_fmadd_ps(lo_odd, odd(v), _mm256_fmadd_ps(lo_even, even(v), f[m].lo));
-        f[m].hi = _mm256_fmadd_ps(hi_odd, odd(v), _mm256_fmadd_ps(hi_even, even(v), f[m].hi));
-      }
+    for (int m = 0; m < M; ++m) {
+      const __m256i v = _mm256_set1_epi32(word(t.x + m * t.stride + i * 4));
+      f[m].lo = _mm256_fmadd_ps(lo_odd, odd(v), _mm256_fmadd_ps(lo_even, even(v), f[m].lo));
+      f[m].hi = _mm256_fmadd_ps(hi_odd, odd(v), _mm256_fmadd_ps(hi_even, even(v), f[m].hi));
     }
   }
   end(f, t);
@@ -229,7 +226,7 @@ void tile_f32(const Tile& t) {
   Pair f[M];
   begin(f, t);
   const int64_t size = panel_size(Format::f32, t.k);
-  Ahead<32, lines_of<Format::f32>(1, 32, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  Ahead<32, lines_of<Format::f32>(M, 1, 32, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {

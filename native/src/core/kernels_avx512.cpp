@@ -78,7 +78,7 @@ void tile(const Tile& t) {
   const uint8_t* sums = t.x + row.sum + t.part.first * 4;
   __m512 f[M][N];
   begin(f, t);
-  Ahead<4, lines_of<F>(N, 4, Alone)> next(t.w + N * panel_bytes, N * panel_bytes, t.k / kBlock, t.part);
+  Ahead<4, lines_of<F>(M, N, 4, Alone)> next(t.w + N * panel_bytes, N * panel_bytes, t.k / kBlock, t.part);
   for (int64_t b = t.part.first; b < t.part.first + t.part.count; ++b) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
@@ -140,8 +140,8 @@ void tile_bf16(const Tile& t) {
   __m512 f[M][N];
   begin(f, t);
   constexpr int64_t pairs = kBlock / 2;
-  Ahead<8, lines_of<Format::bf16>(N, 8, Alone)> next(t.w + N * t.panel_bytes, N * t.panel_bytes, padded_k(t.k) / kBlock,
-                                                     t.part);
+  Ahead<8, lines_of<Format::bf16>(M, N, 8, Alone)> next(t.w + N * t.panel_bytes, N * t.panel_bytes,
+                                                        padded_k(t.k) / kBlock, t.part);
   const int64_t last = (t.part.first + t.part.count) * pairs;
   for (int64_t pair = t.part.first * pairs; pair < last; pair += 2) {
     next.advance();
@@ -167,8 +167,8 @@ template <int M, int N, bool Alone>
 void tile_f32(const Tile& t) {
   __m512 f[M][N];
   begin(f, t);
-  Ahead<32, lines_of<Format::f32>(N, 32, Alone)> next(t.w + N * t.panel_bytes, N * t.panel_bytes,
-                                                      padded_k(t.k) / kBlock, t.part);
+  Ahead<32, lines_of<Format::f32>(M, N, 32, Alone)> next(t.w + N * t.panel_bytes, N * t.panel_bytes,
+                                                         padded_k(t.k) / kBlock, t.part);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {
