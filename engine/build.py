@@ -130,6 +130,12 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
     """Load the weights and put the parts together."""
     config, source, model_config = blueprint.config, blueprint.source, blueprint.source.config
     backends = blueprint.backends()
+    if "flashinfer" in blueprint.placement.used(".self_attn"):
+        stage = "Attention kernels (compiled at the first start, a few minutes)"
+        progress(stage, 0, 1)
+        for layer in range(model_config.num_hidden_layers):
+            backends.attention(layer)
+        progress(stage, 1, 1)
     model = Loader(source, backends, max(config.batched_tokens, config.max_num_seqs)).model(progress)
     tracing = bool(config.profile_dir)
     runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
