@@ -1,5 +1,6 @@
 #include "attention/attention.hpp"
 
+#include <emmintrin.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -44,10 +45,32 @@ AttentionKernels kernels_for(Isa isa, int head_dim) {
   return kernels;
 }
 
+// Four tokens' keys, [step][4 tokens] of 4 bytes: steps come in fours, as head dims are multiples of 16.
+void write_keys(const char* const (&from)[4], char* to, int64_t steps) {
+  for (int64_t step = 0; step < steps; step += 4) {
+    __m128i row[4];
+    for (int t = 0; t < 4; ++t) row[t] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[t] + step * 4));
+    const __m128i a = _mm_unpacklo_epi32(row[0], row[1]), b = _mm_unpackhi_epi32(row[0], row[1]);
+    const __m128i c = _mm_unpacklo_epi32(row[2], row[3]), d = _mm_unpackhi_epi32(row[2], row[3]);
+    const __m128i out[4] = {_mm_unpacklo_epi64(a, c), _mm_unpackhi_epi64(a, c), _mm_unpacklo_epi64(b, d),
+                            _mm_unpackhi_epi64(b, d)};
+    for (int i = 0; i < 4; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (step + i) * kKvBlock * 4), out[i]);
+  }
+}
+
 // One token pair's values, [16 dims][2]: the second is zero where there is none yet.
 void write_pair(uint16_t* tile, const uint16_t* even, const uint16_t* odd, int head_dim, int pair) {
   for (int g = 0; g < head_dim / 16; ++g) {
     uint16_t* to = tile + (g * 8 + pair) * 32;
+    if (even != nullptr && odd != nullptr) {
+      for (int d = 0; d < 16; d += 8) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even + g * 16 + d));
+        const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + g * 16 + d));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * d), _mm_unpacklo_epi16(x, y));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * d + 8), _mm_unpackhi_epi16(x, y));
+      }
+      continue;
+    }
     for (int d = 0; d < 16; ++d) {
       if (even != nullptr) to[2 * d] = even[g * 16 + d];
       to[2 * d + 1] = odd != nullptr ? odd[g * 16 + d] : uint16_t{0};
@@ -223,7 +246,13 @@ void PagedAttention::write(const Call& call, const Write& w) const {
       kernels_.to_bf16(reinterpret_cast<const float*>(from), to, dim);
       return reinterpret_cast<const char*>(to);
     };
-    for (int i = 0; i < w.count; ++i) {  // four bytes a step: a pair of bf16 or one float
+    // Four bytes a step: a pair of bf16 or one float.
+    int i = 0;
+    for (; i + 4 <= w.count; i += 4) {
+      const char* from[4] = {row(call.k, i), row(call.k, i + 1), row(call.k, i + 2), row(call.k, i + 3)};
+      write_keys(from, tile + (w.offset + i) * 4, dim * element_bytes_ / 4);
+    }
+    for (; i < w.count; ++i) {
       const char* from = row(call.k, i);
       char* to = tile + (w.offset + i) * 4;
       for (int64_t step = 0; step < dim * element_bytes_ / 4; ++step)
