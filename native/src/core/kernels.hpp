@@ -1,5 +1,5 @@
 // The kernels of one instruction set, as a table of functions. A row of a result depends on that row of the
-// activations and on the weights only: never on how many rows or panels a call computes.
+// activations and on the weights only: never on how many rows or panels a call computes. But dot and dot_wide differ.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +40,13 @@ struct Kernels {
   void (*combine)(const float* const* rows, const float* weights, int64_t count, int64_t n, float* out);
   void (*to_bf16)(const float* x, int64_t n, uint16_t* out);
   void (*from_bf16)(const uint16_t* x, int64_t n, float* out);
+  // `dot` of a quantised format with activation rows packed as bf16: the weights are dequantised to bf16. From
+  // wide_rows(format) rows on it is the faster one; 0: never. Both null where the instruction set has no such kernel.
+  int64_t (*wide_rows)(Format format) = nullptr;
+  void (*dot_wide)(const DotArgs& args) = nullptr;
+
+  // The least number of rows for which dot_wide is to be used, or 0.
+  int64_t wide_from(Format format) const { return wide_rows == nullptr ? 0 : wide_rows(format); }
 };
 
 const Kernels& kernels(Isa isa);

@@ -38,15 +38,19 @@ struct MoeTask : Task {
   void run() const override { runner->forward(*layer, buffers); }
 };
 
+LayerShape shape_of(int64_t experts, int64_t hidden, int64_t intermediate, const std::vector<std::string>& formats,
+                    int shards) {
+  if (formats.size() != 3) throw std::invalid_argument("formats: three are needed, of gate, up and down");
+  return {experts,
+          hidden,
+          intermediate,
+          {format_named(formats[0]), format_named(formats[1]), format_named(formats[2])},
+          shards};
+}
+
 std::shared_ptr<ExpertLayer> make_layer(int64_t experts, int64_t hidden, int64_t intermediate,
                                         const std::vector<std::string>& formats, int shards) {
-  if (formats.size() != 3) throw std::invalid_argument("formats: three are needed, of gate, up and down");
-  return std::make_shared<ExpertLayer>(
-      LayerShape{experts,
-                 hidden,
-                 intermediate,
-                 {format_named(formats[0]), format_named(formats[1]), format_named(formats[2])},
-                 shards});
+  return std::make_shared<ExpertLayer>(shape_of(experts, hidden, intermediate, formats, shards));
 }
 
 void load(ExpertLayer& layer, WorkerPool& pool, int projection, const std::string& type, int64_t first,
@@ -139,10 +143,20 @@ void bind_experts(nb::module_& module) {
   nb::class_<MoeRunner>(module, "MoeRunner", "Computes expert tasks on a pool, one at a time.")
       .def(
           "__init__",
-          [](MoeRunner* self, WorkerPool& pool, const std::string& isa) {
-            new (self) MoeRunner(pool, choose_isa(isa));
+          [](MoeRunner* self, WorkerPool& pool, const std::string& isa, bool deterministic) {
+            new (self) MoeRunner(pool, choose_isa(isa), deterministic);
           },
-          "pool"_a, "isa"_a = "", nb::keep_alive<1, 2>())
+          "pool"_a, "isa"_a = "", "deterministic"_a = false, nb::keep_alive<1, 2>())
+      .def(
+          "scratch_bytes",
+          [](const MoeRunner& runner, int64_t hidden, int64_t intermediate, const std::vector<std::string>& formats,
+             int64_t rows, int64_t top_k) {
+            return runner.scratch_bytes(shape_of(1, hidden, intermediate, formats, runner.pool().groups()), rows,
+                                        top_k);
+          },
+          "hidden"_a, "intermediate"_a, "formats"_a, "rows"_a, "top_k"_a,
+          "The most scratch memory that calls of up to `rows` rows take, without adapters.")
+      .def_prop_ro("deterministic", &MoeRunner::deterministic)
       .def_prop_ro("isa", [](const MoeRunner& runner) { return isa_name(runner.isa()); });
 
   nb::class_<MoeTask, Task>(module, "MoeTask", "A layer over a set of buffers; replayed with whatever bsz says.")

@@ -9,7 +9,11 @@ namespace ktserve {
 namespace {
 
 constexpr double kPieceUs = 30;
-constexpr int64_t kMostPanels = 16;  // of a gate/up piece
+constexpr double kLargePieceUs = 500;      // of calls that have many such
+constexpr double kPiecesPerWorker = 16;    // that many calls have at least
+constexpr int64_t kMostPanels = 16;        // whose gate and up are computed before h is made from them, for 128 rows
+constexpr int64_t kTileRows = 128;         // fewer panels for more rows
+constexpr int64_t kSliceBytes = 64 << 20;  // of y
 
 void grow(Arena& arena, int64_t bytes) {
   if (arena.bytes() < static_cast<size_t>(bytes)) arena = Arena(static_cast<size_t>(bytes));
@@ -32,6 +36,33 @@ double operations_per_us(Isa isa, Format format) {
   if (isa == Isa::avx2) return 50e3;
   if (isa == Isa::amx) return format == Format::f32 ? 100e3 : 1000e3;
   return 400e3;
+}
+
+// Rows of a piece: what the second-level cache holds beside a pair of panels.
+int64_t piece_rows(Isa isa) {
+  return isa == Isa::amx ? 256 : 48;
+}
+
+// Equal slices of down's columns, each of whole pairs of panels, that keep y within kSliceBytes.
+int64_t slices_of(int64_t positions, int64_t hidden) {
+  const int64_t wanted = (positions * hidden * 4 + kSliceBytes - 1) / kSliceBytes;
+  return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, hidden / (2 * kPanel) / 4));
+}
+
+// The most columns of a slice that one shard computes.
+int64_t shard_columns(const LayerShape& s, int64_t slices) {
+  const int64_t pairs = (panels_of(s.hidden) / 2 + s.shards - 1) / s.shards;
+  return (pairs + slices - 1) / slices * 2 * kPanel;
+}
+
+// Floats from row to row of y.
+int64_t y_stride(const LayerShape& s, int64_t slices) {
+  return odd_lines(s.shards * shard_columns(s, slices) * 4) / 4;
+}
+
+// The format of activations that a projection's kernel reads.
+Format activations(Format weights, bool wide) {
+  return wide && !plain(weights) ? Format::bf16 : weights;
 }
 
 }  // namespace
@@ -68,19 +99,47 @@ void MoeRunner::forward(const ExpertLayer& layer, const MoeBuffers& buffers) {
 
 void MoeRunner::run(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows) {
   group(layer, buffers, first, rows);
+  choose_wide(layer.shape());
   reserve(layer, buffers.top_k, rows);
   pack_hidden(layer, buffers, first, rows);
   if (!segments_.empty()) lora_a(layer, false);
-  cut(layer, false);
+  cut(layer, kGate, 0);
   pool_.parallel_for_groups(group_starts_, [&](int64_t piece, int worker) {
     gate_up(layer, pieces_[static_cast<size_t>(piece)],
             reinterpret_cast<float*>(tiles_.data()) + worker * tile_floats_);
   });
   if (!segments_.empty()) lora_a(layer, true);
-  cut(layer, true);
-  pool_.parallel_for_groups(group_starts_,
-                            [&](int64_t piece, int) { down(layer, pieces_[static_cast<size_t>(piece)]); });
-  combine(layer, buffers, first, rows);
+  for (int64_t slice = 0; slice < slices_; ++slice) {
+    cut(layer, kDown, slice);
+    pool_.parallel_for_groups(group_starts_,
+                              [&](int64_t piece, int) { down(layer, pieces_[static_cast<size_t>(piece)], slice); });
+    combine(layer, buffers, first, rows, slice);
+  }
+}
+
+// Those whose rows are enough for the slowest of the formats.
+void MoeRunner::choose_wide(const LayerShape& s) {
+  int64_t least = 0;
+  for (Format format : s.formats) least = std::max(least, kernels_.wide_from(format));
+  wide_.assign(static_cast<size_t>(s.experts), 0);
+  if (deterministic_ || least == 0) return;
+  for (size_t e = 0; e < wide_.size(); ++e) wide_[e] = expert_first_[e + 1] - expert_first_[e] >= least ? 1 : 0;
+}
+
+void MoeRunner::product(Format format, bool wide, const DotArgs& args) const {
+  (activations(format, wide) == format ? kernels_.dot : kernels_.dot_wide)(args);
+}
+
+int64_t MoeRunner::scratch_bytes(const LayerShape& s, int64_t rows, int64_t top_k) const {
+  const int64_t positions = std::min(rows, chunk_rows(kernels_.isa)) * top_k;
+  const auto widest = [&](Format format, int64_t k) {
+    const bool may = !deterministic_ && kernels_.wide_from(format) > 0;
+    return std::max(kernels_.row_bytes(format, k), may ? kernels_.row_bytes(Format::bf16, k) : 0);
+  };
+  int64_t bytes = widest(s.formats[kGate], s.hidden) + widest(s.formats[kDown], s.intermediate);
+  if (s.formats[kUp] != s.formats[kGate]) bytes += widest(s.formats[kUp], s.hidden);
+  bytes += y_stride(s, slices_of(positions, s.hidden)) * 4;
+  return positions * bytes + pool_.threads() * 2 * kTileRows * kMostPanels * kPanel * 4;
 }
 
 void MoeRunner::group(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows) {
@@ -144,14 +203,21 @@ void MoeRunner::reserve(const ExpertLayer& layer, int64_t top_k, int64_t rows) {
   const int64_t positions = rows * top_k;
   lora_format_ = s.lora_format();
   up_differs_ = s.formats[kUp] != s.formats[kGate];
+  const bool any_wide = std::find(wide_.begin(), wide_.end(), 1) != wide_.end();
+  const auto stride = [&](Format format, int64_t k) {
+    return std::max(kernels_.row_bytes(format, k), kernels_.row_bytes(activations(format, any_wide), k));
+  };
   for (int i = 0; i < (up_differs_ ? 2 : 1); ++i) {
-    x_stride_[i] = kernels_.row_bytes(s.formats[i], s.hidden);
+    x_stride_[i] = stride(s.formats[i], s.hidden);
     grow(x_[i], positions * x_stride_[i]);
   }
-  h_stride_ = kernels_.row_bytes(s.formats[kDown], s.intermediate);
+  h_stride_ = stride(s.formats[kDown], s.intermediate);
   grow(h_, positions * h_stride_);
-  grow(y_, positions * s.hidden * 4);
-  tile_floats_ = 2 * 128 * kMostPanels * kPanel;
+  slices_ = slices_of(positions, s.hidden);
+  shard_columns_ = shard_columns(s, slices_);
+  y_stride_ = y_stride(s, slices_);
+  grow(y_, positions * y_stride_ * 4);
+  tile_floats_ = 2 * kTileRows * kMostPanels * kPanel;
   grow(tiles_, pool_.threads() * tile_floats_ * 4);
   if (segments_.empty()) return;
   xb_stride_ = kernels_.row_bytes(lora_format_, s.hidden);
@@ -171,17 +237,21 @@ void MoeRunner::pack_hidden(const ExpertLayer& layer, const MoeBuffers& b, int64
       kernels_.pack_f32(format, static_cast<const float*>(b.hidden) + row * s.hidden, s.hidden, 0, s.hidden, to);
     }
   };
+  // A row's choices differ in form only between wide and other experts: each form is packed once, then copied.
   const auto fill = [&](Format format, int64_t row, Arena& arena, int64_t stride, bool lora_only) {
-    const uint8_t* done = nullptr;
+    const uint8_t* done[2] = {};
     for (int64_t j = 0; j < b.top_k; ++j) {
-      const int32_t at = position_[static_cast<size_t>(row * b.top_k + j)];
+      const int64_t choice = row * b.top_k + j;
+      const int32_t at = position_[static_cast<size_t>(choice)];
       if (at < 0 || (lora_only && row_lora_[static_cast<size_t>(at)] == nullptr)) continue;
+      const Format form = activations(format, wide(b.ids[first * b.top_k + choice]));
+      const uint8_t*& made = done[form == format ? 0 : 1];
       uint8_t* to = arena.data() + at * stride;
-      if (done == nullptr) {
-        pack(format, first + row, to);
-        done = to;
+      if (made == nullptr) {
+        pack(form, first + row, to);
+        made = to;
       } else {
-        std::memcpy(to, done, static_cast<size_t>(stride));
+        std::memcpy(to, made, static_cast<size_t>(kernels_.row_bytes(form, s.hidden)));
       }
     }
   };
@@ -200,30 +270,46 @@ void MoeRunner::pack_hidden(const ExpertLayer& layer, const MoeBuffers& b, int64
   });
 }
 
-// Pieces of gate/up or of down, by shard: the pool's group g begins with those of shard g.
-void MoeRunner::cut(const ExpertLayer& layer, bool down) {
+int64_t MoeRunner::first_panel(const ExpertLayer& layer, int projection, int shard, int64_t slice) const {
+  const int64_t first = layer.first_panel(projection, shard);
+  if (projection != kDown) return slice == 0 ? first : layer.first_panel(projection, shard + 1);
+  return first + (layer.first_panel(projection, shard + 1) - first) / 2 * slice / slices_ * 2;
+}
+
+// Pieces of gate/up or of a slice of down, by shard: the pool's group g begins with those of shard g. They grow with
+// the call: long ones find their rows in a cache more often, a few per worker are enough to share them evenly.
+void MoeRunner::cut(const ExpertLayer& layer, int projection, int64_t slice) {
   const LayerShape& s = layer.shape();
-  const int projection = down ? kDown : kGate;
   const Format format = s.formats[projection];
   const int64_t k = layer.inner_of(projection);
-  const int matrices = down ? 1 : 2;
-  const int64_t most_rows = kernels_.isa == Isa::amx ? 128 : 48;
+  const int matrices = projection == kDown ? 1 : 2;
+  const auto pair_us = [&](int64_t rows) {
+    const double bytes = static_cast<double>(2 * matrices * panel_size(format, k));
+    const double work = static_cast<double>(2 * matrices * kPanel * 2 * k * rows);
+    return std::max(bytes / kBytesPerUs, work / operations_per_us(kernels_.isa, format));
+  };
+  const auto rows_of = [&](int64_t e) {
+    return static_cast<int64_t>(expert_first_[static_cast<size_t>(e) + 1] - expert_first_[static_cast<size_t>(e)]);
+  };
+  double all_us = 0;
+  for (int64_t e = 0; e < s.experts; ++e) {
+    if (rows_of(e) > 0) all_us += pair_us(rows_of(e)) * static_cast<double>(panels_of(layer.rows_of(projection)) / 2);
+  }
+  const double each_us = all_us / static_cast<double>(slices_) / pool_.threads() / kPiecesPerWorker;
+  const double piece_us = kernels_.isa == Isa::amx ? std::clamp(each_us, kPieceUs, kLargePieceUs) : kPieceUs;
   pieces_.clear();
   group_starts_.assign(static_cast<size_t>(pool_.groups()) + 1, 0);
   for (int shard = 0; shard < s.shards; ++shard) {
-    const int64_t panel_first = layer.first_panel(projection, shard);
-    const int64_t panel_last = layer.first_panel(projection, shard + 1);
+    const int64_t panel_first = first_panel(layer, projection, shard, slice);
+    const int64_t all_pairs = (first_panel(layer, projection, shard, slice + 1) - panel_first) / 2;
     for (int64_t e = 0; e < s.experts; ++e) {
       const int64_t row_first = expert_first_[static_cast<size_t>(e)];
-      const int64_t m = expert_first_[static_cast<size_t>(e) + 1] - row_first;
+      const int64_t m = rows_of(e);
       if (m == 0) continue;
-      const int64_t row_chunks = (m + most_rows - 1) / most_rows;
+      const int64_t row_chunks = (m + piece_rows(kernels_.isa) - 1) / piece_rows(kernels_.isa);
       const int64_t chunk = (m + row_chunks - 1) / row_chunks;
-      const double bytes = static_cast<double>(2 * matrices * panel_size(format, k));
-      const double work = static_cast<double>(2 * matrices * kPanel * 2 * k * chunk);
-      const double pair_us = std::max(bytes / kBytesPerUs, work / operations_per_us(kernels_.isa, format));
-      int64_t pairs = std::clamp<int64_t>(static_cast<int64_t>(kPieceUs / pair_us), m == 1 ? 2 : 1, kMostPanels / 2);
-      const int64_t all_pairs = (panel_last - panel_first) / 2;
+      const int64_t wanted = static_cast<int64_t>(piece_us / pair_us(chunk));
+      const int64_t pairs = std::max<int64_t>(m == 1 ? 2 : 1, wanted);
       const int64_t cuts = (all_pairs + pairs - 1) / pairs;
       for (int64_t c = 0; c < cuts; ++c) {
         const int64_t from = panel_first + all_pairs * c / cuts * 2;
@@ -282,25 +368,39 @@ void MoeRunner::add_lora(int projection, const Piece& p, float* tile, int64_t st
   }
 }
 
-void MoeRunner::gate_up(const ExpertLayer& layer, const Piece& p, float* gate) {
+void MoeRunner::gate_up(const ExpertLayer& layer, const Piece& p, float* scratch) {
+  const int64_t room = kTileRows * kMostPanels / (p.row_end - p.row) / 2 * 2;
+  const int64_t panels = std::clamp<int64_t>(room, 2, kMostPanels);
+  for (int64_t panel = p.panel; panel < p.panel_end; panel += panels) {
+    Piece part = p;
+    part.panel = static_cast<int32_t>(panel);
+    part.panel_end = static_cast<int32_t>(std::min<int64_t>(panel + panels, p.panel_end));
+    gate_up_panels(layer, part, scratch);
+  }
+}
+
+void MoeRunner::gate_up_panels(const ExpertLayer& layer, const Piece& p, float* gate) {
   const LayerShape& s = layer.shape();
   const int64_t rows = p.row_end - p.row;
   const int64_t panels = p.panel_end - p.panel;
   const int64_t width = panels * kPanel;
   float* up = gate + rows * width;
   const int up_form = up_differs_ ? 1 : 0;
-  kernels_.dot({s.formats[kGate], layer.panel(kGate, p.expert, p.panel), panels, s.hidden,
-                x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, width});
-  kernels_.dot({s.formats[kUp], layer.panel(kUp, p.expert, p.panel), panels, s.hidden,
-                x_[up_form].data() + p.row * x_stride_[up_form], x_stride_[up_form], rows, up, width});
+  const bool is_wide = wide(p.expert);
+  product(s.formats[kGate], is_wide,
+          {s.formats[kGate], layer.panel(kGate, p.expert, p.panel), panels, s.hidden,
+           x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, width});
+  product(s.formats[kUp], is_wide,
+          {s.formats[kUp], layer.panel(kUp, p.expert, p.panel), panels, s.hidden,
+           x_[up_form].data() + p.row * x_stride_[up_form], x_stride_[up_form], rows, up, width});
   add_lora(kGate, p, gate, width, 0);
   add_lora(kUp, p, up, width, 1);
   kernels_.silu_mul(gate, up, rows * width);
   const int64_t first = p.panel * kPanel;
+  const Format form = activations(s.formats[kDown], is_wide);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = p.row + row;
-    kernels_.pack_f32(s.formats[kDown], gate + row * width, s.intermediate, first, first + width,
-                      h_.data() + at * h_stride_);
+    kernels_.pack_f32(form, gate + row * width, s.intermediate, first, first + width, h_.data() + at * h_stride_);
     if (s.formats[kDown] != lora_format_ && row_lora_[static_cast<size_t>(at)] != nullptr) {
       kernels_.pack_f32(lora_format_, gate + row * width, s.intermediate, first, first + width,
                         hb_.data() + at * hb_stride_);
@@ -308,36 +408,50 @@ void MoeRunner::gate_up(const ExpertLayer& layer, const Piece& p, float* gate) {
   }
 }
 
-void MoeRunner::down(const ExpertLayer& layer, const Piece& p) {
+void MoeRunner::down(const ExpertLayer& layer, const Piece& p, int64_t slice) {
   const LayerShape& s = layer.shape();
-  float* y = reinterpret_cast<float*>(y_.data()) + p.row * s.hidden + p.panel * kPanel;
-  kernels_.dot({s.formats[kDown], layer.panel(kDown, p.expert, p.panel), p.panel_end - p.panel, s.intermediate,
-                h_.data() + p.row * h_stride_, h_stride_, p.row_end - p.row, y, s.hidden});
-  add_lora(kDown, p, y, s.hidden, 0);
+  int shard = 0;
+  while (p.panel >= layer.first_panel(kDown, shard + 1)) ++shard;
+  const int64_t column = shard * shard_columns_ + (p.panel - first_panel(layer, kDown, shard, slice)) * kPanel;
+  float* y = reinterpret_cast<float*>(y_.data()) + p.row * y_stride_ + column;
+  product(s.formats[kDown], wide(p.expert),
+          {s.formats[kDown], layer.panel(kDown, p.expert, p.panel), p.panel_end - p.panel, s.intermediate,
+           h_.data() + p.row * h_stride_, h_stride_, p.row_end - p.row, y, y_stride_});
+  add_lora(kDown, p, y, y_stride_, 0);
 }
 
-void MoeRunner::combine(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows) {
-  const int64_t hidden = layer.shape().hidden;
-  const int64_t width = std::min<int64_t>(hidden, rows >= 4 * pool_.threads() ? 16384 : 512);
-  const int64_t cuts = (hidden + width - 1) / width;
+void MoeRunner::combine(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows, int64_t slice) {
+  const LayerShape& s = layer.shape();
+  struct Run {
+    int64_t column, from, count;  // of out, of y
+  };
+  const int64_t widest = rows >= 4 * pool_.threads() ? 16384 : 512;
+  std::vector<Run> runs;
+  for (int shard = 0; shard < s.shards; ++shard) {
+    const int64_t begin = first_panel(layer, kDown, shard, slice) * kPanel;
+    const int64_t end = std::min(first_panel(layer, kDown, shard, slice + 1) * kPanel, s.hidden);
+    for (int64_t c = begin; c < end; c += widest) {
+      runs.push_back({c, shard * shard_columns_ + c - begin, std::min(widest, end - c)});
+    }
+  }
+  const auto cuts = static_cast<int64_t>(runs.size());
   pool_.parallel_for(rows * cuts, [&](int64_t piece, int worker) {
     const int64_t row = piece / cuts;
-    const int64_t column = piece % cuts * width;
-    const int64_t count = std::min(width, hidden - column);
+    const Run& run = runs[static_cast<size_t>(piece % cuts)];
     const float* sources[kMostTopK];
     for (int64_t j = 0; j < b.top_k; ++j) {
       const int32_t at = position_[static_cast<size_t>(row * b.top_k + j)];
-      sources[j] = at < 0 ? nullptr : reinterpret_cast<const float*>(y_.data()) + at * hidden + column;
+      sources[j] = at < 0 ? nullptr : reinterpret_cast<const float*>(y_.data()) + at * y_stride_ + run.from;
     }
     const float* weights = b.weights + (first + row) * b.top_k;
-    const int64_t to = (first + row) * hidden + column;
+    const int64_t to = (first + row) * s.hidden + run.column;
     if (!b.bf16) {
-      kernels_.combine(sources, weights, b.top_k, count, static_cast<float*>(b.out) + to);
+      kernels_.combine(sources, weights, b.top_k, run.count, static_cast<float*>(b.out) + to);
       return;
     }
     float* sums = reinterpret_cast<float*>(tiles_.data()) + worker * tile_floats_;
-    kernels_.combine(sources, weights, b.top_k, count, sums);
-    kernels_.to_bf16(sums, count, static_cast<uint16_t*>(b.out) + to);
+    kernels_.combine(sources, weights, b.top_k, run.count, sums);
+    kernels_.to_bf16(sums, run.count, static_cast<uint16_t*>(b.out) + to);
   });
 }
 

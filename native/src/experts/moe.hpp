@@ -5,11 +5,15 @@
 //   lora A   rows with an adapter: t = s A x (from bf16)                    | only if the batch has adapters
 //   gate up  h = silu(gate + Bg t) * (up + Bu t), packed for the down weights
 //   lora A   t = s A h                                                      | only if the batch has adapters
-//   down     y = down h + Bd t, one float32 row per choice
-//   combine  out = sum over j, in the order of j
+//   down     y = down h + Bd t, one float32 row per choice                 | as many columns at a time as
+//   combine  out = sum over j, in the order of j                            | y may take memory
 //
 // Each line is one parallel_for; a piece is a range of an expert's panels for a range of its rows, sized to some tens
-// of microseconds. Nothing is added across pieces, so results do not depend on threads or on the other rows.
+// of microseconds. Nothing is added across pieces, so results do not depend on threads.
+//
+// An expert with many rows of quantised weights is "wide": its weights are dequantised to bf16 and meet bf16
+// activations (Kernels::dot_wide). A row's result then depends, within rounding, on how many rows chose its experts;
+// a deterministic runner has no wide experts, and a row never sees the others.
 #pragma once
 
 #include <cstdint>
@@ -40,13 +44,18 @@ struct MoeBuffers {
 // Computes tasks on a pool, one at a time; holds the scratch memory that they share.
 class MoeRunner {
  public:
-  MoeRunner(WorkerPool& pool, Isa isa) : pool_(pool), kernels_(kernels(isa)) {}
+  MoeRunner(WorkerPool& pool, Isa isa, bool deterministic)
+      : pool_(pool), kernels_(kernels(isa)), deterministic_(deterministic) {}
+
+  // The most scratch memory that calls of up to `rows` rows take, without adapters: bytes.
+  int64_t scratch_bytes(const LayerShape& shape, int64_t rows, int64_t top_k) const;
 
   // Throws std::invalid_argument for a bsz, id or slot out of range; nothing has been written then.
   void forward(const ExpertLayer& layer, const MoeBuffers& buffers);
 
   WorkerPool& pool() const { return pool_; }
   Isa isa() const { return kernels_.isa; }
+  bool deterministic() const { return deterministic_; }
 
  private:
   struct Piece {
@@ -63,23 +72,30 @@ class MoeRunner {
   void check(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t rows) const;
   void run(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows);
   void group(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows);
+  void choose_wide(const LayerShape& shape);
   void reserve(const ExpertLayer& layer, int64_t top_k, int64_t rows);
-  void cut(const ExpertLayer& layer, bool down);
+  bool wide(int64_t expert) const { return wide_[static_cast<size_t>(expert)] != 0; }
+  void product(Format format, bool wide, const DotArgs& args) const;
+  void cut(const ExpertLayer& layer, int projection, int64_t slice);
   void pack_hidden(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows);
   void lora_a(const ExpertLayer& layer, bool down);
   void gate_up(const ExpertLayer& layer, const Piece& piece, float* scratch);
-  void down(const ExpertLayer& layer, const Piece& piece);
-  void combine(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows);
+  void gate_up_panels(const ExpertLayer& layer, const Piece& piece, float* gate);
+  void down(const ExpertLayer& layer, const Piece& piece, int64_t slice);
+  int64_t first_panel(const ExpertLayer& layer, int projection, int shard, int64_t slice) const;
+  void combine(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows, int64_t slice);
   void add_lora(int projection, const Piece& piece, float* tile, int64_t stride, int64_t t_half);
 
   WorkerPool& pool_;
   const Kernels& kernels_;
+  bool deterministic_;
   std::mutex running_;
 
   // Of the batch being computed.
   std::vector<int32_t> position_;      // [rows * top_k]: sorted position of a choice, -1 if skipped
   std::vector<int32_t> choice_;        // [positions]: the choice at a position
   std::vector<int32_t> expert_first_;  // [experts + 1]
+  std::vector<uint8_t> wide_;          // [experts]
   std::vector<int32_t> by_slot_;       // rows ordered by slot
   std::vector<Segment> segments_;
   std::vector<const LayerLora*> row_lora_;  // [positions]
@@ -88,7 +104,9 @@ class MoeRunner {
   int64_t max_rank_ = 0;
   Format lora_format_ = Format::bf16;
 
-  // Scratch: activations per position, in the forms of gate, up (if another), LoRA (if any); h; t; y.
+  // Scratch: activations per position, in the forms of gate, up (if another), LoRA (if any); h; t; y. Down's output is
+  // computed in `slices_` equal slices of columns, one after the other in the same y, so that y stays in a cache.
+  int64_t slices_ = 1, shard_columns_ = 0, y_stride_ = 0;
   int64_t x_stride_[2] = {}, xb_stride_ = 0, h_stride_ = 0, hb_stride_ = 0, t_stride_ = 0, tile_floats_ = 0;
   bool up_differs_ = false;
   Arena x_[2], xb_, h_, hb_, t_, y_, tiles_;

@@ -60,10 +60,11 @@ void bind_linear(nb::module_& module) {
   nb::class_<LinearRunner>(module, "LinearRunner", "Runs projections that share an input.")
       .def(
           "__init__",
-          [](LinearRunner* self, WorkerPool& pool, const std::string& isa) {
-            new (self) LinearRunner(pool, choose_isa(isa));
+          [](LinearRunner* self, WorkerPool& pool, const std::string& isa, bool deterministic) {
+            new (self) LinearRunner(pool, choose_isa(isa), deterministic);
           },
-          "pool"_a, "isa"_a = "", nb::keep_alive<1, 2>())
+          "pool"_a, "isa"_a = "", "deterministic"_a = false, nb::keep_alive<1, 2>())
+      .def_prop_ro("deterministic", &LinearRunner::deterministic)
       .def(
           "run",
           [](LinearRunner& self, const PackedLinear& linear, Address x, int64_t stride, int64_t rows, bool is_bf16,

@@ -30,9 +30,10 @@ uint8_t* grow(Arena& arena, int64_t bytes) {
 
 }  // namespace
 
-LinearRunner::LinearRunner(WorkerPool& pool, Isa isa)
+LinearRunner::LinearRunner(WorkerPool& pool, Isa isa, bool deterministic)
     : pool_(pool),
       kernels_(kernels(isa)),
+      deterministic_(deterministic),
       tiles_(static_cast<size_t>(pool.threads()) * kPieceRows * kMaxPiecePanels * kPanel * sizeof(float)) {
   if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
 }
@@ -144,14 +145,17 @@ void LinearRunner::run_adapters(const std::vector<LinearCall>& calls, const Line
 
 void LinearRunner::run_slab(const std::vector<LinearCall>& calls, const LinearInput& input) {
   const int64_t k = calls[0].linear->k();
+  std::vector<CallState> states(calls.size());
   bool done[kFormats] = {};
-  for (const LinearCall& call : calls) {
-    const Format format = call.linear->format();
+  for (size_t c = 0; c < calls.size(); ++c) {
+    Format format = calls[c].linear->format();
+    const int64_t wide_from = deterministic_ ? 0 : kernels_.wide_from(format);
+    if (wide_from > 0 && input.rows >= wide_from) format = Format::bf16;
+    states[c].rows_format = format;
     if (std::exchange(done[static_cast<int>(format)], true)) continue;
     const int64_t bytes = input.rows * kernels_.row_bytes(format, k);
     pack_rows(input, format, k, nullptr, grow(packed_[static_cast<int>(format)], bytes));
   }
-  std::vector<CallState> states(calls.size());
   run_adapters(calls, input, states);
 
   std::vector<int64_t> begin;
@@ -208,10 +212,11 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
   const int64_t panel = part.panel + first;
   const int64_t panels = std::min(part.panels_per_piece, part.panels - first);
   const int64_t width = panels * kPanel;
-  const int64_t bytes = kernels_.row_bytes(format, linear.k());
-  const uint8_t* x = packed_[static_cast<int>(format)].data() + row * bytes;
+  const int64_t bytes = kernels_.row_bytes(state.rows_format, linear.k());
+  const uint8_t* x = packed_[static_cast<int>(state.rows_format)].data() + row * bytes;
   float* tile = reinterpret_cast<float*>(tiles_.data()) + worker * kPieceRows * kMaxPiecePanels * kPanel;
-  kernels_.dot({format, linear.panel(panel), panels, linear.k(), x, bytes, rows, tile, width});
+  const DotArgs args{format, linear.panel(panel), panels, linear.k(), x, bytes, rows, tile, width};
+  (state.rows_format == format ? kernels_.dot : kernels_.dot_wide)(args);
 
   const int64_t count = std::min(width, linear.n() - panel * kPanel);
   for (int64_t r = 0; r < rows; ++r) {

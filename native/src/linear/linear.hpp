@@ -13,6 +13,9 @@
 // Every output is one chain of additions over k, then over the rank, in a fixed order: a row's result depends neither
 // on its neighbours nor on how the work was cut. Base rows do no adapter work, and with none in the batch step 2 is
 // gone.
+//
+// In calls of many rows quantised weights are dequantised to bf16 and meet bf16 rows (Kernels::dot_wide): the number
+// of rows then shows, within rounding. A deterministic runner never does that.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +48,8 @@ struct LinearInput {
 // Runs projections that share an input. One at a time: a second caller waits.
 class LinearRunner {
  public:
-  LinearRunner(WorkerPool& pool, Isa isa);
+  LinearRunner(WorkerPool& pool, Isa isa, bool deterministic);
+  bool deterministic() const { return deterministic_; }
   void run(const std::vector<LinearCall>& calls, const LinearInput& input);
 
  private:
@@ -57,6 +61,7 @@ class LinearRunner {
     float* t;
   };
   struct CallState {
+    Format rows_format;                                    // of x as this projection reads it
     std::vector<std::shared_ptr<const LoraWeights>> held;  // keeps adapters alive while they are read
     std::vector<const LoraWeights*> by_row;                // per row: its adapter or null; empty if no row has one
     std::vector<const float*> t_by_row;
@@ -79,8 +84,9 @@ class LinearRunner {
 
   WorkerPool& pool_;
   const Kernels& kernels_;
+  bool deterministic_;
   std::mutex mutex_;
-  Arena packed_[kFormats];  // per format of weights: the rows of x as it reads them
+  Arena packed_[kFormats];  // per format: the rows of x in it
   Arena sorted_[kFormats];  // the adapter rows, bf16 or f32
   std::vector<Arena> products_;
   Arena tiles_;  // per worker

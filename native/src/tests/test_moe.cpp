@@ -98,7 +98,7 @@ KTSERVE_TEST(moe_rows_are_independent) {
     for (int shards : {1, 2}) {
       World world(5, 96, 64, format, shards, random);
       for (Isa isa : test::isas()) {
-        MoeRunner runner(world.pool, isa);
+        MoeRunner runner(world.pool, isa, true);
         for (int64_t rows : {1, 2, 13, 70}) {
           Batch batch(world, rows, 3, random);
           runner.forward(world.layer, batch.buffers());
@@ -123,7 +123,7 @@ KTSERVE_TEST(moe_stress) {
   for (uint64_t t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       World& world = t % 2 == 0 ? one : two;
-      MoeRunner runner(world.pool, best_isa());
+      MoeRunner runner(world.pool, best_isa(), false);
       Random own(10 + t);
       Batch batch(world, 9, 2, own);
       runner.forward(world.layer, batch.buffers());
