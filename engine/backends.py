@@ -58,7 +58,13 @@ def make_backends(
         {
             "reference": lambda: ReferenceLinearBackend(dtype, device),
             "native": lambda: NativeLinearBackend(
-                dtype, pools.get("native"), isa, config.quantise, plain=precision.weights, cache=cache
+                dtype,
+                pools.get("native"),
+                isa,
+                config.quantise,
+                plain=precision.weights,
+                cache=cache,
+                deterministic=config.deterministic,
             ),
         },
     )
@@ -133,6 +139,7 @@ def native_experts(
         isa=config.isa or "",
         quantise=config.quantise,
         cache=cache,
+        deterministic=config.deterministic,
     )
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.attention.base import BLOCK_SIZE
-from engine.backends import make_backends
+from engine.backends import cpu_threads, make_backends
 from engine.config import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
+from engine.experts.native import scratch_bytes
 from engine.lora.budget import AdapterBudget
 from engine.lora.registry import AdapterRegistry
 from engine.memory_gpu import adapter_copies, expert_items, gpu_items, gpu_memory, halves_items, hot_expert_bytes
@@ -20,7 +21,7 @@ from engine.model.load import Backends, Loader, Progress
 from engine.obstacles import graph_obstacle
 from engine.ping_pong_measure import enable
 from engine.placement import Placement, choose, find_machine
-from engine.precision import choose_precision
+from engine.precision import Precision, choose_precision
 from engine.profile import Profiler
 from engine.runner import ModelRunner
 from engine.weights.open import open_model
@@ -110,6 +111,7 @@ def _plan(config: EngineConfig, source: WeightSource, placement: Placement) -> B
         gpu=gpu,
         extra=extra,
         adapter_copies=_slot_copies(placement),
+        scratch=lambda config: _scratch_bytes(config, source, precision),
     )
     return Blueprint(config, source, placement, memory, memory.max_model_len, memory.kv_tokens // BLOCK_SIZE)
 
@@ -118,6 +120,24 @@ def _slot_copies(placement: Placement) -> dict[str, int]:
     if placement.device == "cpu":
         return {"CPU": 1}
     return adapter_copies(placement.used(".mlp.experts"), placement.streams_prefill, placement.device)
+
+
+def _scratch_bytes(config: EngineConfig, source: WeightSource, precision: Precision) -> int:
+    """Of the layer whose experts' formats take most."""
+    return max(
+        scratch_bytes(
+            source.experts(layer),
+            source.config,
+            max(config.batched_tokens, config.max_num_seqs),
+            plain=precision.weights,
+            quantise=config.quantise,
+            rank=config.max_adapter_rank if config.max_adapter_slots else 0,
+            isa=config.isa or "",
+            deterministic=config.deterministic,
+            threads=None if config.cpu_threads is None else cpu_threads(config),
+        )
+        for layer in source.config.sparse_layers
+    )
 
 
 def _planned_backend(placement: Placement, layer: int) -> str:

@@ -177,6 +177,12 @@ class EngineConfig:
     seed: int = option(0, "seed of requests that bring none", group="Operation")
     profile_dir: str | None = option(None, "write steps.jsonl and tokens.jsonl there", group="Operation")
     force_memory_plan: bool = option(False, "start although the memory plan says it will not fit", group="Operation")
+    deterministic: bool = option(
+        False,
+        "the same results whatever else is in a step: one kernel per format for any number of rows. Default: on AMX, "
+        "many rows of quantised weights use a faster kernel that rounds otherwise. Native backends on a CPU only",
+        group="Operation",
+    )
     check_integrity: bool = option(False, "check blocks, slots and buffers after every step", group="Operation")
 
     @property

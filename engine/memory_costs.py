@@ -146,12 +146,13 @@ def _mapped(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-def buffer_bytes(config: ModelConfig, rows: int, sequences: int) -> int:
-    """A step's activations and logits, float32, a few copies of each alive at a time."""
+def buffer_bytes(config: ModelConfig, rows: int, sequences: int, *, experts: bool = True) -> int:
+    """A step's activations and logits, float32, a few copies of each alive at a time. `experts`: those inside the
+    experts too; the native backend states its own."""
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    inner = max(
-        config.intermediate_size, config.num_experts_per_tok * (config.moe_intermediate_size + config.hidden_size)
-    )
+    inner = config.intermediate_size
+    if experts:
+        inner = max(inner, config.num_experts_per_tok * (config.moe_intermediate_size + config.hidden_size))
     per_row = 6 * config.hidden_size + 2 * heads * config.head_dim + 2 * inner
     return _F32 * (rows * per_row + 3 * sequences * config.vocab_size)
 

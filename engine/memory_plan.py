@@ -111,6 +111,7 @@ def plan_memory(
     gpu: Memory | None = None,
     extra: Sequence[Item] = (),
     adapter_copies: Mapping[str, int] | None = None,
+    scratch: Callable[[EngineConfig], int] | None = None,
 ) -> MemoryPlan:
     """`expert_backend` names a sparse layer's backend, `element_bytes` is the size of an unquantised weight,
     `activation_bytes` and `kv_element_bytes` (default: the same) that of an activation and of an element of the KV
@@ -118,8 +119,9 @@ def plan_memory(
 
     With `gpu`, dense weights, KV cache and step buffers lie there, and the experts of layers on "gpu"; all else is
     on the CPU (its memory is looked up unless given). `extra` are what a backend needs besides, `adapter_copies` says
-    how often an adapter in a slot is held on which device beside what was read of it (default: once on the CPU). Raises
-    UserError for settings that contradict one another.
+    how often an adapter in a slot is held on which device beside what was read of it (default: once on the CPU),
+    `scratch` what native experts take in a step of a config's most tokens (default: estimated with the step's buffers).
+    Raises UserError for settings that contradict one another.
     """
     cpu = cpu or cpu_memory()
     inputs = _Inputs(
@@ -131,6 +133,7 @@ def plan_memory(
         cpu,
         gpu,
         tuple(extra),
+        scratch,
         activation_bytes or element_bytes,
         source.config.kv_bytes_per_token(kv_element_bytes or element_bytes),
         {cpu.name: 1} if adapter_copies is None else adapter_copies,
@@ -149,6 +152,7 @@ class _Inputs:
     cpu: Memory
     gpu: Memory | None
     extra: tuple[Item, ...]
+    scratch: Callable[[EngineConfig], int] | None
     activation_bytes: int
     kv_token_bytes: int
     adapter_copies: Mapping[str, int]
@@ -167,9 +171,13 @@ def _draw(inputs: _Inputs) -> MemoryPlan:
     adapters = _adapter_items(inputs)
     items += adapters
     rows = config.batched_tokens
-    items.append(
-        Item(main.name, f"step buffers, {rows} tokens", buffer_bytes(source.config, rows, config.max_num_seqs))
-    )
+    kinds = {inputs.expert_backend(layer) for layer in source.config.sparse_layers}
+    stated = inputs.scratch is not None and bool(kinds & {"native", "hybrid"})
+    inside = not (stated and kinds == {"native"} and inputs.gpu is None)
+    buffers = buffer_bytes(source.config, rows, config.max_num_seqs, experts=inside)
+    items.append(Item(main.name, f"step buffers, {rows} tokens", buffers))
+    if stated and inputs.scratch is not None:
+        items.append(Item(cpu.name, f"expert scratch, {rows} tokens", inputs.scratch(config)))
     items.append(Item(cpu.name, "while loading, one layer", loading_bytes(source.config)))
     devices = [cpu] if inputs.gpu is None else [inputs.gpu, cpu]
     items += [Item(d.name, "reserve", max(_RESERVE, int(_RESERVE_SHARE * d.limit_bytes))) for d in devices]

@@ -152,6 +152,8 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
                 device = choice.device if device == "cuda" and choice.device.startswith("cuda") else device
                 choices[module] = replace(choice, backend=cast(Backend, backend), device=device)
     placement = Placement(choices, [])
+    if config.deterministic:
+        _check_deterministic(placement)
     lines = [f"rules: {name}" + ("" if config.rules else " (chosen from this machine)")]
     if unused:
         lines.append(f"note: the GPU is not used: {unused}")
@@ -167,6 +169,24 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
     for kind, (_, suffix) in flags.items():
         lines.append(f"{_NAMES[kind]}: {', '.join(placement.used(suffix)) or 'none'}")
     return Placement(choices, lines)
+
+
+def _check_deterministic(placement: Placement) -> None:
+    """Other backends choose a kernel by the number of rows, and so does every GPU."""
+    computed = (".mlp.experts", ".self_attn", "_proj", "lm_head")
+    others = sorted(
+        {
+            f"{choice.backend} on {choice.device}"
+            for name, choice in placement.choices.items()
+            if name.endswith(computed) and (choice.backend != "native" or placement.device != "cpu")
+        }
+    )
+    if others:
+        raise UserError(
+            f"deterministic is true; allowed only where the native backends compute everything on a CPU, here are "
+            f"{', '.join(others)}",
+            field="deterministic",
+        )
 
 
 def activation_dtype(config: EngineConfig) -> torch.dtype:

@@ -15,7 +15,7 @@ from engine.lora.adapter import ExpertLora
 from engine.model_config import ModelConfig
 from engine.pack_cache import PackCache, PackKey
 from engine.weights.store import ExpertStore, WeightTensor
-from native.topology import make_pool
+from native.topology import make_pool, pool_groups
 
 PROJECTIONS = ("gate", "up", "down")
 QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}
@@ -30,14 +30,52 @@ class _Call:
     posted: bool = False
 
 
+def _plain_format(plain: torch.dtype, quantise: str | None) -> str:
+    """How unquantised weights are packed."""
+    return QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
+
+
+def _format(native: Any, kind: str, plain: str) -> str:
+    """The packed format of a stored type; what has none is dequantised first."""
+    if kind in _FLOATS or not native.has_source_type(kind):
+        return plain
+    return str(native.format_of(kind))
+
+
+def scratch_bytes(
+    store: ExpertStore,
+    config: ModelConfig,
+    rows: int,
+    *,
+    plain: torch.dtype,
+    quantise: str | None,
+    rank: int,
+    isa: str,
+    deterministic: bool,
+    threads: int | None,
+) -> int:
+    """What NativeExperts take besides a layer's weights in calls of up to `rows` rows. `rank`: of the largest adapter,
+    0: none; `threads`: of the pool, None: its own number. UserError for an `isa` that is not to be had."""
+    native: Any = importlib.import_module("native._native")
+    forms = [_format(native, store.type(name), _plain_format(plain, quantise)) for name in PROJECTIONS]
+    pool = [len(group) for group in pool_groups(threads)]
+    sizes = (config.hidden_size, config.moe_intermediate_size)
+    try:
+        top_k = config.num_experts_per_tok
+        return int(native.expert_scratch_bytes(isa, deterministic, pool, *sizes, forms, rows, top_k, rank))
+    except ValueError as error:
+        raise UserError(f"native experts: {error}", field="isa") from error
+
+
 class NativeExperts(ExpertBackend):
     """GGUF blocks are repacked without loss (native/src/core/format.hpp draws the layout). Plain weights are held as
     `plain`, bfloat16 or float32 (default: `dtype`, the activations'), or are quantised on request.
 
     `pool`: a `native._native.WorkerPool` to share with other backends; default: its own over this process's CPUs.
     `isa`: "avx2", "avx512" or "amx"; "" is KTSERVE_ISA or the machine's best. `quantise`: "int8" or "int4" for plain
-    weights. `cache`: keeps packed layers on disk; None: nothing does. UserError for sizes, types or settings that the
-    kernels do not take.
+    weights. `cache`: keeps packed layers on disk; None: nothing does. `deterministic`: a row's result never depends on
+    the other rows; otherwise experts with many rows use faster kernels where there are some. UserError for sizes, types
+    or settings that the kernels do not take.
     """
 
     def __init__(
@@ -50,6 +88,7 @@ class NativeExperts(ExpertBackend):
         quantise: str | None = None,
         cache: PackCache | None = None,
         plain: torch.dtype | None = None,
+        deterministic: bool = False,
     ) -> None:
         plain = plain or dtype
         if not {dtype, plain} <= {torch.bfloat16, torch.float32}:
@@ -58,11 +97,11 @@ class NativeExperts(ExpertBackend):
             raise UserError(f"quantise {quantise}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
         self._config = config
         self._weight_dtype = plain
-        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
+        self._plain = _plain_format(plain, quantise)
         try:
             self._native: Any = importlib.import_module("native._native")
             self.pool: Any = pool if pool is not None else make_pool()
-            self._runner: Any = self._native.MoeRunner(self.pool, isa)
+            self._runner: Any = self._native.MoeRunner(self.pool, isa, deterministic)
         except (ImportError, ValueError) as error:
             raise UserError(f"native experts: {error}", field="expert_backend") from error
         self._layers: dict[int, Any] = {}
@@ -125,10 +164,7 @@ class NativeExperts(ExpertBackend):
         return plain, values
 
     def _form(self, kind: str) -> str:
-        """The packed format of a stored type; what has none is dequantised first."""
-        if kind in _FLOATS or not self._native.has_source_type(kind):
-            return self._plain
-        return str(self._native.format_of(kind))
+        return _format(self._native, kind, self._plain)
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         """Layers that this backend does not hold are another backend's."""

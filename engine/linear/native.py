@@ -21,11 +21,13 @@ QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # as Q8_0, as Q4_1
 
 
 class NativeLinear(Linear):
-    """x bf16 or float32 [T, in], rows any stride apart; a row's result does not depend on its neighbours.
+    """x bf16 or float32 [T, in], rows any stride apart; a row's result does not depend on its neighbours' values, nor
+    (a deterministic backend) on their number.
 
-    Sums are float32 and rounded once. Quantised weights meet activations in int8 blocks of 32, a bf16 weight meets bf16
-    activations, a float32 one float32; an adapter's A meets bf16 activations (float32 where the weight is). A row
-    with a NaN or infinity comes out as NaN and leaves the others alone.
+    Sums are float32 and rounded once. Quantised weights meet activations in int8 blocks of 32 (in calls of many rows on
+    AMX both become bf16), a bf16 weight meets bf16 activations, a float32 one float32; an adapter's A meets bf16
+    activations (float32 where the weight is). A row with a NaN or infinity comes out as NaN and leaves the
+    others alone.
     """
 
     def __init__(self, name: str, packed: Any, runner: Any, shape: tuple[int, int]) -> None:
@@ -72,7 +74,8 @@ class NativeLinearBackend(LinearBackend):
 
     F32, F16 and BF16 weights are held as `plain`, bfloat16 or float32 (default: `dtype`, the activations'); `quantise`
     ("int8": as Q8_0, "int4": as Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised
-    and treated likewise. `cache`: keeps packed weights on disk; None: nothing does.
+    and treated likewise. `cache`: keeps packed weights on disk; None: nothing does. `deterministic`: a row's result
+    never depends on the other rows; otherwise calls of many rows use faster kernels where there are some.
     Calls of one backend follow one another: its scratch is shared.
     """
 
@@ -85,6 +88,7 @@ class NativeLinearBackend(LinearBackend):
         *,
         plain: torch.dtype | None = None,
         cache: PackCache | None = None,
+        deterministic: bool = False,
     ) -> None:
         plain = plain or dtype
         if not {dtype, plain} <= {torch.bfloat16, torch.float32}:
@@ -96,7 +100,7 @@ class NativeLinearBackend(LinearBackend):
         self._cache = cache
         self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
         try:
-            self._runner: Any = self._native.LinearRunner(pool, isa)
+            self._runner: Any = self._native.LinearRunner(pool, isa, deterministic)
         except ValueError as error:
             raise UserError(f"native linear: {error}") from error
 

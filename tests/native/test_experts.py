@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,9 +121,9 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).abs().mean() / want.abs().mean())
 
 
-def make(pool: object, layer: Layer, dtype: torch.dtype, isa: str = "", quantise: str | None = None) -> NativeExperts:
+def make(pool: object, layer: Layer, dtype: torch.dtype, isa: str = "", **settings: Any) -> NativeExperts:
     sizes = config(hidden_size=layer.hidden, moe_intermediate_size=layer.inner, num_experts=E, num_experts_per_tok=K)
-    experts = NativeExperts(sizes, dtype, pool, isa=isa, quantise=quantise)
+    experts = NativeExperts(sizes, dtype, pool, isa=isa, **settings)
     experts.load_layer(0, layer.store)
     return experts
 
@@ -159,7 +160,7 @@ def test_right_with_and_without_adapters(pool: object, gate: str, up: str, down:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_K", "Q6_K"])
 def test_a_row_does_not_see_its_neighbours(pool: object, kind: str, isa: str) -> None:
-    experts = make(pool, Layer(kind), BF16, isa)
+    experts = make(pool, Layer(kind), BF16, isa, deterministic=True)
     for slot in (1, 2, 3):
         experts.set_adapter(slot, {0: lora(4 * slot, slot)})
     big = batch(150, BF16, slots=[0, 1, 2, 3, 0])
@@ -173,6 +174,52 @@ def test_a_row_does_not_see_its_neighbours(pool: object, kind: str, isa: str) ->
         for name in ("hidden", "ids", "weights", "slots"):
             getattr(one, name)[0] = getattr(big, name)[row]
         assert torch.equal(run(experts, task)[0], together[row])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kinds", [("Q8_0",), ("Q4_K", "", "Q6_K"), ("Q4_0", "", "BF16"), ("Q5_0", "Q8_0", "Q4_1")])
+def test_many_rows(pool: object, kinds: tuple[str, ...], isa: str) -> None:
+    """Unless deterministic, experts with many rows may round otherwise, at least as well, and the same every time."""
+    layer = Layer(*kinds)
+    exact, fast = (make(pool, layer, BF16, isa, deterministic=d) for d in (True, False))
+    elsewhere = make(_native.WorkerPool([[0], [1]]), layer, BF16, isa)
+    adapters = {slot: lora(4 * slot, slot) for slot in (1, 2)}
+    for experts in (exact, fast, elsewhere):
+        for slot, adapter in adapters.items():
+            experts.set_adapter(slot, {0: adapter})
+    b = batch(150, BF16, slots=[0, 1, 2, 0])
+    b.ids[60:150] = torch.tensor([2, 5, 7])
+    b.ids[70, 1] = -1
+    want = expected(layer, b, adapters)
+    errors = [error(got, want) for got in (run(e, e.bind(0, b)) for e in (exact, fast))]
+    assert errors[1] < min(0.025, 1.1 * errors[0])
+    got = run(fast, fast.bind(0, b))
+    assert torch.equal(got, run(elsewhere, elsewhere.bind(0, b)))
+    few = batch(5, BF16, slots=[0, 1])
+    assert torch.equal(run(fast, fast.bind(0, few)), run(exact, exact.bind(0, few)))
+    b.hidden[70:] = 100  # the other rows' values never show
+    assert torch.equal(run(fast, fast.bind(0, b))[:70], got[:70])
+
+
+def test_down_in_slices(pool: object) -> None:
+    """So many rows that y is computed by slices of columns."""
+    layer = Layer("Q4_0", hidden=1024, inner=32)
+    b = batch(6000, F32, hidden=1024)
+    keep = [0, 3000, 5999]
+    few = dataclasses.replace(b, bsz=torch.tensor([len(keep)], dtype=torch.int32))
+    for name in ("hidden", "ids", "weights", "slots"):
+        setattr(few, name, getattr(b, name)[keep])
+    for workers in (pool, _native.WorkerPool([[0], [1], [0]])):
+        for deterministic in (False, True):
+            experts = make(workers, layer, F32, deterministic=deterministic)
+            got = run(experts, experts.bind(0, b))
+            assert error(got[keep], expected(layer, few, {})) < 0.03
+            if deterministic:
+                assert torch.equal(got[0], run(experts, experts.bind(0, few_rows(b, 1)))[0])
+
+
+def few_rows(b: ExpertBuffers, rows: int) -> ExpertBuffers:
+    return dataclasses.replace(b, bsz=torch.tensor([rows], dtype=torch.int32), out=torch.full_like(b.out, 7))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -124,7 +124,7 @@ def test_a_row_does_not_see_its_neighbours(isa: str, type: str) -> None:
     weight, _ = tensor(draw(n, k, seed=1), type)
     bias, _ = tensor(draw(n, seed=2), "F32")
     for dtype in (BF16, F32):
-        linear = NativeLinearBackend(dtype, POOL, isa).load("w", weight, bias)
+        linear = NativeLinearBackend(dtype, POOL, isa, deterministic=True).load("w", weight, bias)
         for slot, pair in pairs(n, k, BF16, {1: 16, 2: 5}).items():
             linear.set_adapter(slot, pair)
         x = draw(300, k, seed=4).to(dtype)
@@ -136,6 +136,23 @@ def test_a_row_does_not_see_its_neighbours(isa: str, type: str) -> None:
         assert torch.equal(linear(x[order], lora_batch([slots[i] for i in order])), alone[order])
         for _ in range(10):
             assert torch.equal(linear(x, lora_batch(slots)), alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type", BLOCKS)
+def test_many_rows(isa: str, type: str) -> None:
+    """Unless deterministic, many rows may be rounded otherwise, at least as well, and the same every time."""
+    weight, values = tensor(draw(75, 512, seed=1), type)
+    x = draw(300, 512, seed=4)
+    exact, fast = (NativeLinearBackend(F32, POOL, isa, deterministic=d).load("w", weight, None) for d in (True, False))
+    errors = [relative_error(linear(x, None), x @ values.T) for linear in (exact, fast)]
+    assert errors[1] < 1.1 * errors[0]
+    out = fast(x, None)
+    other = NativeLinearBackend(F32, _native.WorkerPool([[0], [1]]), isa).load("w", weight, None)
+    assert torch.equal(other(x, None), out)
+    assert torch.equal(fast(x[:5], None), exact(x[:5], None))
+    x[150:] = 100  # the other rows' values never show
+    assert torch.equal(fast(x, None)[:150], out[:150])
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -140,6 +140,20 @@ void bind_experts(nb::module_& module) {
           "Packed formats of gate, up, down.")
       .def_prop_ro("num_bytes", &ExpertLayer::bytes);
 
+  module.def(
+      "expert_scratch_bytes",
+      [](const std::string& isa, bool deterministic, const std::vector<int>& pool, int64_t hidden, int64_t intermediate,
+         const std::vector<std::string>& formats, int64_t rows, int64_t top_k, int64_t rank) {
+        int threads = 0;
+        for (int workers : pool) threads += workers;
+        const LayerShape shape = shape_of(1, hidden, intermediate, formats, static_cast<int>(pool.size()));
+        return MoeRunner::scratch_bytes(choose_isa(isa), deterministic, threads, shape, rows, top_k, rank);
+      },
+      "isa"_a, "deterministic"_a, "pool"_a, "hidden"_a, "intermediate"_a, "formats"_a, "rows"_a, "top_k"_a, "rank"_a,
+      "The most scratch memory that a MoeRunner takes for calls of up to `rows` rows. pool: workers of each node; "
+      "rank: "
+      "the largest of the adapters, 0: none.");
+
   nb::class_<MoeRunner>(module, "MoeRunner", "Computes expert tasks on a pool, one at a time.")
       .def(
           "__init__",
@@ -147,15 +161,6 @@ void bind_experts(nb::module_& module) {
             new (self) MoeRunner(pool, choose_isa(isa), deterministic);
           },
           "pool"_a, "isa"_a = "", "deterministic"_a = false, nb::keep_alive<1, 2>())
-      .def(
-          "scratch_bytes",
-          [](const MoeRunner& runner, int64_t hidden, int64_t intermediate, const std::vector<std::string>& formats,
-             int64_t rows, int64_t top_k) {
-            return runner.scratch_bytes(shape_of(1, hidden, intermediate, formats, runner.pool().groups()), rows,
-                                        top_k);
-          },
-          "hidden"_a, "intermediate"_a, "formats"_a, "rows"_a, "top_k"_a,
-          "The most scratch memory that calls of up to `rows` rows take, without adapters.")
       .def_prop_ro("deterministic", &MoeRunner::deterministic)
       .def_prop_ro("isa", [](const MoeRunner& runner) { return isa_name(runner.isa()); });
 

@@ -9,10 +9,11 @@ namespace ktserve {
 namespace {
 
 constexpr double kPieceUs = 30;
-constexpr double kLargePieceUs = 500;      // of calls that have many such
-constexpr double kPiecesPerWorker = 16;    // that many calls have at least
-constexpr int64_t kMostPanels = 16;        // whose gate and up are computed before h is made from them, for 128 rows
-constexpr int64_t kTileRows = 128;         // fewer panels for more rows
+constexpr double kLargePieceUs = 500;    // of calls that have many such
+constexpr double kPiecesPerWorker = 16;  // that many calls have at least
+constexpr int64_t kMostPanels = 16;      // whose gate and up are computed before h is made from them, for 128 rows
+constexpr int64_t kTileRows = 128;       // fewer panels for more rows
+constexpr int64_t kTileFloats = 2 * kTileRows * kMostPanels * kPanel;
 constexpr int64_t kSliceBytes = 64 << 20;  // of y
 
 void grow(Arena& arena, int64_t bytes) {
@@ -105,8 +106,7 @@ void MoeRunner::run(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t
   if (!segments_.empty()) lora_a(layer, false);
   cut(layer, kGate, 0);
   pool_.parallel_for_groups(group_starts_, [&](int64_t piece, int worker) {
-    gate_up(layer, pieces_[static_cast<size_t>(piece)],
-            reinterpret_cast<float*>(tiles_.data()) + worker * tile_floats_);
+    gate_up(layer, pieces_[static_cast<size_t>(piece)], reinterpret_cast<float*>(tiles_.data()) + worker * kTileFloats);
   });
   if (!segments_.empty()) lora_a(layer, true);
   for (int64_t slice = 0; slice < slices_; ++slice) {
@@ -130,16 +130,24 @@ void MoeRunner::product(Format format, bool wide, const DotArgs& args) const {
   (activations(format, wide) == format ? kernels_.dot : kernels_.dot_wide)(args);
 }
 
-int64_t MoeRunner::scratch_bytes(const LayerShape& s, int64_t rows, int64_t top_k) const {
-  const int64_t positions = std::min(rows, chunk_rows(kernels_.isa)) * top_k;
-  const auto widest = [&](Format format, int64_t k) {
-    const bool may = !deterministic_ && kernels_.wide_from(format) > 0;
-    return std::max(kernels_.row_bytes(format, k), may ? kernels_.row_bytes(Format::bf16, k) : 0);
+int64_t MoeRunner::scratch_bytes(Isa isa, bool deterministic, int threads, const LayerShape& s, int64_t rows,
+                                 int64_t top_k, int64_t rank) {
+  const Kernels& k = kernels(isa);
+  const int64_t positions = std::min(rows, chunk_rows(isa)) * top_k;
+  const auto widest = [&](Format format, int64_t inner) {
+    const bool may_be_wide = !deterministic && k.wide_from(format) > 0;
+    return std::max(k.row_bytes(format, inner), may_be_wide ? k.row_bytes(Format::bf16, inner) : 0);
   };
-  int64_t bytes = widest(s.formats[kGate], s.hidden) + widest(s.formats[kDown], s.intermediate);
-  if (s.formats[kUp] != s.formats[kGate]) bytes += widest(s.formats[kUp], s.hidden);
-  bytes += y_stride(s, slices_of(positions, s.hidden)) * 4;
-  return positions * bytes + pool_.threads() * 2 * kTileRows * kMostPanels * kPanel * 4;
+  int64_t each = widest(s.formats[kGate], s.hidden) + widest(s.formats[kDown], s.intermediate);
+  if (s.formats[kUp] != s.formats[kGate]) each += widest(s.formats[kUp], s.hidden);
+  each += y_stride(s, slices_of(positions, s.hidden)) * 4;
+  if (rank > 0) {
+    const Format lora = s.lora_format();
+    if (s.formats[kGate] != lora) each += k.row_bytes(lora, s.hidden);
+    if (s.formats[kDown] != lora) each += k.row_bytes(lora, s.intermediate);
+    each += panels_of(2 * rank) * kPanel * 4;
+  }
+  return positions * each + threads * kTileFloats * 4;
 }
 
 void MoeRunner::group(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows) {
@@ -217,8 +225,7 @@ void MoeRunner::reserve(const ExpertLayer& layer, int64_t top_k, int64_t rows) {
   shard_columns_ = shard_columns(s, slices_);
   y_stride_ = y_stride(s, slices_);
   grow(y_, positions * y_stride_ * 4);
-  tile_floats_ = 2 * kTileRows * kMostPanels * kPanel;
-  grow(tiles_, pool_.threads() * tile_floats_ * 4);
+  grow(tiles_, pool_.threads() * kTileFloats * 4);
   if (segments_.empty()) return;
   xb_stride_ = kernels_.row_bytes(lora_format_, s.hidden);
   hb_stride_ = kernels_.row_bytes(lora_format_, s.intermediate);
@@ -449,7 +456,7 @@ void MoeRunner::combine(const ExpertLayer& layer, const MoeBuffers& b, int64_t f
       kernels_.combine(sources, weights, b.top_k, run.count, static_cast<float*>(b.out) + to);
       return;
     }
-    float* sums = reinterpret_cast<float*>(tiles_.data()) + worker * tile_floats_;
+    float* sums = reinterpret_cast<float*>(tiles_.data()) + worker * kTileFloats;
     kernels_.combine(sources, weights, b.top_k, run.count, sums);
     kernels_.to_bf16(sums, run.count, static_cast<uint16_t*>(b.out) + to);
   });

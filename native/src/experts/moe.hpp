@@ -47,8 +47,10 @@ class MoeRunner {
   MoeRunner(WorkerPool& pool, Isa isa, bool deterministic)
       : pool_(pool), kernels_(kernels(isa)), deterministic_(deterministic) {}
 
-  // The most scratch memory that calls of up to `rows` rows take, without adapters: bytes.
-  int64_t scratch_bytes(const LayerShape& shape, int64_t rows, int64_t top_k) const;
+  // The most scratch memory that a pool of `threads` takes for calls of up to `rows` rows, in bytes. rank: the largest
+  // of their adapters, 0: none.
+  static int64_t scratch_bytes(Isa isa, bool deterministic, int threads, const LayerShape& shape, int64_t rows,
+                               int64_t top_k, int64_t rank);
 
   // Throws std::invalid_argument for a bsz, id or slot out of range; nothing has been written then.
   void forward(const ExpertLayer& layer, const MoeBuffers& buffers);
@@ -107,7 +109,7 @@ class MoeRunner {
   // Scratch: activations per position, in the forms of gate, up (if another), LoRA (if any); h; t; y. Down's output is
   // computed in `slices_` equal slices of columns, one after the other in the same y, so that y stays in a cache.
   int64_t slices_ = 1, shard_columns_ = 0, y_stride_ = 0;
-  int64_t x_stride_[2] = {}, xb_stride_ = 0, h_stride_ = 0, hb_stride_ = 0, t_stride_ = 0, tile_floats_ = 0;
+  int64_t x_stride_[2] = {}, xb_stride_ = 0, h_stride_ = 0, hb_stride_ = 0, t_stride_ = 0;
   bool up_differs_ = false;
   Arena x_[2], xb_, h_, hb_, t_, y_, tiles_;
 };

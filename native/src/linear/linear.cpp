@@ -13,8 +13,12 @@ namespace {
 
 constexpr int64_t kSlabRows = 1024;       // rows of one pass: bounds the scratch
 constexpr int64_t kPieceRows = 96;        // a whole number of every kernel's row tiles
+constexpr int64_t kWidePieceRows = 256;   // what is dequantised is used for so many
+constexpr int64_t kWidePiecePanels = 4;   // as many as any call of more than 16 rows takes
 constexpr int64_t kPieceBytes = 1 << 18;  // weights of a piece with few rows: some ten microseconds of reading
 constexpr int64_t kMaxPiecePanels = 16;
+constexpr int64_t kTileFloats = kPieceRows * kMaxPiecePanels * kPanel;
+static_assert(kWidePieceRows * kWidePiecePanels * kPanel <= kTileFloats);
 constexpr int64_t kInlineElements = 32768;  // so little is packed without waking the pool
 constexpr int64_t kAdapterRows = 64;        // of one piece of step 2
 
@@ -34,7 +38,7 @@ LinearRunner::LinearRunner(WorkerPool& pool, Isa isa, bool deterministic)
     : pool_(pool),
       kernels_(kernels(isa)),
       deterministic_(deterministic),
-      tiles_(static_cast<size_t>(pool.threads()) * kPieceRows * kMaxPiecePanels * kPanel * sizeof(float)) {
+      tiles_(static_cast<size_t>(pool.threads() * kTileFloats) * sizeof(float)) {
   if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
 }
 
@@ -159,7 +163,7 @@ void LinearRunner::run_slab(const std::vector<LinearCall>& calls, const LinearIn
   run_adapters(calls, input, states);
 
   std::vector<int64_t> begin;
-  const std::vector<Part> parts = share_out(calls, input.rows, &begin);
+  const std::vector<Part> parts = share_out(calls, states, input.rows, &begin);
   const auto body = [&](int64_t piece, int worker) {
     size_t p = parts.size() - 1;
     while (parts[p].first_piece > piece) --p;
@@ -173,9 +177,9 @@ void LinearRunner::run_slab(const std::vector<LinearCall>& calls, const LinearIn
   }
 }
 
-std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<LinearCall>& calls, int64_t rows,
+std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<LinearCall>& calls,
+                                                        const std::vector<CallState>& states, int64_t rows,
                                                         std::vector<int64_t>* begin) const {
-  const int64_t row_blocks = (rows + kPieceRows - 1) / kPieceRows;
   const bool sharded = std::all_of(calls.begin(), calls.end(),
                                    [this](const LinearCall& call) { return call.linear->shards() == pool_.groups(); });
   const int nodes = sharded ? pool_.groups() : 1;
@@ -186,13 +190,15 @@ std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<Linear
     for (size_t c = 0; c < calls.size(); ++c) {
       const PackedLinear& linear = *calls[c].linear;
       const int64_t all = panels_of(linear.n());
+      const int64_t most = states[c].rows_format == linear.format() ? kPieceRows : kWidePieceRows;
+      const int64_t row_blocks = (rows + most - 1) / most;
       int64_t step = 4;
       if (rows <= 16) step = std::clamp<int64_t>(kPieceBytes / linear.panel_bytes() / 4 * 4, 4, kMaxPiecePanels);
       while (step > 2 && all * row_blocks < step * 4 * pool_.threads()) step /= 2;
       for (int s = sharded ? node : 0; s < (sharded ? node + 1 : linear.shards()); ++s) {
         const int64_t panels = linear.first_panel(s + 1) - linear.first_panel(s);
         if (panels == 0) continue;
-        parts.push_back({c, linear.first_panel(s), panels, step, pieces});
+        parts.push_back({c, linear.first_panel(s), panels, step, row_blocks, pieces});
         pieces += (panels + step - 1) / step * row_blocks;
       }
     }
@@ -205,7 +211,7 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
                              int64_t piece, int worker) {
   const PackedLinear& linear = *call.linear;
   const Format format = linear.format();
-  const int64_t blocks = (input.rows + kPieceRows - 1) / kPieceRows;
+  const int64_t blocks = part.row_blocks;
   const int64_t row = input.rows * (piece % blocks) / blocks;
   const int64_t rows = input.rows * (piece % blocks + 1) / blocks - row;
   const int64_t first = piece / blocks * part.panels_per_piece;
@@ -214,7 +220,7 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
   const int64_t width = panels * kPanel;
   const int64_t bytes = kernels_.row_bytes(state.rows_format, linear.k());
   const uint8_t* x = packed_[static_cast<int>(state.rows_format)].data() + row * bytes;
-  float* tile = reinterpret_cast<float*>(tiles_.data()) + worker * kPieceRows * kMaxPiecePanels * kPanel;
+  float* tile = reinterpret_cast<float*>(tiles_.data()) + worker * kTileFloats;
   const DotArgs args{format, linear.panel(panel), panels, linear.k(), x, bytes, rows, tile, width};
   (state.rows_format == format ? kernels_.dot : kernels_.dot_wide)(args);
 

@@ -71,6 +71,7 @@ class LinearRunner {
     int64_t panel;
     int64_t panels;
     int64_t panels_per_piece;
+    int64_t row_blocks;
     int64_t first_piece;
   };
 
@@ -78,7 +79,8 @@ class LinearRunner {
   void pack_rows(const LinearInput& input, Format format, int64_t k, const std::vector<int64_t>* order, uint8_t* to);
   void run_adapters(const std::vector<LinearCall>& calls, const LinearInput& input, std::vector<CallState>& states);
   // The parts of all projections, node by node; begin: where each node's pieces begin, and how many there are.
-  std::vector<Part> share_out(const std::vector<LinearCall>& calls, int64_t rows, std::vector<int64_t>* begin) const;
+  std::vector<Part> share_out(const std::vector<LinearCall>& calls, const std::vector<CallState>& states, int64_t rows,
+                              std::vector<int64_t>* begin) const;
   void run_piece(const LinearCall& call, const CallState& state, const LinearInput& input, const Part& part,
                  int64_t piece, int worker);
 

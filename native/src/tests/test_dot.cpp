@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -50,19 +51,21 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
 
   const int64_t width = panels_of(n) * kPanel;
   std::vector<std::vector<float>> results;
-  for (Isa isa : test::isas()) {
-    const Kernels& table = kernels(isa);
-    const int64_t stride = table.row_bytes(format, k);
-    std::vector<uint8_t> held(static_cast<size_t>(stride * rows) + 64);
+  const auto compute = [&](const Kernels& table, Format rows_format, auto dot, int64_t first, int64_t count) {
+    const int64_t stride = table.row_bytes(rows_format, k);
+    std::vector<uint8_t> held(static_cast<size_t>(stride * count) + 64);
     uint8_t* packed_x = held.data() + (64 - reinterpret_cast<uintptr_t>(held.data()) % 64) % 64;
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < count; ++r) {
       const int64_t cut = k / 64 * 32;  // a row may be packed in parts
-      table.pack_f32(format, &x[static_cast<size_t>(r * k)], k, 0, cut, packed_x + r * stride);
-      table.pack_f32(format, &x[static_cast<size_t>(r * k + cut)], k, cut, k, packed_x + r * stride);
+      const float* row = &x[static_cast<size_t>((first + r) * k)];
+      table.pack_f32(rows_format, row, k, 0, cut, packed_x + r * stride);
+      table.pack_f32(rows_format, row + cut, k, cut, k, packed_x + r * stride);
     }
-    std::vector<float> out(static_cast<size_t>(rows * (width + 16)), 77.0f);
-    table.dot({format, packed, panels_of(n), k, packed_x, stride, rows, out.data(), width + 16});
-    const float bound = format == Format::f32 ? 1e-5f : 0.03f;
+    std::vector<float> out(static_cast<size_t>(count * (width + 16)), 77.0f);
+    dot(DotArgs{format, packed, panels_of(n), k, packed_x, stride, count, out.data(), width + 16});
+    return out;
+  };
+  const auto check = [&](const std::vector<float>& out, Isa isa, float bound) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = width; i < width + 16; ++i) CHECK(out[static_cast<size_t>(r * (width + 16) + i)] == 77.0f);
       for (int64_t i = 0; i < n; ++i) {
@@ -79,8 +82,18 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
               type.name, isa_name(isa), static_cast<int>(n), static_cast<int>(k), static_cast<int>(rows), got, exact);
       }
     }
-    results.push_back(out);
-    if (!plain(format)) CHECK(results.back() == results.front(), "%s differs on %s", type.name, isa_name(isa));
+  };
+  for (Isa isa : test::isas()) {
+    const Kernels& table = kernels(isa);
+    results.push_back(compute(table, format, table.dot, 0, rows));
+    check(results.back(), isa, format == Format::f32 ? 1e-5f : 0.03f);
+    if (plain(format)) continue;
+    CHECK(results.back() == results.front(), "%s differs on %s", type.name, isa_name(isa));
+    if (table.wide_from(format) == 0) continue;
+    const std::vector<float> wide = compute(table, Format::bf16, table.dot_wide, 0, rows);
+    check(wide, isa, 0.02f);
+    const std::vector<float> last = compute(table, Format::bf16, table.dot_wide, rows - 1, 1);
+    CHECK(std::equal(last.begin(), last.end(), wide.end() - (width + 16)), "%s: a row sees its neighbours", type.name);
   }
 }
 
@@ -108,6 +121,10 @@ KTSERVE_TEST(dot_long_rows) {
   Random random(2);
   for (int64_t rows : {1, 8, 9, 16, 17, 32, 33, 50})
     dot_case(source_type("BF16"), Format::bf16, 33, 1300, rows, random);
+  for (int64_t rows : {1, 40, 100}) {
+    dot_case(source_type("Q8_0"), Format::i8, 70, 1312, rows, random);
+    dot_case(source_type("Q6_K"), Format::k6, 16, 1280, rows, random);
+  }
 }
 
 KTSERVE_TEST(half_precision) {

@@ -29,7 +29,7 @@ void one(Isa isa, const char* format, double bound, Random& random) {
   const int64_t k = 32 * (1 + random.below(8)), rows = 1 + random.below(3) * random.below(70);
   const int64_t n[2] = {1 + random.below(200), 1 + random.below(40)};
   WorkerPool pool(PoolOptions{{{0, 1, 0}}});
-  LinearRunner runner(pool, isa, true);
+  LinearRunner runner(pool, isa, random.below(2) == 0);
   const std::vector<float> bias = draw(n[0], random), x = draw(rows * k, random);
   std::vector<float> weights[2], out[2];
   std::vector<PackedLinear*> linears;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <thread>
 #include <vector>
@@ -110,6 +111,40 @@ KTSERVE_TEST(moe_rows_are_independent) {
           }
         }
       }
+    }
+  }
+}
+
+// Enough rows for dot_wide: near what the deterministic runner gives, the same in every run, with any pool, and for any
+// values of the other rows.
+KTSERVE_TEST(moe_many_rows) {
+  Random random(5);
+  for (Format format : {Format::bf16, Format::i8, Format::i4m, Format::i5}) {
+    World world(3, 96, 64, format, 2, random);
+    for (Isa isa : test::isas()) {
+      Batch batch(world, 70, 2, random);
+      MoeRunner exact(world.pool, isa, true);
+      exact.forward(world.layer, batch.buffers());
+      const std::vector<float> want = batch.out;
+      WorkerPool alone(PoolOptions{{{0}}});
+      MoeRunner runner(world.pool, isa, false);
+      MoeRunner other(alone, isa, false);
+      runner.forward(world.layer, batch.buffers());
+      const std::vector<float> got = batch.out;
+      double difference = 0;
+      double size = 0;
+      for (size_t i = 0; i < want.size(); ++i) {
+        difference += std::fabs(got[i] - want[i]);
+        size += std::fabs(want[i]);
+      }
+      const bool wide = kernels(isa).wide_from(format) > 0;
+      CHECK(difference <= (wide ? 0.02 : 0) * size);
+      CHECK(!wide || difference > 0);
+      other.forward(world.layer, batch.buffers());
+      CHECK(batch.out == got);
+      for (int64_t i = 35 * world.hidden; i < 70 * world.hidden; ++i) batch.hidden[static_cast<size_t>(i)] = 1e4f;
+      runner.forward(world.layer, batch.buffers());
+      CHECK(std::equal(got.begin(), got.begin() + 35 * world.hidden, batch.out.begin()));
     }
   }
 }
