@@ -93,7 +93,7 @@ def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[st
 
 
 class LoadingBar:
-    """A progress bar on stderr while the model loads; on a terminal only."""
+    """Progress on stderr while the model loads: a bar on a terminal, elsewhere a line as each stage begins."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -105,6 +105,7 @@ class LoadingBar:
             transient=True,
             disable=not console.is_terminal,
         )
+        self._console = console
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> LoadingBar:
@@ -117,6 +118,8 @@ class LoadingBar:
     def update(self, loading: Loading) -> None:
         if loading.stage not in self._tasks:
             self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
+            if not self._console.is_terminal:
+                self._console.print(f"{loading.stage} ...", style="dim")
         self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
 
 

@@ -99,7 +99,8 @@ def serve(family: Family, names: list[str | None], **config) -> list[list[int]]:
 @pytest.mark.parametrize("names", [[None] * 5, [None, "adapter-0", "adapter-2", None, "adapter-0"]])
 @pytest.mark.parametrize("experts", ["native", "gpu", "hybrid"])
 def test_graphs_equal_plain_launches(family, names, experts):
-    """Exactly: the same kernels on the same padded batches. Overlap changes which requests meet in a batch."""
+    """Exactly: the same kernels on the same padded batches. Overlap changes which requests meet in a batch; when a hot
+    expert arrives on the GPU, and with it the kernel that computes it, depends on its copy's time."""
     asked = prompts(1, [3, 9, 20, 31, 14])
     by_overlap = []
     for overlap in (False, True):
@@ -107,7 +108,11 @@ def test_graphs_equal_plain_launches(family, names, experts):
         if experts == "hybrid":
             config["gpu_expert_memory"] = str(5 * 3 * 128 * 64 * 2)  # five of 24 experts
         runs = [serve(family, names, cuda_graphs=g, **config) for g in ("auto", "padded")]
-        assert runs[0] == runs[1]
+        if experts == "hybrid":
+            for name, prompt, graphs, plain in zip(names, asked, *runs, strict=True):
+                assert agree(family.merged[name], prompt, graphs, plain)
+        else:
+            assert runs[0] == runs[1]
         by_overlap.append(runs[0])
     for name, prompt, off, on in zip(names, asked, *by_overlap, strict=True):
         assert agree(family.merged[name], prompt, off, on)
