@@ -92,7 +92,7 @@ class BenchEngine:
     """Not for two threads. `close` gives the memory back."""
 
     def __init__(self, model: Path, shape: Shape, mix: str, threads: int, **config: Any) -> None:
-        fields = {"kv_cache_tokens": 8192, "max_num_batched_tokens": 512, "max_num_seqs": 32, "prefix_caching": False}
+        fields = {"kv_cache_tokens": 8192, "max_num_seqs": 32, "prefix_caching": False}
         fields |= {"device": "cpu"}
         settings = EngineConfig(model=str(model), cpu_threads=threads, **(fields | config))
         self.shape, self.needs = shape, Needs(shape, mix)

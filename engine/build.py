@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.attention.base import BLOCK_SIZE
 from engine.backends import cpu_threads, make_backends
-from engine.config import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineConfig
+from engine.config import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, NATIVE_BATCHED_TOKENS, EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
 from engine.experts.native import scratch_bytes
@@ -45,6 +45,7 @@ class Blueprint:
     memory: MemoryPlan
     max_model_len: int
     num_blocks: int
+    mixed_chunk: int | None = None  # prefill tokens beside decode rows at most; None: the token budget alone decides
 
     @property
     def lines(self) -> list[str]:
@@ -69,13 +70,19 @@ def draw(config: EngineConfig) -> Blueprint:
     """Open the files, choose the backends, plan the memory. Reads headers only."""
     source = open_model(config.model, config.gguf)
     placement = choose(config, source.config, find_machine(config))
-    if config.max_num_batched_tokens is not None or not computes_chunks(placement):
-        return _plan(replace(config, max_num_batched_tokens=config.batched_tokens), source, placement)
-    for tokens in (GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS):
+    if config.max_num_batched_tokens is not None:
+        return _plan(config, source, placement)
+    budgets, mixed = [CPU_BATCHED_TOKENS], None
+    if computes_chunks(placement):
+        budgets.insert(0, GPU_BATCHED_TOKENS)
+    elif placement.device == "cpu" and placement.used(".mlp.experts") == ["native"]:
+        budgets.insert(0, NATIVE_BATCHED_TOKENS)
+        mixed = CPU_BATCHED_TOKENS
+    for tokens in budgets:
         blueprint = _plan(replace(config, max_num_batched_tokens=max(tokens, config.max_num_seqs)), source, placement)
         if not blueprint.memory.short:
             break
-    return blueprint
+    return replace(blueprint, mixed_chunk=mixed)
 
 
 def computes_chunks(placement: Placement) -> bool:
@@ -178,6 +185,7 @@ def assemble(blueprint: Blueprint, send: Callable[[FromEngine], None], progress:
             eos_token_ids=model_config.eos_token_ids,
             prefix_caching=config.prefix_caching,
             itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
+            mixed_chunk=blueprint.mixed_chunk,
         )
     )
     profiler = None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CPU_BATCHED_TOKENS = 512
+# Twice as many read and unpack an expert's weights half as often; only while nobody waits for a next token.
+NATIVE_BATCHED_TOKENS = 1024
 # Well above the rows from which streaming a layer's experts beats computing them on the CPU (2,500 where measured).
 GPU_BATCHED_TOKENS = 8192
 
@@ -133,8 +135,9 @@ class EngineConfig:
     max_num_seqs: int = option(32, "requests that run at the same time", group="Batching", aliases=("max_batch_size",))
     max_num_batched_tokens: int | None = option(
         None,
-        f"token budget of a step; prefill is chunked into it; default: {CPU_BATCHED_TOKENS}, or {GPU_BATCHED_TOKENS} "
-        "where a GPU computes long chunks' experts (less if its memory is short)",
+        f"token budget of a step; prefill is chunked into it; default: {CPU_BATCHED_TOKENS}; {GPU_BATCHED_TOKENS} where a "
+        f"GPU computes long chunks' experts; {NATIVE_BATCHED_TOKENS} for native experts on a CPU, of which "
+        f"{CPU_BATCHED_TOKENS} beside running streams (less if memory is short)",
         group="Batching",
         aliases=("chunk_size",),
     )
@@ -187,5 +190,5 @@ class EngineConfig:
 
     @property
     def batched_tokens(self) -> int:
-        """The token budget of a step, as set or a CPU's; `engine.build.draw` sets a GPU's."""
+        """The token budget of a step, as set or the least default; `engine.build.draw` sets the machine's."""
         return CPU_BATCHED_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

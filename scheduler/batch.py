@@ -90,11 +90,14 @@ class Batch:
             self._push(heap, tenant)
 
     def _prefill_budget(self) -> int:
-        budget = self._config.max_num_batched_tokens - len(self._rows)
-        if self._config.itl_target_s is None or not self._rows:
-            return budget
+        config = self._config
+        budget = config.max_num_batched_tokens - len(self._rows)
+        if not self._rows:
+            return budget  # nobody waits for a next token
+        if config.itl_target_s is None:
+            return budget if config.mixed_chunk is None else min(budget, config.mixed_chunk)
         read = sum(row.start + 1 for row in self._rows)
-        return self._cost.chunk(len(self._rows), read, budget, self._config.itl_target_s)
+        return self._cost.chunk(len(self._rows), read, budget, config.itl_target_s)
 
     def _push(self, heap: list[tuple[float, float, int, str]], tenant: str) -> None:
         request = self._next(tenant)

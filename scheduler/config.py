@@ -11,7 +11,8 @@ class SchedulerConfig:
 
     `num_blocks` blocks of `block_size` positions hold all KV. `max_num_seqs` requests run at the same time;
     a step has at most `max_num_batched_tokens` tokens, so every running request has room for its decode row.
-    `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill; None: only the budget does.
+    `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill; None: the budget does, and
+    `mixed_chunk`, the most prefill tokens of such a step.
     """
 
     num_blocks: int
@@ -24,6 +25,7 @@ class SchedulerConfig:
     block_size: int = 16
     prefix_caching: bool = True
     itl_target_s: float | None = None
+    mixed_chunk: int | None = None
 
     aging_s: float = 10.0  # one step of priority is worth this much waiting
     slot_patience_s: float = 2.0  # after it, a waiting adapter makes a resident one stop taking requests
@@ -50,6 +52,8 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.mixed_chunk is not None and self.mixed_chunk < 1:
+            raise ValueError(f"mixed_chunk is {self.mixed_chunk}, must be at least 1")
         if self.num_adapter_slots < 0:
             raise ValueError(f"num_adapter_slots is {self.num_adapter_slots}, must be at least 0")
         if self.max_num_batched_tokens < self.max_num_seqs:

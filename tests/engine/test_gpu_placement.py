@@ -236,9 +236,13 @@ def test_steps_are_long_where_a_gpu_computes_their_experts(drawn):
     assert drawn(rules="qwen3moe-hybrid").config.max_num_batched_tokens == 8192
     assert drawn(max_num_batched_tokens=600).config.max_num_batched_tokens == 600
     assert drawn(expert_backend="reference").config.max_num_batched_tokens == 512
-    assert drawn(machine=Machine(native=True)).config.max_num_batched_tokens == 512
-    rows = drawn(machine=Machine(native=True)).memory.items
-    assert any(item.label == "step buffers, 512 tokens" for item in rows)
+    assert drawn().mixed_chunk is None
+    alone = drawn(machine=Machine(native=True))
+    assert (alone.config.max_num_batched_tokens, alone.mixed_chunk) == (1024, 512)
+    assert any(item.label == "step buffers, 1024 tokens" for item in alone.memory.items)
+    asked = drawn(machine=Machine(native=True), max_num_batched_tokens=600)
+    assert (asked.config.max_num_batched_tokens, asked.mixed_chunk) == (600, None)
+    assert drawn(machine=Machine(native=True), expert_backend="reference").config.max_num_batched_tokens == 512
     long = drawn(kv_cache_tokens=512).memory
     tight = drawn(free=long.needed(long.devices[0]) - 1, kv_cache_tokens=512)
     assert tight.config.max_num_batched_tokens == 512 and not tight.memory.short

@@ -236,6 +236,9 @@ class FakeEngine:
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        num_decodes = sum(row.is_decode for row in plan.rows)
+        if num_decodes and self.config.itl_target_s is None and self.config.mixed_chunk is not None:
+            assert plan.num_tokens - num_decodes <= self.config.mixed_chunk
         assert len(plan.rows) <= self.config.max_num_seqs
         decodes = [row.is_decode for row in plan.rows]
         assert decodes == sorted(decodes, reverse=True)

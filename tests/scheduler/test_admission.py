@@ -19,6 +19,7 @@ from tests.scheduler.harness import FakeEngine, config, make_request
         ("max_queue", 0),
         ("num_adapter_slots", -1),
         ("max_num_batched_tokens", 3),  # below max_num_seqs
+        ("mixed_chunk", 0),
         ("itl_target_s", 0.0),
         ("itl_target_s", float("nan")),
         ("aging_s", -1.0),

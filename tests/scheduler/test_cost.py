@@ -124,3 +124,13 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_is_read(budget: int
     late = [time_of(step) for step in mixed[10:-1]]
     assert late and max(late) < 0.06
     assert min(step.rows[-1].num_tokens for step in mixed[10:-1]) > 16
+
+
+def test_chunks_are_long_only_while_no_stream_waits() -> None:
+    engine = FakeEngine(config(num_blocks=200, max_model_len=600, max_num_batched_tokens=64, mixed_chunk=10))
+    engine.add(make_request("first", [1] * 150, 40))
+    alone = [engine.step().num_tokens for _ in range(3)]
+    assert alone == [64, 64, 22]
+    engine.add(make_request("second", [2] * 150, 2))
+    beside = [engine.step() for _ in range(4)]
+    assert [[row.num_tokens for row in step.rows] for step in beside] == [[1, 10]] * 4

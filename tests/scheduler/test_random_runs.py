@@ -46,6 +46,7 @@ def run(seed: int, depth: int, num_steps: int = 60, faults: bool = True, **chang
         "aging_s": rng.choice([0.0, 0.1, 10.0]),
         "slot_patience_s": rng.choice([0.0, 0.05, 2.0]),
         "itl_target_s": rng.choice([None, 0.01]),
+        "mixed_chunk": rng.choice([None, 1, 5]),
     }
     engine = FakeEngine(config(**{**values, **changes}), depth)
     number = 0
