@@ -135,8 +135,8 @@ class EngineConfig:
     max_num_seqs: int = option(32, "requests that run at the same time", group="Batching", aliases=("max_batch_size",))
     max_num_batched_tokens: int | None = option(
         None,
-        f"token budget of a step; prefill is chunked into it; default: {CPU_BATCHED_TOKENS}; {GPU_BATCHED_TOKENS} where "
-        f"a GPU computes long chunks' experts; {NATIVE_BATCHED_TOKENS} for native experts on a CPU, of which "
+        f"token budget of a step; prefill is chunked into it; default: {CPU_BATCHED_TOKENS}; {GPU_BATCHED_TOKENS} "
+        f"where a GPU computes long chunks' experts; {NATIVE_BATCHED_TOKENS} for native experts on a CPU, of which "
         f"{CPU_BATCHED_TOKENS} beside running streams (less if memory is short)",
         group="Batching",
         aliases=("chunk_size",),
