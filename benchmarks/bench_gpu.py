@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_gpu                            # all parts: make bench-gpu
     python -m benchmarks.bench_gpu --parts decode int8        # these only
-    python -m benchmarks.bench_gpu --quick --out /tmp/dry     # two layers, few rows: shows that it works
+    python -m benchmarks.bench_gpu --quick --out dry-run      # two layers, few rows: shows that it works
     python -m benchmarks.bench_gpu --list                     # the commands
 
 Processes of their own because kt_kernel never gives its memory back and a model of 48 layers fills the machine. A part

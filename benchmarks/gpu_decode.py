@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import platform
 import statistics
 import time
@@ -123,11 +124,16 @@ class Bench:
         return made
 
     def step_s(self, rows: int, adapters: int = 0, most_s: float = SECONDS) -> float:
-        """Median time from token to token, one step ahead as the engine runs."""
+        return statistics.median(self.step_times(rows, adapters, most_s=most_s)[3:])
+
+    def step_times(
+        self, rows: int, adapters: int = 0, *, first: int = 0, count: int = AHEAD - 1, most_s: float = math.inf
+    ) -> list[float]:
+        """Seconds from token to token of steps `first` and on, one step ahead as the engine runs."""
         times: list[float] = []
         before: InFlight | None = None
         begun = last = time.perf_counter()
-        for number in range(AHEAD - 1):
+        for number in range(first, first + count):
             step = self.runner.launch_forward(self.plan(rows, number, adapters))
             self.runner.launch_sample(step)
             if before is not None:
@@ -140,7 +146,7 @@ class Bench:
                 break
         if before is not None:
             self.runner.tokens(before)
-        return statistics.median(times[3:])
+        return times
 
     def distinct(self, rows: int) -> float:
         """Distinct experts of a layer."""

@@ -42,19 +42,7 @@ class Counting(Measured):
 def step_s(bench: Bench, padded: PaddedDecode, rows: int, first: int, chooser: Chooser | None) -> list[float]:
     """Times from token to token, one step ahead; without the first two, which the way before shares."""
     padded.chooser = chooser
-    before, times, last = None, [], time.perf_counter()
-    for number in range(first, first + STEPS):
-        step = bench.runner.launch_forward(bench.plan(rows, number, 0))
-        bench.runner.launch_sample(step)
-        if before is not None:
-            bench.runner.tokens(before)
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
-        before = step
-    if before is not None:
-        bench.runner.tokens(before)
-    return times[2:]
+    return bench.step_times(rows, first=first, count=STEPS)[2:]
 
 
 def compare(bench: Bench, padded: PaddedDecode, costs: Costs, rows: int) -> dict[str, Any]:

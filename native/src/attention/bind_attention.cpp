@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "attention/attention.hpp"
+#include "core/address.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -10,7 +11,6 @@ using namespace nb::literals;
 namespace ktserve {
 
 void bind_attention(nb::module_& module) {
-  using Address = uintptr_t;
   nb::class_<PagedAttention>(module, "PagedAttention", "Paged causal attention; owns the KV blocks of all layers.")
       .def(
           "__init__",
@@ -29,9 +29,8 @@ void bind_attention(nb::module_& module) {
           "forward",
           [](PagedAttention& self, int layer, int64_t tokens, Address q, int64_t q_stride, Address k, int64_t k_stride,
              Address v, int64_t v_stride, Address out, int64_t out_stride) {
-            self.forward(layer, tokens, {reinterpret_cast<const void*>(q), q_stride},
-                         {reinterpret_cast<const void*>(k), k_stride}, {reinterpret_cast<const void*>(v), v_stride},
-                         {reinterpret_cast<void*>(out), out_stride});
+            self.forward(layer, tokens, {at<const void>(q), q_stride}, {at<const void>(k), k_stride},
+                         {at<const void>(v), v_stride}, {at<void>(out), out_stride});
           },
           "layer"_a, "tokens"_a, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "v"_a, "v_stride"_a, "out"_a, "out_stride"_a,
           nb::call_guard<nb::gil_scoped_release>());

@@ -31,6 +31,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace ktserve {
 
@@ -69,6 +70,36 @@ static constexpr const FormatInfo& info(Format format) {
 
 static constexpr bool plain(Format f) {
   return f == Format::bf16 || f == Format::f32;
+}
+
+template <Format F>
+using FormatConstant = std::integral_constant<Format, F>;
+
+// Calls `call` with the format as a constant.
+template <class Call>
+static void with_format(Format format, Call&& call) {
+  switch (format) {
+    case Format::bf16:
+      return call(FormatConstant<Format::bf16>{});
+    case Format::i8:
+      return call(FormatConstant<Format::i8>{});
+    case Format::i4:
+      return call(FormatConstant<Format::i4>{});
+    case Format::i4m:
+      return call(FormatConstant<Format::i4m>{});
+    case Format::i5:
+      return call(FormatConstant<Format::i5>{});
+    case Format::i5m:
+      return call(FormatConstant<Format::i5m>{});
+    case Format::k4:
+      return call(FormatConstant<Format::k4>{});
+    case Format::k5:
+      return call(FormatConstant<Format::k5>{});
+    case Format::k6:
+      return call(FormatConstant<Format::k6>{});
+    case Format::f32:
+      return call(FormatConstant<Format::f32>{});
+  }
 }
 
 // Bits above the four low ones, in planes of their own (quants of 8 bits have no planes).

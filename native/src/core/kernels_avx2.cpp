@@ -288,28 +288,7 @@ void dot_format(const DotArgs& a) {
 }
 
 void dot(const DotArgs& a) {
-  switch (a.format) {
-    case Format::bf16:
-      return dot_format<Format::bf16>(a);
-    case Format::i8:
-      return dot_format<Format::i8>(a);
-    case Format::i4:
-      return dot_format<Format::i4>(a);
-    case Format::i4m:
-      return dot_format<Format::i4m>(a);
-    case Format::i5:
-      return dot_format<Format::i5>(a);
-    case Format::i5m:
-      return dot_format<Format::i5m>(a);
-    case Format::k4:
-      return dot_format<Format::k4>(a);
-    case Format::k5:
-      return dot_format<Format::k5>(a);
-    case Format::k6:
-      return dot_format<Format::k6>(a);
-    case Format::f32:
-      return dot_format<Format::f32>(a);
-  }
+  with_format(a.format, [&](auto f) { dot_format<decltype(f)::value>(a); });
 }
 
 __m256 widen(__m128i bf16) {

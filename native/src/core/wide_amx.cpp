@@ -109,27 +109,10 @@ void dot_format(const DotArgs& a) {
 }  // namespace
 
 void dot_wide_amx(const DotArgs& a) {
-  switch (a.format) {
-    case Format::i8:
-      return dot_format<Format::i8>(a);
-    case Format::i4:
-      return dot_format<Format::i4>(a);
-    case Format::i4m:
-      return dot_format<Format::i4m>(a);
-    case Format::i5:
-      return dot_format<Format::i5>(a);
-    case Format::i5m:
-      return dot_format<Format::i5m>(a);
-    case Format::k4:
-      return dot_format<Format::k4>(a);
-    case Format::k5:
-      return dot_format<Format::k5>(a);
-    case Format::k6:
-      return dot_format<Format::k6>(a);
-    case Format::bf16:
-    case Format::f32:
-      return;  // not quantised: never asked for
-  }
+  with_format(a.format, [&](auto f) {
+    // Others are never asked for.
+    if constexpr (!plain(decltype(f)::value)) dot_format<decltype(f)::value>(a);
+  });
 }
 
 }  // namespace ktserve

@@ -1,21 +1,12 @@
 #include <nanobind/nanobind.h>
 
+#include "core/address.hpp"
 #include "decoder/decoder.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace ktserve {
-namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
 
 void bind_decoder(nb::module_& module) {
   using release = nb::call_guard<nb::gil_scoped_release>;

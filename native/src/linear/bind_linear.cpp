@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "core/address.hpp"
 #include "core/pack.hpp"
 #include "linear/linear.hpp"
 #include "linear/packed_linear.hpp"
@@ -12,7 +13,6 @@ using namespace nb::literals;
 namespace ktserve {
 
 void bind_linear(nb::module_& module) {
-  using Address = uintptr_t;
   using release = nb::call_guard<nb::gil_scoped_release>;
   module.def(
       "linear_format",
@@ -23,13 +23,13 @@ void bind_linear(nb::module_& module) {
       .def(
           "__init__",
           [](PackedLinear* self, const std::string& format, int64_t n, int64_t k, int shards, Address bias) {
-            new (self) PackedLinear(format, n, k, shards, reinterpret_cast<const float*>(bias));
+            new (self) PackedLinear(format, n, k, shards, at<const float>(bias));
           },
           "format"_a, "n"_a, "k"_a, "shards"_a = 1, "bias"_a = 0)
       .def(
           "load",
           [](PackedLinear& self, WorkerPool& pool, const std::string& source, Address data, int64_t data_bytes) {
-            self.load(pool, source, reinterpret_cast<const uint8_t*>(data), data_bytes);
+            self.load(pool, source, at<const uint8_t>(data), data_bytes);
           },
           "pool"_a, "source"_a, "data"_a, "data_bytes"_a, release(), "Packs [n, k] of a GGML type.")
       .def("write", &PackedLinear::write, "pool"_a, "file"_a, "offset"_a, release(),
@@ -43,15 +43,14 @@ void bind_linear(nb::module_& module) {
       .def(
           "rows",
           [](const PackedLinear& self, WorkerPool& pool, Address ids, int64_t count, Address out) {
-            self.rows(pool, reinterpret_cast<const int64_t*>(ids), count, reinterpret_cast<float*>(out));
+            self.rows(pool, at<const int64_t>(ids), count, at<float>(out));
           },
           "pool"_a, "ids"_a, "count"_a, "out"_a, release(),
           "Float32 [count, k] at `out`: the weights of the outputs listed as int64.")
       .def(
           "set_adapter",
           [](PackedLinear& self, int slot, Address a, Address b, bool is_bf16, int64_t rank, float scale) {
-            self.set_adapter(slot, reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(b), is_bf16, rank,
-                             scale);
+            self.set_adapter(slot, at<const void>(a), at<const void>(b), is_bf16, rank, scale);
           },
           "slot"_a, "a"_a, "b"_a, "is_bf16"_a, "rank"_a, "scale"_a, release())
       .def("clear_adapter", &PackedLinear::clear_adapter, "slot"_a)
@@ -69,9 +68,8 @@ void bind_linear(nb::module_& module) {
           "run",
           [](LinearRunner& self, const PackedLinear& linear, Address x, int64_t stride, int64_t rows, bool is_bf16,
              Address slots, Address out, int64_t out_stride) {
-            self.run({{&linear, reinterpret_cast<void*>(out), out_stride}},
-                     {reinterpret_cast<const void*>(x), stride, rows, is_bf16, is_bf16,
-                      reinterpret_cast<const int32_t*>(slots)});
+            self.run({{&linear, at<void>(out), out_stride}},
+                     {at<const void>(x), stride, rows, is_bf16, is_bf16, at<const int32_t>(slots)});
           },
           "linear"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "out"_a, "out_stride"_a, release())
       .def(
@@ -84,8 +82,7 @@ void bind_linear(nb::module_& module) {
             std::vector<LinearCall> calls;
             for (size_t i = 0; i < linears.size(); ++i)
               calls.push_back({linears[i], reinterpret_cast<void*>(outs[i]), out_strides[i]});
-            self.run(calls, {reinterpret_cast<const void*>(x), stride, rows, is_bf16, is_bf16,
-                             reinterpret_cast<const int32_t*>(slots)});
+            self.run(calls, {at<const void>(x), stride, rows, is_bf16, is_bf16, at<const int32_t>(slots)});
           },
           "linears"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "outs"_a, "out_strides"_a, release());
 }

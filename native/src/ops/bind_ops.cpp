@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "core/address.hpp"
 #include "ops/ops.hpp"
 #include "ops/roofs.hpp"
 
@@ -8,16 +9,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace ktserve {
-namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
 
 void bind_ops(nb::module_& module) {
   using release = nb::call_guard<nb::gil_scoped_release>;
