@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.accuracy import MIXES, Files, measure, measure_apart
 from engine.experts.kt_process import kt_available
+from tests.engine.test_parity import BACKENDS
 
 
 @pytest.fixture(scope="module")
@@ -14,10 +15,11 @@ def files(tmp_path_factory) -> list[Files]:
     return [Files(folder, "BF16", seed) for seed in (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("rules", "dtype"), [("reference", "bfloat16"), (None, "bfloat16"), (None, "auto")])
+@BACKENDS
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_error_is_bounded(files, rules, dtype, mix):
-    runs = [measure(f, mix, seed, rules=rules, dtype=dtype) for seed, f in enumerate(files)]
+def test_error_is_bounded(files, backend, dtype, mix):
+    runs = [measure(f, mix, seed, dtype=dtype, **backend) for seed, f in enumerate(files)]
     assert sum(r.positions for r in runs) > 50
     error, theirs = sum(r.error for r in runs), sum(r.transformers for r in runs)
     assert error <= 1.25 * theirs, f"{error / theirs:.2f} times transformers' error"

@@ -11,7 +11,7 @@ import torch
 from engine.experts.reference import ReferenceExperts
 from engine.messages import Finished, LoadAdapter, Refused, Reply, UnloadAdapter
 from tests.engine.harness import Harness, greedy
-from tests.engine.test_parity import CLEAR, RULES, prompts
+from tests.engine.test_parity import BACKENDS, CLEAR, prompts
 from tests.lora.make import config_of, extra_keys, linear_keys, lora_config, per_expert_keys, random_adapter, write
 from tests.lora.merge import merge
 from tests.tiny import save_hf, tiny_model
@@ -51,13 +51,13 @@ def family(tmp_path_factory) -> Family:
     return Family(tmp_path_factory.mktemp("family"))
 
 
-@RULES
+@BACKENDS
 @pytest.mark.parametrize("budget", [16, 256])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_mixed_batch_equals_merged_models(family, rules, budget, overlap):
+def test_a_mixed_batch_equals_merged_models(family, backend, budget, overlap):
     names = [None, "adapter-0", "adapter-1", "adapter-2", None, "adapter-1"]
     asked = prompts(1, [3, 9, 20, 31, 14, 5])
-    engine = family.engine(rules=rules, max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap)
+    engine = family.engine(max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap, **backend)
     got = engine.generate(asked, names)
     for name, prompt, tokens in zip(names, asked, got, strict=True):
         family.expect(name, prompt, tokens)
@@ -65,17 +65,17 @@ def test_a_mixed_batch_equals_merged_models(family, rules, budget, overlap):
     engine.close()
 
 
-@RULES
-def test_alone_and_in_company_the_tokens_are_the_same(family, rules):
+@BACKENDS
+def test_alone_and_in_company_the_tokens_are_the_same(family, backend):
     """Same prompt for everyone: only the adapter makes the difference, and neighbours make none."""
     prompt = prompts(2, [24])[0]
     names = [None, "adapter-0", "adapter-1", "adapter-2"]
     alone = []
     for name in names:
-        engine = family.engine(rules=rules)
+        engine = family.engine(**backend)
         alone += engine.generate([prompt], [name])
         engine.close()
-    engine = family.engine(rules=rules)
+    engine = family.engine(**backend)
     together = engine.generate([prompt] * 4, names)
     again = engine.generate([prompt] * 4, names)  # now from the prefix cache, each from its own
     assert together == alone == again
@@ -83,9 +83,9 @@ def test_alone_and_in_company_the_tokens_are_the_same(family, rules):
     engine.close()
 
 
-@RULES
-def test_more_adapters_than_slots(family, rules):
-    engine = family.engine(rules=rules, max_adapter_slots=1)
+@BACKENDS
+def test_more_adapters_than_slots(family, backend):
+    engine = family.engine(max_adapter_slots=1, **backend)
     names = ["adapter-0", "adapter-1", "adapter-2", None] * 2
     asked = prompts(3, [7] * 8)
     for name, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
@@ -93,11 +93,11 @@ def test_more_adapters_than_slots(family, rules):
     engine.close()
 
 
-@RULES
+@BACKENDS
 @pytest.mark.parametrize("late", [False, True], ids=["loaded at start", "loaded meanwhile"])
-def test_a_first_token_waits_for_no_other_adapters_end(family, rules, late):
+def test_a_first_token_waits_for_no_other_adapters_end(family, backend, late):
     """The slot of an adapter that nobody uses is free for another; loading it stops nobody."""
-    engine = Harness(family.model_path, rules=rules, max_adapter_slots=2, max_num_batched_tokens=32)
+    engine = Harness(family.model_path, max_adapter_slots=2, max_num_batched_tokens=32, **backend)
     names = ["adapter-0", "adapter-1"] if late else list(family.paths)
     for name in names:
         engine.adapter(name, family.paths[name])
@@ -140,10 +140,10 @@ def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch):
     engine.close()
 
 
-@RULES
-def test_replace_while_requests_run(family, rules):
+@BACKENDS
+def test_replace_while_requests_run(family, backend):
     """The old version serves those that have it; new requests get the new one; the old one is then let go."""
-    engine = family.engine(rules=rules)
+    engine = family.engine(**backend)
     prompt = prompts(5, [12])[0]
     old = engine.submit(prompt, "adapter-0", max_tokens=30)
     for _ in range(5):

@@ -12,7 +12,7 @@ from engine.messages import Failed, Finished
 from engine.step_inputs import bucket_sizes
 from tests.engine.harness import Harness
 from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import RULES, prompts
+from tests.engine.test_parity import BACKENDS, prompts
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +40,15 @@ def test_segments_hold_every_adapter_token_once(slots):
     assert at == len(order)
 
 
-@RULES
+@BACKENDS
 @pytest.mark.parametrize("overlap", [False, True])
-def test_mixed_adapters(family, rules, overlap):
+def test_mixed_adapters(family, backend, overlap):
     """adapter-1 brings MLPs of its own, so that its steps are not padded; the others' are."""
     names = [None, "adapter-0", "adapter-2", None, "adapter-0"]
     asked = prompts(1, [3, 9, 20, 31, 14])
     for chosen in (names, [*names[:2], "adapter-1", *names[3:]]):
         engine = family.engine(
-            rules=rules, max_num_batched_tokens=24, max_num_seqs=6, overlap=overlap, cuda_graphs="padded"
+            max_num_batched_tokens=24, max_num_seqs=6, overlap=overlap, cuda_graphs="padded", **backend
         )
         padded = count(engine)
         got = engine.generate(asked, chosen, max_tokens=10)

@@ -1,6 +1,7 @@
 """float32 gives exactly transformers' greedy tokens, whatever shape the model and the batch have.
 
-`RULES`: plain torch, and what this machine gets by default (the native kernels, where they are built).
+`BACKENDS`: plain torch, and what this machine gets by default (the native kernels, where they are built) on each of
+its instruction sets.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.harness import Harness, full_logits, greedy
+from tests.native.isas import ISAS
 from tests.tiny import save_gguf, save_hf, tiny_model
 
-RULES = pytest.mark.parametrize("rules", ["reference", None])
+SETTINGS = [{"rules": "reference"}, *({"rules": None, "isa": isa} for isa in ISAS or [None])]
+BACKENDS = pytest.mark.parametrize("backend", SETTINGS, ids=lambda b: b["rules"] or f"native-{b['isa']}")
 CLEAR = 1e-3  # a smaller gap between the best two tokens is a tie that rounding may break either way
 
 
@@ -45,15 +48,15 @@ def shapes(draw: st.DrawFn) -> dict:
     }
 
 
-@RULES
+@BACKENDS
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes(), seed=st.integers(0, 1000), budget=st.sampled_from([8, 32, 256]), overlap=st.booleans())
-def test_greedy_tokens_equal_transformers(tmp_path_factory, rules, shape, seed, budget, overlap):
+def test_greedy_tokens_equal_transformers(tmp_path_factory, backend, shape, seed, budget, overlap):
     model = tiny_model(seed, **shape)
     folder = tmp_path_factory.mktemp("model")
     save_hf(model, folder)
     asked = prompts(seed, [3, 17, 40])
-    engine = Harness(folder, rules=rules, max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap)
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap, **backend)
     got = engine.generate(asked, max_tokens=6)
     engine.close()
     for prompt, tokens in zip(asked, got, strict=True):
@@ -69,16 +72,17 @@ def model_folder(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
     return model, folder
 
 
-@RULES
+@BACKENDS
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [8, 64])
-def test_preempted_and_recomputed(model_folder, rules, overlap, budget):
+def test_preempted_and_recomputed(model_folder, backend, overlap, budget):
     """A cache far too small for all at once: requests are preempted, recomputed, and none changes."""
     model, folder = model_folder
     asked = prompts(3, [20, 25, 30, 35])
     engine = Harness(
-        folder, kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=budget, max_num_seqs=4, overlap=overlap
-    )
+        folder, kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=budget, max_num_seqs=4, overlap=overlap,
+        **backend,
+    )  # fmt: skip
     got = engine.generate(asked, max_tokens=24)
     assert engine.core.scheduler.stats()["preemptions"] > 0
     for prompt, tokens in zip(asked, got, strict=True):
@@ -87,13 +91,13 @@ def test_preempted_and_recomputed(model_folder, rules, overlap, budget):
     engine.close()
 
 
-@RULES
+@BACKENDS
 @pytest.mark.parametrize("overlap", [False, True])
-def test_greedy_tokens_whoever_shares_the_step(model_folder, rules, overlap):
+def test_greedy_tokens_whoever_shares_the_step(model_folder, backend, overlap):
     """A step of greedy rows alone takes the likeliest tokens at once; any other row makes all wait for logits."""
     model, folder = model_folder
     asked = prompts(9, [4, 30, 11])
-    engine = Harness(folder, rules=rules, overlap=overlap, max_num_batched_tokens=16, max_num_seqs=8)
+    engine = Harness(folder, overlap=overlap, max_num_batched_tokens=16, max_num_seqs=8, **backend)
     alone = engine.generate(asked, max_tokens=12)
     rids = [engine.submit(prompt, max_tokens=12) for prompt in asked]
     engine.submit(asked[0], max_tokens=5, temperature=1.0, seed=1)
@@ -106,12 +110,12 @@ def test_greedy_tokens_whoever_shares_the_step(model_folder, rules, overlap):
     engine.close()
 
 
-@RULES
-def test_prefix_hits_do_not_change_tokens(model_folder, rules):
+@BACKENDS
+def test_prefix_hits_do_not_change_tokens(model_folder, backend):
     model, folder = model_folder
     start = prompts(5, [64])[0]
     asked = [start + tail for tail in prompts(6, [1, 9, 33])] + [start, start]
-    engine = Harness(folder, rules=rules)
+    engine = Harness(folder, **backend)
     first = engine.generate(asked[:1])
     rest = engine.generate(asked[1:])
     assert sum(engine.results[f"r{i}"].end.cached_tokens for i in range(1, 5)) >= 4 * 48

@@ -18,10 +18,9 @@ from engine.lora.adapter import ExpertLora
 from engine.weights.store import ExpertStore, WeightTensor
 from native import _native
 from tests.native.blocks import QUANTISED, random_blocks, values_of
+from tests.native.isas import ISAS
 from tests.native.shapes import config
 
-ALL_ISAS = ["avx2", "avx512", "amx"]
-ISAS = ALL_ISAS[: ALL_ISAS.index(_native.best_isa()) + 1]
 E, H, I, K = 8, 256, 512, 3  # noqa: E741
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -129,7 +128,7 @@ def make(pool: object, layer: Layer, dtype: torch.dtype, isa: str = "", **settin
 
 
 # Q6_K's scales are random bytes here, its products therefore large; the relative error counts.
-BOUNDS = {"F32": 2e-6, "F16": 0.006, "BF16": 0.006} | dict.fromkeys(QUANTISED, 0.025)
+BOUNDS = {"F32": 2e-6, "F16": 0.004, "BF16": 0.004} | dict.fromkeys(QUANTISED, 0.025)
 MIXES = [(kind, "", "") for kind in [*QUANTISED, "BF16", "F16", "F32"]] + [
     ("Q4_K", "", "Q6_K"), ("Q8_0", "Q4_0", "Q5_1"), ("BF16", "", "Q8_0"), ("Q4_K", "", "BF16"),
 ]  # fmt: skip
@@ -153,7 +152,7 @@ def test_right_with_and_without_adapters(pool: object, gate: str, up: str, down:
         b.ids[4] = -1
         b.ids[5, 1] = b.ids[5, 0]  # the same expert twice
         got = run(experts, experts.bind(0, b))
-        assert error(got, expected(layer, b, adapters)) < bound + (0.002 if dtype == BF16 else 0)
+        assert error(got, expected(layer, b, adapters)) < bound + (0.001 if dtype == BF16 else 0)
         assert not got[4].any()
 
 
@@ -278,9 +277,10 @@ def test_any_multiple_of_32(pool: object, hidden: int, inner: int) -> None:
         assert error(run(experts, experts.bind(0, b)), expected(layer, b, adapters)) < BOUNDS[kind] + 0.003
 
 
-def test_other_sizes_are_refused(pool: object) -> None:
-    with pytest.raises(UserError, match="intermediate size: 48; it must be a multiple of 32"):
-        make(pool, Layer("BF16", hidden=64, inner=48), BF16)
+@pytest.mark.parametrize("hidden,inner,what", [(64, 48, "expert intermediate size: 48"), (80, 64, "hidden size: 80")])
+def test_other_sizes_are_refused(pool: object, hidden: int, inner: int, what: str) -> None:
+    with pytest.raises(UserError, match=f"{what}; it must be a multiple of 32"):
+        make(pool, Layer("BF16", hidden=hidden, inner=inner), BF16)
 
 
 @pytest.mark.parametrize("quantise,bound", [("int8", 0.025), ("int4", 0.2)])

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from native import _native
 from tests.native.blocks import QUANTISED, random_blocks, values_of
+from tests.native.isas import ISAS
 
 F32 = npt.NDArray[np.float32]
-ALL_ISAS = ["avx2", "avx512", "amx"]
-ISAS = ALL_ISAS[: ALL_ISAS.index(_native.best_isa()) + 1]
 FORMATS = {kind: _native.format_of(kind) for kind in [*QUANTISED, "BF16"]} | {"F32": "f32"}
 
 
