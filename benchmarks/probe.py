@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from native import topology
+
 _native: Any = importlib.import_module("native._native")
 
 
@@ -60,10 +62,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def make_pool(threads: int) -> Any:
-    cpus = sorted(os.sched_getaffinity(0))
-    if threads > len(cpus):
-        raise SystemExit(f"--threads {threads}: this process may use {len(cpus)}")
-    return _native.WorkerPool([cpus[:threads]], pin=len(cpus) > 4)
+    cpus = len(os.sched_getaffinity(0))
+    if threads > cpus:
+        raise SystemExit(f"--threads {threads}: this process may use {cpus}")
+    return topology.make_pool(threads)
 
 
 def measure_roofs(pool: Any, isa: str) -> Roofs:

@@ -84,6 +84,14 @@ def pool_groups(threads: int | None = None, cpus: list[int] | None = None, root:
     return [group for group in groups if group]
 
 
+def group_nodes(groups: list[list[int]], root: Path = Path("/")) -> list[int]:
+    """The system's number of each group's NUMA node; -1 where the machine does not say."""
+    number: dict[int, int] = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        number |= dict.fromkeys(_parse_list((folder / "cpulist").read_text()), int(folder.name[4:]))
+    return [number.get(group[0], -1) for group in groups]
+
+
 def spare_cpus(threads: int | None = None, cpus: list[int] | None = None, root: Path = Path("/")) -> list[int]:
     """The CPUs of this process that no worker of `make_pool(threads)` is pinned to; none where none is pinned."""
     cpus = sorted(os.sched_getaffinity(0)) if cpus is None else cpus
@@ -97,4 +105,4 @@ def make_pool(threads: int | None = None, spin_us: int = 2000) -> Any:
     """A `native._native.WorkerPool` over this process's CPUs."""
     groups = pool_groups(threads)
     pin = len(os.sched_getaffinity(0)) > PIN_ABOVE_CPUS
-    return importlib.import_module("native._native").WorkerPool(groups, pin, spin_us)
+    return importlib.import_module("native._native").WorkerPool(groups, pin, spin_us, group_nodes(groups))

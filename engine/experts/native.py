@@ -127,7 +127,7 @@ class NativeExperts(ExpertBackend):
         forms = [self._form(kind) for kind in types]
 
         def make() -> Any:
-            return self._native.ExpertLayer(*shape, forms, self.pool.groups)
+            return self._native.ExpertLayer(*shape, forms, self.pool.groups, self.pool.nodes)
 
         def pack(made: Any) -> None:
             for projection, name in enumerate(PROJECTIONS):

@@ -114,7 +114,8 @@ class NativeLinearBackend(LinearBackend):
         n, k = weight.shape
 
         def make() -> Any:
-            return self._native.PackedLinear(form, n, k, shards, 0 if added is None else added.data_ptr())
+            bias = 0 if added is None else added.data_ptr()
+            return self._native.PackedLinear(form, n, k, shards, bias, self._pool.nodes)
 
         def pack(made: Any) -> None:
             source, data = self._source(weight)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from native import _native
-from native.topology import cpu_quota, make_pool, numa_nodes, pool_groups, spare_cpus
+from native.topology import cpu_quota, group_nodes, make_pool, numa_nodes, pool_groups, spare_cpus
 
 
 @pytest.mark.parametrize("groups", [[[0]], [[0, 1]], [[0, 0, 0], [1, 1]], [[0], [1], [0], [1]]])
@@ -115,6 +115,8 @@ def test_misuse_is_refused() -> None:
         _native.WorkerPool([[0], []])
     with pytest.raises(ValueError, match="spin_us"):
         _native.WorkerPool([[0]], spin_us=-1)
+    with pytest.raises(ValueError, match="nodes: 1; allowed is one for each of 2 groups"):
+        _native.WorkerPool([[0], [1]], nodes=[0])
     pool = _native.WorkerPool([[0]])
     with pytest.raises(RuntimeError, match="end_step without begin_step"):
         pool.end_step()
@@ -158,6 +160,8 @@ def test_groups_follow_the_numa_nodes(tmp_path: Path) -> None:
     assert pool_groups(1, cpus, root) == [[0]]
     assert pool_groups(None, [4, 5, 6], root) == [[4, 5, 6]]
     assert pool_groups(4, [0, 4], root) == [[0, 0], [4, 4]]
+    assert group_nodes([[0, 1], [4]], root) == [0, 1]
+    assert group_nodes(pool_groups(None, [4, 5, 6], root), root) == [1]  # the first group, but not the first node
     assert spare_cpus(None, cpus, root) == [11, 15]
     assert spare_cpus(3, list(range(8)), root) == [2, 3, 5, 6, 7]
     assert spare_cpus(1, [0, 1, 2, 3], root) == []  # so few are not pinned
@@ -173,11 +177,14 @@ def test_the_cgroup_limits_the_threads(tmp_path: Path) -> None:
 
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
     assert pool_groups(None, [2, 3], tmp_path) == [[2, 3]]
+    assert group_nodes([[2, 3]], tmp_path) == [-1]
     with pytest.raises(ValueError, match="threads: 0"):
         pool_groups(0, [2, 3], tmp_path)
 
 
 def test_the_pool_of_this_machine() -> None:
     pool = make_pool(2)
-    assert pool.threads == 2
+    assert pool.threads == 2 and len(pool.nodes) == pool.groups
+    assert _native.WorkerPool([[0], [1]]).nodes == [-1, -1]
+    assert _native.WorkerPool([[0], [1]], nodes=[3, 2]).nodes == [3, 2]
     assert -1 not in pool.trace(100)

@@ -32,7 +32,7 @@ Arena::Arena(size_t bytes, int node) {
   if (node >= 0 && node < 64) {
     constexpr long bind = 2;
     const unsigned long mask = 1ul << node;
-    // A node that does not exist here (a test's fake topology) leaves the memory where it is touched.
+    // A node whose memory this process may not have leaves it where it is touched first.
     syscall(SYS_mbind, data_, bytes_, bind, &mask, 64ul, 0ul);
   }
 }

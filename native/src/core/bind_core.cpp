@@ -94,12 +94,13 @@ void bind_core(nb::module_& module) {
   nb::class_<WorkerPool>(module, "WorkerPool", "Threads that share out numbered pieces; the caller is worker 0.")
       .def(
           "__init__",
-          [](WorkerPool* self, std::vector<std::vector<int>> groups, bool pin, int spin_us) {
-            new (self) WorkerPool(PoolOptions{std::move(groups), pin, spin_us});
+          [](WorkerPool* self, std::vector<std::vector<int>> groups, bool pin, int spin_us, std::vector<int> nodes) {
+            new (self) WorkerPool(PoolOptions{std::move(groups), pin, spin_us, std::move(nodes)});
           },
-          "groups"_a, "pin"_a = false, "spin_us"_a = 2000)
+          "groups"_a, "pin"_a = false, "spin_us"_a = 2000, "nodes"_a = std::vector<int>{})
       .def_prop_ro("threads", &WorkerPool::threads)
       .def_prop_ro("groups", &WorkerPool::groups)
+      .def_prop_ro("nodes", &WorkerPool::nodes, "The memory node of each group; -1: not known.")
       .def("group_of", &WorkerPool::group_of, "worker"_a)
       .def("begin_step", &WorkerPool::begin_step, nb::call_guard<nb::gil_scoped_release>())
       .def("end_step", &WorkerPool::end_step, nb::call_guard<nb::gil_scoped_release>())

@@ -12,6 +12,7 @@
 #include <climits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace ktserve {
 namespace {
@@ -74,8 +75,17 @@ size_t count(const PoolOptions& options) {
 }  // namespace
 
 WorkerPool::WorkerPool(PoolOptions options)
-    : workers_(count(options)), spin_us_(options.spin_us), pin_(options.pin), owner_pid_(getpid()) {
+    : workers_(count(options)),
+      nodes_(std::move(options.nodes)),
+      spin_us_(options.spin_us),
+      pin_(options.pin),
+      owner_pid_(getpid()) {
   if (options.spin_us < 0) throw std::invalid_argument("spin_us: " + std::to_string(options.spin_us) + " is negative");
+  if (nodes_.empty()) nodes_.assign(options.groups.size(), -1);
+  if (nodes_.size() != options.groups.size()) {
+    throw std::invalid_argument("nodes: " + std::to_string(nodes_.size()) + "; allowed is one for each of " +
+                                std::to_string(options.groups.size()) + " groups");
+  }
   int index = 0;
   for (size_t g = 0; g < options.groups.size(); ++g) {
     group_first_.push_back(index);

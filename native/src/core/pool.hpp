@@ -22,9 +22,10 @@ namespace ktserve {
 
 struct PoolOptions {
   std::vector<std::vector<int>>
-      groups;          // CPU numbers per NUMA node; one worker per CPU listed, the caller is the first
-  bool pin = false;    // bind each thread of the pool (not the caller) to its CPU
-  int spin_us = 2000;  // within a step, a worker without work parks after this long
+      groups;              // CPU numbers per NUMA node; one worker per CPU listed, the caller is the first
+  bool pin = false;        // bind each thread of the pool (not the caller) to its CPU
+  int spin_us = 2000;      // within a step, a worker without work parks after this long
+  std::vector<int> nodes;  // the system's number of each group's node, -1: unknown; or nothing
 };
 
 class WorkerPool {
@@ -36,6 +37,8 @@ class WorkerPool {
 
   int threads() const { return static_cast<int>(workers_.size()); }
   int groups() const { return static_cast<int>(group_first_.size()) - 1; }
+  // The memory node of each group, for weights that its workers read; -1: wherever they touch it first.
+  const std::vector<int>& nodes() const { return nodes_; }
   int group_of(int worker) const { return workers_[static_cast<size_t>(worker)].group; }
 
   // Runs body(piece, worker) for every piece in [0, pieces) and returns when all have ended. The first exception
@@ -86,6 +89,7 @@ class WorkerPool {
 
   std::vector<Worker> workers_;
   std::vector<int> group_first_;  // first worker of each group, then threads()
+  std::vector<int> nodes_;
   int spin_us_;
   bool pin_;
   int owner_pid_;

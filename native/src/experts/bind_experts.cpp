@@ -49,8 +49,9 @@ LayerShape shape_of(int64_t experts, int64_t hidden, int64_t intermediate, const
 }
 
 std::shared_ptr<ExpertLayer> make_layer(int64_t experts, int64_t hidden, int64_t intermediate,
-                                        const std::vector<std::string>& formats, int shards) {
-  return std::make_shared<ExpertLayer>(shape_of(experts, hidden, intermediate, formats, shards));
+                                        const std::vector<std::string>& formats, int shards,
+                                        const std::vector<int>& nodes) {
+  return std::make_shared<ExpertLayer>(shape_of(experts, hidden, intermediate, formats, shards), nodes);
 }
 
 void load(ExpertLayer& layer, WorkerPool& pool, int projection, const std::string& type, int64_t first,
@@ -102,7 +103,8 @@ void bind_experts(nb::module_& module) {
   const auto free_gil = nb::call_guard<nb::gil_scoped_release>();
 
   nb::class_<ExpertLayer>(module, "ExpertLayer", "One layer's routed experts, packed, and their adapters.")
-      .def(nb::new_(&make_layer), "experts"_a, "hidden"_a, "intermediate"_a, "formats"_a, "shards"_a = 1)
+      .def(nb::new_(&make_layer), "experts"_a, "hidden"_a, "intermediate"_a, "formats"_a, "shards"_a = 1,
+           "nodes"_a = std::vector<int>{}, "`nodes`: the memory node of each shard, or none.")
       .def("load", &load, "pool"_a, "projection"_a, "type"_a, "first"_a, "data"_a, free_gil,
            "Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows.")
       .def("set_lora", &set_lora, "pool"_a, "slot"_a, "rank"_a, "bf16"_a, "a"_a, "b"_a, "scales"_a, free_gil,

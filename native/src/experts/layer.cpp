@@ -26,10 +26,13 @@ bool any_nonzero(const uint8_t* bytes, int64_t count, int64_t value_bytes) {
 
 }  // namespace
 
-ExpertLayer::ExpertLayer(const LayerShape& shape) : shape_(shape) {
+ExpertLayer::ExpertLayer(const LayerShape& shape, const std::vector<int>& nodes) : shape_(shape) {
   if (shape.experts < 1) throw std::invalid_argument("experts: " + std::to_string(shape.experts) + "; at least 1");
   if (shape.shards < 1 || shape.shards > 64) {
     throw std::invalid_argument("shards: " + std::to_string(shape.shards) + "; allowed are 1 to 64");
+  }
+  if (!nodes.empty() && nodes.size() != static_cast<size_t>(shape.shards)) {
+    throw std::invalid_argument("nodes: " + std::to_string(nodes.size()) + "; allowed is one for each shard, or none");
   }
   check_size("hidden size", shape.hidden);
   check_size("expert intermediate size", shape.intermediate);
@@ -41,7 +44,8 @@ ExpertLayer::ExpertLayer(const LayerShape& shape) : shape_(shape) {
     }
   }
   for (int s = 0; s < shape.shards; ++s) {
-    shards_.emplace_back(static_cast<size_t>(projection_offset(s, 3)), shape.shards > 1 ? s : -1);
+    const int node = shape.shards > 1 && !nodes.empty() ? nodes[static_cast<size_t>(s)] : -1;
+    shards_.emplace_back(static_cast<size_t>(projection_offset(s, 3)), node);
   }
 }
 

@@ -60,7 +60,8 @@ struct LoraSource {
 
 class ExpertLayer {
  public:
-  explicit ExpertLayer(const LayerShape& shape);
+  // nodes: the memory node of each shard (WorkerPool::nodes), or nothing: wherever it is touched first.
+  explicit ExpertLayer(const LayerShape& shape, const std::vector<int>& nodes = {});
   ExpertLayer(const ExpertLayer&) = delete;
   ExpertLayer& operator=(const ExpertLayer&) = delete;
 

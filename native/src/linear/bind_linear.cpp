@@ -22,10 +22,12 @@ void bind_linear(nb::module_& module) {
   nb::class_<PackedLinear>(module, "PackedLinear", "One projection's packed weights and its adapters by slot.")
       .def(
           "__init__",
-          [](PackedLinear* self, const std::string& format, int64_t n, int64_t k, int shards, Address bias) {
-            new (self) PackedLinear(format, n, k, shards, at<const float>(bias));
+          [](PackedLinear* self, const std::string& format, int64_t n, int64_t k, int shards, Address bias,
+             const std::vector<int>& nodes) {
+            new (self) PackedLinear(format, n, k, shards, at<const float>(bias), nodes);
           },
-          "format"_a, "n"_a, "k"_a, "shards"_a = 1, "bias"_a = 0)
+          "format"_a, "n"_a, "k"_a, "shards"_a = 1, "bias"_a = 0, "nodes"_a = std::vector<int>{},
+          "`nodes`: the memory node of each shard, or none.")
       .def(
           "load",
           [](PackedLinear& self, WorkerPool& pool, const std::string& source, Address data, int64_t data_bytes) {

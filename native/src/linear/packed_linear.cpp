@@ -22,15 +22,19 @@ std::vector<Line> lines(int64_t bytes) {
 
 }  // namespace
 
-PackedLinear::PackedLinear(const std::string& format, int64_t n, int64_t k, int shards, const float* bias)
+PackedLinear::PackedLinear(const std::string& format, int64_t n, int64_t k, int shards, const float* bias,
+                           const std::vector<int>& nodes)
     : n_(n), k_(k), format_(format_named(format)), panel_bytes_(panel_size(format_, k)) {
   require(n >= 1, "n", n, "1 or more");
   require(k >= 1 && (plain(format_) || k % info(format_).unit == 0), "k", k, "a multiple of the format's block");
   require(shards >= 1 && shards <= 64, "shards", shards, "1 to 64");
+  const int64_t named = static_cast<int64_t>(nodes.size());
+  require(named == 0 || named == shards, "nodes", named, "none, or one for each shard");
   shards_.resize(static_cast<size_t>(shards));
   for (int s = 0; s < shards; ++s) {
     const int64_t panels = first_panel(s + 1) - first_panel(s);
-    shards_[static_cast<size_t>(s)] = Arena(static_cast<size_t>(panels * panel_bytes_), shards > 1 ? s : -1);
+    const int node = shards > 1 && named > 0 ? nodes[static_cast<size_t>(s)] : -1;
+    shards_[static_cast<size_t>(s)] = Arena(static_cast<size_t>(panels * panel_bytes_), node);
   }
   if (bias != nullptr) {
     bias_.assign(static_cast<size_t>(panels_of(n) * kPanel), 0.0f);

@@ -34,8 +34,10 @@ struct LoraWeights {
 // Not changed after loading, but for its adapters.
 class PackedLinear {
  public:
-  // Zeros until `load` or `read`. bias: n floats or null.
-  PackedLinear(const std::string& format, int64_t n, int64_t k, int shards, const float* bias);
+  // Zeros until `load` or `read`. bias: n floats or null. nodes: the memory node of each shard (WorkerPool::nodes), or
+  // nothing: wherever it is touched first.
+  PackedLinear(const std::string& format, int64_t n, int64_t k, int shards, const float* bias,
+               const std::vector<int>& nodes = {});
   // Packs `data` ([n, k] in a GGML type).
   void load(WorkerPool& pool, const std::string& source, const uint8_t* data, int64_t data_bytes);
   // From or to a file, at `offset`; the checksum of the bytes (core/packed_file.hpp).
