@@ -22,10 +22,10 @@ namespace ktserve {
 
 struct PoolOptions {
   std::vector<std::vector<int>>
-      groups;              // CPU numbers per NUMA node; one worker per CPU listed, the caller is the first
-  bool pin = false;        // bind each thread of the pool (not the caller) to its CPU
-  int spin_us = 2000;      // within a step, a worker without work parks after this long
-  std::vector<int> nodes;  // the system's number of each group's node, -1: unknown; or nothing
+      groups;                   // CPU numbers per NUMA node; one worker per CPU listed, the caller is the first
+  bool pin = false;             // bind each thread of the pool (not the caller) to its CPU
+  int spin_us = 2000;           // within a step, a worker without work parks after this long
+  std::vector<int> nodes = {};  // the system's number of each group's node, -1: unknown; or nothing
 };
 
 class WorkerPool {

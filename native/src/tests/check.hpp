@@ -48,6 +48,12 @@ class Random {
   uint64_t state_;
 };
 
+inline std::vector<float> draw(int64_t count, Random& random, float scale = 1) {
+  std::vector<float> values(static_cast<size_t>(count));
+  for (auto& v : values) v = scale * random.symmetric();
+  return values;
+}
+
 }  // namespace ktserve::test
 
 #define CHECK(condition, ...)                                              \

@@ -10,13 +10,8 @@
 namespace ktserve {
 namespace {
 
+using test::draw;
 using test::Random;
-
-std::vector<float> draw(int64_t count, Random& random) {
-  std::vector<float> values(static_cast<size_t>(count));
-  for (auto& v : values) v = random.symmetric();
-  return values;
-}
 
 double dot(const float* a, const float* b, int64_t k) {
   double sum = 0;

@@ -1,59 +1,23 @@
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "bridge/bridge.hpp"
 #include "experts/moe.hpp"
 #include "tests/check.hpp"
+#include "tests/world.hpp"
 
 namespace ktserve {
 namespace {
 
+using test::draw;
+using test::Forward;
 using test::Random;
-
-std::vector<float> random_values(int64_t count, float scale, Random& random) {
-  std::vector<float> values(static_cast<size_t>(count));
-  for (auto& v : values) v = scale * random.symmetric();
-  return values;
-}
-
-// A small layer of random float32 weights packed as `format`, with adapters in slots 1 and 3.
-struct World {
-  int64_t experts, hidden, inner;
-  WorkerPool pool;
-  ExpertLayer layer;
-
-  World(int64_t e, int64_t h, int64_t i, Format format, int shards, Random& random)
-      : experts(e),
-        hidden(h),
-        inner(i),
-        pool(PoolOptions{shards == 1 ? std::vector<std::vector<int>>{{0, 1, 0}}
-                                     : std::vector<std::vector<int>>{{0}, {1, 0}}}),
-        layer(LayerShape{e, h, i, {format, format, format}, shards}) {
-    for (int p = 0; p < 3; ++p) {
-      const std::vector<float> w = random_values(e * h * i, 0.1f, random);
-      std::vector<const uint8_t*> rows;
-      for (int64_t x = 0; x < e; ++x)
-        rows.push_back(reinterpret_cast<const uint8_t*>(&w[static_cast<size_t>(x * h * i)]));
-      layer.load(pool, p, source_type("F32"), 0, rows);
-    }
-    for (int slot : {1, 3}) add_lora(slot, 1 + random.below(20), random);
-  }
-
-  void add_lora(int slot, int64_t rank, Random& random) {
-    std::vector<float> held[6];
-    LoraSource source{};
-    source.rank = rank;
-    for (int p = 0; p < 3; ++p) {
-      held[p] = random_values(experts * rank * layer.inner_of(p), 0.1f, random);
-      held[3 + p] = random_values(experts * rank * layer.rows_of(p), 0.1f, random);
-      source.a[p] = held[p].data();
-      source.b[p] = held[3 + p].data();
-      source.scales[p] = 0.5f;
-    }
-    layer.set_lora(pool, slot, source);
-  }
-};
+using test::World;
 
 struct Batch {
   int64_t rows, top_k;
@@ -66,8 +30,8 @@ struct Batch {
       : rows(m),
         top_k(k),
         bsz(static_cast<int32_t>(m)),
-        weights(random_values(m * k, 1, random)),
-        hidden(random_values(m * world.hidden, 1, random)),
+        weights(draw(m * k, random)),
+        hidden(draw(m * world.hidden, random)),
         out(static_cast<size_t>(m * world.hidden)) {
     for (int64_t i = 0; i < m * k; ++i) ids.push_back(random.below(world.experts + 1) - 1);
     for (int64_t i = 0; i < m; ++i) slots.push_back(static_cast<int32_t>(random.below(4)));
@@ -171,6 +135,62 @@ KTSERVE_TEST(moe_stress) {
     });
   }
   for (auto& thread : threads) thread.join();
+}
+
+// A thread in a stream's place knows the words alone. One task serves any number of rows; a failure and a time-out free
+// the stream, and what is posted next is answered as ever.
+KTSERVE_TEST(moe_through_the_bridge) {
+  struct Slow : Task {
+    void run() const override { std::this_thread::sleep_for(std::chrono::milliseconds(50)); }
+  } slow;
+  Random random(6);
+  World world(4, 64, 32, Format::i8, 2, random);
+  MoeRunner runner(world.pool, best_isa(), false);
+  Batch batches[2] = {Batch(world, 9, 2, random), Batch(world, 9, 2, random)};
+  std::vector<float> wanted[2];
+  for (int b = 0; b < 2; ++b) {
+    runner.forward(world.layer, batches[b].buffers());
+    wanted[b] = batches[b].out;
+  }
+  const Forward tasks[2] = {{runner, world.layer, batches[0].buffers()}, {runner, world.layer, batches[1].buffers()}};
+  std::vector<int64_t> words(3 * 3);
+  Bridge bridge(world.pool, words.data(), 3, 200, 500);
+  for (const Forward& task : tasks) bridge.add(task);
+  const int sleepy = bridge.add(slow);
+  const auto word = [&](int kind, int channel) {
+    return std::atomic_ref<int64_t>(words[static_cast<size_t>(3 * kind + channel)]);
+  };
+  std::vector<std::thread> streams;
+  for (int c = 0; c < 2; ++c) {
+    streams.emplace_back([&, c] {
+      Random own(20 + static_cast<uint64_t>(c));
+      Batch& batch = batches[c];
+      for (int64_t number = 1; number <= 300; ++number) {
+        const bool bad = own.below(20) == 0;
+        batch.bsz = bad ? -1 : static_cast<int32_t>(own.below(10));
+        if (own.below(4) == 0) bridge.wake();
+        std::fill(batch.out.begin(), batch.out.end(), 0.0f);
+        word(0, c).store(number, std::memory_order_release);
+        int64_t done = 0;
+        while ((done = word(1, c).load(std::memory_order_acquire)) / 2 < number) std::this_thread::yield();
+        CHECK(done == 2 * number + (bad ? 1 : 0));
+        const int64_t rows = bad ? 0 : batch.bsz;
+        CHECK(std::equal(batch.out.begin(), batch.out.begin() + rows * world.hidden, wanted[c].begin()));
+        for (size_t i = static_cast<size_t>(rows * world.hidden); i < batch.out.size(); ++i) CHECK(batch.out[i] == 0);
+        for (const BridgeFailure& failure : bridge.take_failures()) {
+          CHECK(failure.message.find("bsz: -1") != std::string::npos, "%s", failure.message.c_str());
+        }
+      }
+    });
+  }
+  for (auto& stream : streams) stream.join();
+  bridge.take_failures();
+  bridge.post(sleepy);
+  CHECK(bridge.wait(sleepy, 0.001) == Outcome::expired);
+  const std::vector<BridgeFailure> failures = bridge.take_failures();
+  CHECK(failures.size() == 1 && failures[0].channel == sleepy && failures[0].number == 1);
+  bridge.post(sleepy);
+  CHECK(bridge.wait(sleepy, 10) == Outcome::done);
 }
 
 }  // namespace

@@ -7,13 +7,8 @@
 namespace ktserve {
 namespace {
 
+using test::draw;
 using test::Random;
-
-std::vector<float> draw(int64_t count, Random& random) {
-  std::vector<float> values(static_cast<size_t>(count));
-  for (auto& v : values) v = random.symmetric();
-  return values;
-}
 
 void close(float got, double want, const char* what) {
   CHECK(std::fabs(got - want) <= 2e-6 + 1e-5 * std::fabs(want), "%s: %g, wanted %g", what, got, want);
