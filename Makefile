@@ -17,7 +17,7 @@ help:
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       a minute of locust against a server of its own; prints the table'
 	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES] [OUT=FILE]: measure a CPU against its roofs and llama.cpp; table in docs/'
-	@echo 'make sanitize   the native tests under ASan and UBSan, then under TSan'
+	@echo 'make sanitize   the native tests plain (and on an emulated Haswell, with qemu-user), under ASan and UBSan, under TSan'
 	@echo 'make bench-gpu  [LLAMA=BINARIES MODELS=DIR]: an NVIDIA GPU beside this CPU, at Qwen3-30B-A3B size (80 GB of memory); JSON in benchmarks/results/'
 	@echo 'make clean      remove what was built here, the venv included'
 
@@ -51,7 +51,7 @@ bench-cpu: setup
 
 # Stops at the first report; the tiles of AMX are emulated, so every kernel runs on any machine with AVX2.
 sanitize: $(VENV)/.packages
-	@for preset in asan tsan; do \
+	@for preset in plain asan tsan; do \
 	  echo "native tests, $$preset ..."; \
 	  $(VENV)/bin/cmake --preset $$preset -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja >/dev/null \
 	    && $(VENV)/bin/cmake --build --preset $$preset >/dev/null \

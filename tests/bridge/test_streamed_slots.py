@@ -12,8 +12,8 @@ from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.native import NativeExperts
 from engine.experts.streamed import StreamedExperts
 from native import _native
+from tests.native.expert_layers import F32, E, H, I, K, Layer, lora
 from tests.native.shapes import config
-from tests.native.test_experts import F32, E, H, I, K, Layer, lora
 
 LAYERS = 2
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=LAYERS)

@@ -35,7 +35,8 @@ class Harness:
         }
         settings = EngineConfig(model=str(model), check_integrity=True, **(defaults | config))
         self.blueprint = draw(settings)
-        self.core: EngineCore = assemble(self.blueprint, self._take, lambda *_: None)
+        self.progress: list[tuple[str, int, int]] = []
+        self.core: EngineCore = assemble(self.blueprint, self._take, lambda *seen: self.progress.append(seen))
         self.results: dict[str, Result] = {}
         self.prompts: dict[str, list[int]] = {}
         self._ids = 0

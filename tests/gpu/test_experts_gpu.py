@@ -9,8 +9,8 @@ from engine.errors import AdapterError, ExpertBackendError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.experts.gpu import GpuExperts
 from engine.experts.reference import ReferenceExperts
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, lora
 from tests.native.shapes import config
-from tests.native.test_experts import BF16, F32, E, H, I, K, Layer, batch, lora
 
 SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
 DTYPE = BF16 if torch.cuda.is_available() else F32  # the interpreter has no bf16

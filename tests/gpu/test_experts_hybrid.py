@@ -14,8 +14,8 @@ from engine.experts.hybrid import HybridExperts
 from engine.experts.native import NativeExperts
 from native import _native
 from tests.gpu.test_experts_gpu import fill
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 from tests.native.shapes import config
-from tests.native.test_experts import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 
 pytestmark = pytest.mark.gpu
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)

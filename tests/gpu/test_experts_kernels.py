@@ -8,7 +8,7 @@ import torch
 from engine.experts.gpu_compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu_layout import Sizes, frames_of, lora_blocks
 from engine.lora.adapter import ExpertLora
-from tests.native.test_experts import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 
 SIZES = Sizes(E, K, H, I)
 DTYPES = [F32, BF16] if torch.cuda.is_available() else [F32]  # the interpreter has no bf16

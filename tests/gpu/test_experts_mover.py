@@ -15,8 +15,8 @@ from engine.experts.gpu_source import PackedSource
 from engine.experts.hybrid_mover import INTERVAL, Mover, Tables
 from engine.experts.native import NativeExperts
 from native import _native
+from tests.native.expert_layers import BF16, E, Layer, lora
 from tests.native.shapes import config
-from tests.native.test_experts import BF16, E, Layer, lora
 
 H, I = 64, 64  # noqa: E741
 SIZES = Sizes(E, 3, H, I)

@@ -18,8 +18,8 @@ from engine.experts.streamed import NEVER, StreamedExperts
 from engine.experts.streamed_threshold import threshold
 from native import _native
 from tests.gpu.test_experts_gpu import fill
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 from tests.native.shapes import config
-from tests.native.test_experts import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 
 LAYERS = 3
 CONFIG = config(

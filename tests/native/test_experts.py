@@ -5,126 +5,23 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engine.errors import ExpertBackendError, UserError
-from engine.experts.base import ExpertBuffers, ExpertTask
+from engine.experts.base import ExpertBuffers
 from engine.experts.native import NativeExperts
-from engine.lora.adapter import ExpertLora
-from engine.weights.store import ExpertStore, WeightTensor
 from native import _native
-from tests.native.blocks import QUANTISED, random_blocks, values_of
+from tests.native.blocks import QUANTISED
+from tests.native.expert_layers import BF16, F32, K, Layer, batch, error, expected, lora, make, run
 from tests.native.isas import ISAS
 from tests.native.shapes import config
-
-E, H, I, K = 8, 256, 512, 3  # noqa: E741
-BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(scope="module")
 def pool() -> object:
     return _native.WorkerPool([[0, 1]])
-
-
-def tensor(kind: str, name: str, n: int, k: int, seed: int, experts: int = E) -> tuple[WeightTensor, torch.Tensor]:
-    """[experts, n, k] in a GGML type and its values, of magnitude about 1/sqrt(k)."""
-    if kind in QUANTISED:
-        data = np.concatenate([random_blocks(kind, n, k, seed + e) for e in range(experts)])
-        values = torch.from_numpy(values_of(kind, data).reshape(experts, n, k))
-    else:
-        values = torch.randn(experts, n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5
-        stored = values.to({"BF16": BF16, "F32": F32, "F16": torch.float16}[kind])
-        values, data = stored.float(), stored.view(torch.uint8).numpy()
-    return WeightTensor(name, (experts, n, k), kind, data.reshape(-1)), values
-
-
-class Layer:
-    """A store and the same weights as float64."""
-
-    def __init__(self, gate: str, up: str = "", down: str = "", hidden: int = H, inner: int = I) -> None:
-        made = [
-            tensor(gate, "gate", inner, hidden, 1),
-            tensor(up or gate, "up", inner, hidden, 100),
-            tensor(down or gate, "down", hidden, inner, 200),
-        ]
-        self.store = ExpertStore(0, *(weight for weight, _ in made))
-        self.gate, self.up, self.down = (values.double() for _, values in made)
-        self.hidden, self.inner = hidden, inner
-
-
-def lora(rank: int, seed: int, dtype: torch.dtype = BF16, hidden: int = H, inner: int = I) -> ExpertLora:
-    g = torch.Generator().manual_seed(seed)
-
-    def t(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=g) / shape[-1] ** 0.5).to(dtype)
-
-    return ExpertLora(
-        t(E, rank, hidden), t(E, inner, rank), t(E, rank, hidden), t(E, inner, rank),
-        t(E, rank, inner), t(E, hidden, rank),
-        0.5, 1.5, 2.0,
-    )  # fmt: skip
-
-
-def batch(
-    rows: int, dtype: torch.dtype, seed: int = 0, slots: list[int] | None = None, hidden: int = H
-) -> ExpertBuffers:
-    g = torch.Generator().manual_seed(seed)
-    b = ExpertBuffers.allocate(rows + 2, K, hidden, dtype)  # two padding rows that must not be touched
-    b.hidden[:] = torch.randn(rows + 2, hidden, generator=g).to(dtype)
-    b.ids[:rows] = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(rows)]) if rows else b.ids[:0]
-    b.ids[rows:] = 10**6
-    b.weights[:] = torch.rand(rows + 2, K, generator=g)
-    if slots:
-        b.slots[:rows] = torch.tensor([slots[i % len(slots)] for i in range(rows)], dtype=torch.int32)
-    b.bsz[0] = rows
-    b.out[:] = 7
-    return b
-
-
-def expected(layer: Layer, b: ExpertBuffers, adapters: dict[int, ExpertLora]) -> torch.Tensor:
-    """float64, row by row."""
-    rows = int(b.bsz)
-    out = torch.zeros(rows, layer.hidden, dtype=torch.float64)
-    for r in range(rows):
-        x = b.hidden[r].double()
-        adapter = adapters.get(int(b.slots[r]))
-        for e, w in zip(b.ids[r].tolist(), b.weights[r].tolist(), strict=True):
-            if e < 0:
-                continue
-            gate, up = layer.gate[e] @ x, layer.up[e] @ x
-            if adapter is not None:
-                gate += adapter.gate_scale * (adapter.gate_b[e].double() @ (adapter.gate_a[e].double() @ x))
-                up += adapter.up_scale * (adapter.up_b[e].double() @ (adapter.up_a[e].double() @ x))
-            h = torch.nn.functional.silu(gate) * up
-            y = layer.down[e] @ h
-            if adapter is not None:
-                y += adapter.down_scale * (adapter.down_b[e].double() @ (adapter.down_a[e].double() @ h))
-            out[r] += w * y
-    return out
-
-
-def run(experts: NativeExperts, task: ExpertTask) -> torch.Tensor:
-    experts.post(task)
-    experts.wait(task)
-    b = task.buffers
-    rows = int(b.bsz)
-    assert (b.out[rows:] == 7).all(), "padding rows were written"
-    return b.out[:rows].clone()
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).abs().mean() / want.abs().mean())
-
-
-def make(pool: object, layer: Layer, dtype: torch.dtype, isa: str = "", **settings: Any) -> NativeExperts:
-    sizes = config(hidden_size=layer.hidden, moe_intermediate_size=layer.inner, num_experts=E, num_experts_per_tok=K)
-    experts = NativeExperts(sizes, dtype, pool, isa=isa, **settings)
-    experts.load_layer(0, layer.store)
-    return experts
 
 
 # Q6_K's scales are random bytes here, its products therefore large; the relative error counts.

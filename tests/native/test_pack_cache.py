@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from engine.pack_cache import HEADER_BYTES, PackCache, model_folder
 from engine.weights.open import open_model
 from native import _native
 from tests.engine.harness import Harness
+from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, run
 from tests.native.shapes import config
-from tests.native.test_experts import BF16, E, H, I, K, Layer, batch, run
 from tests.native.test_linear import draw, tensor
 from tests.tiny import save_gguf, save_hf, tiny_model
 
@@ -135,6 +136,20 @@ def test_nothing_is_left_behind_or_half_written(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_file_that_the_system_will_not_take(pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel's own refusal in the middle of a file, as of a full disk."""
+    layer = Layer("Q8_0")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+    try:
+        got = load(pool, layer, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "not cached" in caplog.text and "File too large" in caplog.text
+    assert os.listdir(tmp_path) == []
+    assert torch.equal(got, load(pool, layer, None))
+
+
 def projection(pool: Any, cache: PackCache | None, type: str = "Q8_0", seed: int = 1, **options: Any) -> Any:
     weight, _ = tensor(draw(200, 256, seed=seed), type)
     bias, _ = tensor(draw(200, seed=2), "F32")
@@ -232,13 +247,16 @@ def test_a_full_disk_is_said_once_and_costs_only_the_cache(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_whole_engine_starts_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+def test_a_whole_engine_starts_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tied: bool
+) -> None:
     save_gguf(tiny_model(5, tie_word_embeddings=tied), tmp_path / "m.gguf", "Q8_0", "Q8_0")
     prompts = [[5, 6, 7, 8], [9, 9, 2]]
 
     def start(where: str) -> tuple[list[list[int]], list[str]]:
         engine = Harness(tmp_path / "m.gguf", rules=None, dtype="auto", pack_cache=where)
         tokens, notes = engine.generate(prompts), engine.core.runner.notes
+        assert engine.progress == [("Loading layers", i, 2) for i in range(3)]
         engine.close()
         return tokens, notes
 
@@ -252,6 +270,7 @@ def test_a_whole_engine_starts_from_the_cache(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(NativeExperts, "_source", None)
     second, notes = start("auto")
     assert second == plain and "0 B packed anew" in notes[0]
+    assert capfd.readouterr().out == ""
 
 
 def test_an_engine_starts_where_nothing_can_be_written(tmp_path: Path) -> None:

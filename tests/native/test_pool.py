@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +70,17 @@ def test_ten_thousand_random_calls_on_several_pools() -> None:
         assert sum(threads.map(hammer, range(1, 9))) == 10_000
 
 
+def test_python_runs_meanwhile() -> None:
+    pool = _native.WorkerPool([[0, 1]])
+    turns = 0
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(pool.trace, 4, work_us=50_000)
+        while not call.done():
+            turns += 1
+            time.sleep(0)
+    assert turns > 10
+
+
 def test_pools_come_and_go() -> None:
     before = len(os.listdir("/proc/self/task"))
     for _ in range(20):
@@ -92,20 +102,6 @@ def test_an_idle_pool_takes_no_time() -> None:
         time.sleep(0.4)
         assert (time.process_time() - used) / (time.perf_counter() - start) < 0.01
     pool.end_step()
-
-
-def test_calls_cost_microseconds() -> None:
-    pool = _native.WorkerPool([[0, 1]])
-    pool.begin_step()
-    assert min(pool.latencies(2000, gap_us=5)) < 5e-6
-    pool.end_step()
-    # Parked: within twice the machine's own wake of one thread. Both wait for the same scheduler, so they are
-    # measured in turn and the best round counts.
-    ratios = []
-    for _ in range(10):
-        floor = statistics.median(_native.futex_wakes(50, gap_us=200))
-        ratios.append(statistics.median(pool.latencies(50, gap_us=200)) / floor)
-    assert min(ratios) < 2
 
 
 def test_misuse_is_refused() -> None:
