@@ -20,6 +20,8 @@ struct DotArgs {
   int64_t rows;
   float* out;
   int64_t out_stride;  // floats from row to row
+  // Panels that the caller computes next, for kernels to fetch meanwhile; null: those behind these.
+  const uint8_t* next = nullptr;
 };
 
 struct Kernels {

@@ -21,6 +21,7 @@ namespace {
 // to `out`, where sums wait, exactly, from one part of k to the next.
 struct Tile {
   const uint8_t* w;
+  const uint8_t* next;  // the panels that follow, to be fetched meanwhile
   int64_t panel_bytes;
   int64_t k;
   const uint8_t* x;
@@ -78,8 +79,9 @@ void tile(const Tile& t) {
   const uint8_t* sums = t.x + row.sum + t.part.first * 4;
   __m512 f[M][N];
   begin(f, t);
-  Ahead<4, lines_of<F>(M, N, 4, Alone)> next(t.w + N * panel_bytes, N * panel_bytes, t.k / kBlock, t.part);
+  Abreast<F, N, Alone> next(t.next, panel_bytes, t.k / kBlock, t.part);
   for (int64_t b = t.part.first; b < t.part.first + t.part.count; ++b) {
+    next.begin(b);
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
       __m512i acc[M][N];
@@ -92,7 +94,7 @@ void tile(const Tile& t) {
       }
 #pragma GCC unroll 8
       for (int j = g * steps; j < (g + 1) * steps; ++j) {
-        if (j % 2 == 0) next.advance();
+        next.advance(j);
         __m512i u[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) u[n] = quants<F>(q + n * panel_bytes, j);
@@ -140,8 +142,7 @@ void tile_bf16(const Tile& t) {
   __m512 f[M][N];
   begin(f, t);
   constexpr int64_t pairs = kBlock / 2;
-  Ahead<8, lines_of<Format::bf16>(M, N, 8, Alone)> next(t.w + N * t.panel_bytes, N * t.panel_bytes,
-                                                        padded_k(t.k) / kBlock, t.part);
+  Ahead<8, lines_of<Format::bf16>(M, N, 8, Alone)> next(t.next, N * t.panel_bytes, padded_k(t.k) / kBlock, t.part);
   const int64_t last = (t.part.first + t.part.count) * pairs;
   for (int64_t pair = t.part.first * pairs; pair < last; pair += 2) {
     next.advance();
@@ -167,8 +168,7 @@ template <int M, int N, bool Alone>
 void tile_f32(const Tile& t) {
   __m512 f[M][N];
   begin(f, t);
-  Ahead<32, lines_of<Format::f32>(M, N, 32, Alone)> next(t.w + N * t.panel_bytes, N * t.panel_bytes,
-                                                         padded_k(t.k) / kBlock, t.part);
+  Ahead<32, lines_of<Format::f32>(M, N, 32, Alone)> next(t.next, N * t.panel_bytes, padded_k(t.k) / kBlock, t.part);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {
@@ -198,19 +198,19 @@ constexpr Kernel tile_for() {
     return &tile<F, M, N, Alone>;
 }
 
-// The most rows of a tile: what 32 registers hold with two panels.
-template <Format F>
+// The most rows of a tile: what 32 registers hold with two panels. Four panels are for one row.
+template <Format F, int N>
 constexpr int most_rows() {
-  return plain(F) ? 12 : 6;
+  return N > 2 ? 1 : plain(F) ? 12 : 6;
 }
 
 // The tile of so many rows: `alone`, or one of several that share panels and are all at least half of the largest.
-template <Format F, int N, int M = most_rows<F>()>
+template <Format F, int N, int M = most_rows<F, N>()>
 Kernel tile_of(int64_t rows, bool alone) {
   if constexpr (M > 1) {
     if (rows < M) return tile_of<F, N, M - 1>(rows, alone);
   }
-  if constexpr (M >= most_rows<F>() / 2) {
+  if constexpr (N <= 2 && M >= most_rows<F, N>() / 2) {
     if (!alone) return tile_for<F, M, N, false>();
   }
   return tile_for<F, M, N, true>();
@@ -226,8 +226,9 @@ template <Format F, int N>
 void dot_panels(const DotArgs& a, int64_t panel) {
   const int64_t size = panel_size(F, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
+  const uint8_t* next = a.next != nullptr && panel + N >= a.panels ? a.next : a.w + (panel + N) * size;
   // Equal tiles rather than full ones and a rest: 7 rows are 4 + 3, not 6 + 1.
-  const int64_t tiles = (a.rows + most_rows<F>() - 1) / most_rows<F>();
+  const int64_t tiles = (a.rows + most_rows<F, N>() - 1) / most_rows<F, N>();
   const int64_t step = tiles == 1 ? blocks : blocks_at_once<F, N>();
   for (int64_t first = 0; first < blocks; first += step) {
     const int64_t count = blocks - first < step ? blocks - first : step;
@@ -235,6 +236,7 @@ void dot_panels(const DotArgs& a, int64_t panel) {
       const int64_t row = a.rows * t / tiles;
       const int64_t rows = a.rows * (t + 1) / tiles - row;
       tile_of<F, N>(rows, tiles == 1)({a.w + panel * size,
+                                       next,
                                        size,
                                        a.k,
                                        a.x + row * a.x_stride,
@@ -249,8 +251,12 @@ void dot_panels(const DotArgs& a, int64_t panel) {
 template <Format F>
 void dot_format(const DotArgs& a) {
   int64_t p = 0;
-  if (a.rows == 1) {  // memory is the limit, and one stream at a time is what it delivers fastest
-    for (; p < a.panels; ++p) dot_panels<F, 1>(a, p);
+  if (a.rows == 1) {  // memory is the limit; these are what it delivers fastest
+    if constexpr (plain(F)) {
+      for (; p < a.panels; ++p) dot_panels<F, 1>(a, p);
+    } else {
+      for (; p + 4 <= a.panels; p += 4) dot_panels<F, 4>(a, p);
+    }
   }
   for (; p + 2 <= a.panels; p += 2) dot_panels<F, 2>(a, p);
   if (p < a.panels) dot_panels<F, 1>(a, p);

@@ -239,6 +239,7 @@ void MoeRunner::gate_up(const ExpertLayer& layer, const Piece& p, float* scratch
     Piece part = p;
     part.panel = static_cast<int32_t>(panel);
     part.panel_end = static_cast<int32_t>(std::min<int64_t>(panel + panels, p.panel_end));
+    if (part.panel_end < p.panel_end) part.next = layer.panel(kGate, p.expert, part.panel_end);
     gate_up_panels(layer, part, scratch);
   }
 }
@@ -251,12 +252,13 @@ void MoeRunner::gate_up_panels(const ExpertLayer& layer, const Piece& p, float* 
   float* up = gate + rows * width;
   const int up_form = up_differs_ ? 1 : 0;
   const bool is_wide = wide(p.expert);
+  const uint8_t* up_panels = layer.panel(kUp, p.expert, p.panel);
   product(s.formats[kGate], is_wide,
           {s.formats[kGate], layer.panel(kGate, p.expert, p.panel), panels, s.hidden,
-           x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, width});
+           x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, width, up_panels});
   product(s.formats[kUp], is_wide,
-          {s.formats[kUp], layer.panel(kUp, p.expert, p.panel), panels, s.hidden,
-           x_[up_form].data() + p.row * x_stride_[up_form], x_stride_[up_form], rows, up, width});
+          {s.formats[kUp], up_panels, panels, s.hidden, x_[up_form].data() + p.row * x_stride_[up_form],
+           x_stride_[up_form], rows, up, width, p.next});
   add_lora(kGate, p, gate, width, 0);
   add_lora(kUp, p, up, width, 1);
   kernels_.silu_mul(gate, up, rows * width);
@@ -280,7 +282,7 @@ void MoeRunner::down(const ExpertLayer& layer, const Piece& p, int64_t slice) {
   float* y = reinterpret_cast<float*>(y_.data()) + p.row * y_stride_ + column;
   product(s.formats[kDown], wide(p.expert),
           {s.formats[kDown], layer.panel(kDown, p.expert, p.panel), p.panel_end - p.panel, s.intermediate,
-           h_.data() + p.row * h_stride_, h_stride_, p.row_end - p.row, y, y_stride_});
+           h_.data() + p.row * h_stride_, h_stride_, p.row_end - p.row, y, y_stride_, p.next});
   add_lora(kDown, p, y, y_stride_, 0);
 }
 

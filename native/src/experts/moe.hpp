@@ -64,6 +64,7 @@ class MoeRunner {
     int32_t expert;
     int32_t row, row_end;  // sorted positions
     int32_t panel, panel_end;
+    const uint8_t* next = nullptr;  // weights of the piece behind this one, fetched while this one's end is computed
   };
   struct Segment {  // rows of one expert with one adapter
     const LayerLora* lora;

@@ -137,7 +137,8 @@ void MoeRunner::cut(const ExpertLayer& layer, int projection, int64_t slice) {
         for (int64_t i = 0; i < row_chunks; ++i) {
           pieces_.push_back({static_cast<int32_t>(e), static_cast<int32_t>(row_first + m * i / row_chunks),
                              static_cast<int32_t>(row_first + m * (i + 1) / row_chunks), static_cast<int32_t>(from),
-                             static_cast<int32_t>(to)});
+                             static_cast<int32_t>(to), nullptr});
+          if (pieces_.size() > 1) (pieces_.end() - 2)->next = layer.panel(projection, e, from);
         }
       }
     }
