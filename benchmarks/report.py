@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.probe import LEAST_OF_KNOWN_READ
 from benchmarks.roofline import plot, points
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,7 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
         read = f"read {roofs['bytes_per_s'] / 1e9:.1f} GB/s"
         known = machine.get("known_read_gb_s")
         share = f" ({roofs['bytes_per_s'] / 1e7 / known:.0f}% of the {known:.0f} seen on it before)" if known else ""
+        share += " - too little, its rows are void" if void(data, mix) else ""
         lines.append(f"- Roofs before {mix}: {read}{share}; {peaks} G operations/s")
     used = "; ".join(f"{name}: {instruction(machine['isa'], name)}" for name in ("f32", "bf16", "int8"))
     lines.append(f"- A peak is that of the fastest instruction that this CPU has for the format: {used}")
@@ -116,13 +118,19 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
         "| | type | ours | peer | ratio | seen with it | to reach | |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_row(entry, machine["isa"]) for entry in data["rows"]]
+    lines += [_row(entry, machine["isa"], void(data, entry["type"])) for entry in data["rows"]]
     if points(data) and data["roofs"]:
         lines += ["", f"![Operations per second against operations per byte]({image})"]
-    lines += ["", f"Missed: {'; '.join(_missed(data['rows'])) or 'nothing'}."]
+    lines += ["", f"Missed: {'; '.join(_missed([e for e in data['rows'] if not void(data, e['type'])])) or 'nothing'}."]
     for text in data.get("left_out", []):
         lines += ["", f"Not measured: {text}"]
     return "\n".join(lines)
+
+
+def void(data: dict[str, Any], mix: str) -> bool:
+    """Whether the memory was slower beside this type's rows than such a machine's is: something else ran."""
+    known, roofs = data["machine"].get("known_read_gb_s"), data["roofs"].get(mix)
+    return bool(known and roofs) and roofs["bytes_per_s"] / 1e9 < LEAST_OF_KNOWN_READ * known
 
 
 def _missed(rows: Sequence[Entry]) -> list[str]:
@@ -135,7 +143,7 @@ def _missed(rows: Sequence[Entry]) -> list[str]:
     return out
 
 
-def _row(entry: Entry, isa: Sequence[str]) -> str:
+def _row(entry: Entry, isa: Sequence[str], void: bool) -> str:
     text, good = target(entry)
     unit, peer, ratio = entry["unit"], entry["peer"], entry["ratio"]
     cells = [
@@ -146,7 +154,7 @@ def _row(entry: Entry, isa: Sequence[str]) -> str:
         "" if ratio is None else f"{ratio:.2f}x",
         "; ".join(_details(entry, isa)),
         text,
-        {True: "yes", False: "**no**", None: ""}[good],
+        "void" if void else {True: "yes", False: "**no**", None: ""}[good],
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -96,6 +96,14 @@ def test_a_known_read_bandwidth_is_stood_beside_the_probe():
     assert known_read_gb_s({"cpu family": "0", "model": "0"}, 2) is None
 
 
+def test_rows_beside_a_slow_memory_are_void(results):
+    seen = results["roofs"]["Q8_0"]["bytes_per_s"] / 1e9
+    for known, slow in ((seen / 0.9, False), (seen / 0.8, True)):
+        table = report.render(results | {"machine": results["machine"] | {"known_read_gb_s": known}})
+        assert ("its rows are void" in table) is slow
+        assert ("| void |" in table) is slow and ("Missed: nothing." in table or not slow)
+
+
 def test_the_plot_has_a_point_for_every_decode_row(results):
     tree = ElementTree.fromstring(report.plot(results))
     circles = [node for node in tree.iter() if node.tag.endswith("circle")]

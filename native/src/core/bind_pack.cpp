@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 
+#include "core/address.hpp"
 #include "core/arena.hpp"
 #include "core/isa.hpp"
 #include "core/kernels.hpp"
@@ -16,11 +17,6 @@ using namespace nb::literals;
 namespace ktserve {
 namespace {
 
-template <class T>
-T* address(uintptr_t p) {
-  return reinterpret_cast<T*>(p);
-}
-
 void pack(WorkerPool& pool, const std::string& type, const std::string& format, uintptr_t data, int64_t n, int64_t k,
           uintptr_t out) {
   const SourceType& source = source_type(type);
@@ -30,8 +26,8 @@ void pack(WorkerPool& pool, const std::string& type, const std::string& format, 
   pool.parallel_for((panels_of(n) + step - 1) / step, [&](int64_t piece, int) {
     const int64_t first = piece * step;
     const int64_t last = std::min(first + step, panels_of(n));
-    pack_panels(source, target, address<const uint8_t>(data), n, k, first, last,
-                address<uint8_t>(out) + first * panel_size(target, k));
+    pack_panels(source, target, at<const uint8_t>(data), n, k, first, last,
+                at<uint8_t>(out) + first * panel_size(target, k));
   });
 }
 
@@ -43,10 +39,10 @@ void dot(const std::string& isa, const std::string& format, uintptr_t w, int64_t
   const int64_t stride = table.row_bytes(f, k);
   Arena scratch(static_cast<size_t>(stride * std::max<int64_t>(rows, 1)));
   for (int64_t r = 0; r < rows; ++r) {
-    table.pack_f32(f, address<const float>(x) + r * k, k, 0, k, scratch.data() + r * stride);
+    table.pack_f32(f, at<const float>(x) + r * k, k, 0, k, scratch.data() + r * stride);
   }
-  table.dot({f, address<const uint8_t>(w), panels_of(n), k, scratch.data(), stride, rows, address<float>(out),
-             panels_of(n) * kPanel});
+  table.dot(
+      {f, at<const uint8_t>(w), panels_of(n), k, scratch.data(), stride, rows, at<float>(out), panels_of(n) * kPanel});
 }
 
 }  // namespace
@@ -73,7 +69,7 @@ void bind_pack(nb::module_& module) {
   module.def(
       "unpack",
       [](const std::string& format, uintptr_t packed, int64_t k, int64_t first, int64_t last, uintptr_t out) {
-        unpack_rows(format_named(format), address<const uint8_t>(packed), k, first, last, address<float>(out));
+        unpack_rows(format_named(format), at<const uint8_t>(packed), k, first, last, at<float>(out));
       },
       "format"_a, "packed"_a, "k"_a, "first"_a, "last"_a, "out"_a, free_gil,
       "Float32 values of rows [first, last) of a packed matrix.");

@@ -5,13 +5,9 @@
 #include <string>
 
 #include "core/format.hpp"
+#include "core/half.hpp"
 
 namespace ktserve {
-
-float f16_to_f32(uint16_t half);
-uint16_t f32_to_f16(float value);
-float bf16_to_f32(uint16_t half);
-uint16_t f32_to_bf16(float value);
 
 // A source type by its GGML name ("F32", "F16", "BF16", "Q8_0", ...): how its rows lie in the file.
 struct SourceType {

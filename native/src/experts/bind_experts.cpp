@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "core/address.hpp"
 #include "core/isa.hpp"
 #include "core/packed_file.hpp"
 #include "core/task.hpp"
@@ -20,11 +21,6 @@ using namespace nb::literals;
 
 namespace ktserve {
 namespace {
-
-template <class T>
-T* address(uintptr_t p) {
-  return reinterpret_cast<T*>(p);
-}
 
 // A call that can be replayed: a layer over a set of buffers. Python keeps the buffers alive.
 struct MoeTask : Task {
@@ -59,7 +55,7 @@ void load(ExpertLayer& layer, WorkerPool& pool, int projection, const std::strin
   if (projection < 0 || projection > 2)
     throw std::invalid_argument("projection: allowed are 0 (gate), 1 (up), 2 (down)");
   std::vector<const uint8_t*> pointers;
-  for (uintptr_t p : data) pointers.push_back(address<const uint8_t>(p));
+  for (uintptr_t p : data) pointers.push_back(at<const uint8_t>(p));
   layer.load(pool, projection, source_type(type), first, pointers);
 }
 
@@ -69,8 +65,8 @@ void set_lora(ExpertLayer& layer, WorkerPool& pool, int slot, int64_t rank, bool
   source.rank = rank;
   source.bf16 = bf16;
   for (size_t p = 0; p < 3; ++p) {
-    source.a[p] = address<const void>(a[p]);
-    source.b[p] = address<const void>(b[p]);
+    source.a[p] = at<const void>(a[p]);
+    source.b[p] = at<const void>(b[p]);
     source.scales[p] = scales[p];
   }
   layer.set_lora(pool, slot, source);
@@ -80,7 +76,7 @@ void dequantise(const ExpertLayer& layer, int projection, int64_t expert, uintpt
   const int64_t k = layer.inner_of(projection);
   for (int64_t p = 0; p < layer.rows_of(projection) / kPanel; ++p) {
     unpack_rows(layer.shape().formats[projection], layer.panel(projection, expert, p), k, 0, kPanel,
-                address<float>(out) + p * kPanel * k);
+                at<float>(out) + p * kPanel * k);
   }
 }
 
@@ -92,9 +88,8 @@ MoeTask make_task(std::shared_ptr<MoeRunner> runner, std::shared_ptr<ExpertLayer
     throw std::invalid_argument("top_k: " + std::to_string(top_k) + "; allowed are 1 to " + std::to_string(kMostTopK));
   }
   return {std::move(runner), std::move(layer),
-          MoeBuffers{address<const int32_t>(bsz), address<const int64_t>(ids), address<const float>(weights),
-                     address<const int32_t>(slots), address<const void>(hidden), address<void>(out), max_rows, top_k,
-                     bf16}};
+          MoeBuffers{at<const int32_t>(bsz), at<const int64_t>(ids), at<const float>(weights), at<const int32_t>(slots),
+                     at<const void>(hidden), at<void>(out), max_rows, top_k, bf16}};
 }
 
 }  // namespace

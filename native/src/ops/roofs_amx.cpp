@@ -5,11 +5,7 @@ namespace ktserve {
 namespace {
 
 void configure() {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
+  TileConfig config;
   for (int t = 0; t < 8; ++t) {
     config.row_bytes[t] = 64;
     config.rows[t] = 16;
