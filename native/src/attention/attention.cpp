@@ -13,10 +13,9 @@
 namespace ktserve {
 namespace {
 
-constexpr int64_t kSplitTiles = 4;    // a row of at most so many tiles is cut into chunks as well
-constexpr int64_t kInlineTokens = 8;  // so few tokens are written without waking the pool
-constexpr int64_t kWalkTiles = 4;     // of one piece that walks chunks
-constexpr int64_t kWalkPieces = 8;    // and so many of them a thread, rather than longer ones
+constexpr int64_t kSplitTiles = 4;  // a row of at most so many tiles is cut into chunks as well
+constexpr int64_t kWalkTiles = 4;   // of one piece that walks chunks
+constexpr int64_t kWalkPieces = 8;  // and so many of them a thread, rather than longer ones
 
 void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -135,20 +134,28 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
   tables_.clear();
   pieces_.clear();
   writes_.clear();
+  first_writes_.clear();
   unit_chunks_.clear();
   const auto tiles_of = [this](const Row& row) { return (row.tokens * group_ + kTileRows - 1) / kTileRows; };
   for (size_t r = 0; r < count; ++r) {
-    const Row row{row_starts[r], row_starts[r + 1] - row_starts[r], context_lens[r],
-                  static_cast<int64_t>(tables_.size())};
+    Row row{row_starts[r],
+            row_starts[r + 1] - row_starts[r],
+            context_lens[r],
+            static_cast<int64_t>(tables_.size()),
+            static_cast<int64_t>(writes_.size()),
+            0};
+    std::vector<Write>& writes = tiles_of(row) == 1 ? writes_ : first_writes_;
     const std::vector<int32_t>& table = block_tables[r];
     const int64_t needed = (row.context + kKvBlock - 1) / kKvBlock;
     tables_.insert(tables_.end(), table.begin(), table.begin() + needed);
     for (int64_t p = row.context - row.tokens; p < row.context;) {
       const int64_t end = std::min(row.context, (p / kKvBlock + 1) * kKvBlock);
-      writes_.push_back({row.first_token + p - (row.context - row.tokens), table[static_cast<size_t>(p / kKvBlock)],
-                         static_cast<int16_t>(p % kKvBlock), static_cast<int16_t>(end - p)});
+      writes.push_back({row.first_token + p - (row.context - row.tokens), static_cast<int32_t>(p / kChunk),
+                        table[static_cast<size_t>(p / kKvBlock)], static_cast<int16_t>(p % kKvBlock),
+                        static_cast<int16_t>(end - p)});
       p = end;
     }
+    row.count = static_cast<int64_t>(writes_.size()) - row.writes;
     rows_.push_back(row);
   }
   int64_t walked = 0;
@@ -222,55 +229,50 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
                   bytes(k),
                   bytes(v),
                   {static_cast<char*>(out.data), out.stride * row_bytes_}};
-  if (tokens <= kInlineTokens) {
-    for (const Write& w : writes_) write(call, w);
-  } else {
-    pool_.parallel_for(static_cast<int64_t>(writes_.size()),
-                       [&](int64_t i, int) { write(call, writes_[static_cast<size_t>(i)]); });
-  }
+  pool_.parallel_for(static_cast<int64_t>(first_writes_.size()), [&](int64_t i, int) {
+    for (int g = 0; g < shape_.kv_heads; ++g) write(call, first_writes_[static_cast<size_t>(i)], g);
+  });
   for (size_t u = 0; u < unit_chunks_.size(); ++u) pending_[u].store(unit_chunks_[u], std::memory_order_relaxed);
   pool_.parallel_for(static_cast<int64_t>(pieces_.size()),
                      [&](int64_t i, int worker) { attend(call, pieces_[static_cast<size_t>(i)], worker); });
 }
 
-void PagedAttention::write(const Call& call, const Write& w) const {
+void PagedAttention::write(const Call& call, const Write& w, int g) const {
   const int dim = shape_.head_dim;
   const bool rounds = row_bytes_ != element_bytes_;
   uint16_t rounded[kKvBlock * kMaxHeadDim];  // one head's rows
-  for (int g = 0; g < shape_.kv_heads; ++g) {
-    char* tile = kv_tile(call.cache, w.block, g);
-    const auto row = [&](const TokenRows<const char>& rows, int i) {
-      const char* from = rows.data + (w.token + i) * rows.stride + g * dim * row_bytes_;
-      if (!rounds) return from;
-      uint16_t* to = rounded + i * dim;
-      kernels_.to_bf16(reinterpret_cast<const float*>(from), to, dim);
-      return reinterpret_cast<const char*>(to);
+  char* tile = kv_tile(call.cache, w.block, g);
+  const auto row = [&](const TokenRows<const char>& rows, int i) {
+    const char* from = rows.data + (w.token + i) * rows.stride + g * dim * row_bytes_;
+    if (!rounds) return from;
+    uint16_t* to = rounded + i * dim;
+    kernels_.to_bf16(reinterpret_cast<const float*>(from), to, dim);
+    return reinterpret_cast<const char*>(to);
+  };
+  // Four bytes a step: a pair of bf16 or one float.
+  int i = 0;
+  for (; i + 4 <= w.count; i += 4) {
+    const char* from[4] = {row(call.k, i), row(call.k, i + 1), row(call.k, i + 2), row(call.k, i + 3)};
+    write_keys(from, tile + (w.offset + i) * 4, dim * element_bytes_ / 4);
+  }
+  for (; i < w.count; ++i) {
+    const char* from = row(call.k, i);
+    char* to = tile + (w.offset + i) * 4;
+    for (int64_t step = 0; step < dim * element_bytes_ / 4; ++step)
+      std::memcpy(to + step * kKvBlock * 4, from + step * 4, 4);
+  }
+  char* values = tile + tile_bytes_;
+  if (shape_.is_bf16) {
+    const auto token = [&](int offset) -> const uint16_t* {
+      if (offset < w.offset || offset >= w.offset + w.count) return nullptr;
+      return reinterpret_cast<const uint16_t*>(row(call.v, offset - w.offset));
     };
-    // Four bytes a step: a pair of bf16 or one float.
-    int i = 0;
-    for (; i + 4 <= w.count; i += 4) {
-      const char* from[4] = {row(call.k, i), row(call.k, i + 1), row(call.k, i + 2), row(call.k, i + 3)};
-      write_keys(from, tile + (w.offset + i) * 4, dim * element_bytes_ / 4);
-    }
-    for (; i < w.count; ++i) {
-      const char* from = row(call.k, i);
-      char* to = tile + (w.offset + i) * 4;
-      for (int64_t step = 0; step < dim * element_bytes_ / 4; ++step)
-        std::memcpy(to + step * kKvBlock * 4, from + step * 4, 4);
-    }
-    char* values = tile + tile_bytes_;
-    if (shape_.is_bf16) {
-      const auto token = [&](int offset) -> const uint16_t* {
-        if (offset < w.offset || offset >= w.offset + w.count) return nullptr;
-        return reinterpret_cast<const uint16_t*>(row(call.v, offset - w.offset));
-      };
-      for (int pair = w.offset / 2; pair * 2 < w.offset + w.count; ++pair)
-        write_pair(reinterpret_cast<uint16_t*>(values), token(2 * pair), token(2 * pair + 1), dim, pair);
-    } else {
-      for (int i = 0; i < w.count; ++i)
-        for (int d = 0; d < dim; d += 16)
-          std::memcpy(values + (d * kKvBlock + (w.offset + i) * 16) * 4, row(call.v, i) + d * 4, 64);
-    }
+    for (int pair = w.offset / 2; pair * 2 < w.offset + w.count; ++pair)
+      write_pair(reinterpret_cast<uint16_t*>(values), token(2 * pair), token(2 * pair + 1), dim, pair);
+  } else {
+    for (int i = 0; i < w.count; ++i)
+      for (int d = 0; d < dim; d += 16)
+        std::memcpy(values + (d * kKvBlock + (w.offset + i) * 16) * 4, row(call.v, i) + d * 4, 64);
   }
 }
 
@@ -335,8 +337,13 @@ void PagedAttention::finish(const Call& call, const Piece& piece, const Tile& ti
 }
 
 void PagedAttention::attend(const Call& call, const Piece& piece, int worker) {
+  const Row& row = rows_[static_cast<size_t>(piece.row)];
+  for (int64_t i = row.writes; i < row.writes + row.count; ++i) {
+    const Write& w = writes_[static_cast<size_t>(i)];
+    if (piece.chunk < 0 || piece.chunk == w.chunk) write(call, w, piece.kv_head);
+  }
   if (piece.chunk < 0) return walk(call, piece, worker);
-  const Tile tile = tile_of(rows_[static_cast<size_t>(piece.row)], piece.tile);
+  const Tile tile = tile_of(row, piece.tile);
   float* scores = scratch(worker);
   float* queries = scores + kTileRows * kScoreStride;
   run_chunk(call, piece, tile, piece.chunk, scores, queries, partial(piece.partial));

@@ -20,6 +20,9 @@
 //   few tiles (decode, small chunks):  one piece per (tile, chunk); the last to finish a tile joins its chunks
 //   many tiles (prefill):              one piece per group of up to 4 tiles, which walks their chunks itself: a
 //                                      chunk's K and V come from memory once for the group
+//
+// New keys and values are written into their blocks before that; those of a row of one tile (decode) by the pieces
+// themselves, each what lies in its own chunk and kv head, since nobody else reads it.
 #pragma once
 
 #include <atomic>
@@ -60,7 +63,8 @@ class PagedAttention {
   PagedAttention& operator=(const PagedAttention&) = delete;
 
   // Row r has tokens [row_starts[r], row_starts[r + 1]) at the last positions of context_lens[r], its blocks in
-  // block_tables[r]. Throws std::invalid_argument; the former plan then stays.
+  // block_tables[r]. A block that gets new positions is in one row's table only. Throws std::invalid_argument; the
+  // former plan then stays.
   void plan(const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
             const std::vector<std::vector<int32_t>>& block_tables);
 
@@ -78,7 +82,8 @@ class PagedAttention {
     int64_t first_token;
     int64_t tokens;
     int64_t context;
-    int64_t table;  // index of its first block in tables_
+    int64_t table;          // index of its first block in tables_
+    int64_t writes, count;  // its part of writes_, if its pieces write
   };
   struct Piece {
     int32_t row;
@@ -91,6 +96,7 @@ class PagedAttention {
   };
   struct Write {
     int64_t token;  // first
+    int32_t chunk;  // of the row's positions
     int32_t block;
     int16_t offset;
     int16_t count;
@@ -108,7 +114,7 @@ class PagedAttention {
 
   Tile tile_of(const Row& row, int tile) const;
   int64_t plan_chunks(const Row& row, int64_t tiles, Piece piece, int64_t partial_floats);
-  void write(const Call& call, const Write& write) const;
+  void write(const Call& call, const Write& write, int kv_head) const;
   void attend(const Call& call, const Piece& piece, int worker);
   void walk(const Call& call, const Piece& piece, int worker);
   void run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, float* scores, float* queries,
@@ -138,6 +144,7 @@ class PagedAttention {
   std::vector<int32_t> tables_;
   std::vector<Piece> pieces_;
   std::vector<Write> writes_;
+  std::vector<Write> first_writes_;  // before any piece: of rows of several tiles
   Arena partials_;
   Arena scratch_;
   int64_t scratch_floats_;                 // of a worker
