@@ -19,8 +19,9 @@ constexpr int64_t kPieceBytes = 1 << 18;  // weights of a piece with few rows: s
 constexpr int64_t kMaxPiecePanels = 16;
 constexpr int64_t kTileFloats = kPieceRows * kMaxPiecePanels * kPanel;
 static_assert(kWidePieceRows * kWidePiecePanels * kPanel <= kTileFloats);
-constexpr int64_t kInlineElements = 32768;  // so little is packed without waking the pool
-constexpr int64_t kAdapterRows = 64;        // of one piece of step 2
+constexpr int64_t kInlineElements = 8192;  // so little is packed without waking the pool
+constexpr int64_t kPackElements = 4096;    // of a piece of packing
+constexpr int64_t kAdapterRows = 64;       // of one piece of step 2
 
 void require(bool holds, const char* name, int64_t value, const char* allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -79,7 +80,7 @@ void LinearRunner::pack_rows(const LinearInput& input, Format format, int64_t k,
     for (int64_t i = 0; i < rows; ++i) one(i);
     return;
   }
-  const int64_t per_piece = std::max<int64_t>(1, kInlineElements / 2 / k);
+  const int64_t per_piece = std::max<int64_t>(1, kPackElements / k);
   pool_.parallel_for((rows + per_piece - 1) / per_piece, [&](int64_t piece, int) {
     for (int64_t i = piece * per_piece; i < std::min(rows, (piece + 1) * per_piece); ++i) one(i);
   });

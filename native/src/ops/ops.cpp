@@ -11,7 +11,8 @@
 namespace ktserve {
 namespace {
 
-constexpr int64_t kPieceElements = 16384;
+constexpr int64_t kPieceElements = 4096;   // two microseconds or so
+constexpr int64_t kInlineElements = 8192;  // so few take no longer than waking the pool saves
 constexpr int kMaxExperts = 1024;
 
 void require(bool holds, const char* name, int64_t value, const char* allowed) {
@@ -44,7 +45,7 @@ template <class F>
 void Ops::split(int64_t rows, int64_t row_elements, const F& body) const {
   const int64_t per_piece = std::max<int64_t>(1, kPieceElements / std::max<int64_t>(1, row_elements));
   const int64_t pieces = (rows + per_piece - 1) / per_piece;
-  if (pieces <= 1) {
+  if (pieces <= 1 || rows * row_elements <= kInlineElements) {
     if (rows > 0) body(0, rows);
     return;
   }
@@ -86,7 +87,7 @@ void Ops::router_topk(const RouterTopK& r, bool is_bf16) const {
   require(r.experts >= 1 && r.experts <= kMaxExperts, "experts", r.experts, "1 to 1024");
   require(r.top_k >= 1 && r.top_k <= r.experts, "top_k", r.top_k, "1 to the number of experts");
   const int64_t bytes = is_bf16 ? 2 : 4;
-  split(r.rows, r.experts * 8, [&](int64_t begin, int64_t end) {
+  split(r.rows, r.experts * 16, [&](int64_t begin, int64_t end) {
     float p[kMaxExperts];
     std::vector<std::pair<float, int64_t>> queue;
     for (int64_t row = begin; row < end; ++row) {
