@@ -13,9 +13,11 @@
 namespace ktserve {
 namespace {
 
-constexpr int64_t kSplitTiles = 4;  // a row of at most so many tiles is cut into chunks as well
-constexpr int64_t kWalkTiles = 4;   // of one piece that walks chunks
-constexpr int64_t kWalkPieces = 8;  // and so many of them a thread, rather than longer ones
+constexpr int64_t kSplitTiles = 4;         // a row of at most so many tiles is cut into chunks as well
+constexpr int64_t kWalkTiles = 4;          // of one piece that walks chunks
+constexpr int64_t kCachedTiles = 2;        // the same where a second-level cache keeps a head's KV from piece to piece:
+constexpr int64_t kCachedBytes = 1 << 20;  // so many bytes of it
+constexpr int64_t kWalkPieces = 8;         // and so many of them a thread, rather than longer ones
 
 void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -161,11 +163,13 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
   int64_t walked = 0;
   for (const Row& row : rows_)
     if (tiles_of(row) > kSplitTiles) walked += tiles_of(row) * shape_.kv_heads;
-  const int64_t group = std::clamp<int64_t>(walked / (kWalkPieces * pool_.threads()), 1, kWalkTiles);
+  const int64_t most = std::clamp<int64_t>(walked / (kWalkPieces * pool_.threads()), 1, kWalkTiles);
   int64_t partial_floats = 0;
   for (size_t r = 0; r < count; ++r) {
     const Row& row = rows_[r];
     const int64_t tiles = tiles_of(row);
+    const bool cached = (row.context + kKvBlock - 1) / kKvBlock * 2 * tile_bytes_ <= kCachedBytes;
+    const int64_t group = cached ? std::min(most, kCachedTiles) : most;
     for (int g = 0; g < shape_.kv_heads; ++g) {
       Piece piece{static_cast<int32_t>(r), g, 0, 1, -1, -1, -1};
       if (tiles > kSplitTiles) {  // the last tiles see most: they come first
