@@ -10,7 +10,7 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kShardPanels = 4;           // shards hold whole runs of so many: pieces of work are as large
-constexpr int64_t kInlineElements = 1 << 14;  // so little is unpacked without waking the pool
+constexpr int64_t kInlineElements = 1 << 12;  // so little is unpacked without waking the pool
 
 void require(bool holds, const char* name, int64_t value, const char* allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
