@@ -129,11 +129,13 @@ void MoeRunner::cut(const ExpertLayer& layer, int projection, int64_t slice) {
       const int64_t row_chunks = (m + piece_rows(kernels_.isa) - 1) / piece_rows(kernels_.isa);
       const int64_t chunk = (m + row_chunks - 1) / row_chunks;
       const int64_t wanted = static_cast<int64_t>(piece_us / pair_us(chunk));
-      const int64_t pairs = std::max<int64_t>(m == 1 ? 2 : 1, wanted);
-      const int64_t cuts = (all_pairs + pairs - 1) / pairs;
+      const int64_t unit = m == 1 ? 2 : 1;  // pairs that a kernel reads side by side: a piece holds whole units
+      const int64_t units = (all_pairs + unit - 1) / unit;
+      const int64_t each = std::max<int64_t>(1, wanted / unit);
+      const int64_t cuts = (units + each - 1) / each;
       for (int64_t c = 0; c < cuts; ++c) {
-        const int64_t from = panel_first + all_pairs * c / cuts * 2;
-        const int64_t to = panel_first + all_pairs * (c + 1) / cuts * 2;
+        const int64_t from = panel_first + units * c / cuts * unit * 2;
+        const int64_t to = panel_first + std::min(all_pairs, units * (c + 1) / cuts * unit) * 2;
         for (int64_t i = 0; i < row_chunks; ++i) {
           pieces_.push_back({static_cast<int32_t>(e), static_cast<int32_t>(row_first + m * i / row_chunks),
                              static_cast<int32_t>(row_first + m * (i + 1) / row_chunks), static_cast<int32_t>(from),
