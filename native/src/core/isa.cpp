@@ -53,7 +53,8 @@ Isa detect() {
 #ifdef KTSERVE_EMULATE_AMX
   return Isa::amx;
 #else
-  const bool amx = (state & 0x60000u) == 0x60000u && bit(seven.d, 22) && bit(seven.d, 24) && bit(seven.d, 25);
+  const bool amx =
+      (state & 0x60000u) == 0x60000u && bit(seven.d, 22) && bit(seven.d, 23) && bit(seven.d, 24) && bit(seven.d, 25);
   return amx && amx_permitted() ? Isa::amx : Isa::avx512;
 #endif
 }

@@ -42,13 +42,27 @@ struct Kernels {
   void (*combine)(const float* const* rows, const float* weights, int64_t count, int64_t n, float* out);
   void (*to_bf16)(const float* x, int64_t n, uint16_t* out);
   void (*from_bf16)(const uint16_t* x, int64_t n, float* out);
-  // `dot` of a quantised format with activation rows packed as bf16: the weights are dequantised to bf16. From
-  // wide_rows(format) rows on it is the faster one; 0: never. Both null where the instruction set has no such kernel.
+  // `dot` of a quantised format whose weights are dequantised to bf16, with activation rows made by pack_wide (as long
+  // as rows of Format::bf16; float32 or bf16 to it as above). From wide_rows(format) rows on it is the faster one; 0:
+  // never. All null where the instruction set has no such kernel.
   int64_t (*wide_rows)(Format format) = nullptr;
   void (*dot_wide)(const DotArgs& args) = nullptr;
+  void (*pack_wide_f32)(const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
+  void (*pack_wide_bf16)(const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
 
   // The least number of rows for which dot_wide is to be used, or 0.
   int64_t wide_from(Format format) const { return wide_rows == nullptr ? 0 : wide_rows(format); }
+
+  // Rows for `dot`, or (wide) for `dot_wide`.
+  int64_t row_bytes_for(Format format, bool wide, int64_t k) const {
+    return row_bytes(wide ? Format::bf16 : format, k);
+  }
+  void pack(Format format, bool wide, const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) const {
+    wide ? pack_wide_f32(x, k, first, last, row) : pack_f32(format, x, k, first, last, row);
+  }
+  void pack(Format format, bool wide, const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) const {
+    wide ? pack_wide_bf16(x, k, first, last, row) : pack_bf16(format, x, k, first, last, row);
+  }
 };
 
 const Kernels& kernels(Isa isa);

@@ -24,7 +24,7 @@ void dot_one_group(const DotArgs& a) {
   configure(a.rows < 16 ? a.rows : 16, a.rows - 16);
   for (int64_t p = 0; p < a.panels; p += 2) {
     const uint8_t* w = a.w + p * size;
-    const Product c{w, size, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4, true};
+    const Product c{w, size, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4, Start::zero, true};
     const uint8_t* next = w + 8192;
     product(c, a.rows, p + 1 < a.panels, [&]() __attribute__((always_inline)) {
       if (a.rows > 16) return;
@@ -39,25 +39,29 @@ void dot_one_group(const DotArgs& a) {
 // The packed form is what the tiles read; the next part is fetched into the second-level cache.
 class Packed {
  public:
-  static constexpr int64_t kPart = 16;  // two panels: 32 KB
+#ifndef KPB
+#define KPB 16
+#endif
+  static int64_t part_blocks(int64_t) { return KPB; }
 
   explicit Packed(const DotArgs& a) : w_(a.w), size_(panel_size(Format::bf16, a.k)) {}
 
   const uint8_t* w() const { return now_; }
   int64_t panel_bytes() const { return size_; }
 
-  void aim(const Span& span, int64_t steps) {
+  void aim(const Span& span, const Span&, int64_t slots) {
     next_ = at_ = w_ + span.panel * size_ + span.first * kTileBytes;
     end_ = next_ + span.count * kTileBytes;
-    share_ = (span.count * kTileBytes / 64 + steps - 1) / steps;
+    share_ = (span.count * kTileBytes / 64 + slots - 1) / slots;
   }
-  inline __attribute__((always_inline)) void step() {
+  inline __attribute__((always_inline)) void slot() {
     for (int64_t i = 0; i < share_ && at_ < end_; ++i, at_ += 64) {
       _mm_prefetch(at_, _MM_HINT_T1);
       _mm_prefetch(at_ + size_, _MM_HINT_T1);
     }
   }
   void turn() { now_ = next_; }
+  void finish(float*, int64_t, int64_t, int64_t) const {}
 
  private:
   const uint8_t* w_;
@@ -92,6 +96,8 @@ const Kernels& kernels_amx() {
     k.dot = dot;
     k.wide_rows = wide_rows;
     k.dot_wide = dot_wide_amx;
+    k.pack_wide_f32 = pack_wide_f32;
+    k.pack_wide_bf16 = pack_wide_bf16;
     return k;
   }();
   return table;

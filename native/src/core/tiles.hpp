@@ -27,6 +27,10 @@ struct alignas(64) TileConfig {
 #define TILE_LOAD(t, p, stride)                                                                                      \
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t::"r"(static_cast<const void*>(p)), "r"(static_cast<long>(stride)) \
                    : "memory")
+// The same, as a stream that is not to stay in the first-level cache.
+#define TILE_STREAM(t, p, stride)                                                                                      \
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t::"r"(static_cast<const void*>(p)), "r"(static_cast<long>(stride)) \
+                   : "memory")
 #define TILE_STORE(t, p, stride)                                                                                    \
   __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(static_cast<void*>(p)), "r"(static_cast<long>(stride)) \
                    : "memory")
@@ -100,6 +104,7 @@ thread_local EmulatedTiles emulated_tiles;
 }  // namespace ktserve
 
 #define TILE_LOAD(t, p, stride) emulated_tiles.load(t, p, static_cast<long>(stride))
+#define TILE_STREAM(t, p, stride) TILE_LOAD(t, p, stride)
 #define TILE_STORE(t, p, stride) emulated_tiles.store(t, p, static_cast<long>(stride))
 #define TILE_ZERO(t) std::memset(emulated_tiles.data[t], 0, sizeof(emulated_tiles.data[t]))
 #define TILE_DOT_BF16(c, a, b) emulated_tiles.dot(c, a, b)

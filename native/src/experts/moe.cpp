@@ -45,11 +45,6 @@ int64_t y_stride(const LayerShape& s, int64_t slices) {
   return odd_lines(s.shards * shard_columns(s, slices) * 4) / 4;
 }
 
-// The format of activations that a projection's kernel reads.
-Format activations(Format weights, bool wide) {
-  return wide && !plain(weights) ? Format::bf16 : weights;
-}
-
 }  // namespace
 
 void MoeRunner::check(const ExpertLayer& layer, const MoeBuffers& b, int64_t rows) const {
@@ -102,7 +97,7 @@ void MoeRunner::run(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t
 }
 
 void MoeRunner::product(Format format, bool wide, const DotArgs& args) const {
-  (activations(format, wide) == format ? kernels_.dot : kernels_.dot_wide)(args);
+  (wide && !plain(format) ? kernels_.dot_wide : kernels_.dot)(args);
 }
 
 int64_t MoeRunner::scratch_bytes(Isa isa, bool deterministic, int threads, const LayerShape& s, int64_t rows,
@@ -111,7 +106,7 @@ int64_t MoeRunner::scratch_bytes(Isa isa, bool deterministic, int threads, const
   const int64_t positions = std::min(rows, chunk_rows(isa)) * top_k;
   const auto widest = [&](Format format, int64_t inner) {
     const bool may_be_wide = !deterministic && k.wide_from(format) > 0;
-    return std::max(k.row_bytes(format, inner), may_be_wide ? k.row_bytes(Format::bf16, inner) : 0);
+    return std::max(k.row_bytes(format, inner), k.row_bytes_for(format, may_be_wide, inner));
   };
   int64_t each = widest(s.formats[kGate], s.hidden) + widest(s.formats[kDown], s.intermediate);
   if (s.formats[kUp] != s.formats[kGate]) each += widest(s.formats[kUp], s.hidden);
@@ -132,7 +127,7 @@ void MoeRunner::reserve(const ExpertLayer& layer, int64_t top_k, int64_t rows) {
   up_differs_ = s.formats[kUp] != s.formats[kGate];
   const bool any_wide = std::find(wide_.begin(), wide_.end(), 1) != wide_.end();
   const auto stride = [&](Format format, int64_t k) {
-    return std::max(kernels_.row_bytes(format, k), kernels_.row_bytes(activations(format, any_wide), k));
+    return std::max(kernels_.row_bytes(format, k), kernels_.row_bytes_for(format, any_wide && !plain(format), k));
   };
   for (int i = 0; i < (up_differs_ ? 2 : 1); ++i) {
     x_stride_[i] = stride(s.formats[i], s.hidden);
@@ -156,11 +151,12 @@ void MoeRunner::reserve(const ExpertLayer& layer, int64_t top_k, int64_t rows) {
 
 void MoeRunner::pack_hidden(const ExpertLayer& layer, const MoeBuffers& b, int64_t first, int64_t rows) {
   const LayerShape& s = layer.shape();
-  const auto pack = [&](Format format, int64_t row, uint8_t* to) {
+  const auto pack = [&](Format format, bool wide, int64_t row, uint8_t* to) {
+    const int64_t at = row * s.hidden;
     if (b.bf16) {
-      kernels_.pack_bf16(format, static_cast<const uint16_t*>(b.hidden) + row * s.hidden, s.hidden, 0, s.hidden, to);
+      kernels_.pack(format, wide, static_cast<const uint16_t*>(b.hidden) + at, s.hidden, 0, s.hidden, to);
     } else {
-      kernels_.pack_f32(format, static_cast<const float*>(b.hidden) + row * s.hidden, s.hidden, 0, s.hidden, to);
+      kernels_.pack(format, wide, static_cast<const float*>(b.hidden) + at, s.hidden, 0, s.hidden, to);
     }
   };
   // A row's choices differ in form only between wide and other experts: each form is packed once, then copied.
@@ -170,14 +166,14 @@ void MoeRunner::pack_hidden(const ExpertLayer& layer, const MoeBuffers& b, int64
       const int64_t choice = row * b.top_k + j;
       const int32_t at = position_[static_cast<size_t>(choice)];
       if (at < 0 || (lora_only && row_lora_[static_cast<size_t>(at)] == nullptr)) continue;
-      const Format form = activations(format, wide(b.ids[first * b.top_k + choice]));
-      const uint8_t*& made = done[form == format ? 0 : 1];
+      const bool is_wide = !plain(format) && wide(b.ids[first * b.top_k + choice]);
+      const uint8_t*& made = done[is_wide ? 1 : 0];
       uint8_t* to = arena.data() + at * stride;
       if (made == nullptr) {
-        pack(form, first + row, to);
+        pack(format, is_wide, first + row, to);
         made = to;
       } else {
-        std::memcpy(to, made, static_cast<size_t>(kernels_.row_bytes(form, s.hidden)));
+        std::memcpy(to, made, static_cast<size_t>(kernels_.row_bytes_for(format, is_wide, s.hidden)));
       }
     }
   };
@@ -263,10 +259,11 @@ void MoeRunner::gate_up_panels(const ExpertLayer& layer, const Piece& p, float* 
   add_lora(kUp, p, up, width, 1);
   kernels_.silu_mul(gate, up, rows * width);
   const int64_t first = p.panel * kPanel;
-  const Format form = activations(s.formats[kDown], is_wide);
+  const bool down_wide = is_wide && !plain(s.formats[kDown]);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = p.row + row;
-    kernels_.pack_f32(form, gate + row * width, s.intermediate, first, first + width, h_.data() + at * h_stride_);
+    kernels_.pack(s.formats[kDown], down_wide, gate + row * width, s.intermediate, first, first + width,
+                  h_.data() + at * h_stride_);
     if (s.formats[kDown] != lora_format_ && row_lora_[static_cast<size_t>(at)] != nullptr) {
       kernels_.pack_f32(lora_format_, gate + row * width, s.intermediate, first, first + width,
                         hb_.data() + at * hb_stride_);

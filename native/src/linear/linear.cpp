@@ -65,16 +65,16 @@ void LinearRunner::run(const std::vector<LinearCall>& calls, const LinearInput& 
   }
 }
 
-void LinearRunner::pack_rows(const LinearInput& input, Format format, int64_t k, const std::vector<int64_t>* order,
-                             uint8_t* to) {
+void LinearRunner::pack_rows(const LinearInput& input, Format format, bool wide, int64_t k,
+                             const std::vector<int64_t>* order, uint8_t* to) {
   const int64_t rows = order == nullptr ? input.rows : static_cast<int64_t>(order->size());
-  const int64_t bytes = kernels_.row_bytes(format, k);
+  const int64_t bytes = kernels_.row_bytes_for(format, wide, k);
   const auto one = [&](int64_t i) {
     const int64_t from = (order == nullptr ? i : (*order)[static_cast<size_t>(i)]) * input.stride;
     if (input.is_bf16)
-      kernels_.pack_bf16(format, static_cast<const uint16_t*>(input.x) + from, k, 0, k, to + i * bytes);
+      kernels_.pack(format, wide, static_cast<const uint16_t*>(input.x) + from, k, 0, k, to + i * bytes);
     else
-      kernels_.pack_f32(format, static_cast<const float*>(input.x) + from, k, 0, k, to + i * bytes);
+      kernels_.pack(format, wide, static_cast<const float*>(input.x) + from, k, 0, k, to + i * bytes);
   };
   if (rows * k <= kInlineElements) {
     for (int64_t i = 0; i < rows; ++i) one(i);
@@ -135,7 +135,7 @@ void LinearRunner::run_adapters(const std::vector<LinearCall>& calls, const Line
   for (Format format : {Format::bf16, Format::f32}) {
     if (!needed[static_cast<int>(format)]) continue;
     const int64_t bytes = static_cast<int64_t>(order.size()) * kernels_.row_bytes(format, k);
-    pack_rows(input, format, k, &order, grow(sorted_[static_cast<int>(format)], bytes));
+    pack_rows(input, format, false, k, &order, grow(sorted_[static_cast<int>(format)], bytes));
   }
   pool_.parallel_for(static_cast<int64_t>(units.size()), [&](int64_t i, int) {
     const LoraUnit& u = units[static_cast<size_t>(i)];
@@ -151,15 +151,15 @@ void LinearRunner::run_adapters(const std::vector<LinearCall>& calls, const Line
 void LinearRunner::run_slab(const std::vector<LinearCall>& calls, const LinearInput& input) {
   const int64_t k = calls[0].linear->k();
   std::vector<CallState> states(calls.size());
-  bool done[kFormats] = {};
+  bool done[kFormats + 1] = {};
   for (size_t c = 0; c < calls.size(); ++c) {
-    Format format = calls[c].linear->format();
+    const Format format = calls[c].linear->format();
     const int64_t wide_from = deterministic_ ? 0 : kernels_.wide_from(format);
-    if (wide_from > 0 && input.rows >= wide_from) format = Format::bf16;
-    states[c].rows_format = format;
-    if (std::exchange(done[static_cast<int>(format)], true)) continue;
-    const int64_t bytes = input.rows * kernels_.row_bytes(format, k);
-    pack_rows(input, format, k, nullptr, grow(packed_[static_cast<int>(format)], bytes));
+    const bool wide = states[c].wide = wide_from > 0 && input.rows >= wide_from;
+    const int form = wide ? kFormats : static_cast<int>(format);
+    if (std::exchange(done[form], true)) continue;
+    pack_rows(input, format, wide, k, nullptr,
+              grow(packed_[form], input.rows * kernels_.row_bytes_for(format, wide, k)));
   }
   run_adapters(calls, input, states);
 
@@ -191,7 +191,7 @@ std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<Linear
     for (size_t c = 0; c < calls.size(); ++c) {
       const PackedLinear& linear = *calls[c].linear;
       const int64_t all = panels_of(linear.n());
-      const int64_t most = states[c].rows_format == linear.format() ? kPieceRows : kWidePieceRows;
+      const int64_t most = states[c].wide ? kWidePieceRows : kPieceRows;
       const int64_t row_blocks = (rows + most - 1) / most;
       int64_t step = 4;
       if (rows <= 16) step = std::clamp<int64_t>(kPieceBytes / linear.panel_bytes() / 4 * 4, 4, kMaxPiecePanels);
@@ -219,11 +219,11 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
   const int64_t panel = part.panel + first;
   const int64_t panels = std::min(part.panels_per_piece, part.panels - first);
   const int64_t width = panels * kPanel;
-  const int64_t bytes = kernels_.row_bytes(state.rows_format, linear.k());
-  const uint8_t* x = packed_[static_cast<int>(state.rows_format)].data() + row * bytes;
+  const int64_t bytes = kernels_.row_bytes_for(format, state.wide, linear.k());
+  const uint8_t* x = packed_[state.wide ? kFormats : static_cast<int>(format)].data() + row * bytes;
   float* tile = reinterpret_cast<float*>(tiles_.data()) + worker * kTileFloats;
   const DotArgs args{format, linear.panel(panel), panels, linear.k(), x, bytes, rows, tile, width};
-  (state.rows_format == format ? kernels_.dot : kernels_.dot_wide)(args);
+  (state.wide ? kernels_.dot_wide : kernels_.dot)(args);
 
   const int64_t count = std::min(width, linear.n() - panel * kPanel);
   for (int64_t r = 0; r < rows; ++r) {

@@ -61,7 +61,7 @@ class LinearRunner {
     float* t;
   };
   struct CallState {
-    Format rows_format;                                    // of x as this projection reads it
+    bool wide;                                             // many rows meet dequantised weights
     std::vector<std::shared_ptr<const LoraWeights>> held;  // keeps adapters alive while they are read
     std::vector<const LoraWeights*> by_row;                // per row: its adapter or null; empty if no row has one
     std::vector<const float*> t_by_row;
@@ -76,7 +76,8 @@ class LinearRunner {
   };
 
   void run_slab(const std::vector<LinearCall>& calls, const LinearInput& input);
-  void pack_rows(const LinearInput& input, Format format, int64_t k, const std::vector<int64_t>* order, uint8_t* to);
+  void pack_rows(const LinearInput& input, Format format, bool wide, int64_t k, const std::vector<int64_t>* order,
+                 uint8_t* to);
   void run_adapters(const std::vector<LinearCall>& calls, const LinearInput& input, std::vector<CallState>& states);
   // The parts of all projections, node by node; begin: where each node's pieces begin, and how many there are.
   std::vector<Part> share_out(const std::vector<LinearCall>& calls, const std::vector<CallState>& states, int64_t rows,
@@ -88,7 +89,8 @@ class LinearRunner {
   const Kernels& kernels_;
   bool deterministic_;
   std::mutex mutex_;
-  Arena packed_[kFormats];  // per format: the rows of x in it
+  // The rows of x as a projection of that format reads them; the last: as wide ones do.
+  Arena packed_[kFormats + 1];
   Arena sorted_[kFormats];  // the adapter rows, bf16 or f32
   std::vector<Arena> products_;
   Arena tiles_;  // per worker

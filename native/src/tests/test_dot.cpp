@@ -51,18 +51,19 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
 
   const int64_t width = panels_of(n) * kPanel;
   std::vector<std::vector<float>> results;
-  const auto compute = [&](const Kernels& table, Format rows_format, auto dot, int64_t first, int64_t count) {
-    const int64_t stride = table.row_bytes(rows_format, k);
+  const auto compute = [&](const Kernels& table, bool wide, int64_t first, int64_t count) {
+    const int64_t stride = table.row_bytes_for(format, wide, k);
     std::vector<uint8_t> held(static_cast<size_t>(stride * count) + 64);
     uint8_t* packed_x = held.data() + (64 - reinterpret_cast<uintptr_t>(held.data()) % 64) % 64;
     for (int64_t r = 0; r < count; ++r) {
       const int64_t cut = k / 64 * 32;  // a row may be packed in parts
       const float* row = &x[static_cast<size_t>((first + r) * k)];
-      table.pack_f32(rows_format, row, k, 0, cut, packed_x + r * stride);
-      table.pack_f32(rows_format, row + cut, k, cut, k, packed_x + r * stride);
+      table.pack(format, wide, row, k, 0, cut, packed_x + r * stride);
+      table.pack(format, wide, row + cut, k, cut, k, packed_x + r * stride);
     }
     std::vector<float> out(static_cast<size_t>(count * (width + 16)), 77.0f);
-    dot(DotArgs{format, packed, panels_of(n), k, packed_x, stride, count, out.data(), width + 16});
+    (wide ? table.dot_wide
+          : table.dot)(DotArgs{format, packed, panels_of(n), k, packed_x, stride, count, out.data(), width + 16});
     return out;
   };
   const auto check = [&](const std::vector<float>& out, Isa isa, float bound) {
@@ -85,15 +86,66 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
   };
   for (Isa isa : test::isas()) {
     const Kernels& table = kernels(isa);
-    results.push_back(compute(table, format, table.dot, 0, rows));
+    results.push_back(compute(table, false, 0, rows));
     check(results.back(), isa, format == Format::f32 ? 1e-5f : 0.03f);
     if (plain(format)) continue;
     CHECK(results.back() == results.front(), "%s differs on %s", type.name, isa_name(isa));
     if (table.wide_from(format) == 0) continue;
-    const std::vector<float> wide = compute(table, Format::bf16, table.dot_wide, 0, rows);
+    const std::vector<float> wide = compute(table, true, 0, rows);
     check(wide, isa, 0.02f);
-    const std::vector<float> last = compute(table, Format::bf16, table.dot_wide, rows - 1, 1);
+    const std::vector<float> last = compute(table, true, rows - 1, 1);
     CHECK(std::equal(last.begin(), last.end(), wide.end() - (width + 16)), "%s: a row sees its neighbours", type.name);
+  }
+}
+
+// Dequantising in half precision must not show: outputs whose scales are far apart or subnormal, zero weights, large
+// and tiny activations.
+KTSERVE_TEST(wide_rows_keep_their_range) {
+  Random random(5);
+  for (const char* name : {"Q8_0", "Q4_K", "Q6_K", "Q4_1"}) {
+    const SourceType& type = source_type(name);
+    constexpr int64_t n = 32, k = 512, rows = 40;
+    std::vector<uint8_t> source = random_source(type, n, k, random);
+    const size_t row_bytes = source.size() / n;
+    const float sizes[8] = {1e-7f, 3e-6f, 1e-4f, 0.01f, 1.0f, 100.0f, 0.0f, 1e-7f};
+    for (size_t at = 0; at < source.size(); at += static_cast<size_t>(type.block_bytes)) {
+      const uint16_t half = f32_to_f16(sizes[at / row_bytes % 8] * (0.5f + 0.5f * random.symmetric()));
+      std::memcpy(&source[at + (type.format == Format::k6 ? 208 : 0)], &half, 2);
+      if (info(type.format).minima) std::memcpy(&source[at + 2], &half, 2);
+    }
+    Arena packed(static_cast<size_t>(packed_size(type.format, n, k)));
+    pack_panels(type, type.format, source.data(), n, k, 0, panels_of(n), packed.data());
+    std::vector<float> values(n * k);
+    unpack_rows(type.format, packed.data(), k, 0, n, values.data());
+    std::vector<float> x(rows * k);
+    const float scales[4] = {1.0f, 1e-12f, 1e6f, 1e15f};
+    for (size_t i = 0; i < x.size(); ++i) x[i] = random.symmetric() * scales[i / k % 4];
+    for (Isa isa : test::isas()) {
+      const Kernels& table = kernels(isa);
+      if (table.wide_from(type.format) == 0) continue;
+      const int64_t stride = table.row_bytes_for(type.format, true, k);
+      Arena packed_x(static_cast<size_t>(rows * stride));
+      for (int64_t r = 0; r < rows; ++r) {
+        table.pack(type.format, true, &x[static_cast<size_t>(r * k)], k, 0, k, packed_x.data() + r * stride);
+      }
+      std::vector<float> out(rows * n);
+      table.dot_wide({type.format, packed.data(), panels_of(n), k, packed_x.data(), stride, rows, out.data(), n});
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t i = 0; i < n; ++i) {
+          double exact = 0;
+          double squares = 0;
+          for (int64_t j = 0; j < k; ++j) {
+            const double term =
+                static_cast<double>(values[static_cast<size_t>(i * k + j)]) * x[static_cast<size_t>(r * k + j)];
+            exact += term;
+            squares += term * term;
+          }
+          const double got = out[static_cast<size_t>(r * n + i)];
+          CHECK(std::fabs(got - exact) <= 0.02 * std::sqrt(squares), "%s row %d output %d: %g, not %g", name,
+                static_cast<int>(r), static_cast<int>(i), got, exact);
+        }
+      }
+    }
   }
 }
 
