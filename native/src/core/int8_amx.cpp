@@ -8,6 +8,8 @@
 //     f[row] += sums x scales, from the first-level cache                                         vector unit
 //
 // f stays in 16 registers for the 16 blocks and waits in `out`, exactly, for the next ones.
+#include <xmmintrin.h>
+
 #include "core/amx.hpp"
 #include "core/blocks_avx512.hpp"
 #include "core/tiles.hpp"
@@ -39,6 +41,20 @@ void unpack(const uint8_t* panel, int64_t k, int64_t first, int64_t blocks, Unpa
   }
 }
 
+// The quants of the next part, fetched into the second-level cache while this one is computed: a share with every
+// product, since all at once would wait for memory.
+struct Next {
+  const uint8_t* at;
+  const uint8_t* end;
+  int64_t share;  // bytes
+  Next(const uint8_t* quants, int64_t bytes, int64_t products)
+      : at(quants), end(quants + bytes), share(round_up((bytes + products - 1) / products, 64)) {}
+  inline __attribute__((always_inline)) void step() {
+    const uint8_t* const to = at + share < end ? at + share : end;
+    for (; at < to; at += 64) _mm_prefetch(at, _MM_HINT_T1);
+  }
+};
+
 struct Part {
   const Unpacked* w;
   const uint8_t* x;  // of the first block of this part
@@ -54,7 +70,7 @@ struct Part {
 // 16 outputs of M rows. Product i is begun three steps before its sums are added and stored two steps before: so the
 // tile unit, the stores and the vector unit work at the same time.
 template <int M, int Groups, bool Minima>
-void rows_by_panel(const Part p) {
+void rows_by_panel(const Part p, Next& next) {
   constexpr int64_t bytes = kBlock / Groups;
   alignas(64) int32_t sums[4][256];
   __m512 f[M];
@@ -92,7 +108,10 @@ void rows_by_panel(const Part p) {
 #define KT_STEP(i, c_begin, a, b, c_store, c) \
   KT_BEGIN((i) + 3, c_begin, a, b)            \
   KT_STORE((i) + 2, c_store);                 \
-  if ((i) < products) add(i, sums[c])
+  if ((i) < products) {                       \
+    add(i, sums[c]);                          \
+    next.step();                              \
+  }
   KT_BEGIN(0, 0, 4, 5)
   KT_BEGIN(1, 1, 6, 7)
   KT_BEGIN(2, 2, 4, 5)
@@ -112,11 +131,11 @@ void rows_by_panel(const Part p) {
 }
 
 template <int Groups, bool Minima, int M = 16>
-void rows_by_panel(const Part& p, int64_t rows) {
+void rows_by_panel(const Part& p, int64_t rows, Next& next) {
   if constexpr (M > 1) {
-    if (rows < M) return rows_by_panel<Groups, Minima, M - 1>(p, rows);
+    if (rows < M) return rows_by_panel<Groups, Minima, M - 1>(p, rows, next);
   }
-  rows_by_panel<M, Groups, Minima>(p);
+  rows_by_panel<M, Groups, Minima>(p, next);
 }
 
 void configure(int64_t rows, int groups) {
@@ -136,12 +155,25 @@ void dot_format(const DotArgs& a) {
   constexpr int groups = info(F).group == 16 ? 2 : 1;
   const RowLayout row = row_layout(F, a.k);
   const int64_t blocks = a.k / kBlock;
+  const int64_t size = panel_size(F, a.k);
   Unpacked unpacked;
   int64_t configured = 0;
   for (int64_t first = 0; first < blocks; first += kStep) {
     const int64_t count = blocks - first < kStep ? blocks - first : kStep;
     for (int64_t p = 0; p < a.panels; ++p) {
-      unpack<F>(a.w + p * panel_size(F, a.k), a.k, first, count, unpacked);
+      unpack<F>(a.w + p * size, a.k, first, count, unpacked);
+      // Behind the last part there is none: the panel that follows is likely to be the next call's.
+      const bool last = p + 1 == a.panels;
+      const int64_t then = last ? first + kStep : first;
+      const bool over = then >= blocks;
+      const uint8_t* const panel = a.w + (last && !over ? 0 : p + 1) * size;
+      const int64_t from = over ? 0 : then;
+      const int64_t of = blocks - from < kStep ? blocks - from : kStep;
+      const uint8_t* const meta = panel + from * kBlock / info(F).unit * info(F).meta_bytes;
+      for (int64_t i = 0; i < of * kBlock / info(F).unit * info(F).meta_bytes; i += 64)
+        _mm_prefetch(meta + i, _MM_HINT_T1);
+      Next next(panel + meta_size(F, a.k) + from * info(F).quant_bytes, of * info(F).quant_bytes,
+                count * groups * ((a.rows + 15) / 16));
       for (int64_t r = 0; r < a.rows; r += 16) {
         const int64_t rows = a.rows - r < 16 ? a.rows - r : 16;
         if (rows != configured) configure(rows, groups);
@@ -156,7 +188,7 @@ void dot_format(const DotArgs& a) {
                         a.out + r * a.out_stride + p * kPanel,
                         a.out_stride,
                         first == 0};
-        rows_by_panel<groups, info(F).minima>(part, rows);
+        rows_by_panel<groups, info(F).minima>(part, rows, next);
       }
     }
   }
