@@ -33,45 +33,32 @@ constexpr float most_minimum() {
   return !info(F).minima ? 0 : info(F).unit == kBlock ? 1 : 255;
 }
 
+// Dequantises a pair of panels, and fetches what comes kFetch blocks later into the second-level cache.
 template <Format F>
-class Dequantised {
+class Dequantiser {
  public:
-#ifndef KP1
-#define KP1 8
-#define KP2 64
-#endif
-  static int64_t part_blocks(int64_t groups) { return groups == 1 ? KP1 : KP2; }
-  static constexpr int64_t kPart = 64;
+  explicit Dequantiser(const DotArgs& a)
+      : a_(a), size_(panel_size(F, a.k)), meta_(meta_size(F, a.k)), blocks_(a.k / kBlock) {}
 
-  explicit Dequantised(const DotArgs& a) : a_(a), size_(panel_size(F, a.k)), meta_(meta_size(F, a.k)) {}
+  void pair(int64_t panel) {
+    panel_ = panel;
+    from_ = a_.w + panel * size_;
+    const bool last = panel + 2 >= a_.panels && a_.next != nullptr;
+    behind_ = last ? a_.next : from_ + 2 * size_;
+  }
 
-  const uint8_t* w() const { return parts_[now_]; }
-  int64_t panel_bytes() const { return kPart * kTileBytes; }
+  // Block `index` of panel n (0, 1) of the pair, 1 KB. Block 0 of a panel comes first.
+  inline __attribute__((always_inline)) void block(int64_t n, int64_t index, uint8_t* to) {
+    const uint8_t* panel = from_ + n * size_;
+    if (index == 0) scale_panel(panel, n);
+    fetch(n, index);
+    convert(panel, index, _mm512_load_ps(up_[n]), to);
+  }
 
-  void aim(const Span& span, const Span& then, int64_t slots) {
-    next_ = span;
-    ahead_ = then;
-    const int64_t left = a_.panels - span.panel;
-    panels_ = left < 0 ? 0 : left < 2 ? left : 2;
-    units_ = panels_ * span.count;
-    slots_ = slots;
-    due_ = 0;
-    panel_ = 0;
-    begin_panel();
-  }
-  inline __attribute__((always_inline)) void slot() {
-    due_ += units_;
-    if (due_ < slots_) return;
-    due_ -= slots_;
-    unit();
-  }
-  void turn() {
-    while (panel_ < panels_) unit();
-    now_ = 1 - now_;
-  }
-  void finish(float* out, int64_t stride, int64_t rows, int64_t panels) const {
-    for (int64_t n = 0; n < panels; ++n) {
-      const __m512 back = _mm512_load_ps(back_[(next_.panel / 2 + 1) % 2][n]);
+  // Sums of the pair of panels from `panel` on to results.
+  void finish(int64_t panel, float* out, int64_t stride, int64_t rows) const {
+    for (int64_t n = 0; n < 2 && panel + n < a_.panels; ++n) {
+      const __m512 back = _mm512_load_ps(back_[panel / 2 % 2][n]);
       for (int64_t r = 0; r < rows; ++r) {
         float* at = out + r * stride + n * kPanel;
         _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), back));
@@ -80,48 +67,31 @@ class Dequantised {
   }
 
  private:
-  // A block of one panel; those of the first panel come first.
-  inline __attribute__((always_inline)) void unit() {
-    if (index_ == 0) scale_panel();
-    prefetch();
-    convert();
-    to_ += kTileBytes;
-    from_ += info(F).quant_bytes;
-    if (++index_ < next_.first + next_.count) return;
-    ++panel_;
-    begin_panel();
-  }
+  static constexpr int64_t kFetch = 8;  // blocks: some 4 KB of each panel
 
-  void begin_panel() {
-    from_panel_ = a_.w + (next_.panel + panel_) * size_;
-    from_ = from_panel_ + meta_ + next_.first * info(F).quant_bytes;
-    to_ = parts_[1 - now_] + panel_ * kPart * kTileBytes;
-    index_ = next_.first;
-    const uint8_t* panel = a_.w + (ahead_.panel + panel_) * size_;
-    fetch_ = panel + meta_ + ahead_.first * info(F).quant_bytes;
-    fetch_meta_ = panel;
-    meta_share_ = ahead_.first == 0 ? (meta_ / next_.count + 63) / 64 * 64 : 0;
-  }
-
-  // The same block of the part after the next, with a share of the scales if a panel begins there.
-  inline __attribute__((always_inline)) void prefetch() {
-    for (int64_t i = 0; i < info(F).quant_bytes; i += 64) _mm_prefetch(fetch_ + i, _MM_HINT_T1);
-    fetch_ += info(F).quant_bytes;
-    for (int64_t i = 0; i < meta_share_; i += 64) _mm_prefetch(fetch_meta_ + i, _MM_HINT_T1);
-    fetch_meta_ += meta_share_;
+  // Beyond a panel's end the next pair follows. Its scales are all read at its begin, so a share of them is fetched
+  // with each block of this pair.
+  inline __attribute__((always_inline)) void fetch(int64_t n, int64_t index) const {
+    const int64_t later = index + kFetch;
+    const uint8_t* panel = (later < blocks_ ? from_ : behind_) + n * size_;
+    const uint8_t* p = panel + meta_ + (later < blocks_ ? later : later - blocks_) * info(F).quant_bytes;
+    for (int64_t i = 0; i < info(F).quant_bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
+    constexpr int64_t share = (info(F).meta_bytes * kBlock / info(F).unit + 63) / 64 * 64;
+    if (index * share < meta_) _mm_prefetch(behind_ + n * size_ + index * share, _MM_HINT_T1);
   }
 
   // The power of two of each output of a panel.
-  void scale_panel() {
+  void scale_panel(const uint8_t* panel, int64_t n) {
     const __m256i magnitude = _mm256_set1_epi16(0x7fff);
     __m256i quant = _mm256_setzero_si256();
     __m256i minimum = quant;
-    const uint8_t* const end = from_panel_ + a_.k / info(F).unit * info(F).meta_bytes;
-    for (const uint8_t* at = from_panel_; at < end; at += info(F).meta_bytes) {
-      const auto* d = reinterpret_cast<const __m256i*>(at);  // ordered as integers, NaN above all
+    for (int64_t i = 0; i < a_.k / info(F).unit; ++i) {
+      const auto* d =
+          reinterpret_cast<const __m256i*>(panel + i * info(F).meta_bytes);  // ordered as integers, NaN above all
       quant = _mm256_max_epu16(quant, _mm256_and_si256(_mm256_load_si256(d), magnitude));
-      if constexpr (info(F).minima)
+      if constexpr (info(F).minima) {
         minimum = _mm256_max_epu16(minimum, _mm256_and_si256(_mm256_load_si256(d + 1), magnitude));
+      }
     }
     __m512 most = _mm512_mul_ps(_mm512_cvtph_ps(quant), _mm512_set1_ps(most_quant<F>()));
     most = _mm512_fmadd_ps(_mm512_cvtph_ps(minimum), _mm512_set1_ps(most_minimum<F>()), most);
@@ -129,8 +99,8 @@ class Dequantised {
     const __m512 exponent = _mm512_sub_ps(_mm512_set1_ps(14), _mm512_getexp_ps(most));
     const __m512 one = _mm512_set1_ps(1);
     const __m512 bias = _mm512_set1_ps(-kBitsExponent - kActivationExponent);
-    _mm512_store_ps(up_[panel_], _mm512_scalef_ps(one, exponent));
-    _mm512_store_ps(back_[next_.panel / 2 % 2][panel_], _mm512_scalef_ps(one, _mm512_sub_ps(bias, exponent)));
+    _mm512_store_ps(up_[n], _mm512_scalef_ps(one, exponent));
+    _mm512_store_ps(back_[panel_ / 2 % 2][n], _mm512_scalef_ps(one, _mm512_sub_ps(bias, exponent)));
   }
 
   // 16 values to half precision, each for both k of a pair.
@@ -139,19 +109,20 @@ class Dequantised {
     return half_bits(_mm512_or_si512(wide, _mm512_slli_epi32(wide, 16)));
   }
 
-  inline __attribute__((always_inline)) void convert() const {
+  inline __attribute__((always_inline)) void convert(const uint8_t* panel, int64_t index, __m512 up,
+                                                     uint8_t* to) const {
     constexpr int groups = info(F).group == 16 ? 2 : 1;
-    const __m512 up = _mm512_load_ps(up_[panel_]);
+    const uint8_t* block = panel + meta_ + index * info(F).quant_bytes;
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
-      const Half scale = pairs(_mm512_mul_ps(scale_of<F>(from_panel_, index_, g), up));
+      const Half scale = pairs(_mm512_mul_ps(scale_of<F>(panel, index, g), up));
       Half offset = multiply(scale, half_all(-info(F).bias));
-      if constexpr (info(F).minima) offset = pairs(_mm512_mul_ps(minimum_of<F>(from_panel_, index_), up));
+      if constexpr (info(F).minima) offset = pairs(_mm512_mul_ps(minimum_of<F>(panel, index), up));
 #pragma GCC unroll 8
       for (int j = g * 8 / groups; j < (g + 1) * 8 / groups; ++j) {
-        const __m512i v = quants<F>(from_, j);
-        store(to_ + j * 128, words<0>(v), scale, offset);
-        store(to_ + j * 128 + 64, words<2>(v), scale, offset);
+        const __m512i v = quants<F>(block, j);
+        store(to + j * 128, words<0>(v), scale, offset);
+        store(to + j * 128 + 64, words<2>(v), scale, offset);
       }
     }
   }
@@ -168,25 +139,108 @@ class Dequantised {
     _mm512_store_si512(to, _mm512_and_si512(shifted, _mm512_set1_epi16(static_cast<int16_t>(0x8fff))));
   }
 
-  alignas(64) uint8_t parts_[2][2 * kPart * kTileBytes];
   alignas(64) float up_[2][16];       // of the pair being dequantised
-  alignas(64) float back_[2][2][16];  // of it and of the one being multiplied
+  alignas(64) float back_[2][2][16];  // of it and of the one before
   const DotArgs& a_;
-  int64_t size_, meta_;
-  int now_ = 0;
-  Span next_{}, ahead_{};
-  int64_t panels_ = 0, units_ = 0, slots_ = 1, due_ = 0;
-  // The unit to be made.
-  int64_t panel_ = 0, index_ = 0;  // of the two panels, of the panel's blocks
-  const uint8_t *from_panel_ = nullptr, *from_ = nullptr;
-  uint8_t* to_ = nullptr;
-  const uint8_t *fetch_ = nullptr, *fetch_meta_ = nullptr;
-  int64_t meta_share_ = 0;
+  int64_t size_, meta_, blocks_;
+  int64_t panel_ = 0;  // first of the pair
+  const uint8_t *from_ = nullptr, *behind_ = nullptr;
 };
+
+// A source for dot_by_parts: one part is multiplied while the next is made, panel by panel.
+//
+// A store that is under way delays loads of the same address modulo 4 KB. A step reads block b of both panels (b modulo
+// 4: panels are whole pages apart), so the blocks that are made beside it are those of b - 1 modulo 4.
+template <Format F>
+class Parts {
+ public:
+  static constexpr int64_t kPart = kWhole;
+  // The fewer, the more of it stays in the first-level cache; the more groups, the more often C is stored.
+  static int64_t most_blocks(int64_t groups) { return groups <= 4 ? 8 : 16; }
+
+  explicit Parts(const DotArgs& a) : a_(a), weights_(a) {}
+
+  const uint8_t* w() const { return parts_[now_]; }
+  int64_t block_bytes() const { return kTileBytes; }
+  int64_t panel_bytes() const { return kPart * kTileBytes; }
+
+  void aim(int64_t panel, int64_t first, int64_t count, int64_t steps) {
+    if (first == 0) weights_.pair(panel);
+    const int64_t left = a_.panels - panel;
+    first_ = first;
+    count_ = count;
+    end_ = count * (left < 0 ? 0 : left < 2 ? left : 2);
+    steps_ = steps;
+    made_ = due_ = n_ = index_ = 0;
+  }
+  // b: of the block that is multiplied.
+  inline __attribute__((always_inline)) void step(int64_t b) {
+    for (due_ += end_; due_ >= steps_ && ((b - 1 - index_) & 3) == 0 && made_ < end_; due_ -= steps_) unit();
+  }
+  void turn() {
+    while (made_ < end_) unit();
+    now_ = 1 - now_;
+  }
+  void finish(int64_t panel, float* out, int64_t stride, int64_t rows) const {
+    weights_.finish(panel, out, stride, rows);
+  }
+
+ private:
+  inline __attribute__((always_inline)) void unit() {
+    weights_.block(n_, first_ + index_, parts_[1 - now_] + (n_ * kPart + index_) * kTileBytes);
+    ++made_;
+    if (++index_ < count_) return;
+    index_ = 0;
+    n_ = 1;
+  }
+
+  alignas(64) uint8_t parts_[2][kPart * 2 * kTileBytes];
+  const DotArgs& a_;
+  Dequantiser<F> weights_;
+  int now_ = 0;
+  int64_t first_ = 0, count_ = 0, steps_ = 1;
+  int64_t made_ = 0, end_ = 0, due_ = 0, n_ = 0, index_ = 0;
+};
+
+// One group of rows: blocks go through a ring, C stays in the tiles for all of k. A block is made in the slot that was
+// read one step before, for the same reason.
+template <Format F>
+void dot_one_group(const DotArgs& a) {
+  constexpr int64_t slots = 4;
+  alignas(64) uint8_t ring[slots * 2 * kTileBytes];
+  Dequantiser<F> weights(a);
+  const int64_t blocks = a.k / kBlock;
+  const int64_t ahead = blocks < slots - 1 ? blocks : slots - 1;
+  int64_t panel = 0, index = 0, slot = 0;  // to be made
+  const auto make = [&](int64_t, int n) __attribute__((always_inline)) {
+    if (panel + n < a.panels) weights.block(n, index, ring + (2 * slot + n) * kTileBytes);
+    if (n == 0) return;
+    slot = (slot + 1) & (slots - 1);
+    if (++index < blocks) return;
+    index = 0;
+    panel += 2;
+    weights.pair(panel);
+  };
+  weights.pair(0);
+  configure(a.rows < 16 ? a.rows : 16, a.rows - 16);
+  for (int64_t i = 0; i < ahead; ++i) {
+    make(i, 0);
+    make(i, 1);
+  }
+  for (int64_t p = 0; p < a.panels; p += 2) {
+    float* out = a.out + p * kPanel;
+    product({ring, 2 * kTileBytes, kTileBytes, p / 2 * blocks, slots - 1, a.x, a.x_stride, blocks, out,
+             a.out_stride * 4, true},
+            a.rows, p + 1 < a.panels, make);
+    weights.finish(p, out, a.out_stride, a.rows);
+  }
+  TILE_RELEASE();
+}
 
 template <Format F>
 void dot_format(const DotArgs& a) {
-  Dequantised<F> source(a);
+  if (a.rows <= kGroup) return dot_one_group<F>(a);
+  Parts<F> source(a);
   dot_by_parts(a, source);
 }
 

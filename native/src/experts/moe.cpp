@@ -8,9 +8,9 @@
 namespace ktserve {
 namespace {
 
-constexpr int64_t kMostPanels = 16;  // whose gate and up are computed before h is made from them, for 128 rows
+constexpr int64_t kMostPanels = 32;  // whose gate and up are computed before h is made from them, for 128 rows
 constexpr int64_t kTileRows = 128;   // fewer panels for more rows
-constexpr int64_t kTileFloats = 2 * kTileRows * kMostPanels * kPanel;
+constexpr int64_t kTileFloats = 2 * (kTileRows * kMostPanels + kMostPieceRows) * kPanel;
 constexpr int64_t kSliceBytes = 64 << 20;  // of y
 
 void grow(Arena& arena, int64_t bytes) {
@@ -245,28 +245,28 @@ void MoeRunner::gate_up_panels(const ExpertLayer& layer, const Piece& p, float* 
   const int64_t rows = p.row_end - p.row;
   const int64_t panels = p.panel_end - p.panel;
   const int64_t width = panels * kPanel;
-  float* up = gate + rows * width;
+  const int64_t stride = odd_lines(width * 4) / 4;
+  float* up = gate + rows * stride;
   const int up_form = up_differs_ ? 1 : 0;
   const bool is_wide = wide(p.expert);
   const uint8_t* up_panels = layer.panel(kUp, p.expert, p.panel);
   product(s.formats[kGate], is_wide,
           {s.formats[kGate], layer.panel(kGate, p.expert, p.panel), panels, s.hidden,
-           x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, width, up_panels});
+           x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, stride, up_panels});
   product(s.formats[kUp], is_wide,
           {s.formats[kUp], up_panels, panels, s.hidden, x_[up_form].data() + p.row * x_stride_[up_form],
-           x_stride_[up_form], rows, up, width, p.next});
-  add_lora(kGate, p, gate, width, 0);
-  add_lora(kUp, p, up, width, 1);
-  kernels_.silu_mul(gate, up, rows * width);
+           x_stride_[up_form], rows, up, stride, p.next});
+  add_lora(kGate, p, gate, stride, 0);
+  add_lora(kUp, p, up, stride, 1);
   const int64_t first = p.panel * kPanel;
   const bool down_wide = is_wide && !plain(s.formats[kDown]);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = p.row + row;
-    kernels_.pack(s.formats[kDown], down_wide, gate + row * width, s.intermediate, first, first + width,
-                  h_.data() + at * h_stride_);
+    float* h = gate + row * stride;
+    kernels_.silu_mul(h, up + row * stride, width);
+    kernels_.pack(s.formats[kDown], down_wide, h, s.intermediate, first, first + width, h_.data() + at * h_stride_);
     if (s.formats[kDown] != lora_format_ && row_lora_[static_cast<size_t>(at)] != nullptr) {
-      kernels_.pack_f32(lora_format_, gate + row * width, s.intermediate, first, first + width,
-                        hb_.data() + at * hb_stride_);
+      kernels_.pack_f32(lora_format_, h, s.intermediate, first, first + width, hb_.data() + at * hb_stride_);
     }
   }
 }

@@ -28,6 +28,7 @@
 namespace ktserve {
 
 constexpr int64_t kMostTopK = 64;
+constexpr int64_t kMostPieceRows = 320;
 
 struct MoeBuffers {
   const int32_t* bsz;    // [1], read when the task runs

@@ -20,7 +20,7 @@ double operations_per_us(Isa isa, Format format) {
 
 // Rows of a piece: what the second-level cache holds beside a pair of panels.
 int64_t piece_rows(Isa isa) {
-  return isa == Isa::amx ? 256 : 48;
+  return isa == Isa::amx ? kMostPieceRows : 48;
 }
 
 }  // namespace

@@ -17,8 +17,8 @@ constexpr int64_t kWidePieceRows = 256;   // what is dequantised is used for so 
 constexpr int64_t kWidePiecePanels = 4;   // as many as any call of more than 16 rows takes
 constexpr int64_t kPieceBytes = 1 << 16;  // weights of a piece with few rows: some microseconds of reading
 constexpr int64_t kMaxPiecePanels = 16;
-constexpr int64_t kTileFloats = kPieceRows * kMaxPiecePanels * kPanel;
-static_assert(kWidePieceRows * kWidePiecePanels * kPanel <= kTileFloats);
+constexpr int64_t kTileFloats = kPieceRows * (kMaxPiecePanels + 1) * kPanel;
+static_assert(kWidePieceRows * (kWidePiecePanels + 1) * kPanel <= kTileFloats);
 constexpr int64_t kInlineElements = 8192;  // so little is packed without waking the pool
 constexpr int64_t kPackElements = 4096;    // of a piece of packing
 constexpr int64_t kAdapterRows = 64;       // of one piece of step 2
@@ -194,6 +194,7 @@ std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<Linear
       const int64_t most = states[c].wide ? kWidePieceRows : kPieceRows;
       const int64_t row_blocks = (rows + most - 1) / most;
       int64_t step = 4;
+      if (states[c].wide && rows <= kPieceRows) step = 8;
       if (rows <= 16) step = std::clamp<int64_t>(kPieceBytes / linear.panel_bytes() / 4 * 4, 4, kMaxPiecePanels);
       while (step > 2 && all * row_blocks < step * 4 * pool_.threads()) step /= 2;
       for (int s = sharded ? node : 0; s < (sharded ? node + 1 : linear.shards()); ++s) {
@@ -219,15 +220,16 @@ void LinearRunner::run_piece(const LinearCall& call, const CallState& state, con
   const int64_t panel = part.panel + first;
   const int64_t panels = std::min(part.panels_per_piece, part.panels - first);
   const int64_t width = panels * kPanel;
+  const int64_t stride = odd_lines(width * 4) / 4;
   const int64_t bytes = kernels_.row_bytes_for(format, state.wide, linear.k());
   const uint8_t* x = packed_[state.wide ? kFormats : static_cast<int>(format)].data() + row * bytes;
   float* tile = reinterpret_cast<float*>(tiles_.data()) + worker * kTileFloats;
-  const DotArgs args{format, linear.panel(panel), panels, linear.k(), x, bytes, rows, tile, width};
+  const DotArgs args{format, linear.panel(panel), panels, linear.k(), x, bytes, rows, tile, stride};
   (state.wide ? kernels_.dot_wide : kernels_.dot)(args);
 
   const int64_t count = std::min(width, linear.n() - panel * kPanel);
   for (int64_t r = 0; r < rows; ++r) {
-    float* values = tile + r * width;
+    float* values = tile + r * stride;
     const auto index = static_cast<size_t>(row + r);
     if (!state.by_row.empty() && state.by_row[index] != nullptr) {
       const LoraWeights& lora = *state.by_row[index];
