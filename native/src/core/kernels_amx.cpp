@@ -13,24 +13,20 @@ namespace {
 
 constexpr int64_t kInt8Rows = 12;  // fewer of a quantised format are faster without tiles
 
-void prefetch(const uint8_t* p) {
-  for (int i = 0; i < 16; ++i) __builtin_prefetch(p + 64 * i);
-}
-
-// One group of rows: each pair of panels is read from end to end, once.
+// One group of rows: each pair of panels is read from end to end, once. Both are fetched kFetch blocks ahead, beyond
+// their ends those of the next pair.
 void dot_one_group(const DotArgs& a) {
+  constexpr int64_t kFetch = 8;
   const int64_t size = panel_size(Format::bf16, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
   configure(a.rows < 16 ? a.rows : 16, a.rows - 16);
   for (int64_t p = 0; p < a.panels; p += 2) {
     const uint8_t* w = a.w + p * size;
+    const uint8_t* behind = (p + 2 >= a.panels && a.next != nullptr ? a.next : w + 2 * size) - blocks * kTileBytes;
     const Product c{w, kTileBytes, size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4, true};
-    const uint8_t* next = w + 8192;
-    product(c, a.rows, p + 1 < a.panels, [&](int64_t, int half) __attribute__((always_inline)) {
-      if (a.rows > 16 || half == 1) return;
-      prefetch(next);
-      prefetch(next + size);
-      next += kTileBytes;
+    product(c, a.rows, p + 1 < a.panels, [&](int64_t b, int half) __attribute__((always_inline)) {
+      const uint8_t* next = (b + kFetch < blocks ? w : behind) + (b + kFetch) * kTileBytes + half * size;
+      for (int64_t i = 0; i < kTileBytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
     });
   }
   TILE_RELEASE();
