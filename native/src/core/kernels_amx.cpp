@@ -26,7 +26,7 @@ void dot_one_group(const DotArgs& a) {
     const Product c{w, kTileBytes, size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4, true};
     product(c, a.rows, p + 1 < a.panels, [&](int64_t b, int half) __attribute__((always_inline)) {
       const uint8_t* next = (b + kFetch < blocks ? w : behind) + (b + kFetch) * kTileBytes + half * size;
-      for (int64_t i = 0; i < kTileBytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
+      for (int64_t i = 0; i < kTileBytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
     });
   }
   TILE_RELEASE();
