@@ -27,11 +27,16 @@ def test_every_piece_runs_once(groups: list[list[int]]) -> None:
 
 
 def test_idle_workers_steal() -> None:
-    pool = _native.WorkerPool([[0, 0, 0, 0]])
-    pool.begin_step()
-    ran = Counter(pool.trace(400, work_us=100))
-    pool.end_step()
-    # A range each to begin with; on two busy CPUs four workers end at different times, so someone took another's.
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})  # workers inherit it
+    try:
+        pool = _native.WorkerPool([[0, 0, 0, 0]])
+        pool.begin_step()
+        ran = Counter(pool.trace(400, work_us=100))
+        pool.end_step()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    # A range each to begin with; taking turns on one CPU they end at different times, so someone took another's.
     assert sum(ran.values()) == 400
     assert len(ran) > 1
     assert any(count != 100 for count in ran.values())

@@ -199,16 +199,33 @@ void MoeRunner::lora_a(const ExpertLayer& layer, bool down) {
   const Arena& rows = down ? (own ? h_ : hb_) : (own ? x_[0] : xb_);
   const int64_t stride = down ? (own ? h_stride_ : hb_stride_) : (own ? x_stride_[0] : xb_stride_);
   pool_.parallel_for(static_cast<int64_t>(segments_.size()), [&](int64_t piece, int) {
+    const auto a = [&](const Segment& of) {
+      return of.lora->part(of.expert, down ? of.lora->a_down : of.lora->a_gate_up);
+    };
     const Segment& g = segments_[static_cast<size_t>(piece)];
     const int64_t r = g.lora->rank;
     float* t = reinterpret_cast<float*>(t_.data()) + g.row * t_stride_;
-    kernels_.dot({lora_format_, g.lora->part(g.expert, down ? g.lora->a_down : g.lora->a_gate_up),
-                  panels_of(down ? r : 2 * r), k, rows.data() + g.row * stride, stride, g.row_end - g.row, t,
-                  t_stride_});
+    const uint8_t* next = piece + 1 < static_cast<int64_t>(segments_.size()) ? a(*(&g + 1)) : nullptr;
+    kernels_.dot({lora_format_, a(g), panels_of(down ? r : 2 * r), k, rows.data() + g.row * stride, stride,
+                  g.row_end - g.row, t, t_stride_, next});
     for (int64_t row = g.row; row < g.row_end; ++row, t += t_stride_) {
       for (int64_t i = 0; i < (down ? r : 2 * r); ++i) t[i] *= g.lora->scales[down ? kDown : i < r ? kGate : kUp];
     }
   });
+}
+
+void MoeRunner::fetch_lora(int projection, const Piece& p) const {
+  if (segments_.empty()) return;
+  const int64_t element = lora_format_ == Format::bf16 ? 2 : 4;
+  const LayerLora* last = nullptr;
+  for (int64_t row = p.row; row < p.row_end; ++row) {
+    const LayerLora* lora = row_lora_[static_cast<size_t>(row)];
+    if (lora == nullptr || lora == last) continue;
+    last = lora;
+    const int64_t panel_bytes = kPanel * lora->rank * element;
+    const uint8_t* b = lora->part(p.expert, lora->b[projection]) + p.panel * panel_bytes;
+    for (int64_t i = 0; i < (p.panel_end - p.panel) * panel_bytes; i += 64) __builtin_prefetch(b + i, 0, 2);
+  }
 }
 
 void MoeRunner::add_lora(int projection, const Piece& p, float* tile, int64_t stride, int64_t t_half) {
@@ -250,6 +267,8 @@ void MoeRunner::gate_up_panels(const ExpertLayer& layer, const Piece& p, float* 
   const int up_form = up_differs_ ? 1 : 0;
   const bool is_wide = wide(p.expert);
   const uint8_t* up_panels = layer.panel(kUp, p.expert, p.panel);
+  fetch_lora(kGate, p);
+  fetch_lora(kUp, p);
   product(s.formats[kGate], is_wide,
           {s.formats[kGate], layer.panel(kGate, p.expert, p.panel), panels, s.hidden,
            x_[0].data() + p.row * x_stride_[0], x_stride_[0], rows, gate, stride, up_panels});
@@ -277,6 +296,7 @@ void MoeRunner::down(const ExpertLayer& layer, const Piece& p, int64_t slice) {
   while (p.panel >= layer.first_panel(kDown, shard + 1)) ++shard;
   const int64_t column = shard * shard_columns_ + (p.panel - first_panel(layer, kDown, shard, slice)) * kPanel;
   float* y = reinterpret_cast<float*>(y_.data()) + p.row * y_stride_ + column;
+  fetch_lora(kDown, p);
   product(s.formats[kDown], wide(p.expert),
           {s.formats[kDown], layer.panel(kDown, p.expert, p.panel), p.panel_end - p.panel, s.intermediate,
            h_.data() + p.row * h_stride_, h_stride_, p.row_end - p.row, y, y_stride_, p.next});

@@ -88,6 +88,8 @@ class MoeRunner {
   void down(const ExpertLayer& layer, const Piece& piece, int64_t slice);
   int64_t first_panel(const ExpertLayer& layer, int projection, int shard, int64_t slice) const;
   void combine(const ExpertLayer& layer, const MoeBuffers& buffers, int64_t first, int64_t rows, int64_t slice);
+  // The adapters' B of a piece, while its base product is computed.
+  void fetch_lora(int projection, const Piece& piece) const;
   void add_lora(int projection, const Piece& piece, float* tile, int64_t stride, int64_t t_half);
 
   WorkerPool& pool_;
