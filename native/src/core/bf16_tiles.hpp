@@ -4,11 +4,11 @@
 //     tmm4: rows 0-15         tmm6: panel 0, 32 k           tmm0 tmm1
 //     tmm5: rows 16-31        tmm7: panel 1, 32 k           tmm2 tmm3        rows x 16 outputs each
 //
-// 32 k at a time: 4 loads, 4 products. A panel's 16 consecutive vectors are B as the instruction wants it. The products
-// hide the loads as long as one of A and B comes from the first-level cache; with both from the second level a quarter
-// of the time is lost. So many rows are computed by parts of k:
+// 32 k at a time: 4 loads, 4 products. A panel's 16 consecutive vectors are B as the instruction wants it. Loads cost a
+// quarter more than the products alone if one of A and B comes from the first-level cache, and twice that with both
+// from the second. So many rows are computed by parts of k (all of it, if that is little):
 //
-//     for each pair of panels, for each part of k (B: up to 32 KB, first level), for each group of up to 32 rows:
+//     for each pair of panels, for each part of k (B: first level), for each group of up to 32 rows:
 //         C += A x B, and beside it a share of what prepares the next B                     vector unit, memory
 //
 // A is loaded as a stream, so that it does not push B out of the first-level cache. C waits in `out`, exactly, for its

@@ -1,13 +1,13 @@
-// Dot products of quantised weights with many bf16 rows: panels are dequantised to bf16 by parts of k, once for all
-// rows, and multiplied on bf16 tiles. While the tile unit computes with one part the vector unit makes the next one, in
-// half precision, 32 weights at a time:
+// Dot products of quantised weights with many bf16 rows: blocks of panels are dequantised to bf16, once for all rows,
+// and multiplied on bf16 tiles. While the tile unit computes with some the vector unit makes the next ones, in half
+// precision, 32 weights at a time:
 //
 //     u8 -> u16           h = f16(u) scale + offset      bits: s eeeee mmmmmmmmmm
 //                         (h + 4) >> 3, without copies of s:   s 000eeeee mmmmmmm      = bf16 of h 2^-112
 //
 // scale and offset carry a power of two of each output that brings its largest weight near 2^15: what is then below
 // the least normal half is 2^-28 of that and counts as zero. Activations come times 2^48, so that no product is too
-// small for float32, and the sums are brought back when they are complete.
+// small for float32 (beyond 2^79 they are infinite, and spoil their own row), and the sums are brought back at the end.
 #include <immintrin.h>
 
 #include "core/amx.hpp"
