@@ -174,7 +174,10 @@ def test_giving_up_while_the_model_loads(model_dir: Path, sent: int, status: int
     tmp_path = Path(tempfile.mkdtemp(prefix="kt"))  # short enough for a socket
     argv = [sys.executable, "-m", "api.cli", "serve", str(model_dir), "--port", "0"]
     env = {**environment(start_delay_s=60), "TMPDIR": str(tmp_path)}
+    # A job in the background of a script inherits an ignored SIGINT.
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(argv, env=env, cwd=ROOT, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, heard)
     try:
         eventually(lambda: any(tmp_path.glob("ktserve-*/engine-0")))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
