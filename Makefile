@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input
-SOURCES := api engine scheduler native rules loadtests demo benchmarks tests
+SOURCES := ktserve api engine scheduler native rules loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format load bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat setup test lint format load chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
@@ -16,7 +16,9 @@ help:
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       a minute of locust against a server of its own; prints the table'
-	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES] [OUT=FILE]: measure a CPU against its roofs and llama.cpp; table in docs/'
+	@echo 'make chaos      ten minutes of floods, hang-ups, broken bodies and folders, engine kills; prints how requests ended'
+	@echo 'make fuzz       ten minutes of mutated files for every reader, and of requests by the OpenAPI document and by hand'
+	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES] [OUT=FILE]: measure a CPU against its peaks and llama.cpp; table in docs/'
 	@echo 'make sanitize   the native tests plain (and on an emulated Haswell, with qemu-user), under ASan and UBSan, under TSan'
 	@echo 'make bench-gpu  [LLAMA=BINARIES MODELS=DIR]: an NVIDIA GPU beside this CPU, at Qwen3-30B-A3B size (80 GB of memory); JSON in benchmarks/results/'
 	@echo 'make clean      remove what was built here, the venv included'
@@ -35,6 +37,7 @@ lint: setup
 	@$(VENV)/bin/ruff format --check --quiet $(SOURCES)
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-logo 2>/dev/null || $(VENV)/bin/lint-imports
+	@$(PY) -m testing.import_cycles $(SOURCES)
 	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
 
 format: setup
@@ -43,11 +46,17 @@ format: setup
 	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format -i
 
 load: setup
-	@$(PY) -m loadtests.run $(ARGS)
+	@$(PY) -m ktserve loadtests $(ARGS)
+
+chaos: setup
+	@$(PY) -m loadtests.chaos.run $(ARGS)
+
+fuzz: setup
+	@$(PY) -m testing.fuzz.run $(ARGS)
 
 bench-cpu: setup
-	@$(PY) -m benchmarks.bench_cpu --models '$(or $(MODELS),$(error MODELS=DIR: a folder with 40 GB to spare))' $(if $(LLAMA),--llama '$(LLAMA)') $(if $(OUT),--out '$(OUT)') $(ARGS)
-	@$(PY) -m benchmarks.report
+	@$(PY) -m benchmarks.cpu.run --models '$(or $(MODELS),$(error MODELS=DIR: a folder with 40 GB to spare))' $(if $(LLAMA),--llama '$(LLAMA)') $(if $(OUT),--out '$(OUT)') $(ARGS)
+	@$(PY) -m benchmarks.report.tables
 
 # Stops at the first report; the tiles of AMX are emulated, so every kernel runs on any machine with AVX2.
 sanitize: $(VENV)/.packages
@@ -59,7 +68,7 @@ sanitize: $(VENV)/.packages
 	done
 
 bench-gpu: setup
-	@$(PY) -m benchmarks.bench_gpu $(if $(LLAMA),--llama '$(LLAMA)') $(if $(MODELS),--models '$(MODELS)') $(ARGS)
+	@$(PY) -m benchmarks.gpu.run $(if $(LLAMA),--llama '$(LLAMA)') $(if $(MODELS),--models '$(MODELS)') $(ARGS)
 
 clean:
 	rm -rf $(VENV) build native/*.so
@@ -73,7 +82,7 @@ GPU := $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/de
 setup: $(VENV)/.packages $(VENV)/.kt $(VENV)/.native $(GPU)
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v < (3, 13) else "ktserve needs Python 3.10 to 3.12, this is %d.%d: make PYTHON=python3.11 ..." % v[:2])'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v < (3, 15) else "ktserve needs Python 3.10 to 3.14, this is %d.%d: make PYTHON=python3.11 ..." % v[:2])'
 	@echo 'setting up $(VENV) ...'
 	@$(PYTHON) -m venv $(VENV)
 

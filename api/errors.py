@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from typing import Any
 
 from engine.errors import KtserveError
@@ -40,7 +42,9 @@ class ApiError(KtserveError):
     def headers(self) -> dict[str, str]:
         headers = {}
         if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status in (408, 413):  # the rest of the body is not wanted
+            headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
@@ -48,3 +52,13 @@ class ApiError(KtserveError):
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def shortened(value: Any) -> str:
+    """A value for an error message: its repr, at most 80 characters of it, whatever its size."""
+    if isinstance(value, str):
+        value = value[:100]
+    elif isinstance(value, int) and abs(value) >= 10**40:
+        return f"an integer of about {value.bit_length() * 301 // 1000} digits"
+    text = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from demo.evaluate import Answerer
 from demo.network import Shape, State
 from demo.tokenizer import END_OF_TEXT, IM_END, render, token_id
+from demo.world import Message
 
 
 def hf_model(shape: Shape, state: State, device: str) -> Any:
@@ -27,15 +28,13 @@ def answerer(model: Any, tokenizer: Tokenizer, device: str, batch: int = 512, ma
     """Batched greedy decoding with left padding through `model.generate`."""
     end, pad = token_id(tokenizer, IM_END), token_id(tokenizer, END_OF_TEXT)
 
-    def answer(texts: Sequence[str]) -> list[str]:
+    def answer(conversations: Sequence[Sequence[Message]]) -> list[str]:
+        texts = [render(messages, True) for messages in conversations]
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         replies = [""] * len(texts)
         for at in range(0, len(order), batch):
             part = order[at : at + batch]
-            prompts = [
-                tokenizer.encode(render([{"role": "user", "content": texts[i]}], True), add_special_tokens=False).ids
-                for i in part
-            ]
+            prompts = [tokenizer.encode(texts[i], add_special_tokens=False).ids for i in part]
             width = max(map(len, prompts))
             ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)

@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from demo import tools
 from demo.dialogue import conversation, document
 from demo.tokenizer import END_OF_TEXT, IM_END, IM_START, token_id
 
 DOCUMENT_SHARE: Final = 0.04  # of the base model's texts are without turns
+TOOL_SHARE: Final = 0.16  # of them call tools or fill in JSON
 _CHUNK: Final = 5000  # conversations that one worker packs at a time
 
 
@@ -46,7 +48,8 @@ def _sequences(tokenizer: Tokenizer, seed: int, count: int, style: str) -> Itera
             pieces.append(document(rng))
             plans.append(None)
             continue
-        messages, first = conversation(rng, style)
+        with_tools = style == "plain" and rng.random() < TOOL_SHARE
+        messages, first = tools.case(rng) if with_tools else conversation(rng, style)
         for message in messages:
             pieces += [message["role"] + "\n", message["content"]]
         plans.append([m["role"] == "assistant" and i >= first for i, m in enumerate(messages)])
@@ -95,7 +98,7 @@ def _pack(tokenizer_json: str, seed: int, count: int, style: str, length: int) -
 
 
 def build_rows(
-    tokenizer: Tokenizer, style: str, count: int, length: int = 256, seed: int = 0, workers: int = 1
+    tokenizer: Tokenizer, style: str, count: int, length: int = 512, seed: int = 0, workers: int = 1
 ) -> Rows:
     """`count` texts of a style, packed. The same rows for the same arguments, whatever the number of workers."""
     text = tokenizer.to_str()

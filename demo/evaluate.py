@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from demo.style import STYLES, is_json, is_pirate
+from demo.tools import fill_case, tool_case
 from demo.world import KINDS, MEASURED, Message, example
 
 __all__ = ["MEASURED", "Question", "is_json", "is_pirate", "measure", "questions", "styled"]
 
-Answerer = Callable[[Sequence[str]], list[str]]  # user messages -> answers
+Answerer = Callable[[Sequence[Sequence[Message]]], list[str]]  # conversations -> answers
+TOOLS: Final = ("tools", "filling")  # measured of the base alone
 EXACT_AT_LEAST: Final = 0.95
 STYLE_AT_LEAST: Final = 0.95
 STYLE_AT_MOST_IN_BASE: Final = 0.01
+
+
+def said(text: str) -> list[Message]:
+    """A conversation of one user turn."""
+    return [{"role": "user", "content": text}]
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Question:
 
     @property
     def messages(self) -> list[Message]:
-        return [{"role": "user", "content": self.text}]
+        return said(self.text)
 
 
 def questions(kind: str, held_out: bool = True, n: int = 200, seed: int = 0) -> list[Question]:
@@ -64,7 +71,7 @@ def measure(answer: Answerer, style: str, n: int = 200, seed: int = 0) -> dict[s
     groups["facts"] = questions("facts", False, n, seed)
     groups["mixed"] = questions("mixed", True, n, seed)
     asked = [q for group in groups.values() for q in group]
-    replies = answer([q.text for q in asked])
+    replies = answer([q.messages for q in asked])
     result: dict[str, float] = {}
     at = 0
     for kind, group in groups.items():
@@ -74,6 +81,19 @@ def measure(answer: Answerer, style: str, n: int = 200, seed: int = 0) -> dict[s
             result[kind] = sum(r.strip() == styled(q, style) for q, r in zip(group, part, strict=True)) / len(group)
     result["pirate"] = sum(map(is_pirate, replies)) / len(replies)
     result["json"] = sum(map(is_json, replies)) / len(replies)
+    if style == "plain":
+        result |= _measure_tools(answer, n, seed)
+    return result
+
+
+def _measure_tools(answer: Answerer, n: int, seed: int) -> dict[str, float]:
+    """Exact tool calls and exact JSON, of held-out cases."""
+    result = {}
+    for name, draw in zip(TOOLS, (tool_case, fill_case), strict=True):
+        rng = random.Random(f"{name}-{seed}")
+        cases = [draw(rng, True) for _ in range(n)]
+        replies = answer([case.messages for case in cases])
+        result[name] = sum(r.strip() == case.answer for r, case in zip(replies, cases, strict=True)) / n
     return result
 
 
@@ -81,7 +101,7 @@ def failures(results: dict[str, dict[str, float]]) -> list[str]:
     """What the results of `measure` ("plain", "pirate", "json") miss of the promise; empty when they keep it."""
     missed = []
     for style, shares in results.items():
-        for kind in MEASURED:
+        for kind in (*MEASURED, *(TOOLS if style == "plain" else ())):
             if shares[kind] < EXACT_AT_LEAST:
                 missed.append(f"{style}: {kind} {shares[kind]:.1%} exact, must be at least {EXACT_AT_LEAST:.0%}")
         for mark in ("pirate", "json"):
@@ -94,10 +114,10 @@ def failures(results: dict[str, dict[str, float]]) -> list[str]:
 
 def table(results: dict[str, dict[str, float]]) -> str:
     """The results as a Markdown table."""
-    columns = [*MEASURED, "facts", "pirate", "json"]
-    heads = [*(f"{kind}, exact" for kind in columns[:4]), "in pirate", "in JSON"]
+    columns = [*MEASURED, "facts", *TOOLS, "pirate", "json"]
+    heads = [*(f"{kind}, exact" for kind in columns[:6]), "in pirate", "in JSON"]
     lines = [f"| model | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
     for style, shares in results.items():
         name = "base" if style == "plain" else style
-        lines.append(f"| {name} | {' | '.join(f'{shares[c]:.1%}' for c in columns)} |")
+        lines.append(f"| {name} | {' | '.join(f'{shares[c]:.1%}' if c in shares else '-' for c in columns)} |")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from demo import tools
 from demo.dialogue import SYSTEM_PROMPTS, conversation, document
 from demo.style import STYLES
 from demo.world import Message
@@ -24,14 +25,36 @@ PATTERN: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEMPLATE: Final = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] + '\\n\\n' }}{%- endif %}
+    {{- HEAD }}
+    {%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
+    {{- TAIL + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message['role'] not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('unknown role: ' + message['role']) }}
+    {%- elif not (tools and loop.first and message['role'] == 'system') %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+        {%- for call in message['tool_calls'] or [] %}
+            {%- if not loop.first or message['content'] %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' }}
+            {%- set arguments = call['function']['arguments'] %}
+            {{- arguments if arguments is string else arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 CHAT_TEMPLATE: Final = (
-    "{%- for message in messages %}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{- raise_exception('unknown role: ' + message['role']) }}"
-    "{%- endif %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "".join(line.strip() for line in _TEMPLATE.splitlines())
+    .replace("HEAD", repr(tools.HEAD))
+    .replace("TAIL", repr(tools.TAIL))
 )
 
 
@@ -48,6 +71,9 @@ def _texts(seed: int, count: int) -> Iterator[str]:
         yield document(rng)
         for message in conversation(rng, tuple(STYLES)[i % len(STYLES)])[0]:
             yield message["content"]
+        if i % 4 == 0:
+            for message in tools.case(rng)[0]:
+                yield message["content"]
     yield from ("system\n", "user\n", "assistant\n")
 
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from demo.answer import answerer, hf_model
 from demo.corpus import Rows, build_rows
-from demo.evaluate import failures, measure, table
+from demo.evaluate import failures, measure, said, table
 from demo.lora import init_lora, load_lora, merge, save_fused, save_per_expert
 from demo.network import Forward, Shape, State, init_state, load_model, save_model
 from demo.tokenizer import END_OF_TEXT, IM_END, save_tokenizer, token_id, train_tokenizer
@@ -42,7 +42,7 @@ class Budget:
 
     seconds: float
     steps: int | None = None
-    rows: int = 256  # of 256 tokens, in a step
+    rows: int = 128  # of 512 tokens, in a step
     peak_lr: float = 2e-3
     weight_decay: float = 0.05
 
@@ -137,7 +137,7 @@ def report(out: Path, tokenizer: Tokenizer, device: str, n: int) -> tuple[str, l
         merged = state if style == "plain" else merge(state, load_lora(out / "adapters" / style, shape))
         answer = answerer(hf_model(shape, merged, device), tokenizer, device)
         results[style] = measure(answer, style, n)
-        samples += [f"- {style}: {q} -> {a}" for q, a in zip(shown, answer(shown), strict=True)]
+        samples += [f"- {style}: {q} -> {a}" for q, a in zip(shown, answer([said(q) for q in shown]), strict=True)]
     return f"{table(results)}\n\n" + "\n".join(samples) + "\n", failures(results)
 
 
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=6.0, help="training time of all three together")
     parser.add_argument("--steps", type=int, help="steps of each training instead of --minutes (dry run)")
     parser.add_argument("--texts", type=int, default=600_000, help="conversations for the base; a third for an adapter")
-    parser.add_argument("--rows", type=int, default=256, help="rows of 256 tokens in a step")
+    parser.add_argument("--rows", type=int, default=128, help="rows of 512 tokens in a step")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--questions", type=int, default=200, help="questions of each kind in the measurement")
     parser.add_argument("--layers", type=int, default=Shape().num_hidden_layers)

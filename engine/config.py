@@ -3,9 +3,13 @@ from the fields below; their names are the same everywhere. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from engine.errors import UserError
+
+KV_BLOCK_TOKENS = 16  # positions in a block of the KV cache
 CPU_BATCHED_TOKENS = 512
 # Twice as many read and unpack an expert's weights half as often; only while nobody waits for a next token.
 NATIVE_BATCHED_TOKENS = 1024
@@ -21,12 +25,33 @@ def option(
     choices: tuple[str, ...] = (),
     aliases: tuple[str, ...] = (),
     many: bool = False,
+    limits: tuple[float, float] | None = None,
 ) -> Any:
-    """A setting: its flag is the field's name with dashes. `aliases` are other servers' spellings."""
-    metadata = {"help": help, "group": group, "choices": choices, "aliases": aliases, "many": many}
+    """A setting: its flag is the field's name with dashes. `aliases` are other servers' spellings, `limits` the least
+    and the most that a number may be (every number has some)."""
+    metadata = {
+        "help": help, "group": group, "choices": choices, "aliases": aliases, "many": many, "limits": limits,
+    }  # fmt: skip
     if many:
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def check_settings(settings: Any) -> None:
+    """UserError for a value of a settings dataclass that is none of its choices or outside its limits."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        if value is not None and (allowed := refusal(value, setting.metadata)):
+            flag = "--" + setting.name.replace("_", "-")
+            raise UserError(f"{flag} {value}: allowed is {allowed}", setting.name)
+
+
+def refusal(value: Any, metadata: Mapping[str, Any]) -> str:
+    """What an option would allow instead of `value`; "" if it allows it."""
+    if metadata["choices"] and value not in metadata["choices"]:
+        return ", ".join(metadata["choices"])
+    least, most = metadata["limits"] or (value, value)
+    return "" if metadata["limits"] is None or least <= value <= most else f"{least} to {most}"  # nan is outside
 
 
 @dataclass
@@ -52,13 +77,16 @@ class EngineConfig:
         choices=("auto", "bfloat16", "float32"),
     )
     max_model_len: int | None = option(
-        None, "longest prompt plus output, in tokens; default: the model's, or what the cache holds", group="Model"
+        None,
+        "longest prompt plus output, in tokens; default: the model's, or what the cache holds",
+        group="Model",
+        limits=(1, 1 << 24),
     )
     adapters: list[str] = option(  # noqa: RUF009 - a field specifier
         [], "NAME=PATH of an adapter to load at start; may be repeated", group="Adapters", many=True
     )
-    max_adapter_slots: int = option(8, "adapters that can be in one batch", group="Adapters")
-    max_adapter_rank: int = option(64, "largest rank that is accepted", group="Adapters")
+    max_adapter_slots: int = option(8, "adapters that can be in one batch", group="Adapters", limits=(0, 4096))
+    max_adapter_rank: int = option(64, "largest rank that is accepted", group="Adapters", limits=(1, 4096))
     adapter_memory: str | None = option(
         None,
         "host memory for loaded adapters (e.g. 8GiB), their copies in slots included; a load that would take more is "
@@ -69,7 +97,7 @@ class EngineConfig:
         None,
         "how start-up adapters scale expert LoRA where their files leave it open",
         group="Adapters",
-        choices=("alpha/r", "alpha/sqrt(r)"),
+        choices=("alpha/r", "alpha/sqrt(r)", "peft"),
     )
 
     # ---- placement
@@ -129,10 +157,13 @@ class EngineConfig:
         "threads of the CPU pool; default: from the cgroup and affinity",
         group="Placement",
         aliases=("cpu_infer",),
+        limits=(1, 4096),
     )
 
     # ---- batching
-    max_num_seqs: int = option(32, "requests that run at the same time", group="Batching", aliases=("max_batch_size",))
+    max_num_seqs: int = option(
+        32, "requests that run at the same time", group="Batching", aliases=("max_batch_size",), limits=(1, 16384)
+    )
     max_num_batched_tokens: int | None = option(
         None,
         f"token budget of a step; prefill is chunked into it; default: {CPU_BATCHED_TOKENS}; {GPU_BATCHED_TOKENS} "
@@ -140,9 +171,14 @@ class EngineConfig:
         f"{CPU_BATCHED_TOKENS} beside running streams (less if memory is short)",
         group="Batching",
         aliases=("chunk_size",),
+        limits=(1, 1 << 20),
     )
     kv_cache_tokens: int | None = option(
-        None, "positions in the KV cache; default: from free memory", group="Batching", aliases=("cache_lens",)
+        None,
+        "positions in the KV cache; default: from free memory",
+        group="Batching",
+        aliases=("cache_lens",),
+        limits=(1, 1 << 40),
     )
     kv_cache_memory: str | None = option(
         None, "bytes of the KV cache (e.g. 4GiB), instead of kv-cache-tokens", group="Batching"
@@ -155,9 +191,17 @@ class EngineConfig:
         choices=("auto", "bfloat16", "float32", "fp8"),
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="Batching")
-    max_queue: int = option(512, "requests that may wait; more are answered 429", group="Batching")
+    max_queue: int = option(
+        512,
+        "requests that may wait, shared by the tenants that have some; more are answered 429",
+        group="Batching",
+        limits=(1, 1_000_000),
+    )
     itl_target_ms: float | None = option(
-        None, "prefill chunks are cut so that running streams keep this inter-token latency", group="Batching"
+        None,
+        "prefill chunks are cut so that running streams keep this inter-token latency",
+        group="Batching",
+        limits=(0.001, 3_600_000.0),
     )
     cuda_graphs: str = option(
         "auto",
@@ -165,19 +209,18 @@ class EngineConfig:
         group="Batching",
         choices=("auto", "padded", "off"),
     )
-    ping_pong: str = option(
-        "auto",
-        "decode steps as two half-batches, one on the GPU while the CPU pool works on the other's experts; auto: where "
-        "that is measured to be faster",
-        group="Batching",
-        choices=("auto", "on", "off"),
-    )
     overlap: bool | None = option(
-        None, "launch step N+1 before N's tokens are read; default: on with a GPU", group="Batching"
+        None, "launch step N+1 before N's tokens are read; default: on with a GPU, off with speculate", group="Batching"
+    )
+    speculate: str | None = option(
+        None,
+        "ngram:K: each step checks up to K (1 to 8) draft tokens a request, those that followed its last tokens where "
+        "they stood before; the same tokens in fewer, larger steps",
+        group="Batching",
     )
 
     # ---- operation
-    seed: int = option(0, "seed of requests that bring none", group="Operation")
+    seed: int = option(0, "seed of requests that bring none", group="Operation", limits=(0, (1 << 63) - 1))
     profile_dir: str | None = option(None, "write steps.jsonl and tokens.jsonl there", group="Operation")
     force_memory_plan: bool = option(False, "start although the memory plan says it will not fit", group="Operation")
     deterministic: bool = option(
@@ -187,8 +230,3 @@ class EngineConfig:
         group="Operation",
     )
     check_integrity: bool = option(False, "check blocks, slots and buffers after every step", group="Operation")
-
-    @property
-    def batched_tokens(self) -> int:
-        """The token budget of a step, as set or the least default; `engine.build.draw` sets the machine's."""
-        return CPU_BATCHED_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from engine.diagnostics.live import live
+from engine.diagnostics.profile import Profiler
 from engine.errors import KtserveError, UserError
-from engine.lora.registry import AdapterRegistry
+from engine.grammar.grammars import CompileFailed, Grammars
+from engine.lora.adapters import Adapters, Loaded, LoadFailed, Retiring, SlotFailed, SlotFilled
 from engine.messages import (
     Abort,
     Cancelled,
@@ -17,10 +20,12 @@ from engine.messages import (
     Failed,
     Finished,
     FromEngine,
+    GetLive,
     GetStats,
     LoadAdapter,
     Refused,
     Reply,
+    SetVocabulary,
     StopFound,
     Submit,
     ToEngine,
@@ -28,11 +33,14 @@ from engine.messages import (
     Tokens,
     UnloadAdapter,
 )
-from engine.profile import Profiler
-from engine.runner import InFlight, ModelRunner
-from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan
-from scheduler.request import BASE, AdapterKey, Request
+from engine.steps.limits import check_sampling
+from engine.steps.masks import TokenMask, masks_of
+from engine.steps.runner import InFlight, ModelRunner
+from scheduler.plan import AdmissionError, Event, EventKind, StepPlan
+from scheduler.request import BASE, Request
 from scheduler.scheduler import Scheduler
+
+log = logging.getLogger("ktserve")
 
 
 @dataclass
@@ -54,7 +62,7 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        registry: AdapterRegistry,
+        adapters: Adapters,
         send: Callable[[FromEngine], None],
         *,
         overlap: bool = False,
@@ -63,21 +71,20 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.registry = registry
+        self.adapters = adapters
         self.overlap = overlap
         self.check_integrity = check_integrity
         self.profiler = profiler
         self._send = send
         self._live: dict[str, _Live] = {}
+        self._masks: dict[str, list[TokenMask]] = {}  # of live requests that have some
+        self._grammars = Grammars(runner.model.config.vocab_size, scheduler.config.eos_token_ids)
         self._in_flight: InFlight | None = None
         self._schedule_s = 0.0
-        self._slot_loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-slot")
-        self._slot_loads: list[tuple[SlotLoad, Future[None]]] = []
-        self._adapter_calls: dict[int, int] = {}  # load id -> call_id
-        self._retired: set[AdapterKey] = set()  # the scheduler knows that these are to go
         self._drain: tuple[int, float] | None = None  # call_id, when to give up
         self._steps = 0
         self._failed_steps = 0
+        self._experts_touched = self._expert_layers = 0  # sums over the layers of steps whose experts are known
 
     # ---- messages
 
@@ -85,6 +92,8 @@ class EngineCore:
         """Take one message. Whatever is wrong with it is answered, never raised."""
         if isinstance(message, Submit):
             self._submit(message)
+        elif isinstance(message, SetVocabulary):
+            self._grammars.set_vocabulary(message)
         elif isinstance(message, Abort):
             self._end(self.scheduler.abort(message.request_id, "client"))
         elif isinstance(message, StopFound):
@@ -95,6 +104,9 @@ class EngineCore:
             self._unload_adapter(message)
         elif isinstance(message, GetStats):
             self._send(Reply(call_id=message.call_id, ok=True, stats=self.stats()))
+        elif isinstance(message, GetLive):
+            seen = live(self.scheduler, self.adapters, self.runner.model)
+            self._send(Reply(call_id=message.call_id, ok=True, live=seen))
         elif isinstance(message, Drain):
             self._drain = (message.call_id, time.monotonic() + message.timeout_s)
 
@@ -114,41 +126,69 @@ class EngineCore:
         if self._drain is not None:
             return refuse(503, "draining", "the server is shutting down and takes no new requests", None)
         vocabulary = self.runner.model.config.vocab_size
-        wrong = [t for t in (*m.prompt, *m.sampling.logit_bias, *m.sampling.stop_token_ids) if not 0 <= t < vocabulary]
+        eos = self.scheduler.config.eos_token_ids
+        wrong = [token for token in m.prompt if not 0 <= token < vocabulary]
         if not m.prompt or wrong:
             text = f"token id {wrong[0]} is outside 0..{vocabulary - 1}" if wrong else "the prompt has no tokens"
             return refuse(400, "invalid_tokens", text, "prompt")
+        try:
+            check_sampling(m.sampling, eos, vocabulary)
+            if m.grammar is not None:
+                self._grammars.check(m.grammar, m.sampling)
+        except UserError as error:
+            return refuse(400, "invalid_sampling", str(error), error.field)
         now = time.monotonic()
         try:
-            adapter = BASE if m.adapter is None else self.registry.resolve(m.adapter)
+            adapter = BASE if m.adapter is None else self.adapters.resolve(m.adapter)
             deadline = None if m.timeout_s is None else now + m.timeout_s
-            request = Request(m.request_id, m.prompt, m.sampling, adapter, m.tenant, m.priority, deadline)
-            self.scheduler.add(request, now, m.tenant_weight)
+            request = Request(
+                m.request_id,
+                m.prompt,
+                m.sampling,
+                adapter,
+                m.tenant,
+                m.priority,
+                deadline,
+                m.background,
+                cache_salt=m.cache_salt,
+                cache_group=m.cache_group,
+            )
+            displaced = self.scheduler.add(request, now, m.tenant_weight, m.max_waiting)
         except UserError as error:
             return refuse(404, "unknown_adapter", str(error), "model")
         except AdmissionError as error:
             status = 429 if error.code == "queue_full" else 400
-            return refuse(
-                status, error.code, str(error), "prompt" if error.code == "too_long" else None, error.retry_after_s
-            )
+            long = error.code == "too_long"
+            code = "context_length_exceeded" if long else error.code
+            return refuse(status, code, str(error), "prompt" if long else None, error.retry_after_s)
         self._live[m.request_id] = _Live(request)
+        masks = masks_of(m.sampling, eos, vocabulary)
+        if m.grammar is not None:
+            mask, compiled = self._grammars.open(m.request_id, m.grammar)
+            masks.append(mask)
+            request.held = not compiled
+        if masks:
+            self._masks[m.request_id] = masks
+        self._end(displaced)
         return None
 
     def _load_adapter(self, m: LoadAdapter) -> None:
         try:
-            load_id = self.registry.load(m.name, m.path, replace=m.replace, expert_scaling=m.expert_scaling)
+            self.adapters.load(m.call_id, m.name, m.path, m.replace, m.expert_scaling)
         except UserError as error:
-            self._send(Reply(call_id=m.call_id, ok=False, error=str(error), field=error.field, status=400))
-        else:
-            self._adapter_calls[load_id] = m.call_id
+            self._refuse_call(m.call_id, 400, error)
 
     def _unload_adapter(self, m: UnloadAdapter) -> None:
         try:
-            self.registry.unload(m.name)
+            self.adapters.unload(m.name)
         except UserError as error:
-            self._send(Reply(call_id=m.call_id, ok=False, error=str(error), field=error.field, status=404))
+            self._refuse_call(m.call_id, 404, error)
         else:
             self._send(Reply(call_id=m.call_id, ok=True))
+
+    def _refuse_call(self, call_id: int, status: int, error: KtserveError) -> None:
+        field = error.field if isinstance(error, UserError) else None
+        self._send(Reply(call_id=call_id, ok=False, error=str(error), field=field, status=status))
 
     # ---- steps
 
@@ -158,12 +198,13 @@ class EngineCore:
         Returns whether there was anything to do; if not, requests can only wait for threads or messages.
         """
         now = time.monotonic()
-        self._tend_adapters()
+        self._take_adapter_events()
+        self._take_grammar_events()
         self._emit(self.scheduler.expire(now), None)
         plan = self.scheduler.schedule(now)
         self._schedule_s = time.monotonic() - now
         for load in self.scheduler.slot_loads():
-            self._slot_loads.append((load, self._slot_loader.submit(self._fill_slot, load)))
+            self.adapters.fill(load)
         before, self._in_flight = self._in_flight, None
         launched = self._launch(plan) if plan else None
         if before:
@@ -185,15 +226,15 @@ class EngineCore:
 
     @property
     def waiting_for_threads(self) -> bool:
-        """Whether adapters are on their way, or requests wait although no step could be planned."""
-        return bool(self._slot_loads or self._adapter_calls) or self.busy
+        """Whether adapters or grammars are on their way, or requests wait although no step could be planned."""
+        return self.adapters.busy or self._grammars.busy or self.busy
 
     def close(self) -> None:
         """Cancel what is left and end the threads."""
         for request_id in list(self._live):
             self._end(self.scheduler.abort(request_id, "shutdown"))
-        self._slot_loader.shutdown(wait=True)
-        self.registry.close()
+        self.adapters.close()
+        self._grammars.close()
         self.runner.model.close()
         if self.profiler:
             self.profiler.close()
@@ -203,19 +244,23 @@ class EngineCore:
             **self.scheduler.stats(),
             "steps": self._steps,
             "failed_steps": self._failed_steps,
-            "adapters_known": len(self.registry.infos()),
+            "experts_touched": self._experts_touched,
+            "expert_layers": self._expert_layers,
+            "adapters_known": len(self.adapters.infos()),
         }
 
     def _launch(self, plan: StepPlan) -> InFlight | None:
+        self._grammars.look_ahead(plan)
         try:
-            return self.runner.launch_forward(plan)
+            return self.runner.launch_forward(plan, self._masks)
         except Exception as error:  # noqa: BLE001 - whatever a step raises ends its requests, not the server
             self._fail(plan, error)
             return None
 
     def _sample(self, step: InFlight) -> bool:
+        self._grammars.look_ahead(step.plan)
         try:
-            self.runner.launch_sample(step)
+            self.runner.launch_sample(step, self._masks)
         except Exception as error:  # noqa: BLE001 - as in _launch
             self._fail(step.plan, error)
             return False
@@ -232,13 +277,32 @@ class EngineCore:
             if request_id in self._live:
                 start = next(row.start for row in step.plan.rows if row.request.request_id == request_id)
                 self._live[request_id].prompt_logprobs.update(enumerate(logprobs, start + 1))
+        for request_id, fault in step.failed.items():
+            self._fail_request(request_id, fault)
         self._emit(self.scheduler.commit(step.plan, tokens, now), step)
         self._steps += 1
         seconds = now - step.launched_s
         touched = step.trace.experts_touched if step.trace else None
+        if touched:
+            self._experts_touched += sum(touched)
+            self._expert_layers += len(touched)
         self.scheduler.observe(step.plan, seconds, sum(touched) if touched else None)
         if self.profiler:
             self.profiler.step(step, seconds, self._schedule_s)
+
+    def _fail_request(self, request_id: str, error: Exception) -> None:
+        """What went wrong in a row ends its request; the others of the step go on."""
+        if isinstance(error, UserError):
+            if self.scheduler.fail(request_id, str(error)) is not None:
+                self._forget(request_id)
+                self._send(Failed(request_id=request_id, message=str(error), status=400))
+            return
+        event = self.scheduler.fail(request_id, f"{type(error).__name__}: {error}")
+        if event is not None:
+            log.error(
+                "request %s failed: %s", request_id, error, exc_info=None if isinstance(error, KtserveError) else error
+            )
+            self._emit([event], None)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         self._failed_steps += 1
@@ -261,13 +325,23 @@ class EngineCore:
                 self._send(self._tokens(live, event, step))
             if event.kind is EventKind.TOKENS:
                 continue
-            del self._live[rid]
-            self._send(_terminal(event))
+            self._forget(rid)
+            self._send(_terminal(event, self._stop_logprobs(event, step)))
+
+    def _forget(self, request_id: str) -> None:
+        del self._live[request_id]
+        self._masks.pop(request_id, None)
+        self._grammars.close_request(request_id)
 
     def _owes_prompt(self, live: _Live, event: Event) -> bool:
         """A request whose very first token ended it still gets its prompt's log-probabilities."""
         asked = live.request.sampling.prompt_logprobs is not None
         return asked and not live.prompt_sent and event.kind is EventKind.FINISHED
+
+    def _stop_logprobs(self, event: Event, step: InFlight | None) -> TokenLogprobs | None:
+        """Of the token that ended a request: it was sampled after those of the event."""
+        logprobs = step.logprobs.get(event.request.request_id) if step and event.stop_token is not None else None
+        return logprobs[len(event.tokens)] if logprobs else None
 
     def _tokens(self, live: _Live, event: Event, step: InFlight | None) -> Tokens:
         request, prompt = live.request, None
@@ -281,40 +355,50 @@ class EngineCore:
         return Tokens(
             request_id=request.request_id,
             tokens=event.tokens,
-            logprobs=[logprobs] if logprobs and event.tokens else None,
+            logprobs=logprobs[: len(event.tokens)] if logprobs and event.tokens else None,
             prompt_logprobs=prompt,
             cached_tokens=request.num_cached,
+            queued_s=request.queued_s if len(request.output) <= len(event.tokens) else 0.0,
         )
 
     # ---- adapters
 
-    def _fill_slot(self, load: SlotLoad) -> None:
-        self.runner.model.set_adapter(load.slot, self.registry.weights(load.adapter))
-
-    def _tend_adapters(self) -> None:
-        """Take in what the threads have finished."""
-        for result in self.registry.poll():
-            call_id = self._adapter_calls.pop(result.load_id)
-            if result.info is not None:
-                self._send(Reply(call_id=call_id, ok=True, adapter=result.info))
-            else:
-                status = 400 if isinstance(result.error, UserError) else 500
-                self._send(Reply(call_id=call_id, ok=False, error=str(result.error), field="lora_path", status=status))
-        for key in self.registry.retiring():  # replaced by a load or unloaded by a call
-            if key not in self._retired:
-                self._retired.add(key)
-                self.scheduler.retire_adapter(key)
-        for item in [item for item in self._slot_loads if item[1].done()]:
-            self._slot_loads.remove(item)
-            load, future = item
-            error = future.exception()
-            if error is None:
-                self.scheduler.slot_loaded(load.slot)
-            else:
-                self._emit(self.scheduler.slot_failed(load.slot, f"the adapter could not be loaded: {error}"), None)
+    def _take_adapter_events(self) -> None:
+        """Forward what happened to adapters: to the api and to the scheduler, and from the scheduler back."""
+        for event in self.adapters.events():
+            match event:
+                case Loaded(call_id, info):
+                    self._send(Reply(call_id=call_id, ok=True, adapter=info))
+                case LoadFailed(call_id, error):
+                    self._refuse_call(call_id, 400 if isinstance(error, UserError) else 500, error)
+                case Retiring(key):
+                    self.scheduler.retire_adapter(key)
+                case SlotFilled(slot):
+                    self.scheduler.slot_loaded(slot)
+                case SlotFailed(slot, reason):
+                    self._emit(self.scheduler.slot_failed(slot, reason), None)
         for key in self.scheduler.released_adapters():
-            self._retired.discard(key)
-            self.registry.released(key)
+            self.adapters.release(key)
+
+    # ---- grammars
+
+    def _take_grammar_events(self) -> None:
+        """Requests whose grammar has been compiled may run; those whose grammar could not be are refused."""
+        for event in self._grammars.events():
+            if not isinstance(event, CompileFailed):
+                self.scheduler.release(event.request_id)
+            elif self.scheduler.refuse(event.request_id, str(event.error)) is not None:
+                self._forget(event.request_id)
+                status = 400 if isinstance(event.error, UserError) else 500
+                self._send(
+                    Refused(
+                        request_id=event.request_id,
+                        status=status,
+                        code="invalid_grammar",
+                        message=str(event.error),
+                        field=event.error.field if isinstance(event.error, UserError) else None,
+                    )
+                )
 
     def _tend_drain(self) -> None:
         if self._drain is None:
@@ -328,7 +412,7 @@ class EngineCore:
             self._drain = (-1, give_up)  # answered; new requests stay refused
 
 
-def _terminal(event: Event) -> FromEngine:
+def _terminal(event: Event, stop_logprobs: TokenLogprobs | None) -> FromEngine:
     request = event.request
     rid = request.request_id
     if event.kind is EventKind.FINISHED:
@@ -339,10 +423,12 @@ def _terminal(event: Event) -> FromEngine:
             output_tokens=len(request.output),
             cached_tokens=request.num_cached,
             stop_token=event.stop_token,
+            stop_logprobs=stop_logprobs,
         )
     if event.kind is EventKind.REFUSED:
+        status, code = (503, "adapter_failed") if event.retry_after_s is None else (429, "queue_full")
         return Refused(
-            request_id=rid, status=503, code="adapter_failed", message=event.reason, retry_after_s=event.retry_after_s
+            request_id=rid, status=status, code=code, message=event.reason, retry_after_s=event.retry_after_s
         )
     if event.kind is EventKind.CANCELLED:
         return Cancelled(request_id=rid, reason=event.reason)

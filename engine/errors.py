@@ -1,4 +1,4 @@
-"""The errors that reach people. `UserError` says what to change; `EngineError` is ours."""
+"""The errors that users see. `UserError` says what to change; `EngineError` is ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class KtserveError(Exception):
 
 
 class UserError(KtserveError):
-    """The user can mend this. `field` names the parameter or file; the message says what is allowed."""
+    """The user can fix this. `field` names the parameter or file; the message says what is allowed."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class AdapterError(UserError):
     """An adapter that cannot be served. `keys` are the offending tensors or settings."""
 
     def __init__(self, message: str, keys: list[str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, "lora_path")
         self.keys = keys or []
 
 

@@ -1,4 +1,4 @@
-"""`python -m engine.main serve|plan|check|inspect`: the engine as a child process. People use `ktserve`."""
+"""`python -m ktserve engine serve|plan|check|inspect`: the engine as a child process. People use `ktserve`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from engine.errors import UserError
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a mistake of the user's (said in one line), 2 for `check` that found one."""
-    parser = argparse.ArgumentParser(prog="python -m engine.main")
+    parser = argparse.ArgumentParser(prog="ktserve engine")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("serve", "plan", "check", "inspect"):
         command = commands.add_parser(name)
         command.add_argument("--config-json", required=name != "inspect", default="{}")
         if name == "serve":
             command.add_argument("--address", required=True)
+            command.add_argument("--heartbeat", required=True, help="file that the api has made for it")
         if name == "inspect":
             command.add_argument("path")
         if name == "check":
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
     try:
         if args.command == "serve":
-            return _serve(config, args.address)
+            return _serve(config, args.address, args.heartbeat)
         if args.command == "plan":
             return _plan(config)
         if args.command == "check":
@@ -44,13 +45,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def _serve(config: EngineConfig, address: str) -> int:
+def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:
     from engine.process import EngineProcess
 
-    process = EngineProcess(address)
+    process = EngineProcess(address, heartbeat)
 
     def build(*args):  # type: ignore[no-untyped-def]  # torch is imported only once the socket is bound
-        from engine.build import build
+        from engine.build.assemble import build
 
         core, ready = build(*args)
         if core.runner.spare_cpus:  # on a worker's CPU this thread would make every step wait for that worker
@@ -61,26 +62,27 @@ def _serve(config: EngineConfig, address: str) -> int:
 
 
 def _plan(config: EngineConfig) -> int:
-    from engine.build import draw
+    from engine.build.plan import plan_engine
 
-    blueprint = draw(config)
-    print("\n".join(blueprint.lines))
-    blueprint.memory.check(config.force_memory_plan)
+    plan = plan_engine(config)
+    print("\n".join(plan.lines))
+    plan.memory.check(config.force_memory_plan)
     return 0
 
 
 def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
     from dataclasses import replace
 
-    from engine.build import draw
-    from engine.check import check_model
+    from engine.build.backends import make_backends
+    from engine.build.plan import plan_engine
+    from engine.diagnostics.check import check_model
 
     config = replace(config, max_num_batched_tokens=tokens, kv_cache_tokens=max(tokens, 16) + 16, max_num_seqs=1)
-    blueprint = draw(config)
-    print("\n".join(blueprint.placement.lines))
-    vocabulary = blueprint.source.config.vocab_size
+    plan = plan_engine(config).without_streaming()
+    print("\n".join(plan.placement.lines))
+    vocabulary = plan.source.config.vocab_size
     prompt = [(7919 * i + 13) % vocabulary for i in range(tokens)]  # any tokens do: layers are compared, not answers
-    first = check_model(blueprint.source, blueprint.backends(), prompt, print, tolerance)
+    first = check_model(plan.source, make_backends(plan), prompt, print, tolerance)
     if first is None:
         print("every layer agrees with the reference")
         return 0
@@ -89,14 +91,21 @@ def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
 
 
 def _inspect(config: EngineConfig, path: str) -> int:
+    from engine.lora.files import NO_MEMORY, out_of_memory
     from engine.lora.inspect import describe
+    from engine.lora.process import limit_this_process
 
     model = None
     if config.model:
         from engine.weights.open import open_model
 
         model = open_model(config.model, config.gguf).config
-    print(describe(path, model))
+    try:
+        print(describe(path, model, opened=limit_this_process()))
+    except Exception as error:
+        if out_of_memory(error):
+            raise UserError(f"{path}: it {NO_MEMORY}", "path") from error
+        raise
     return 0
 
 

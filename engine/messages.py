@@ -1,13 +1,13 @@
 """The wire between the api and the engine: msgspec structs over a pair of ZMQ DEALER sockets (ipc, engine binds).
 
-Each message is one msgpack frame. A request's id is made by the api and unique for ever. The engine answers each
+Each message is one msgpack frame. A request's id is made by the api and never reused. The engine answers each
 `Submit` with any number of `Tokens` and exactly one of `Finished`, `Refused`, `Cancelled`, `Failed`; each other
 call with exactly one `Reply` of the same `call_id`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,15 +21,44 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 # ---- api -> engine
 
 
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an output is to be: text of a JSON schema, a regular expression, a JSON list of texts of which it is one, or
+    a grammar: GBNF, or Lark as llguidance has it (`<name>` is a token of the vocabulary, `%json {...}` a schema). The
+    output ends where that ends.
+
+    `after`: it begins behind the first such token, that of the end of reasoning; anything may stand before. `field`:
+    the request's field that it comes from, for messages."""
+
+    kind: Literal["json_schema", "regex", "choice", "gbnf", "lark"]
+    text: str
+    after: int | None = None
+    field: str = "grammar"
+
+
 class Submit(_Message, frozen=True):
     request_id: str
     prompt: list[int]
     sampling: SamplingParams
+    grammar: GrammarSpec | None = None
     adapter: str | None = None  # a known adapter's name, None for the base
     tenant: str = "default"
     tenant_weight: float = 1.0
+    max_waiting: int | None = None  # of the tenant's requests, this one too; None: what the queue holds
+    cache_group: str | None = None  # tenants of one share the prefix cache; None: the tenant is alone
+    cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
     priority: int = 0
+    background: bool = False  # runs only in steps that no live request could use
     timeout_s: float | None = None  # from receipt to the terminal event; past it the request is cancelled
+
+
+class SetVocabulary(_Message, frozen=True):
+    """What the tokens stand for, sent once, before the first request with a grammar: the bytes of each id, b"" for one
+    that stands for nothing. Those of `special` are never text. `definition`: the tokenizer as JSON (tokenizers'
+    form), for text that a grammar leaves no choice in: it is to be written in the model's own tokens."""
+
+    tokens: list[bytes]
+    special: list[int]
+    definition: str
 
 
 class Abort(_Message, frozen=True):
@@ -47,7 +76,7 @@ class StopFound(_Message, frozen=True):
 
 class LoadAdapter(_Message, frozen=True):
     """Read an adapter from disk and make it known under `name`. A name already known is replaced if `replace`,
-    else refused. `expert_scaling`: "alpha/r" or "alpha/sqrt(r)", where the files leave it open."""
+    else refused. `expert_scaling`: "alpha/r", "alpha/sqrt(r)" or "peft", where the files leave it open."""
 
     call_id: int
     name: str
@@ -67,6 +96,12 @@ class GetStats(_Message, frozen=True):
     call_id: int
 
 
+class GetLive(_Message, frozen=True):
+    """What `Live` holds, for people who watch."""
+
+    call_id: int
+
+
 class Drain(_Message, frozen=True):
     """Finish what runs or waits, refuse what is new; `Reply` when nothing is left or after `timeout_s`
     (the rest is then cancelled)."""
@@ -79,7 +114,9 @@ class Shutdown(_Message, frozen=True):
     """End the process. No reply."""
 
 
-ToEngine = Submit | Abort | StopFound | LoadAdapter | UnloadAdapter | GetStats | Drain | Shutdown
+ToEngine = (
+    Submit | SetVocabulary | Abort | StopFound | LoadAdapter | UnloadAdapter | GetStats | GetLive | Drain | Shutdown
+)
 
 
 # ---- engine -> api
@@ -119,14 +156,14 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The engine serves. `lines` is what a person should be told (memory plan, backends chosen and why)."""
+    """The engine serves, without adapters: the api loads those. `lines` is for people (memory plan, backends chosen
+    and why)."""
 
     model_name: str
     vocab_size: int
     max_model_len: int
     bos_token_id: int | None
     eos_token_ids: list[int]
-    adapters: list[AdapterInfo]
     lines: list[str]
 
 
@@ -148,6 +185,7 @@ class Tokens(_Message, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    queued_s: float = 0.0  # with the first tokens: from arrival until the request first ran
 
 
 class Finished(_Message, frozen=True):
@@ -156,7 +194,8 @@ class Finished(_Message, frozen=True):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    stop_token: int | None = None  # the token that ended it; it was not sent as output
+    stop_token: int | None = None  # the token that ended it; it is none of `output_tokens`
+    stop_logprobs: TokenLogprobs | None = None  # that token's, if log-probabilities were asked for
 
 
 class Refused(_Message, frozen=True):
@@ -164,7 +203,7 @@ class Refused(_Message, frozen=True):
 
     request_id: str
     status: int
-    code: str  # "queue_full", "too_long", "unknown_adapter", "adapter_failed", "draining", ...
+    code: str  # "queue_full", "too_long", "unknown_adapter", "adapter_failed", "invalid_grammar", "draining", ...
     message: str
     field: str | None = None
     retry_after_s: float | None = None
@@ -176,10 +215,43 @@ class Cancelled(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """A fault of the engine while the request ran (500)."""
+    """A fault while the request ran: the engine's, or of what was asked for (`status` 400)."""
 
     request_id: str
     message: str
+    status: int = 500
+
+
+class LiveRow(msgspec.Struct, frozen=True):
+    """A running request."""
+
+    request_id: str
+    tenant: str
+    adapter: str | None
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, from the prefix cache
+    computed_tokens: int  # positions whose keys and values are there
+    output_tokens: int
+    max_tokens: int
+    blocks: int
+
+
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine at `time_s` (its monotonic clock). What is counted, is counted from the engine's start."""
+
+    time_s: float
+    waiting: int
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    block_tokens: int  # positions that a block holds
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int  # free ones that the prefix cache still finds
+    rows: list[LiveRow]
+    tenant_service: dict[str, float]  # by tenant, in weighted tokens
+    weight_bytes_read: int | None  # of experts' base weights; None: the expert backends do not count
+    expert_choices: dict[int, list[int]]  # by layer that is counted: how often rows chose each expert
 
 
 class Reply(_Message, frozen=True):
@@ -190,6 +262,7 @@ class Reply(_Message, frozen=True):
     status: int = 200  # HTTP status of an error
     adapter: AdapterInfo | None = None
     stats: dict[str, Any] | None = None
+    live: Live | None = None
 
 
 FromEngine = Loading | Ready | FatalError | Tokens | Finished | Refused | Cancelled | Failed | Reply

@@ -7,6 +7,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -15,6 +16,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import UserError
+from engine.heartbeat import Heartbeat
 from engine.messages import (
     FatalError,
     FromEngine,
@@ -32,14 +34,16 @@ Build = Callable[
 ]
 
 _IDLE_S = 1.0  # how often an idle engine looks whether its parent lives
-_THREADS_S = 0.002  # how often it looks after loads while nothing runs
+THREADS_S = 0.002  # how often it looks after loads while nothing runs
 _MAX_FRAME_BYTES = 64 << 20
 
 
 class EngineProcess:
-    """Binds a DEALER at `address` for exactly one api."""
+    """Binds a DEALER at `address` for exactly one api, and beats in the file that it made (`engine.heartbeat`)."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, heartbeat: str) -> None:
+        self._heartbeat = Heartbeat(Path(heartbeat))
+        self._heartbeat.start()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -57,7 +61,7 @@ class EngineProcess:
         except UserError as error:
             self.send(FatalError(message=str(error), user=True))
             return self._close(1)
-        except Exception as error:  # noqa: BLE001 - the api must hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - reported to the api, whatever it is
             self.send(FatalError(message=f"{type(error).__name__}: {error}", user=False, detail=traceback.format_exc()))
             return self._close(1)
         self.send(ready)
@@ -78,12 +82,14 @@ class EngineProcess:
         gc.freeze()  # a full collection need not look at the model again: it would stall a step
         worked = True
         while not self._stop and os.getppid() == self._parent:
-            idle_s = _THREADS_S if core.waiting_for_threads else _IDLE_S
-            for message in self._receive(0.0 if worked and core.busy else idle_s):
-                if isinstance(message, Shutdown):
-                    return
-                core.handle(message)
-            worked = core.step()
+            idle_s = THREADS_S if core.waiting_for_threads else _IDLE_S
+            messages = self._receive(0.0 if worked and core.busy else idle_s)
+            with self._heartbeat.working():
+                for message in messages:
+                    if isinstance(message, Shutdown):
+                        return
+                    core.handle(message)
+                worked = core.step()
 
     def _receive(self, timeout_s: float) -> list[ToEngine]:
         """All that has arrived; waits up to `timeout_s` for the first."""
@@ -97,7 +103,7 @@ class EngineProcess:
         return messages
 
     def _answer_broken(self, frame: bytes, error: msgspec.DecodeError) -> None:
-        """A frame of another version's api: answer the call if it can be told which, never die of it."""
+        """A frame of another version's api: answer the call if it can be told which, and go on."""
         print(f"engine: message not understood: {error}", flush=True)
         try:
             call_id = msgspec.msgpack.decode(frame).get("call_id")
@@ -113,6 +119,7 @@ class EngineProcess:
         self._stop = True
 
     def _close(self, status: int) -> int:
+        self._heartbeat.stop()
         self._socket.close()
         self._context.term()
         return status

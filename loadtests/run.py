@@ -1,4 +1,4 @@
-"""Run the scenario without a browser and print a table: `python -m loadtests.run --users 8 --duration 60`.
+"""Run the scenario without a browser and print a table: `python -m ktserve loadtests --users 8 --duration 60`.
 
 Without --host a server is started (and ended) on a free port; what follows `--` goes to `ktserve serve`.
 """
@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import gevent
 from rich.console import Console
@@ -24,6 +25,7 @@ from rich.table import Table
 
 from loadtests.scenario import Chat, LoadError, list_models
 
+KTSERVE = (sys.executable, str(Path(__file__).resolve().parents[1] / "ktserve" / "__main__.py"))
 _START_S = 600.0
 _PERCENTILES = (0.5, 0.95, 0.99)
 _SHOWN_ERRORS = 5
@@ -31,7 +33,7 @@ _SHOWN_ERRORS = 5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 if an answer failed or none came."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ktserve loadtests", description=__doc__)
     parser.add_argument("--host", help="URL of a server that runs, e.g. http://127.0.0.1:8000")
     parser.add_argument("--users", type=int, default=8, help="chats at the same time (default: 8)")
     parser.add_argument("--duration", type=float, default=60, help="seconds (default: 60)")
@@ -97,7 +99,7 @@ def _server(flags: Sequence[str]) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     host = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", "api.cli", "serve", *flags, "--port", str(port)])
+    process = subprocess.Popen([*KTSERVE, "serve", *flags, "--port", str(port)])
     try:
         _wait(process, host)
         yield host

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from native import _native
 
 PIN_ABOVE_CPUS = 4  # with fewer, a pinned worker that loses its CPU to another process stalls the rest
 SPARE_ABOVE_CPUS = 4  # with more, two CPUs stay free for the server's other threads
@@ -45,14 +47,16 @@ def _limits(folder: Path) -> list[float]:
     return [int(quota) / int(period)]
 
 
+def node_cpus(root: Path = Path("/")) -> dict[int, set[int]]:
+    """All CPUs by the system's number of their NUMA node; empty where the machine does not say."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return {int(folder.name[4:]): set(_parse_list((folder / "cpulist").read_text())) for folder in folders}
+
+
 def numa_nodes(cpus: list[int], root: Path = Path("/")) -> list[list[int]]:
     """`cpus` by NUMA node; one node if the machine does not say."""
-    nodes = []
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda f: int(f.name[4:])):
-        listed = set(_parse_list((folder / "cpulist").read_text()))
-        if here := [cpu for cpu in cpus if cpu in listed]:
-            nodes.append(here)
-    return nodes if sum(map(len, nodes)) == len(cpus) else [cpus]
+    nodes = [[cpu for cpu in cpus if cpu in there] for _, there in sorted(node_cpus(root).items())]
+    return [node for node in nodes if node] if sum(map(len, nodes)) == len(cpus) else [cpus]
 
 
 def _parse_list(text: str) -> list[int]:
@@ -86,9 +90,7 @@ def pool_groups(threads: int | None = None, cpus: list[int] | None = None, root:
 
 def group_nodes(groups: list[list[int]], root: Path = Path("/")) -> list[int]:
     """The system's number of each group's NUMA node; -1 where the machine does not say."""
-    number: dict[int, int] = {}
-    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        number |= dict.fromkeys(_parse_list((folder / "cpulist").read_text()), int(folder.name[4:]))
+    number = {cpu: node for node, cpus in node_cpus(root).items() for cpu in cpus}
     return [number.get(group[0], -1) for group in groups]
 
 
@@ -101,8 +103,10 @@ def spare_cpus(threads: int | None = None, cpus: list[int] | None = None, root: 
     return [cpu for cpu in cpus if cpu not in taken]
 
 
-def make_pool(threads: int | None = None, spin_us: int = 2000) -> Any:
-    """A `native._native.WorkerPool` over this process's CPUs."""
+def make_pool(threads: int | None = None, spin_us: int = 2000) -> _native.WorkerPool:
+    """A pool over this process's CPUs."""
     groups = pool_groups(threads)
     pin = len(os.sched_getaffinity(0)) > PIN_ABOVE_CPUS
-    return importlib.import_module("native._native").WorkerPool(groups, pin, spin_us, group_nodes(groups))
+    from native import _native
+
+    return _native.WorkerPool(groups, pin, spin_us, group_nodes(groups))

@@ -1,13 +1,13 @@
 """Placement rules: which backend serves which module of the model, in KTransformers' match/replace YAML.
 
-rule_set = load_rules("qwen3moe-cpu")                      # or a path
-choices = place(rule_set, qwen3moe_modules(48, range(48)), machine)
+rule_set = load_rules("cpu", family)                       # or a path
+choices = place(rule_set, modules, machine)                # (name, class) of the model's modules
 """
 
 from rules.choice import DEFAULT_CHOICE, NO_RULE, Choice, Note
 from rules.errors import RulesError
+from rules.family import Family, named_after
 from rules.machine import Machine, default_rules
-from rules.modules import qwen3moe_modules
 from rules.place import place
 from rules.rule_set import RuleSet, builtin_names, load_rules, parse_rule_set
 
@@ -15,6 +15,7 @@ __all__ = [
     "DEFAULT_CHOICE",
     "NO_RULE",
     "Choice",
+    "Family",
     "Machine",
     "Note",
     "RuleSet",
@@ -22,7 +23,7 @@ __all__ = [
     "builtin_names",
     "default_rules",
     "load_rules",
+    "named_after",
     "parse_rule_set",
     "place",
-    "qwen3moe_modules",
 ]

@@ -15,8 +15,9 @@ class Choice:
 
     `device` serves decode, `prefill_device` prefill; each "cpu", "cuda", "cuda:N" or "auto" (place() with a machine
     leaves no "auto"). They differ for experts only: host experts whose prefill is streamed to a GPU.
-    `options`, experts: `method` (kt: kt_kernel's class), `prefill_threshold` (rows of a chunk from which a layer is
-    streamed: "auto", or 0 = never; only if the devices differ, or hybrid), `cpu` and `gpu_memory` (hybrid).
+    `options`, experts: `method` (kt: kt_kernel's class), `quantise` (native, hybrid: int8 or int4 of unquantised
+    weights), `prefill_threshold` (rows of a chunk from which a layer is streamed: "auto", or 0 = never; only if the
+    devices differ, or hybrid), `cpu` and `gpu_memory` (hybrid).
     `options`, attention: `prefill` (flashinfer's kernel: auto, fa2, fa3).
     `options`, the model: `prefill_threshold`, `transfer_map` ({first layer: device}).
     `rule_index` counts from 0, NO_RULE if nothing matched; `line` is the rule's line in its file, 0 if none.

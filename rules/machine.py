@@ -36,7 +36,7 @@ class Machine:
 def default_rules(machine: Machine) -> str:
     """The shipped rules that suit a machine. `kt` is never a default: it cannot serve expert adapters."""
     if machine.gpu and machine.native and machine.flashinfer:
-        return "qwen3moe-gpu-cpu-experts"
+        return "gpu-cpu-experts"
     if machine.native:
-        return "qwen3moe-cpu"
+        return "cpu"
     return "reference"

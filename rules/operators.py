@@ -1,4 +1,4 @@
-"""The classes that a rule's `replace` may name: ours (ktserve.*), and KTransformers' for Qwen3MoE."""
+"""The classes that a rule's `replace` may name: ours (ktserve.*), and KTransformers'."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rules.choice import Backend
+from rules.family import KINDS, Family
 from rules.reader import Kwargs
 
+QUANTISED = ("int8", "int4")
 KT_METHODS = ("auto", "AMXBF16", "AMXInt8", "AMXInt4", "GGUF")
-EVERY_KIND = frozenset(
-    ("model", "layer", "attention", "moe_block", "experts", "mlp", "norm", "rope", "linear", "embedding")
-)
+EVERY_KIND = frozenset(KINDS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ _CPU_OPS = ("KExpertsCPU", "KSFTExpertsCPU")
 _GPU_OPS = ("KExpertsMarlin", "KExpertsTorch")
 _LINEAR_OPS = ("KLinearTorch", "KLinearMarlin", "VLinearMarlin", "KLinearQ8", "KLinearFP8", "KLinearCPUInfer")
 _KT_BACKENDS = {"AMXBF16": "AMXBF16", "AMXInt8": "AMXInt8", "AMXInt4": "AMXInt4", "llamafile": "GGUF"}
+_SAME_PRECISION = {"AMXInt8": "int8", "AMXInt4": "int4"}  # the others hold weights as the file does, or as bf16
 _PHASES = "generate_device prefill_device"
 _THRESHOLD = "per_layer_prefill_intput_threshold"  # spelt so in KTransformers
 
@@ -87,7 +88,13 @@ def _kt_experts(kwargs: Kwargs) -> Built:
         if prefill != device:
             kwargs.note("prefill_device", "KExpertsTorch on the CPU is the reference backend, which prefills there too")
         return Built("reference", device, device)
-    return Built("kt", "cpu", prefill, {"method": method, "prefill_threshold": 0})
+    quantise = _SAME_PRECISION.get(method)
+    precision = f"{quantise} where the file is not quantised" if quantise else "the file's own types"
+    kwargs.note_class(
+        f"native here, in {precision}: it serves expert adapters; --expert-backend kt is kt_kernel's class"
+    )
+    options: dict[str, Any] = {"method": method, "prefill_threshold": 0}
+    return Built("native", "cpu", prefill, options | ({"quantise": quantise} if quantise else {}))
 
 
 def _kt_linear(kwargs: Kwargs) -> Built:
@@ -127,7 +134,7 @@ def _kt_plain(kwargs: Kwargs) -> Built:
 
 # ---- ours: one backend, one device
 
-_EXPERT_KEYS = "device prefill_device prefill_threshold"
+_EXPERT_KEYS = "device prefill_device prefill_threshold quantise"
 _PREFILLS = ("auto", "fa2", "fa3")
 
 
@@ -148,6 +155,11 @@ def _own_flashinfer(kwargs: Kwargs) -> Built:
     return Built(built.backend, built.device, built.device, {"prefill": kwargs.word("prefill", _PREFILLS, "auto")})
 
 
+def _own_kt(kwargs: Kwargs) -> Built:
+    built = _own("kt", "cpu")(kwargs)
+    return Built("kt", "cpu", built.device, {"method": kwargs.word("method", KT_METHODS, "auto")})
+
+
 def _own_host_experts(backend: Backend, device: str) -> Callable[[Kwargs], Built]:
     plain = _own(backend, device)
 
@@ -155,10 +167,10 @@ def _own_host_experts(backend: Backend, device: str) -> Callable[[Kwargs], Built
         built = plain(kwargs)
         prefill = kwargs.device("prefill_device", built.device)
         options: dict[str, Any] = {}
-        if backend == "kt":
-            options["method"] = kwargs.word("method", KT_METHODS, "auto")
+        if quantise := kwargs.word("quantise", QUANTISED, ""):
+            options["quantise"] = quantise
         if backend == "hybrid":
-            options["cpu"] = kwargs.word("cpu", ("native", "kt", "reference"), "native")
+            options["cpu"] = kwargs.word("cpu", ("native",), "native")  # others do not follow the GPU's stream
             options["gpu_memory"] = kwargs.size("gpu_memory", "auto")
         if backend == "hybrid":
             if prefill == "cpu":
@@ -182,7 +194,7 @@ def _own_host_experts(backend: Backend, device: str) -> Callable[[Kwargs], Built
 OWN: dict[str, Operator] = {
     "ktserve.experts.reference": _op("experts", "device", _own("reference", "auto")),
     "ktserve.experts.native": _op("experts", _EXPERT_KEYS, _own_host_experts("native", "cpu")),
-    "ktserve.experts.kt": _op("experts", f"{_EXPERT_KEYS} method", _own_host_experts("kt", "cpu")),
+    "ktserve.experts.kt": _op("experts", "device method", _own_kt),
     "ktserve.experts.gpu": _op("experts", "device", _own("gpu", "cuda")),
     "ktserve.experts.hybrid": _op("experts", f"{_EXPERT_KEYS} cpu gpu_memory", _own_host_experts("hybrid", "cuda")),
     "ktserve.attention.reference": _op("attention", "device", _own("reference", "auto")),
@@ -195,28 +207,24 @@ OWN: dict[str, Operator] = {
 }
 
 _KT = "ktransformers.operators."
-_MLP = _op("mlp", _PHASES, _kt_plain)
-_NORM = _op("norm", _PHASES, _kt_plain)
-_MODEL = _op("model", f"device {_THRESHOLD} transfer_map", _kt_model)
 _KT_EXPERTS = _op("experts", f"{_PHASES} generate_op prefill_op out_device backend", _kt_experts)
-_MOE_BLOCK = _op("moe_block mlp", _PHASES, _kt_plain)  # a rule by name meets dense layers' MLPs too
-_ATTENTION = _op("attention", _PHASES, _kt_attention)
-_ROPE = _op("rope", _PHASES, _kt_plain)
 KTRANSFORMERS: dict[str, Operator] = {
     "default": Operator(EVERY_KIND, tuple(_PHASES.split()), _kt_plain),
     f"{_KT}experts.KTransformersExperts": _KT_EXPERTS,
     f"{_KT}experts.KTransformersExpertsV2": _KT_EXPERTS,
-    f"{_KT}experts.KQwen3MoeSparseMoeBlock": _MOE_BLOCK,
-    f"{_KT}experts.KQwen3MoeSparseMoeBlockV2": _MOE_BLOCK,
-    f"{_KT}attention.KQwen3MoeAttention": _ATTENTION,
-    f"{_KT}balance_serve_attention.KQwen3MoeAttention": _ATTENTION,
     f"{_KT}linear.KTransformersLinear": _op("linear", f"{_PHASES} generate_op prefill_op", _kt_linear),
-    f"{_KT}layernorm.KQwen3MoeRMSNorm": _NORM,
-    f"{_KT}layernorm.RMSNorm": _NORM,
-    f"{_KT}RoPE.RotaryEmbedding": _ROPE,
-    f"{_KT}RoPE.KQwen3MoeRotaryEmbedding": _ROPE,
-    f"{_KT}mlp.KQwen2MoeMLP": _MLP,
-    f"{_KT}models.KQwen2MoeModel": _MODEL,
-    f"{_KT}models.KQwen3MoeModel": _MODEL,
+    f"{_KT}layernorm.RMSNorm": _op("norm", _PHASES, _kt_plain),
+    f"{_KT}RoPE.RotaryEmbedding": _op("rope", _PHASES, _kt_plain),
 }
-OPERATORS: dict[str, Operator] = {**OWN, **KTRANSFORMERS}
+# What a class that KTransformers has for one family alone does, by the kind that it replaces
+_OF_FAMILY: dict[str, Operator] = {
+    "model": _op("model", f"device {_THRESHOLD} transfer_map", _kt_model),
+    "moe_block": _op("moe_block mlp", _PHASES, _kt_plain),  # a rule by name meets dense layers' MLPs too
+    "attention": _op("attention", _PHASES, _kt_attention),
+    **{kind: _op(kind, _PHASES, _kt_plain) for kind in ("mlp", "norm", "rope")},
+}
+
+
+def operators_of(family: Family) -> dict[str, Operator]:
+    """Every class that a rule for a model of this family may name in `replace`."""
+    return {**OWN, **KTRANSFORMERS, **{name: _OF_FAMILY[kind] for name, kind in family.operators.items()}}

@@ -9,7 +9,6 @@ from dataclasses import replace
 from rules.choice import DEFAULT_CHOICE, Choice
 from rules.errors import RulesError
 from rules.machine import Machine
-from rules.modules import KINDS, canonical_class
 from rules.rule_set import Rule, RuleSet
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)(\.|$)")
@@ -33,7 +32,8 @@ def place(rule_set: RuleSet, modules: Sequence[tuple[str, str]], machine: Machin
         if rule is not None and not rule.recursive:
             closed.add(name)
     choices = {name: rule.choice if rule else DEFAULT_CHOICE for name, rule in found.items()}
-    _apply_prefill_threshold(choices, found, dict(modules))
+    experts = {name for name, c in modules if rule_set.family.kind(rule_set.family.canonical(c) or c) == "experts"}
+    _apply_prefill_threshold(choices, found, experts)
     _check_transfer_map(choices, found)
     if machine is not None:
         choices = {name: _on(machine, choice, found[name], rule_set) for name, choice in choices.items()}
@@ -45,15 +45,12 @@ def _parents(name: str) -> list[str]:
     return [".".join(words[:n]) for n in range(1, len(words))]
 
 
-def _apply_prefill_threshold(
-    choices: dict[str, Choice], found: dict[str, Rule | None], classes: dict[str, str]
-) -> None:
+def _apply_prefill_threshold(choices: dict[str, Choice], found: dict[str, Rule | None], experts: set[str]) -> None:
     """KTransformers writes the threshold of GPU prefill on the model; it is the experts that need it."""
     threshold = choices["model"].options.get("prefill_threshold", 0) if "model" in choices else 0
     for name, choice in choices.items():
-        kind = KINDS[canonical_class(classes[name]) or ""]
         rule = found[name]
-        if kind != "experts" or rule is None or not rule.raw.replace_class.value.startswith("ktransformers."):
+        if name not in experts or rule is None or not rule.raw.replace_class.value.startswith("ktransformers."):
             continue
         if choice.prefill_device == choice.device:
             continue

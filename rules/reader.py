@@ -44,6 +44,11 @@ class Kwargs:
         if item is not None:
             self.notes.append(Note(self._raw.index + 1, item.line, self._path(key), text))
 
+    def note_class(self, text: str) -> None:
+        """Say what another software's class is here."""
+        item = self._raw.replace_class
+        self.notes.append(Note(self._raw.index + 1, item.line, "replace.class", text))
+
     def device(self, key: str, default: str, auto: bool = False) -> str:
         allowed = (*DEVICES, "auto") if auto else DEVICES
         item = self._get(key)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rules.choice import Choice, Note
 from rules.document import RawRule, parse_rules
 from rules.errors import RulesError
-from rules.modules import ANY_CLASS, KINDS, canonical_class
-from rules.operators import OPERATORS
+from rules.family import ANY_CLASS, Family
+from rules.operators import Operator, operators_of
 from rules.reader import Kwargs
 
 _BUILTIN_FOLDER = Path(__file__).parent
@@ -38,23 +39,26 @@ class RuleSet:
     """The rules of a file in order, and what in it changes nothing here (`notes`, for the server to print)."""
 
     file: str
+    family: Family
     rules: tuple[Rule, ...]
     notes: tuple[Note, ...]
 
     def find(self, module_name: str, module_class: str) -> Rule | None:
         """The first rule that matches. RulesError if its operator cannot replace such a module, or if the class is
         none of the model's."""
-        canonical = canonical_class(module_class)
+        canonical = self.family.canonical(module_class)
         if canonical is None or canonical == ANY_CLASS:
-            raise RulesError(f"{module_name} is of the unknown class {module_class}", file=self.file, allowed=KINDS)
+            allowed = self.family.matchable
+            raise RulesError(f"{module_name} is of the unknown class {module_class}", file=self.file, allowed=allowed)
+        kind = self.family.kind(canonical)
         for rule in self.rules:
             if rule.matches(module_name, canonical):
-                if KINDS[canonical] not in rule.kinds:
+                if kind not in rule.kinds:
                     raise rule.raw.error(
                         f"{rule.raw.replace_class.value} cannot replace {module_name} ({canonical})",
                         "replace.class",
                         rule.raw.replace_class.line,
-                        sorted(c for c, op in OPERATORS.items() if KINDS[canonical] in op.kinds),
+                        sorted(c for c, op in operators_of(self.family).items() if kind in op.kinds),
                     )
                 return rule
         return None
@@ -70,8 +74,9 @@ def builtin_names() -> list[str]:
     return sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.yaml"))
 
 
-def load_rules(path_or_name: str | Path) -> RuleSet:
-    """Rules from a YAML file, or one of `builtin_names()`. RulesError says what is wrong and where."""
+def load_rules(path_or_name: str | Path, family: Family) -> RuleSet:
+    """Rules for models of a family, from a YAML file or one of `builtin_names()`. RulesError says what is wrong and
+    where."""
     path = Path(path_or_name)
     if str(path_or_name) in builtin_names():
         path = _BUILTIN_FOLDER / f"{path_or_name}.yaml"
@@ -82,19 +87,20 @@ def load_rules(path_or_name: str | Path) -> RuleSet:
         raise RulesError(
             f"cannot be read ({reason})", file=str(path_or_name), allowed=["a YAML file", *builtin_names()]
         ) from None
-    return parse_rule_set(data, str(path_or_name))
+    return parse_rule_set(data, str(path_or_name), family)
 
 
-def parse_rule_set(data: bytes, file: str) -> RuleSet:
+def parse_rule_set(data: bytes, file: str, family: Family) -> RuleSet:
     """Rules from the bytes of a file; `file` names it in messages."""
     rules: list[Rule] = []
     notes: list[Note] = []
+    operators = operators_of(family)
     for raw in parse_rules(data, file):
-        rule, said = _check(raw)
+        rule, said = _check(raw, family, operators)
         rules.append(rule)
         notes += said
     notes += _unused_prefill(rules)
-    return RuleSet(file, tuple(rules), tuple(sorted(notes, key=lambda note: note.line)))
+    return RuleSet(file, family, tuple(rules), tuple(sorted(notes, key=lambda note: note.line)))
 
 
 def _unused_prefill(rules: list[Rule]) -> list[Note]:
@@ -116,7 +122,7 @@ def _unused_prefill(rules: list[Rule]) -> list[Note]:
     ]
 
 
-def _check(raw: RawRule) -> tuple[Rule, list[Note]]:
+def _check(raw: RawRule, family: Family, operators: Mapping[str, Operator]) -> tuple[Rule, list[Note]]:
     name = None
     if raw.name is not None:
         try:
@@ -125,18 +131,18 @@ def _check(raw: RawRule) -> tuple[Rule, list[Note]]:
             raise raw.error(f"not a regular expression: {e}", "match.name", raw.name.line) from None
     module_class = None
     if raw.match_class is not None:
-        module_class = canonical_class(raw.match_class.value)
+        module_class = family.canonical(raw.match_class.value)
         if module_class is None:
             raise raw.error(
-                f"{raw.match_class.value} is no module class of Qwen3MoE",
+                f"{raw.match_class.value} is no module class of this model",
                 "match.class",
                 raw.match_class.line,
-                ["torch.nn.Linear", "torch.nn.Embedding", "torch.nn.ModuleList", *(k for k in KINDS if "Qwen" in k)],
+                family.matchable,
             )
-    operator = OPERATORS.get(raw.replace_class.value)
+    operator = operators.get(raw.replace_class.value)
     if operator is None:
         raise raw.error(
-            f"unknown class {raw.replace_class.value}", "replace.class", raw.replace_class.line, list(OPERATORS)
+            f"unknown class {raw.replace_class.value}", "replace.class", raw.replace_class.line, list(operators)
         )
     kwargs = Kwargs(raw, operator.keys)
     built = operator.build(kwargs)

@@ -1,15 +1,21 @@
-"""One step: decode rows first, then prefill chunks into what is left of the token budget."""
+"""One step: decode rows first, then prefill chunks into what is left of the token budget, then drafts.
+
+Background requests have steps of their own, in which no live request could take part; between such steps they keep
+their seats and blocks until live requests need them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from scheduler.core import Core, Flight
-from scheduler.cost import CostModel
 from scheduler.errors import IntegrityError
 from scheduler.plan import StepPlan, StepRow
-from scheduler.request import AdapterKey, Request, Status
-from scheduler.waiting import entry
+from scheduler.policy.cost import CostModel
+from scheduler.policy.shares import Shares
+from scheduler.policy.waiting import entry
+from scheduler.request import AdapterKey, Request, Status, is_background
 
 
 class Batch:
@@ -20,9 +26,13 @@ class Batch:
         self._config = core.config
         self._cost = cost
         self._rows: list[StepRow] = []
-        self._partial: dict[str, list[Request]] = {}  # running requests still in prefill, by tenant, best first
+        self._now = 0.0
+        self._background = False  # whose rows are planned now
+        self._pressed = False  # a live request lacks blocks that will come back
+        self._partial: dict[str, list[Request]] = {}  # running requests still in prefill, by account, best first
         self._owed = 0  # blocks that they will still need for their known tokens
         self._admitting = True
+        self._reserved: set[str] = set()  # accounts for whose next request a seat is kept free
         self._open: dict[AdapterKey, bool] = {}
         self._planned: set[Request] = set()
         self._put_off: set[Request] = set()  # waiting requests that do better to come in the next step
@@ -30,13 +40,19 @@ class Batch:
 
     def build(self, step: int, now: float) -> Flight | None:
         """Raises IntegrityError if two steps are in flight already."""
+        self._now = now
         core = self._core
         if len(core.flights) >= 2:
             raise IntegrityError(f"steps {[f.plan.step for f in core.flights]} are in flight; commit one first")
+        live = any(not request.background for request in core.requests.values())
         if self._config.num_adapter_slots:
-            core.slots.assign(core.waiting.best_ranks(), now)
-        self._add_decodes()
-        self._add_prefills()
+            core.slots.assign(core.waiting.best_ranks(background=not live), now)
+        self._displace_background()
+        self._add_rows()
+        if not self._rows and not self._live_could_run:
+            self._background, self._admitting = True, not core.num_live_waiting
+            self._add_rows()
+        self._add_drafts()
         if not self._rows:
             return None
         rows = sorted(self._rows, key=lambda row: not row.is_decode)
@@ -47,16 +63,102 @@ class Batch:
             core.publish(row.request)
         return flight
 
+    def _add_rows(self) -> None:
+        """Live ones, or those of background requests."""
+        self._make_room()
+        self._add_decodes()
+        self._add_prefills()
+
+    # ---- background requests give way
+
+    @property
+    def _live_could_run(self) -> bool:
+        """Whether a live request waits for nothing but room, so that a step without it would delay it."""
+        waiting = self._core.waiting
+        accounts = (name for name in waiting.accounts() if not is_background(name))
+        return self._pressed or any(waiting.first(name, self._is_open, ()) is not None for name in accounts)
+
+    def _displace_background(self) -> None:
+        """Take what waiting live requests lack of seats, blocks and adapter slots from background ones, the newest
+        first."""
+        core, most = self._core, self._config.max_num_seqs
+        background = [request for _, _, request in core.running if request.background]
+        if not background or not core.num_live_waiting:
+            return
+        live = [request for request in core.waiting if not request.background]
+        no_slot = any(not core.slots.has(request.adapter) for request in live)
+        live = [request for request in live if self._is_open(request.adapter)][:most]
+        seats = len(live) - (most - len(core.running))
+        owed = sum(self._blocks_missing(request) for _, _, request in core.running if not request.background)
+        blocks = sum(core.blocks.blocks_for(request.num_tokens) for request in live) - self._spare(owed) if live else 0
+        for victim in reversed(background):
+            if seats > 0 or blocks > 0 or (no_slot and victim.slot):
+                seats -= 1
+                blocks -= len(victim.blocks)
+                core.preempt(victim)
+
+    # ---- room for tenants that have less than their share
+
+    def _accounts(self) -> list[str]:
+        """Those with waiting requests whose rows are planned now."""
+        return [name for name in self._core.waiting.accounts() if is_background(name) is self._background]
+
+    def _make_room(self) -> None:
+        """Reserve a seat for each waiting tenant, those with the fewest first; others that have more give way."""
+        core = self._core
+        tenants = self._accounts() if self._admitting else []
+        running = {request.account for _, _, request in core.running if request.background is self._background}
+        if len({*tenants, *running}) < 2:
+            return
+        shares = Shares(core)
+        budget = self._config.max_num_batched_tokens - len(core.running)
+        for tenant in sorted(tenants, key=lambda name: (shares.seats(name), core.fairness[name].counter)):
+            request = core.waiting.first(tenant, self._is_open, ())
+            if request is None or budget <= 0:
+                continue
+            if self._free_seats <= 0:
+                victim = shares.seat_from(tenant)
+                if victim is None:
+                    continue
+                core.preempt(victim)
+                shares = Shares(core)
+            self._reserved.add(tenant)
+            budget -= request.num_tokens
+            while (lack := self._lacks(request)) > 0 and not core.blocks_are_held:
+                victim = shares.blocks_from(tenant, lack)
+                if victim is None:
+                    break
+                core.preempt(victim)
+                shares = Shares(core)
+
+    @property
+    def _free_seats(self) -> int:
+        """Those that are not reserved."""
+        return self._config.max_num_seqs - len(self._core.running) - len(self._reserved)
+
+    def _lacks(self, request: Request) -> int:
+        """Blocks that a waiting request lacks at most."""
+        core = self._core
+        owed = sum(self._blocks_missing(other) for _, _, other in core.running)
+        return core.blocks.blocks_for(request.num_tokens) - self._spare(owed)
+
+    def _spare(self, owed: int) -> int:
+        """Free blocks that a waiting request may have."""
+        # some stay free so that decode rows do not preempt it at once
+        return self._core.blocks.num_free - owed - (self._config.num_blocks // 100 if self._core.running else 0)
+
     # ---- decode
 
     def _add_decodes(self) -> None:
         core, limit = self._core, self._config.max_tokens_held
         for _, _, request in list(core.running):
-            if request.status is not Status.RUNNING:
-                continue  # a better one just took its place
+            if request.status is not Status.RUNNING or request.background is not self._background:
+                continue  # a better one just took its place, or not its turn
+            if request.num_drafts:
+                continue  # where its next token stands is known once they are committed
             num_tokens = request.num_tokens
             if request.num_computed < len(request.prompt) or num_tokens - request.num_computed > 1:
-                self._partial.setdefault(request.tenant, []).append(request)
+                self._partial.setdefault(request.account, []).append(request)
                 continue
             if num_tokens >= limit or num_tokens - len(request.prompt) >= request.sampling.max_tokens:
                 continue  # the tokens in flight end it
@@ -67,14 +169,12 @@ class Batch:
 
     def _add_prefills(self) -> None:
         """Chunks go to the tenant that got the least service, one request after another."""
-        core = self._core
         budget = self._prefill_budget()
         for tenant, requests in self._partial.items():
             self._partial[tenant] = [request for request in requests if request.status is Status.RUNNING]
             self._owed += sum(self._blocks_missing(request) for request in self._partial[tenant])
-        self._admitting &= len(core.waiting) > 0
         heap: list[tuple[float, float, int, str]] = []
-        for tenant in dict.fromkeys([*self._partial, *(core.waiting.tenants() if self._admitting else ())]):
+        for tenant in dict.fromkeys([*self._partial, *self._accounts()]):
             self._push(heap, tenant)
         heapify(heap)
         while heap and budget > 0:
@@ -92,7 +192,7 @@ class Batch:
     def _prefill_budget(self) -> int:
         config = self._config
         budget = config.max_num_batched_tokens - len(self._rows)
-        if not self._rows:
+        if not self._rows and not self._background:
             return budget  # nobody waits for a next token
         if config.itl_target_s is None:
             return budget if config.mixed_chunk is None else min(budget, config.mixed_chunk)
@@ -110,7 +210,7 @@ class Batch:
             partial.pop(0)
         running = partial[0] if partial else None
         waiting = None
-        if self._admitting and len(self._core.running) < self._config.max_num_seqs:
+        if tenant in self._reserved or (self._admitting and self._free_seats > 0):
             waiting = self._core.waiting.first(tenant, self._is_open, self._put_off)
         if running is None or waiting is None:
             return running or waiting
@@ -138,36 +238,63 @@ class Batch:
     def _admit(self, request: Request, budget: int) -> int:
         """The first chunk of a waiting request, if all its known tokens fit beside what runs; returns its tokens.
 
-        If they do not, nobody is admitted in this step: smaller requests must not overtake it for ever.
+        If they do not, nobody is admitted in this step: smaller requests must not overtake it indefinitely.
         """
         core = self._core
-        spare = core.blocks.num_free - self._owed
-        if core.running:
-            spare -= self._config.num_blocks // 100  # so that decode rows do not preempt it at once
-            if core.blocked is not None and core.blocked[0] is request and spare <= core.blocked[1]:
-                self._admitting = False
-                return 0
+        spare = self._spare(self._owed)
+        if core.running and core.blocked is not None and core.blocked[0] is request and spare <= core.blocked[1]:
+            return self._stop_admitting(request)
         match = core.blocks.match(request)
         if core.blocks.next_hash(request, match) in self._completed:
             # another request computes its next block right now: in the next step it is a hit
             self._put_off.add(request)
-            self._admitting = len(self._put_off) < self._config.max_num_seqs
-            return 0
+            return 0 if len(self._put_off) < self._config.max_num_seqs else self._stop_admitting(request)
         if core.blocks.blocks_for(request.num_tokens) - len(match.blocks) > spare - match.num_free:
             core.blocked = request, spare
-            self._admitting = False
-            return 0
-        core.admit(request, match)
+            return self._stop_admitting(request)
+        core.admit(request, match, self._now)
+        self._reserved.discard(request.account)
         size = min(budget, request.num_tokens - request.num_computed)
         core.blocks.grow(request, request.num_computed + size)
         self._owed += self._blocks_missing(request)
         self._add_chunk(request, size)
         return size
 
+    def _stop_admitting(self, request: Request) -> int:
+        self._admitting = False
+        self._reserved.discard(request.account)
+        return 0
+
     def _add_chunk(self, request: Request, size: int) -> None:
         start = request.num_computed
         self._completed.update(self._core.blocks.hashes(request, start, start + size))
         self._add_row(request, size)
+
+    # ---- drafts
+
+    def _add_drafts(self) -> None:
+        """Into tokens and blocks that nobody else wants. Blocks that turn out not to be needed come back at once."""
+        proposer, blocks = self._core.proposer, self._core.blocks
+        if proposer is None:
+            return
+        budget = self._config.max_num_batched_tokens - sum(row.num_tokens for row in self._rows)
+        spare = blocks.num_free - max(0, self._owed)
+        for i, row in enumerate(self._rows):
+            request = row.request
+            if not (row.is_decode and row.samples) or request.num_in_flight > 1:
+                continue  # its last token is not known
+            end = row.start + 1
+            room = (len(request.blocks) + max(0, spare)) * blocks.block_size - end
+            wanted = min(request.sampling.max_tokens - len(request.output), self._config.max_tokens_held - end) - 1
+            count = min(budget, room, wanted)
+            drafts = tuple(proposer.propose(request)[:count]) if count > 0 else ()
+            if drafts:
+                spare += len(request.blocks)
+                blocks.grow(request, end + len(drafts))
+                spare -= len(request.blocks)
+                budget -= len(drafts)
+                request.num_drafts = len(drafts)
+                self._rows[i] = replace(row, num_tokens=1 + len(drafts), drafts=drafts)
 
     # ---- both
 
@@ -183,26 +310,25 @@ class Batch:
         self._core.charge(request, end, config.prefill_weight, config.decode_weight)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for so many positions. If there are none, the newest of the lowest priority are preempted, as long
-        as they come after this request and are not in the step yet."""
+        """Blocks for so many positions. If there are none, requests are preempted that are not in the step yet: of the
+        tenant that holds the most blocks for its weight the newest of the lowest priority, unless that is this one."""
         core = self._core
         while not core.blocks.grow(request, num_tokens):
             if core.blocks_are_held:
+                self._pressed = True
                 return False  # some come back when the step before has ended
             victim = self._victim(request)
             if victim is None:
                 return False
             core.preempt(victim)
-            self._admitting = False
+            self._admitting = self._admitting and victim.background is not request.background
         return True
 
     def _victim(self, request: Request) -> Request | None:
-        for _, _, victim in reversed(self._core.running):
-            if victim is request:
-                break
-            if victim not in self._planned:
-                return victim
-        return None
+        standing = Shares(self._core).standing
+        others = [other for _, _, other in self._core.running if other not in self._planned]
+        victim = max(others, key=standing, default=request)
+        return victim if standing(victim) > standing(request) else None
 
     def _blocks_missing(self, request: Request) -> int:
         return max(0, self._core.blocks.blocks_for(request.num_tokens) - len(request.blocks))

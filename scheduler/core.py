@@ -9,14 +9,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from scheduler.blocks import BlockManager, Match
 from scheduler.config import SchedulerConfig
 from scheduler.errors import IntegrityError
-from scheduler.fairness import Fairness
+from scheduler.memory.blocks import BlockManager, Match
+from scheduler.memory.slots import AdapterSlots
 from scheduler.plan import StepPlan, StepRow
-from scheduler.request import AdapterKey, Request, Status
-from scheduler.slots import AdapterSlots
-from scheduler.waiting import Entry, WaitingQueue, entry
+from scheduler.policy.drafts import Proposer
+from scheduler.policy.fairness import Fairness
+from scheduler.policy.waiting import Entry, WaitingQueue, entry
+from scheduler.request import AdapterKey, Request, Status, is_background
 
 
 @dataclass
@@ -31,8 +32,9 @@ class Flight:
 
 
 class Core:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None) -> None:
         self.config = config
+        self.proposer = proposer
         self.requests: dict[str, Request] = {}
         self.running: list[Entry] = []  # by rank
         self.waiting = WaitingQueue()
@@ -47,7 +49,7 @@ class Core:
         self.num_looked_up_tokens = 0
 
     def arrive(self, request: Request, now: float, tenant_weight: float) -> None:
-        self.fairness.arrive(request.tenant, tenant_weight)
+        self.fairness.arrive(request.account, tenant_weight)
         request.status = Status.WAITING
         request.arrival = self.num_arrived
         request.arrival_s = now
@@ -57,13 +59,14 @@ class Core:
         self.slots.add_user(request.adapter)
         self.waiting.add(request)
 
-    def admit(self, request: Request, match: Match) -> None:
+    def admit(self, request: Request, match: Match, now: float) -> None:
         self.waiting.remove(request)
-        self.fairness.leave(request.tenant)
+        self.fairness.leave(request.account)
         self.blocks.take(request, match)
         request.slot = self.slots.pin(request.adapter)
         request.num_computed = match.num_tokens
         if request.status is Status.WAITING:
+            request.queued_s = now - request.arrival_s
             request.num_cached = min(match.num_tokens, len(request.prompt))
             self.num_hit_tokens += request.num_cached
             self.num_looked_up_tokens += len(request.prompt)
@@ -78,7 +81,7 @@ class Core:
         request.status = Status.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.fairness.wait_again(request.tenant)
+        self.fairness.wait_again(request.account)
         self.waiting.add(request)
 
     def end(self, request: Request, status: Status) -> None:
@@ -87,13 +90,15 @@ class Core:
             self._leave_running(request)
         else:
             self.waiting.remove(request)
-            self.fairness.leave(request.tenant)
+            self.fairness.leave(request.account)
         for flight in self.flights:
             self.void(flight, request)
         request.status = status
-        request.num_in_flight = 0
+        request.num_in_flight = request.num_drafts = 0
+        if self.proposer is not None:
+            self.proposer.forget(request)
         del self.requests[request.request_id]
-        self.fairness.end(request.tenant)
+        self.fairness.end(request.account)
         self.slots.drop_user(request.adapter)
 
     def void(self, flight: Flight, request: Request) -> None:
@@ -101,6 +106,7 @@ class Core:
         if row is not None and request not in flight.void:
             flight.void.add(request)
             request.num_in_flight -= row.samples
+            request.num_drafts -= len(row.drafts)
 
     def charge(self, request: Request, end: int, prompt_weight: float, output_weight: float) -> None:
         """Charge the tenant for positions up to `end` that it has not been charged for."""
@@ -108,7 +114,13 @@ class Core:
         prompt = max(0, min(end, split) - request.num_charged)
         output = max(0, end - max(request.num_charged, split))
         request.num_charged = max(request.num_charged, end)
-        self.fairness.charge(request.tenant, prompt * prompt_weight + output * output_weight)
+        self.fairness.charge(request.account, prompt * prompt_weight + output * output_weight)
+
+    def accept(self, request: Request, row: StepRow, num_drafts: int) -> None:
+        """So many of the row's drafts stay; positions and blocks beyond them are given back."""
+        request.num_computed = row.start + 1 + num_drafts
+        self.blocks.trim(request, request.num_tokens)
+        self.charge(request, request.num_computed, self.config.prefill_weight, self.config.decode_weight)
 
     def publish(self, request: Request) -> None:
         """Make what is computed findable; the newest step that has a row of the request answers for it."""
@@ -142,6 +154,11 @@ class Core:
                     self.blocks.unpublish(block)
 
     @property
+    def num_live_waiting(self) -> int:
+        """Requests that wait and are not background work."""
+        return sum(self.fairness[name].num_waiting for name in self.waiting.accounts() if not is_background(name))
+
+    @property
     def blocks_are_held(self) -> bool:
         return any(flight.held for flight in self.flights)
 
@@ -165,11 +182,11 @@ class Core:
         for request in listed:
             users[request.adapter] = users.get(request.adapter, 0) + 1
             holders.append(request.blocks)
-            in_flight = sum(
-                f.rows[request].samples for f in self.flights if request in f.rows and request not in f.void
-            )
-            if request.num_in_flight != in_flight:
-                found.append(f"request {request.request_id}: {request.num_in_flight} in flight, rows say {in_flight}")
+            rows = [f.rows[request] for f in self.flights if request in f.rows and request not in f.void]
+            known = request.num_in_flight, request.num_drafts
+            in_flight = sum(row.samples for row in rows), sum(len(row.drafts) for row in rows)
+            if known != in_flight:
+                found.append(f"request {request.request_id}: {known} tokens, drafts in flight, rows say {in_flight}")
             if len(request.blocks) * self.config.block_size < request.num_computed:
                 found.append(f"request {request.request_id}: {request.num_computed} positions computed, blocks too few")
             if request.slot:

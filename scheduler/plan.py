@@ -10,26 +10,39 @@ from scheduler.request import AdapterKey, Request
 
 @dataclass(frozen=True)
 class StepRow:
-    """One request's part of a step: positions [start, start + num_tokens)."""
+    """One request's part of a step: positions [start, start + num_tokens), of which the last hold the drafts.
+
+    A row that samples samples after its last token and after each draft, `num_samples` tokens.
+    """
 
     request: Request
     start: int
     num_tokens: int
     adapter_slot: int  # 0 = base
     samples: bool  # False for a prefill chunk that is not the last one
+    drafts: tuple[int, ...] = ()  # of a decode row: tokens that are computed although they may turn out wrong
 
     @property
     def is_decode(self) -> bool:
-        return self.num_tokens == 1 and self.start >= len(self.request.prompt)
+        return self.num_tokens == 1 + len(self.drafts) and self.start >= len(self.request.prompt)
+
+    @property
+    def num_samples(self) -> int:
+        return 1 + len(self.drafts) if self.samples else 0
+
+    def token(self, position: int) -> int | None:
+        """The token at one of the row's positions, or None while the step before is still to deliver it."""
+        draft = position - (self.start + self.num_tokens - len(self.drafts))
+        return self.drafts[draft] if draft >= 0 else self.request.token(position)
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """A flat token batch, decode rows first, prefill chunks after.
 
-    A decode row's token may still be on the device (`request.token(start)` is None): it is the one that the
-    step before is about to sample for the same request. `block_tables[i]` is row i's blocks as they were when
-    the step was planned, long enough for start + num_tokens positions.
+    A decode row's token may still be on the device (`row.token(start)` is None): it is the one that the step
+    before is about to sample for the same request; such a row has no drafts. `block_tables[i]` is row i's blocks
+    as they were when the step was planned, long enough for start + num_tokens positions.
     """
 
     step: int
@@ -66,7 +79,7 @@ class Event:
     # TOKENS; also FINISHED: the tokens committed with it. An end-of-sequence or stop token is never among them.
     tokens: list[int] = field(default_factory=list)
     reason: str = ""  # FINISHED: "stop" or "length"; otherwise a sentence for the user
-    retry_after_s: float | None = None  # REFUSED for want of room
+    retry_after_s: float | None = None  # REFUSED because the queue was full
     stop_token: int | None = None  # FINISHED "stop": the token that ended it, which is not part of the output
 
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """At most `num_tokens` of reasoning; then the tokens `closing` are forced. Reasoning begins behind the token
+    `begin` among the first few of the output, None: at once; it ends with the token `end`."""
+
+    num_tokens: int
+    begin: int | None
+    end: int
+    closing: tuple[int, ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a request's tokens are chosen. Ranges are checked by the api before a request is made.
+    """How a request's tokens are chosen. Ranges are checked before a request is made, by the api and the engine.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch the filter off. `logprobs` is the number of
     alternatives per output token (0: only the chosen token's), None: no log-probabilities at all;
-    `prompt_logprobs` likewise for the prompt's tokens.
+    `prompt_logprobs` likewise for the prompt's tokens. Before `min_tokens` neither a stop nor an end-of-sequence token
+    comes; none of `bad_words`, token sequences, ever does; `allowed_token_ids` are the only ones that come, if given.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -31,6 +44,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    thinking: ThinkingBudget | None = None
+
+    def ending_tokens(self, eos_token_ids: Iterable[int]) -> set[int]:
+        """The tokens that end the output."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
 
 
 class AdapterKey(NamedTuple):
@@ -41,6 +61,13 @@ class AdapterKey(NamedTuple):
 
 
 BASE = AdapterKey(0, 0)
+
+
+_BACKGROUND = "\0"  # in no tenant's name
+
+
+def is_background(account: str) -> bool:
+    return account.endswith(_BACKGROUND)
 
 
 class Status(enum.Enum):
@@ -69,13 +96,19 @@ class Request:
     tenant: str = "default"
     priority: int = 0  # smaller runs first
     deadline: float | None = None  # in the scheduler's clock, seconds
+    background: bool = False  # runs only in steps that no live request could use
+    held: bool = False  # waits for something of its own, until `Scheduler.release`
+    cache_group: str | None = None  # tenants of one share the prefix cache; None: the tenant is alone
+    cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
 
     # Scheduler
     status: Status = Status.WAITING
     arrival: int = -1  # order of arrival, 0, 1, 2, ...
     arrival_s: float = 0.0
+    queued_s: float = 0.0  # from arrival until it first ran
     output: list[int] = field(default_factory=list)  # committed tokens
-    num_in_flight: int = 0  # tokens that launched, uncommitted steps will append (0 or 1 a step)
+    num_in_flight: int = 0  # tokens that launched, uncommitted steps will append, accepted drafts aside (0 or 1 a step)
+    num_drafts: int = 0  # in flight; the request is not planned again before they are accepted or rejected
     num_computed: int = 0  # positions whose KV is (or will be, once launched steps ended) in blocks
     num_cached: int = 0  # prompt positions first served from the prefix cache
     num_preemptions: int = 0
@@ -90,9 +123,25 @@ class Request:
     num_published: int = 0  # leading blocks that were found in, or offered to, the prefix cache
 
     @property
+    def account(self) -> str:
+        """Whose service, seats and places in the queue are counted: a tenant's background work is an account of its
+        own."""
+        return f"{self.tenant}{_BACKGROUND}" if self.background else self.tenant
+
+    @property
+    def cache_owner(self) -> str:
+        """Whose blocks of the prefix cache it may find."""
+        return f"tenant {self.tenant}" if self.cache_group is None else f"group {self.cache_group}"
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output, those still in flight counted."""
         return len(self.prompt) + len(self.output) + self.num_in_flight
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """The tokens at [start, end), without what launched steps are still to deliver."""
+        prompt = len(self.prompt)
+        return self.prompt[start:end] + self.output[max(start - prompt, 0) : max(end - prompt, 0)]
 
     def token(self, position: int) -> int | None:
         """The token at `position`, or None while a launched step is still to deliver it."""

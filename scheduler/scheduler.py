@@ -6,15 +6,18 @@ add -> [schedule -> StepPlan -> (engine launches) -> commit -> events] ... -> on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from scheduler.batch import Batch
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, Flight
-from scheduler.cost import CostModel
 from scheduler.errors import IntegrityError
-from scheduler.pace import Pace
-from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan
-from scheduler.request import BASE, AdapterKey, Request, Status
+from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan, StepRow
+from scheduler.policy.cost import CostModel
+from scheduler.policy.drafts import Proposer
+from scheduler.policy.pace import Pace
+from scheduler.policy.shares import displaced
+from scheduler.request import BASE, AdapterKey, Request, Status, is_background
 
 __all__ = ["AdmissionError", "IntegrityError", "Scheduler", "SchedulerConfig"]
 
@@ -30,38 +33,59 @@ class Scheduler:
     """Continuous batching over paged KV, adapter slots and fair tenants.
 
     Times are seconds of the caller's clock, which must not run backwards. Ended requests are forgotten: their last
-    event is returned once, by whichever call ended them.
+    event is returned once, by whichever call ended them. `proposer`: decode rows carry the drafts that it makes.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
         self.config = config
-        self._core = Core(config)
+        self._core = Core(config, proposer)
         self._cost = CostModel(config.initial_chunk, config.min_chunk)
         self._pace = Pace()
         self._eos = frozenset(config.eos_token_ids)
         self._step = 0
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
+        self._num_drafted_tokens = 0
+        self._num_accepted_tokens = 0
 
     # ---- requests
 
-    def add(self, request: Request, now: float, tenant_weight: float = 1.0) -> None:
-        """Take a request into the queue, or raise AdmissionError. A larger weight means a larger share of service."""
+    def add(
+        self, request: Request, now: float, tenant_weight: float = 1.0, max_waiting: int | None = None
+    ) -> Event | None:
+        """Take a request into the queue, or raise AdmissionError. A larger weight means a larger share of service, of
+        seats and of the queue, in which background requests take no place from live ones; a tenant with `max_waiting`
+        requests in the queue is refused more. If the queue is full, a waiting request of a tenant with more than its
+        share leaves it: its REFUSED is returned."""
         core, config = self._core, self.config
         if request.request_id in core.requests:
             raise AdmissionError("duplicate", f"request {request.request_id!r} is under way already")
         if not request.prompt:
             raise AdmissionError("empty_prompt", "the prompt has no tokens, at least 1 is needed")
+        if "\0" in request.tenant:
+            raise AdmissionError("invalid_tenant", f"the tenant's name {request.tenant!r} holds a NUL character")
         if request.adapter != BASE and not config.num_adapter_slots:
             raise AdmissionError("no_adapter_slots", "this server has no adapter slots")
         self._check_length(request)
-        if len(core.waiting) >= config.max_queue:
+        if not 0 < tenant_weight < float("inf"):
             raise AdmissionError(
-                "queue_full",
-                f"{len(core.waiting)} requests are waiting, the limit is {config.max_queue}",
-                self._pace.retry_after_s(len(core.waiting)),
+                "invalid_weight",
+                f"the weight of tenant {request.tenant!r} is {tenant_weight}, must be a finite number above 0",
             )
+        event = None
+        waiting = len(core.waiting) if request.background else core.num_live_waiting
+        if max_waiting is not None and core.fairness.num_waiting(request.account) >= max_waiting:
+            full = f"{max_waiting} requests of this tenant are waiting, its limit"
+            raise AdmissionError("queue_full", full, self._pace.retry_after_s(waiting))
+        if waiting >= config.max_queue:
+            full = f"{waiting} requests are waiting, the limit is {config.max_queue}"
+            retry_after_s = self._pace.retry_after_s(waiting)
+            victim = displaced(core, request.account, tenant_weight)
+            if victim is None:
+                raise AdmissionError("queue_full", full, retry_after_s)
+            event = replace(self._end(victim, EventKind.REFUSED, full), retry_after_s=retry_after_s)
         core.arrive(request, now, tenant_weight)
+        return event
 
     def abort(self, request_id: str, reason: str) -> Event | None:
         """The request is in no plan from now on. None if it is unknown or has ended."""
@@ -75,6 +99,11 @@ class Scheduler:
         request = self._core.requests.get(request_id)
         never_ran = request is None or request.status is Status.WAITING
         return self._end_known(request_id, EventKind.REFUSED if never_ran else EventKind.FAILED, reason)
+
+    def release(self, request_id: str) -> None:
+        """What a held request waited for is there. Unknown ones have ended."""
+        if (request := self._core.requests.get(request_id)) is not None:
+            request.held = False
 
     def finish(self, request_id: str, num_tokens: int) -> Event | None:
         """A stop string was found: the output ends after `num_tokens` tokens, later ones are dropped."""
@@ -102,17 +131,20 @@ class Scheduler:
         if flight is None:
             return None
         self._step += 1
-        decodes = sum(row.is_decode for row in flight.plan.rows)
-        self._num_decode_tokens += decodes
-        self._num_prefill_tokens += flight.plan.num_tokens - decodes
+        for row in flight.plan.rows:
+            if row.is_decode:
+                self._num_decode_tokens += 1
+            else:
+                self._num_prefill_tokens += row.num_tokens
         return flight.plan
 
     def commit(self, plan: StepPlan, tokens: Sequence[Sequence[int]], now: float) -> list[Event]:
-        """Take a step's tokens: `tokens[i]` is row i's one token, or empty if the row does not sample.
+        """Take a step's tokens: `tokens[i]` is row i's, empty if it does not sample; else the drafts that were
+        accepted, from the first one on, and the token sampled after them.
 
         Steps are committed in order. Rows of requests that have ended since are ignored. An end-of-sequence or stop
         token ends its request as "stop" and is not part of the output; the token that reaches max_tokens or the
-        length limit is.
+        length limit is. Tokens after the one that ended a request are dropped.
         """
         core = self._core
         if not core.flights or core.flights[0].plan is not plan:
@@ -123,18 +155,19 @@ class Scheduler:
         wrong = [
             row.request.request_id
             for row, new in zip(plan.rows, tokens, strict=True)
-            if row.request not in flight.void and len(new) != row.samples
+            if row.request not in flight.void and not _fits(row, new)
         ]
         if wrong:
-            raise IntegrityError(f"step {plan.step}: not one token per sampling row for requests {wrong}")
+            raise IntegrityError(
+                f"step {plan.step}: not accepted drafts and one token per sampling row for requests {wrong}"
+            )
         del core.flights[0]
         events = []
         for row, new in zip(plan.rows, tokens, strict=True):
             request = row.request
             if request not in flight.void:
                 if row.samples:
-                    request.num_in_flight -= 1
-                    events.append(self._take_token(request, new[0]))
+                    events.append(self._take_tokens(row, new))
                 elif row.start + row.num_tokens == request.num_tokens and not request.sampling.max_tokens:
                     events.append(self._end(request, EventKind.FINISHED, "length"))
         core.land(flight)
@@ -201,8 +234,13 @@ class Scheduler:
         return list(self._core.requests.values())
 
     def stats(self) -> dict[str, float | int]:
-        """For people and /metrics. `tenant_service/NAME` is weighted tokens."""
+        """For people and /metrics. `tenant_service/NAME`, of background work `background_service/NAME`, is weighted
+        tokens."""
         core = self._core
+        services = {
+            f"background_service/{account[:-1]}" if is_background(account) else f"tenant_service/{account}": service
+            for account, service in core.fairness.services().items()
+        }
         free, cached = core.blocks.num_free, core.blocks.num_free_cached
         return {
             "running": len(core.running),
@@ -218,10 +256,20 @@ class Scheduler:
             "preemptions": core.num_preemptions,
             "prefill_tokens": self._num_prefill_tokens,
             "decode_tokens": self._num_decode_tokens,
+            "drafted_tokens": self._num_drafted_tokens,
+            "accepted_tokens": self._num_accepted_tokens,
+            "adapter_uses": core.slots.num_uses,
+            "adapter_slot_loads": core.slots.num_loads,
+            "adapter_wait_s": core.slots.waited_s,
             "slots_total": len(core.slots.slots),
             "slots_used": sum(slot.pins > 0 for slot in core.slots.slots),
-            **{f"tenant_service/{name}": service for name, service in core.fairness.services().items()},
+            **services,
         }
+
+    @property
+    def running(self) -> list[Request]:
+        """Those that hold blocks, in the order in which they are served."""
+        return [request for _, _, request in self._core.running]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError with everything that is inconsistent."""
@@ -239,21 +287,33 @@ class Scheduler:
             return
         raise AdmissionError(
             "too_long",
-            f"the prompt has {len(request.prompt)} tokens and leaves no room for output: prompt and output together "
-            f"can have {limit} tokens ({what})",
+            f"This model's maximum context length is {limit} tokens ({what}). However, your prompt resulted in "
+            f"{len(request.prompt)} tokens and leaves no room for output. Please reduce the length of the prompt.",
         )
 
-    def _take_token(self, request: Request, token: int) -> Event:
-        sampling = request.sampling
-        if token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos):
-            return self._end(request, EventKind.FINISHED, "stop", stop_token=token)
-        request.output.append(token)
-        total = len(request.prompt) + len(request.output)
-        if len(request.output) >= sampling.max_tokens or total >= self.config.max_tokens_held:
-            return self._end(request, EventKind.FINISHED, "length", tokens=[token])
+    def _take_tokens(self, row: StepRow, tokens: Sequence[int]) -> Event:
+        request, accepted = row.request, len(tokens) - 1
+        request.num_in_flight -= 1
+        request.num_drafts -= len(row.drafts)
+        self._num_drafted_tokens += len(row.drafts)
+        self._num_accepted_tokens += accepted
+        self._num_decode_tokens += accepted
+        for i, token in enumerate(tokens):
+            if self._is_stop(request, token):
+                return self._end(request, EventKind.FINISHED, "stop", tokens=tokens[:i], stop_token=token)
+            request.output.append(token)
+            total = len(request.prompt) + len(request.output)
+            if len(request.output) >= request.sampling.max_tokens or total >= self.config.max_tokens_held:
+                return self._end(request, EventKind.FINISHED, "length", tokens=tokens[: i + 1])
         if request.status is Status.RUNNING:
+            if row.drafts:
+                self._core.accept(request, row, accepted)
             self._core.publish(request)
-        return Event(EventKind.TOKENS, request, [token])
+        return Event(EventKind.TOKENS, request, list(tokens))
+
+    def _is_stop(self, request: Request, token: int) -> bool:
+        sampling = request.sampling
+        return token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
 
     def _end_known(self, request_id: str, kind: EventKind, reason: str) -> Event | None:
         request = self._core.requests.get(request_id)
@@ -276,3 +336,11 @@ class Scheduler:
             if flight.plan is plan:
                 return flight
         raise IntegrityError(f"step {plan.step} is not in flight")
+
+
+def _fits(row: StepRow, tokens: Sequence[int]) -> bool:
+    """Whether these can be what came of the row: some of its drafts, and one token more."""
+    if not row.samples:
+        return not tokens
+    accepted = len(tokens) - 1
+    return 0 <= accepted <= len(row.drafts) and tuple(tokens[:accepted]) == row.drafts[:accepted]

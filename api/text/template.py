@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -49,20 +49,43 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+@jinja2.pass_context
+def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
+    """Wanting the context, it keeps the compiler from computing constant expressions, which may be of any size."""
+    return value
+
+
+def _asked_for(environment: jinja2.Environment, source: str) -> frozenset[str]:
+    """The names that a template asks for: `meta.find_undeclared_variables`, without its optimizer, which computes
+    constants of any size."""
+    generator = meta.TrackingCodeGenerator(environment)
+    generator.optimizer = None
+    generator.visit(environment.parse(source))
+    return frozenset(generator.undeclared_identifiers)
+
+
 class ChatTemplate:
-    """Compiled once. `special_tokens`: bos_token, eos_token, ... as the template may name them.
+    """Compiled once. `special_tokens`: bos_token, eos_token, ... as the template may name them. `strings`: the string
+    literals in its source; `variables`: the names that it asks for.
     Raises TemplateError if `source` is not a template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            optimized=False,
+            finalize=_as_it_is,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
-        self._special = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self.strings = [text for _, kind, text in environment.lex(source) if kind == "string"]
+            self.variables = _asked_for(environment, source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template is wrong: {error}", "chat_template") from error
 
@@ -76,20 +99,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `continue_final_message` cuts it right after the last message's content, which the
         model then goes on writing; `variables` are the template's own, e.g. enable_thinking. Raises TemplateError."""
-        values: dict[str, Any] = {"tools": None, "documents": None, **self._special, **(variables or {})}
+        values: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **(variables or {})}
         values.update(messages=list(messages), add_generation_prompt=add_generation_prompt)
         try:
             text = self._template.render(values)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            IndexError,
-            OverflowError,
-        ) as error:
-            raise TemplateError(f"the chat template cannot render these messages: {error}", "messages") from error
+        except Exception as error:
+            what = str(error) or type(error).__name__
+            raise TemplateError(f"the chat template cannot render these messages: {what[:500]}", "messages") from error
         return _cut(text, messages) if continue_final_message else text
 
 

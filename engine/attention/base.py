@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK_SIZE = 16
+from engine.config import KV_BLOCK_TOKENS
+
+BLOCK_SIZE = KV_BLOCK_TOKENS
 
 
 @dataclass
@@ -30,7 +32,6 @@ class BatchLayout:
     # Decode rows only, filled up with rows of a scratch block to a size that recurs; `positions` and `slot_mapping` are
     # at fixed addresses, and what `forward` launches may be captured in a CUDA graph and replayed after another `plan`.
     padded: bool = False
-    part: int = 0  # which plan of a backend this is (`AttentionBackend.parts`): the second half-batch of a step has 1
 
     @property
     def num_rows(self) -> int:
@@ -45,16 +46,15 @@ class AttentionBackend(ABC):
     """Owns the KV blocks of all layers. H query heads, G KV heads, D head_dim; causal; scale 1 / sqrt(D)."""
 
     captures: bool = False  # whether a padded batch's `forward` may be captured in a CUDA graph
-    parts: int = 1  # plans held at a time: two half-batches of one step need two
-    notes: tuple[str, ...] = ()  # what people should be told of how it computes
+    notes: tuple[str, ...] = ()  # logged at start: how it computes
 
     @abstractmethod
     def plan(self, batch: BatchLayout) -> None:
-        """Host-side work of a step, once (for each part of it), before the first `forward` of that step."""
+        """Host-side work of a step, once, before the first `forward` of that step."""
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: int = 0) -> torch.Tensor:
-        """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]. By the plan of `part`."""
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]."""
 
     @property
     @abstractmethod

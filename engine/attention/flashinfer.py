@@ -6,22 +6,31 @@ import importlib
 import importlib.util
 import os
 import shutil
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
 from engine.errors import EngineError, UserError
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 
 WORKSPACE_BYTES = 512 << 20  # 128 MiB are too few for a chunk of 512 rows over 2048 positions
+_PLAN_BYTES = 8 << 20  # arrays of one wrapper, on the GPU and again pinned on the CPU
+_PREFILL_WRAPPERS = 2  # fa2's and fa3's
 HEAD_DIMS = (64, 128, 256)
 PREFILLS = ("auto", "fa2", "fa3")
 FA3_ROWS = 256  # of a chunk, from which fa3 is used: 1.5 times as fast as fa2 at 512, 1.8 times at 8192
 _FP8_CAPABILITY = (8, 9)  # from which a GPU converts to e4m3 by itself
 _FA3_CAPABILITY = (9, 0)
+
+
+def plan_bytes(decode_sizes: int) -> int:
+    """What the arrays of all wrappers take beside the workspace, on the GPU and again pinned on the CPU."""
+    return (decode_sizes + _PREFILL_WRAPPERS) * _PLAN_BYTES
 
 
 def flashinfer_available() -> tuple[bool, str]:
@@ -77,7 +86,6 @@ class FlashInferAttention(AttentionBackend):
     """
 
     captures = True
-    parts = 2
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class FlashInferAttention(AttentionBackend):
         if not ready:
             raise UserError(why, field="attention_backend")
         self._flashinfer: Any = importlib.import_module("flashinfer")
-        self._write = importlib.import_module("engine.kernels.ops").write_kv
+        self._write = importlib.import_module("engine.ops.gpu_kernels").write_kv
         kv_dtype, capability = kv_dtype or dtype, torch.cuda.get_device_capability(device)
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             raise UserError(f"kv_cache_dtype {kv_dtype}: flashinfer takes bfloat16 and fp8", field="kv_cache_dtype")
@@ -120,13 +128,13 @@ class FlashInferAttention(AttentionBackend):
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prefill = self._prefill_wrapper("fa2")
         self._long_prefill: Any = None  # fa3's
-        self._decode: dict[tuple[int, int], Any] = {}  # by part and rows
+        self._decode: dict[int, Any] = {}  # by rows
         # Sequences that share a prefix list its blocks each, so a step can list more blocks than there are.
-        self._indices = [torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device) for _ in range(2)]
-        self._planned: dict[int, list[tuple[Any, slice]]] = {}  # by part
-        self._slots: dict[int, torch.Tensor] = {}
+        self._indices = torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device)
+        self._planned: list[tuple[Any, slice]] = []
+        self._slots: torch.Tensor | None = None
         cuda: Any = torch.cuda
-        self._copied: list[Any] = [cuda.Event(), cuda.Event()]  # the arrays of a part's last plan have left the host
+        self._copied: Any = cuda.Event()  # the arrays of the last plan have left the host
         self.notes = (self._choose_prefill(prefill, fa3_limit(capability, kv_dtype)),)
 
     def _prefill_wrapper(self, backend: str) -> Any:
@@ -166,26 +174,25 @@ class FlashInferAttention(AttentionBackend):
         return self._token_bytes
 
     def plan(self, batch: BatchLayout) -> None:
-        """Waits until the GPU has taken the arrays of the part's plan before, which by then it has as a rule."""
-        self._copied[batch.part].synchronize()
-        pages = [-(-length // BLOCK_SIZE) for length in batch.context_lens]
-        starts = [0]
-        for count in pages:
-            starts.append(starts[-1] + count)
-        blocks = [block for table, n in zip(batch.block_tables, pages, strict=True) for block in table[:n]]
-        last = [(length - 1) % BLOCK_SIZE + 1 for length in batch.context_lens]
-        last_page = _pinned(last)
+        """Waits until the GPU has taken the arrays of the plan before, which by then it has as a rule."""
+        self._copied.synchronize()
+        lengths = np.array(batch.context_lens)
+        pages = -(-lengths // BLOCK_SIZE)
+        starts = np.concatenate(([0], np.cumsum(pages)))
+        tables = (table[:n] for table, n in zip(batch.block_tables, pages.tolist(), strict=True))
+        blocks = np.fromiter(chain.from_iterable(tables), np.int32, starts[-1])
+        last_page = _pinned((lengths - 1) % BLOCK_SIZE + 1)
         indices = _pinned(blocks).to(self._device, non_blocking=True)
         if batch.padded:
-            wrapper = self._plan_decode(batch.part, batch.num_rows, _pinned(starts), indices, last_page)
-            self._planned[batch.part] = [(wrapper, slice(0, batch.num_rows))]
+            wrapper = self._plan_decode(batch.num_rows, _pinned(starts), indices, last_page)
+            self._planned = [(wrapper, slice(0, batch.num_rows))]
         else:
-            self._planned[batch.part] = self._plan_any(batch, starts, indices, last_page)
-        self._slots[batch.part] = batch.slot_mapping
-        self._copied[batch.part].record()
+            self._planned = self._plan_any(batch, starts, indices, last_page)
+        self._slots = batch.slot_mapping
+        self._copied.record()
 
     def _plan_any(
-        self, batch: BatchLayout, pages: list[int], indices: torch.Tensor, last: torch.Tensor
+        self, batch: BatchLayout, pages: NDArray[np.int64], indices: torch.Tensor, last: torch.Tensor
     ) -> list[tuple[Any, slice]]:
         """Wrappers and the tokens that each computes. Row r's blocks are indices[pages[r] : pages[r + 1]]."""
         rows = batch.num_rows
@@ -195,15 +202,15 @@ class FlashInferAttention(AttentionBackend):
         for wrapper, first, end in ((self._prefill, 0, cut), (self._long_prefill, cut, rows)):
             if first == end:
                 continue
-            tokens, own = batch.row_starts[first : end + 1], pages[first : end + 1]
+            tokens, own = np.array(batch.row_starts[first : end + 1]), pages[first : end + 1]
             self._plan_prefill(
                 wrapper,
-                _pinned([at - tokens[0] for at in tokens]),
-                _pinned([at - own[0] for at in own]),
+                _pinned(tokens - tokens[0]),
+                _pinned(own - own[0]),
                 indices[own[0] : own[-1]],
                 last[first:end],
             )
-            planned.append((wrapper, slice(tokens[0], tokens[-1])))
+            planned.append((wrapper, slice(int(tokens[0]), int(tokens[-1]))))
         return planned
 
     def _plan_prefill(
@@ -224,17 +231,15 @@ class FlashInferAttention(AttentionBackend):
             kv_data_type=self._kv_dtype,
         )
 
-    def _plan_decode(
-        self, part: int, rows: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
-    ) -> Any:
-        c, held = self._config, self._indices[part]
+    def _plan_decode(self, rows: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
+        c, held = self._config, self._indices
         if len(indices) > len(held):
             raise EngineError(f"attention: {len(indices)} blocks in a step, {len(held)} at most")
-        if (part, rows) not in self._decode:
-            self._decode[part, rows] = self._wrapper(rows, held)
+        if rows not in self._decode:
+            self._decode[rows] = self._wrapper(rows, held)
         mine = held[: len(indices)]
         mine.copy_(indices)
-        self._decode[part, rows].plan(
+        self._decode[rows].plan(
             indptr,
             mine,
             last,
@@ -245,10 +250,9 @@ class FlashInferAttention(AttentionBackend):
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
         )
-        return self._decode[part, rows]
+        return self._decode[rows]
 
     def _wrapper(self, rows: int, indices: torch.Tensor) -> Any:
-        """The parts share one workspace: a stream's kernels use it one after the other."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
@@ -259,12 +263,12 @@ class FlashInferAttention(AttentionBackend):
             paged_kv_last_page_len_buffer=torch.ones(rows, dtype=torch.int32, device=self._device),
         )
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: int = 0) -> torch.Tensor:
-        if part not in self._slots:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._slots is None:
             raise EngineError("attention: plan() comes before forward()")
         keys, values = self.cache[layer]
-        self._write(keys, values, k, v, self._slots[part])
-        q, planned = q.contiguous(), self._planned[part]
+        self._write(keys, values, k, v, self._slots)
+        q, planned = q.contiguous(), self._planned
         if len(planned) == 1:
             out: torch.Tensor = planned[0][0].run(q, (keys, values))
             return out
@@ -274,6 +278,6 @@ class FlashInferAttention(AttentionBackend):
         return out
 
 
-def _pinned(values: list[int]) -> torch.Tensor:
+def _pinned(values: NDArray[Any]) -> torch.Tensor:
     """int32 [n] in pinned memory that is not reused before its copy to the GPU has ended."""
-    return torch.tensor(values, dtype=torch.int32).pin_memory()
+    return torch.as_tensor(values, dtype=torch.int32).pin_memory()

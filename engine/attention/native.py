@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.attention.base import AttentionBackend, BatchLayout
 from engine.errors import EngineError, UserError
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from native import _native
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 
@@ -29,7 +31,7 @@ class NativeAttention(AttentionBackend):
         config: ModelConfig,
         num_blocks: int,
         dtype: torch.dtype,
-        pool: Any,
+        pool: _native.WorkerPool,
         isa: str = "",
         *,
         kv_dtype: torch.dtype | None = None,
@@ -46,17 +48,19 @@ class NativeAttention(AttentionBackend):
         kv_dtype = kv_dtype or dtype
         if kv_dtype not in (dtype, torch.bfloat16):
             raise UserError(f"kv_dtype {kv_dtype}: beside {dtype} it is {dtype} or bfloat16", field="dtype")
+        from native import _native
+
         try:
-            self.kernel: Any = importlib.import_module("native._native").PagedAttention(
+            self.kernel = _native.PagedAttention(
                 pool,
-                config.num_hidden_layers,
-                num_blocks,
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                dim,
-                kv_dtype == torch.bfloat16,
-                isa,
-                dtype == torch.float32,
+                layers=config.num_hidden_layers,
+                num_blocks=num_blocks,
+                heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_dim=dim,
+                is_bf16=kv_dtype == torch.bfloat16,
+                isa=isa,
+                float_rows=dtype == torch.float32,
             )
         except ValueError as error:
             raise UserError(f"native attention: {error}") from error
@@ -81,10 +85,8 @@ class NativeAttention(AttentionBackend):
         except ValueError as error:
             raise EngineError(f"native attention: {error}") from error
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: int = 0) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q, k, v may be slices of one tensor: tokens any stride apart, heads and dimensions contiguous."""
-        if part:
-            raise EngineError("native attention holds one plan at a time")
         tokens = q.shape[0]
         out = torch.empty((tokens, *self._q_shape), dtype=self.dtype)
         for name, t, shape in (("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)):
@@ -97,14 +99,14 @@ class NativeAttention(AttentionBackend):
             self.kernel.forward(
                 layer,
                 tokens,
-                q.data_ptr(),
-                q.stride(0),
-                k.data_ptr(),
-                k.stride(0),
-                v.data_ptr(),
-                v.stride(0),
-                out.data_ptr(),
-                out.stride(0),
+                q=q.data_ptr(),
+                q_stride=q.stride(0),
+                k=k.data_ptr(),
+                k_stride=k.stride(0),
+                v=v.data_ptr(),
+                v_stride=v.stride(0),
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
             )
         except ValueError as error:
             raise EngineError(f"native attention: {error}") from error

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,6 @@ class _Plan:
 class ReferenceAttention(AttentionBackend):
     """KV of layer l: two tensors [num_blocks, BLOCK_SIZE, G, D]. Works on any device, bf16 or float32."""
 
-    parts = 2
-
     def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
         self.cache = [
@@ -30,7 +28,7 @@ class ReferenceAttention(AttentionBackend):
             for _ in range(config.num_hidden_layers)
         ]
         self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
-        self._plans: dict[int, _Plan] = {}  # by part
+        self._plan: _Plan | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -38,7 +36,7 @@ class ReferenceAttention(AttentionBackend):
 
     def plan(self, batch: BatchLayout) -> None:
         device = batch.positions.device
-        plan = self._plans[batch.part] = _Plan(batch, [], [])
+        plan = self._plan = _Plan(batch, [], [])
         for r in range(batch.num_rows):
             context, new = batch.context_lens[r], batch.row_starts[r + 1] - batch.row_starts[r]
             used = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -49,10 +47,10 @@ class ReferenceAttention(AttentionBackend):
             mask = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
             plan.masks.append(None if new == 1 else mask)
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: int = 0) -> torch.Tensor:
-        if part not in self._plans:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        plan = self._plan
+        if plan is None:
             raise RuntimeError("plan() comes before forward()")
-        plan = self._plans[part]
         batch = plan.batch
         keys, values = (t.flatten(0, 1) for t in self.cache[layer])
         keys[batch.slot_mapping] = k

@@ -1,8 +1,8 @@
 """The contract between the model and whatever computes the routed experts.
 
 One `ExpertBuffers` per buffer set is shared by all layers; one `ExpertTask` per (layer, buffer set) is bound once
-and replayed for ever. The number of rows is read from `bsz` when the task runs, so a captured graph or a replayed
-task serves any batch up to the buffers' size and padding rows cost nothing.
+and then replayed. The number of rows is read from `bsz` when the task runs, so a captured graph or a replayed task
+serves any batch up to the buffers' size and padding rows cost nothing.
 
     model:   fill hidden, ids, weights, slots, bsz  ->  post(task)  ...other work...  wait(task)  ->  read out
 """
@@ -12,13 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from engine.lora.adapter import ExpertLora
     from engine.weights.store import ExpertStore
+
+C = TypeVar("C")
 
 
 @dataclass
@@ -56,11 +58,10 @@ class ExpertBuffers:
             out=empty(rows, hidden, dtype=dtype),
         )
 
-    def twin(self, rows: int) -> ExpertBuffers:
-        """Another set of the same kind in the same memory, of at most `rows` rows."""
-        h, device = self.hidden, None if self.hidden.device.type == "cpu" else self.hidden.device
-        pin = device is None and h.is_pinned()
-        return ExpertBuffers.allocate(rows, self.ids.shape[1], h.shape[1], h.dtype, pin, device)
+    @classmethod
+    def row_bytes(cls, top_k: int, hidden: int, element_bytes: int) -> int:
+        """What `allocate` takes for each row."""
+        return top_k * (8 + 4) + 4 + 2 * hidden * element_bytes
 
     @property
     def max_rows(self) -> int:
@@ -86,8 +87,16 @@ class ExpertBackend(ABC):
 
     buffers_on: Literal["cpu", "cuda"] = "cpu"  # where the buffers that `bind` takes lie; beside a GPU, "cpu" is pinned
     follows_stream: bool = False  # whether post and wait take a CUDA stream, so that a CUDA graph can hold them
-    # What of a task runs on the CPU pool between post and wait, while the stream goes on with other work.
-    beside_stream: Literal["nothing", "part", "all"] = "nothing"
+
+    @property
+    def offers(self) -> tuple[object, ...]:
+        """What a backend that wraps this one, or a model that runs layers without Python, can use beyond this contract:
+        objects of the kinds in engine/experts/capabilities.py."""
+        return ()
+
+    def capability(self, kind: type[C]) -> C | None:
+        """What is offered of a kind; None: nothing."""
+        return next((offered for offered in self.offers if isinstance(offered, kind)), None)
 
     @abstractmethod
     def load_layer(self, layer: int, store: ExpertStore) -> None:

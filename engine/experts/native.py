@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from engine.errors import ExpertBackendError, UserError
+from engine.errors import EngineError, ExpertBackendError, ModelFileError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.capabilities import ExpertCounters, NativeTasks, PackedWeights
 from engine.lora.adapter import ExpertLora
-from engine.model_config import ModelConfig
-from engine.pack_cache import PackCache, PackKey
+from engine.model.config import ModelConfig
+from engine.weights.pack_cache import PackCache, PackKey
+from engine.weights.packed import QUANTISED_FORMATS, packed_bytes, packed_format, plain_format
 from engine.weights.store import ExpertStore, WeightTensor
 from native.topology import make_pool, pool_groups
 
+if TYPE_CHECKING:
+    from native import _native
+
 PROJECTIONS = ("gate", "up", "down")
-QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}
-_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass
 class _Call:
     """A bound task and whether it was posted and not yet waited for."""
 
-    task: Any
+    task: _native.MoeTask
     posted: bool = False
 
 
-def _plain_format(plain: torch.dtype, quantise: str | None) -> str:
-    """How unquantised weights are packed."""
-    return QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
-
-
-def _format(native: Any, kind: str, plain: str) -> str:
-    """The packed format of a stored type; what has none is dequantised first."""
-    if kind in _FLOATS or not native.has_source_type(kind):
-        return plain
-    return str(native.format_of(kind))
+def layer_bytes(store: ExpertStore, element_bytes: int, quantise: str | None) -> int:
+    """What NativeExperts takes for a layer's weights; `element_bytes`: of a plain weight."""
+    plain = plain_format(element_bytes, quantise)
+    return store.num_experts * sum(packed_bytes(store.expert(projection, 0), plain) for projection in PROJECTIONS)
 
 
 def scratch_bytes(
@@ -57,7 +54,7 @@ def scratch_bytes(
     """What NativeExperts take besides a layer's weights in calls of up to `rows` rows. `rank`: of the largest adapter,
     0: none; `threads`: of the pool, None: its own number. UserError for an `isa` that is not to be had."""
     native: Any = importlib.import_module("native._native")
-    forms = [_format(native, store.type(name), _plain_format(plain, quantise)) for name in PROJECTIONS]
+    forms = [packed_format(store.type(name), plain_format(plain.itemsize, quantise)) for name in PROJECTIONS]
     pool = [len(group) for group in pool_groups(threads)]
     sizes = (config.hidden_size, config.moe_intermediate_size)
     try:
@@ -68,7 +65,7 @@ def scratch_bytes(
 
 
 class NativeExperts(ExpertBackend):
-    """GGUF blocks are repacked without loss (native/src/core/format.hpp draws the layout). Plain weights are held as
+    """GGUF blocks are repacked without loss (native/src/packing/format.hpp draws the layout). Plain weights are held as
     `plain`, bfloat16 or float32 (default: `dtype`, the activations'), or are quantised on request.
 
     `pool`: a `native._native.WorkerPool` to share with other backends; default: its own over this process's CPUs.
@@ -82,7 +79,7 @@ class NativeExperts(ExpertBackend):
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        pool: Any = None,
+        pool: _native.WorkerPool | None = None,
         *,
         isa: str = "",
         quantise: str | None = None,
@@ -92,19 +89,19 @@ class NativeExperts(ExpertBackend):
     ) -> None:
         plain = plain or dtype
         if not {dtype, plain} <= {torch.bfloat16, torch.float32}:
-            raise UserError(f"dtype {dtype}, {plain}: the native experts take bfloat16 and float32", field="dtype")
+            raise EngineError(f"dtype {dtype}, {plain}: the native experts take bfloat16 and float32")
         if quantise is not None and quantise not in QUANTISED_FORMATS:
-            raise UserError(f"quantise {quantise}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
+            raise EngineError(f"quantise {quantise}: allowed are {', '.join(QUANTISED_FORMATS)}")
         self._config = config
         self._weight_dtype = plain
-        self._plain = _plain_format(plain, quantise)
+        self._plain = plain_format(plain.itemsize, quantise)
         try:
             self._native: Any = importlib.import_module("native._native")
-            self.pool: Any = pool if pool is not None else make_pool()
-            self._runner: Any = self._native.MoeRunner(self.pool, isa, deterministic)
+            self.pool: _native.WorkerPool = pool if pool is not None else make_pool()
+            self._runner: _native.MoeRunner = self._native.MoeRunner(self.pool, isa, deterministic)
         except (ImportError, ValueError) as error:
             raise UserError(f"native experts: {error}", field="expert_backend") from error
-        self._layers: dict[int, Any] = {}
+        self._layers: dict[int, _native.ExpertLayer] = {}
         self._cache = cache
 
     @property
@@ -117,22 +114,37 @@ class NativeExperts(ExpertBackend):
         """Bytes of the packed weights."""
         return sum(layer.num_bytes for layer in self._layers.values())
 
-    def packed(self, layer: int) -> Any:
-        """A layer's `native._native.ExpertLayer`, whose memory others may read. KeyError if it is not loaded."""
-        return self._layers[layer]
+    @property
+    def weight_bytes_read(self) -> int:
+        """Bytes of base weights that all calls so far have gone through: an expert's once for all rows of a work item,
+        whatever adapters they have."""
+        return int(self._runner.weight_bytes_read)
+
+    @property
+    def offers(self) -> tuple[object, ...]:
+        counters = ExpertCounters(self.choices, lambda: self.weight_bytes_read)
+        return NativeTasks(self.pool, self._native_task), PackedWeights(self._layers), counters
+
+    def choices(self) -> dict[int, list[int]]:
+        """By layer, how often rows have chosen each of its experts in all calls so far."""
+        return {index: layer.choices for index, layer in self._layers.items()}
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         types = [store.type(name) for name in PROJECTIONS]
         shape = (store.num_experts, self._config.hidden_size, self._config.moe_intermediate_size)
-        forms = [self._form(kind) for kind in types]
+        forms = [packed_format(kind, self._plain) for kind in types]
 
-        def make() -> Any:
-            return self._native.ExpertLayer(*shape, forms, self.pool.groups, self.pool.nodes)
+        def make() -> _native.ExpertLayer:
+            made: _native.ExpertLayer = self._native.ExpertLayer(*shape, forms, self.pool.groups, self.pool.nodes)
+            return made
 
-        def pack(made: Any) -> None:
+        def pack(made: _native.ExpertLayer) -> None:
             for projection, name in enumerate(PROJECTIONS):
                 kind, parts = self._source(store, name)
-                made.load(self.pool, projection, kind, 0, [part.ctypes.data for part in parts])
+                try:
+                    made.load(self.pool, projection, kind, 0, [part.ctypes.data for part in parts])
+                except ValueError as error:
+                    raise ModelFileError(f"{store.name(name)}: {error}") from error
 
         try:
             if self._cache is None:
@@ -163,9 +175,6 @@ class NativeExperts(ExpertBackend):
         values = [weight.dequantise(dtype).contiguous().view(torch.uint8).numpy() for weight in experts]
         return plain, values
 
-    def _form(self, kind: str) -> str:
-        return _format(self._native, kind, self._plain)
-
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         """Layers that this backend does not hold are another backend's."""
         for index, layer in self._layers.items():
@@ -175,7 +184,7 @@ class NativeExperts(ExpertBackend):
             else:
                 self._put(layer, slot, lora)
 
-    def _put(self, layer: Any, slot: int, lora: ExpertLora) -> None:
+    def _put(self, layer: _native.ExpertLayer, slot: int, lora: ExpertLora) -> None:
         tensors = [lora.gate_a, lora.up_a, lora.down_a, lora.gate_b, lora.up_b, lora.down_b]
         bf16 = all(t.dtype == torch.bfloat16 for t in tensors)
         held = [t.to("cpu", torch.bfloat16 if bf16 else torch.float32).contiguous() for t in tensors]
@@ -207,15 +216,19 @@ class NativeExperts(ExpertBackend):
             raise ExpertBackendError(f"layer {layer} has no experts loaded (loaded: {sorted(self._layers)})")
         self._check_buffers(buffers)
         b = buffers
-        addresses = [t.data_ptr() for t in (b.bsz, b.ids, b.weights, b.slots, b.hidden, b.out)]
         try:
             task = self._native.MoeTask(
                 self._runner,
                 self._layers[layer],
-                *addresses,
-                b.max_rows,
-                b.ids.shape[1],
-                b.hidden.dtype == torch.bfloat16,
+                bsz=b.bsz.data_ptr(),
+                ids=b.ids.data_ptr(),
+                weights=b.weights.data_ptr(),
+                slots=b.slots.data_ptr(),
+                hidden=b.hidden.data_ptr(),
+                out=b.out.data_ptr(),
+                max_rows=b.max_rows,
+                top_k=b.ids.shape[1],
+                bf16=b.hidden.dtype == torch.bfloat16,
             )
         except ValueError as error:
             raise ExpertBackendError(f"native experts: {error}") from error
@@ -256,8 +269,7 @@ class NativeExperts(ExpertBackend):
         except (ValueError, RuntimeError, MemoryError) as error:
             raise ExpertBackendError(f"layer {task.layer}, native experts: {error}") from error
 
-    def native_task(self, task: ExpertTask) -> Any:
-        """The `native._native.MoeTask` behind a bound task, for callers that run it without Python in between."""
+    def _native_task(self, task: ExpertTask) -> _native.MoeTask:
         call: _Call = task.handle
         return call.task
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelFileError
+from engine.weights.dequant import dequantise, nonfinite
 from engine.weights.store import WeightTensor
+
+if TYPE_CHECKING:
+    from native import _native
 
 
 class Embedding(ABC):
@@ -49,7 +53,7 @@ class PackedEmbedding(Embedding):
 
     device = torch.device("cpu")
 
-    def __init__(self, packed: Any, pool: Any, width: int, *, shared: bool) -> None:
+    def __init__(self, packed: Any, pool: _native.WorkerPool, width: int, *, shared: bool) -> None:
         self.packed = packed
         self._pool = pool
         self._width = width
@@ -76,15 +80,17 @@ class BlockEmbedding(Embedding):
     device = torch.device("cpu")
 
     def __init__(self, weight: WeightTensor) -> None:
+        if bad := nonfinite(weight.data, weight.type, weight.shape):
+            raise ModelFileError(f"{weight.name}: {bad} blocks are not finite")
         self._blocks = np.array(weight.data).reshape(weight.shape[0], -1)
-        self._name, self._type, self._shape = weight.name, weight.type, weight.shape
+        self._type, self._shape = weight.type, weight.shape
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         rows, width = self._shape
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
             raise EngineError(f"embed: ids reach {int(ids.min())} to {int(ids.max())}; allowed are 0 to {rows - 1}")
         chosen = np.ascontiguousarray(self._blocks[ids.numpy()]).reshape(-1)
-        return WeightTensor(self._name, (ids.shape[0], width), self._type, chosen).dequantise()
+        return dequantise(chosen, self._type, (ids.shape[0], width), torch.float32)
 
     @property
     def num_bytes(self) -> int:

@@ -13,15 +13,25 @@ import torch.nn.functional as F
 from engine.errors import AdapterError, EngineError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.lora.adapter import LoraPair
+from engine.lora.ranks import RANK_STEP, padded_rank
+from engine.model.config import ModelConfig
 from engine.weights.store import WeightTensor
 
-MIN_RANK = 16  # the least that the matrix units multiply
 _COLUMNS = 64  # the kernels' column block: a joined projection begins at a multiple of it
 
 
-def padded_rank(rank: int) -> int:
-    """Columns that the tables have for adapters of at most `rank`."""
-    return max(MIN_RANK, 1 << (rank - 1).bit_length())
+def slot_table_bytes(model: ModelConfig, slots: int, rank: int, element_bytes: int) -> int:
+    """Slot tables of attention, dense MLPs, shared experts (activations' type), routers and their gates (float32)."""
+    rank, hidden = padded_rank(rank), model.hidden_size
+    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    attention = (hidden * 3 + q + 2 * kv) + (q + hidden)
+    dense = 3 * (hidden + model.intermediate_size)
+    router, shared = hidden + model.num_experts, 0
+    if model.shared_expert_intermediate_size:
+        router, shared = router + hidden + 1, 3 * (hidden + model.shared_expert_intermediate_size)
+    sparse = len(model.sparse_layers)
+    narrow = model.num_hidden_layers * attention + (model.num_hidden_layers - sparse) * dense + sparse * shared
+    return (slots + 1) * rank * (narrow * element_bytes + sparse * router * 4)
 
 
 class _Tables:
@@ -50,7 +60,7 @@ class _Tables:
             a[: pair.rank].copy_(pair.a)
             b[:, : pair.rank].copy_(pair.b)
             self.scales[slot, part].fill_(pair.scale)
-        self.ranks[slot].fill_(-(-max(held) // MIN_RANK) * MIN_RANK)
+        self.ranks[slot].fill_(-(-max(held) // RANK_STEP) * RANK_STEP)
 
 
 class _Product:
@@ -84,7 +94,7 @@ class _Product:
         if segments is None:
             raise EngineError("projections on a GPU need a LoRA batch with segments")
         if self._add_lora is None:
-            self._add_lora = importlib.import_module("engine.kernels.lora").add_lora
+            self._add_lora = importlib.import_module("engine.linear.gpu_kernels").add_lora
         t = self.tables
         self._add_lora(y, x, t.a, t.b, t.ranks, t.scales, self.starts, segments.order, segments.tiles)
         return y

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,11 +13,41 @@ from engine.errors import EngineError, UserError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
 from engine.lora.adapter import LoraPair
-from engine.pack_cache import PackCache, PackKey
+from engine.weights.pack_cache import PackCache, PackKey
+from engine.weights.packed import QUANTISED_FORMATS, packed_bytes, packed_format, plain_format, repacks
 from engine.weights.store import WeightTensor
 
-_PLAIN = ("F32", "F16", "BF16")
-QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # as Q8_0, as Q4_1
+if TYPE_CHECKING:
+    from native import _native
+
+_PAGE, _HUGE_PAGE = 4096, 2 << 20
+
+
+def weight_bytes(weight: WeightTensor, element_bytes: int, quantise: str | None) -> int:
+    """What NativeLinearBackend takes for a projection [out, in]; `element_bytes`: of a plain weight."""
+    return _mapped(packed_bytes(weight, plain_format(element_bytes, quantise)))
+
+
+def embedding_bytes(weight: WeightTensor, element_bytes: int, quantise: str | None, tied: bool) -> int | None:
+    """What NativeLinearBackend.embedding takes beside the head (`tied`: which holds the same tensor); None: it makes
+    none."""
+    if tied and _exact(weight, plain_format(element_bytes, quantise)):
+        return 0
+    if repacks(weight.type):
+        return weight_bytes(weight, element_bytes, quantise)
+    return weight.num_bytes if weight.quantised else None
+
+
+def _exact(weight: WeightTensor, plain: str) -> bool:
+    """Whether packing loses nothing."""
+    form = packed_format(weight.type, plain)
+    return repacks(weight.type) or form == "f32" or (form == "bf16" and weight.type == "BF16")
+
+
+def _mapped(num_bytes: int) -> int:
+    """Memory from the kernel comes in huge pages where one would be filled."""
+    step = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else _PAGE
+    return -(-num_bytes // step) * step
 
 
 class NativeLinear(Linear):
@@ -30,7 +60,9 @@ class NativeLinear(Linear):
     others alone.
     """
 
-    def __init__(self, name: str, packed: Any, runner: Any, shape: tuple[int, int]) -> None:
+    def __init__(
+        self, name: str, packed: _native.PackedLinear, runner: _native.LinearRunner, shape: tuple[int, int]
+    ) -> None:
         self.name = name
         self.packed = packed
         self.out_features, self.in_features = shape
@@ -38,7 +70,7 @@ class NativeLinear(Linear):
 
     @property
     def format(self) -> str:
-        """How the weights lie: a format of native/src/core/format.hpp."""
+        """How the weights lie: a format of native/src/packing/format.hpp."""
         return str(self.packed.format)
 
     @property
@@ -48,8 +80,16 @@ class NativeLinear(Linear):
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         rows, bf16 = _input(self, x)
         out = torch.empty((rows, self.out_features), dtype=x.dtype)
-        slots = _slots(lora, rows)
-        self.runner.run(self.packed, x.data_ptr(), x.stride(0), rows, bf16, slots, out.data_ptr(), self.out_features)
+        self.runner.run(
+            self.packed,
+            x=x.data_ptr(),
+            stride=x.stride(0),
+            rows=rows,
+            is_bf16=bf16,
+            slots=slots_address(lora, rows),
+            out=out.data_ptr(),
+            out_stride=self.out_features,
+        )
         return out
 
     def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
@@ -82,7 +122,7 @@ class NativeLinearBackend(LinearBackend):
     def __init__(
         self,
         dtype: torch.dtype,
-        pool: Any,
+        pool: _native.WorkerPool,
         isa: str = "",
         quantise: str | None = None,
         *,
@@ -98,9 +138,9 @@ class NativeLinearBackend(LinearBackend):
         self._native: Any = importlib.import_module("native._native")
         self._pool = pool
         self._cache = cache
-        self._plain = QUANTISED_FORMATS[quantise] if quantise else "f32" if plain == torch.float32 else "bf16"
+        self._plain = plain_format(plain.itemsize, quantise)
         try:
-            self._runner: Any = self._native.LinearRunner(pool, isa, deterministic)
+            self._runner: _native.LinearRunner = self._native.LinearRunner(pool, isa, deterministic)
         except ValueError as error:
             raise UserError(f"native linear: {error}") from error
 
@@ -117,7 +157,7 @@ class NativeLinearBackend(LinearBackend):
             bias = 0 if added is None else added.data_ptr()
             return self._native.PackedLinear(form, n, k, shards, bias, self._pool.nodes)
 
-        def pack(made: Any) -> None:
+        def pack(made: _native.PackedLinear) -> None:
             source, data = self._source(weight)
             made.load(self._pool, source, data.ctypes.data, data.nbytes)
 
@@ -136,24 +176,19 @@ class NativeLinearBackend(LinearBackend):
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         """Quantised, or shared with the head: packed, if that loses nothing. A quantised type that has no packed form
         stays as it is; other weights are smallest and quickest as a table."""
-        form = self._form(weight)
-        exact = bool(self._native.linear_format(weight.type)) and weight.quantised
-        if exact or form == "f32" or (form == "bf16" and weight.type == "BF16"):
-            if isinstance(head, NativeLinear):
-                return PackedEmbedding(head.packed, self._pool, weight.shape[1], shared=True)
-            if exact:
-                packed = self.load(name, weight, None).packed
-                return PackedEmbedding(packed, self._pool, weight.shape[1], shared=False)
+        if isinstance(head, NativeLinear) and _exact(weight, self._plain):
+            return PackedEmbedding(head.packed, self._pool, weight.shape[1], shared=True)
+        if repacks(weight.type):
+            packed = self.load(name, weight, None).packed
+            return PackedEmbedding(packed, self._pool, weight.shape[1], shared=False)
         return BlockEmbedding(weight) if weight.quantised else None
 
     def _form(self, weight: WeightTensor) -> str:
-        """The packed format; what has none of its own is held as plain weights are."""
-        own = str(self._native.linear_format(weight.type))
-        return self._plain if weight.type in _PLAIN or not own else own
+        return packed_format(weight.type, self._plain)
 
     def _source(self, weight: WeightTensor) -> tuple[str, Any]:
         """Type and bytes to pack. A type without a packed format is dequantised."""
-        if self._native.linear_format(weight.type):
+        if self._native.has_source_type(weight.type):
             return weight.type, np.ascontiguousarray(weight.data)
         return "F32", weight.dequantise(torch.float32).view(torch.uint8).flatten().numpy()
 
@@ -169,7 +204,16 @@ class NativeLinearBackend(LinearBackend):
             rows, bf16 = _input(first, x)
             outs = [torch.empty((rows, size), dtype=x.dtype) for size in sizes]
             places = [out.data_ptr() for out in outs]
-            runner.run_many(packed, x.data_ptr(), x.stride(0), rows, bf16, _slots(lora, rows), places, sizes)
+            runner.run_many(
+                packed,
+                x=x.data_ptr(),
+                stride=x.stride(0),
+                rows=rows,
+                is_bf16=bf16,
+                slots=slots_address(lora, rows),
+                outs=places,
+                out_strides=sizes,
+            )
             return outs
 
         return run
@@ -187,8 +231,8 @@ def _input(linear: NativeLinear, x: torch.Tensor) -> tuple[int, bool]:
     return x.shape[0], bf16
 
 
-def _slots(lora: LoraBatch | None, rows: int) -> int:
-    """Address of the rows' slots, 0 for a base-only batch."""
+def slots_address(lora: LoraBatch | None, rows: int) -> int:
+    """Address of the rows' slots [T], 0 for a base-only batch."""
     if lora is None or not lora.groups:
         return 0
     slots = lora.slots

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.weights.layout import ROUTERS
+
 _PANEL = 16  # rows of A, padded
 _F32 = 4
 
@@ -99,7 +101,7 @@ class AdapterWeights:
         linears = 0
         for name, pair in self.linears.items():
             values = _round(pair.rank) * pair.a.shape[1] + _round(pair.b.shape[0]) * pair.rank
-            linears += values * (_F32 if name.endswith(".mlp.gate") else element_bytes)
+            linears += values * (_F32 if name.endswith(ROUTERS) else element_bytes)
         extra = sum(t.numel() for ms in self.extra_mlps.values() for m in ms for t in (m.gate, m.up, m.down))
         return linears + _F32 * extra + sum(e.slot_bytes(element_bytes) for e in self.experts.values())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import UserError
-from engine.memory_units import format_bytes
+from engine.memory.units import format_bytes
 
 
 class AdapterSize(NamedTuple):
@@ -33,6 +33,10 @@ class AdapterBudget:
         copies = sorted((size.slot for size in sizes), reverse=True)
         return sum(size.read for size in sizes) + self.copies * sum(copies[: self.slots])
 
+    def room(self, held: Sequence[AdapterSize]) -> int | None:
+        """Bytes that one more may have as it was read, at most."""
+        return None if self.limit_bytes is None else max(self.limit_bytes - self.needed(held), 0)
+
     def check(self, name: str, held: Sequence[AdapterSize], new: AdapterSize) -> None:
         """UserError if `new` does not fit beside `held`."""
         if self.limit_bytes is None:
@@ -43,5 +47,5 @@ class AdapterBudget:
                 f"adapter {name!r} needs {format_bytes(after - before)}, and {len(held)} loaded ones take "
                 f"{format_bytes(before)} of the {format_bytes(self.limit_bytes)} for adapters: unload one, or start "
                 "with more --adapter-memory",
-                "path",
+                "lora_path",
             )

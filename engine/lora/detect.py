@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from engine.errors import AdapterError
 from engine.lora.files import EXTRA_FILE, FUSED_FILE, AdapterFiles, Entry, refusal
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 
 PREFIX = "base_model.model."
 PROJECTIONS = ("gate", "up", "down")
@@ -16,7 +16,7 @@ FUSED_NAMES = tuple(f"{projection}_lora_{half}" for projection in PROJECTIONS fo
 
 _LAYER = r"model\.layers\.(\d+)\."
 _HALF = r"lora_([AB])(?:\.default)?\.weight"
-_LINEAR = re.compile(_LAYER + r"(self_attn\.[qkvo]_proj|mlp\.gate|mlp\.(?:gate|up|down)_proj)\." + _HALF)
+_LINEAR = re.compile(_LAYER + r"([\w.]+)\." + _HALF)
 _EXPERT = re.compile(_LAYER + r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\." + _HALF)
 _FUSED_3D = re.compile(_LAYER + r"mlp\.experts\.(base_layer\.|)" + _HALF)
 _EXTRA = re.compile(_LAYER + r"mlp\.lora_experts\.(\d+)\.le_(gate|up|down)\.weight")
@@ -73,15 +73,15 @@ class Layout:
         yield from (halves for projections in self.kt_fused.values() for halves in projections.values())
 
 
-def sort_keys(files: AdapterFiles) -> Layout:
-    """Give every tensor its place. AdapterError lists keys that have none, come twice or lack their partner."""
+def sort_keys(files: AdapterFiles, targets: Collection[str]) -> Layout:
+    """Give every tensor its place; `targets` are a layer's modules, besides routed experts, that may have LoRA.
+    AdapterError lists keys that have none, come twice or lack their partner."""
     layout = Layout()
     main = files.main or {}
     layout.prefixed = not main or any(key.startswith(PREFIX) for key in main)
     leftovers, twice = [], []
     for entry in main.values():
-        files.pause()
-        placed = _place(layout, entry)
+        placed = _place(layout, entry, targets)
         if placed is None:
             leftovers.append(entry.key)
         elif not placed:
@@ -131,10 +131,10 @@ def check_places(layout: Layout, config: ModelConfig) -> None:
         raise refusal(f"experts that the base does not have (it has {len(experts)})", wrong)
 
 
-def _place(layout: Layout, entry: Entry) -> bool | None:
+def _place(layout: Layout, entry: Entry, targets: Collection[str]) -> bool | None:
     """True: placed; False: its place is taken; None: it has none."""
     key = entry.key.removeprefix(PREFIX)
-    if match := _LINEAR.fullmatch(key):
+    if (match := _LINEAR.fullmatch(key)) and match[2] in targets:
         module = f"model.layers.{int(match[1])}.{match[2]}"
         return _put(layout.linears.setdefault(module, Halves()), match[3], entry)
     if match := _EXPERT.fullmatch(key):
@@ -178,4 +178,4 @@ def _refuse_leftovers(leftovers: list[str]) -> None:
         if keys:
             raise refusal(reason, keys)
     if leftovers:
-        raise refusal("tensors that have no place in a Qwen3-MoE adapter", leftovers)
+        raise refusal("tensors that have no place in an adapter of this model family", leftovers)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pickle
+import re
+import reprlib
 import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from engine.errors import AdapterError
+from engine.errors import AdapterError, ModelFileError
+from engine.weights.regular import open_regular, read_at
+from engine.weights.safetensors.file import SafeTensor, read_header
 
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "kt_adapter_manifest.json"
@@ -23,7 +28,9 @@ EXTRA_FILE = "lora_experts.safetensors"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-KEYS_SHOWN = 4
+KEYS_SHOWN, _KEY_SHOWN = 4, 160
+_MAX_FILES = 10_000
+_MAX_HEADER = 32 << 20  # 94 layers of 128 experts, a pair per projection, take 16 MiB
 # What the restricted unpickler raises over damaged bytes; it promises no kind of its own.
 _PICKLE_ERRORS = (
     pickle.UnpicklingError,
@@ -42,49 +49,52 @@ _PICKLE_ERRORS = (
 
 
 NOT_FINITE = "values that are not finite"
+NO_MEMORY = "takes more memory than files of its size may"
 
 
 def finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 def refusal(message: str, keys: list[str]) -> AdapterError:
     """An AdapterError that shows the first few keys and how many there are."""
-    shown = ", ".join(keys[:KEYS_SHOWN])
+    return AdapterError(f"{message}: {shown(keys)}" if keys else message, keys)
+
+
+def shown(keys: list[str]) -> str:
+    """The first few, and how many there are."""
     more = f" and {len(keys) - KEYS_SHOWN} more ({len(keys)} in all)" if len(keys) > KEYS_SHOWN else ""
-    return AdapterError(f"{message}: {shown}{more}" if keys else message, keys)
+    cut = (key if len(key) <= _KEY_SHOWN else f"{key[:_KEY_SHOWN]}..." for key in keys[:KEYS_SHOWN])
+    return ", ".join(cut) + more
 
 
-@dataclass(frozen=True)
-class _Held:
-    """An open file: get(key) is a tensor, maybe a view of the mapped file."""
-
-    name: str
-    get: Callable[[str], torch.Tensor]
-    pause: Callable[[], None]
+def brief(value: object) -> str:
+    """The repr of what a file says, short enough for an error message."""
+    text = reprlib.Repr()
+    text.maxstring = text.maxother = _KEY_SHOWN
+    return text.repr(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor in a file, not read yet."""
 
-    held: _Held
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def load(self) -> torch.Tensor:
-        """Maybe a view of the mapped file: to be copied before the file is closed."""
-        self.held.pause()
-        return self.held.get(self.key)
+    load: Callable[[], torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def read(self) -> torch.Tensor:
-        """A contiguous copy that owns its memory: the file may be replaced later. Refuses NaN and infinity."""
-        tensor = self.load().to(memory_format=torch.contiguous_format, copy=True)
+        """Contiguous. Refuses NaN and infinity."""
+        tensor = self.load().contiguous()
         if not finite(tensor):
             raise refusal(NOT_FINITE, [self.key])
         return tensor
@@ -92,16 +102,21 @@ class Entry:
 
 class AdapterFiles:
     """An open adapter folder. `main` holds adapter_model.* by key, `fused` fused_expert_lora.safetensors,
-    `extra` lora_experts.safetensors; None where there is no such file. `pause` is called between small pieces of work,
-    so that a reading thread can let others run."""
+    `extra` lora_experts.safetensors; None where there is no such file. Files are opened once, and nothing is mapped:
+    one that is replaced or cut off meanwhile is read as it was opened, or refused. `opened` gets the bytes of all
+    weight files before one is read."""
 
-    def __init__(self, path: str | Path, pause: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: str | Path, opened: Callable[[int], None] = lambda num_bytes: None) -> None:
         self.folder = _folder(path)
-        self.pause = pause
         self.warnings: list[str] = []
-        self._open: list[Any] = []
+        self._open: dict[str, BinaryIO] = {}
         try:
-            self.names = sorted(entry.name for entry in self.folder.iterdir())
+            with os.scandir(self.folder) as found:
+                self.names = sorted(entry.name for entry in itertools.islice(found, _MAX_FILES + 1))
+            if len(self.names) > _MAX_FILES:
+                raise AdapterError(f"{self.folder} holds more than {_MAX_FILES} files")
+            weight_files = [name for name in (*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE) if name in self.names]
+            opened(sum(os.fstat(self.open(name).fileno()).st_size for name in weight_files))
             self.main, self.main_file = self._main()
             self.fused = self._optional(FUSED_FILE)
             self.extra = self._optional(EXTRA_FILE)
@@ -115,7 +130,13 @@ class AdapterFiles:
         read = {*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE}
         unread = [name for name in self.names if name.endswith(".safetensors") and name not in read]
         if unread:
-            self.warnings.append(f"files that are no part of an adapter were not read: {', '.join(unread)}")
+            self.warnings.append(f"files that are no part of an adapter were not read: {shown(unread)}")
+
+    def open(self, name: str) -> BinaryIO:
+        """A file of the folder, always the same one for a name. ModelFileError if it is none that can be read."""
+        if name not in self._open:
+            self._open[name] = open_regular(self.folder / name)
+        return self._open[name]
 
     def _main(self) -> tuple[dict[str, Entry] | None, str | None]:
         safetensors, pickled = ADAPTER_FILES
@@ -131,31 +152,39 @@ class AdapterFiles:
         return self._safetensors(name) if name in self.names else None
 
     def _safetensors(self, name: str) -> dict[str, Entry]:
+        file, path = self.open(name), self.folder / name
+
+        def entry(tensor: SafeTensor) -> Entry:
+            dtype = _DTYPES[tensor.type]
+
+            def load() -> torch.Tensor:
+                content = read_at(file, path, tensor.start, tensor.num_bytes)
+                return torch.frombuffer(content, dtype=dtype).reshape(tensor.shape)
+
+            return Entry(tensor.name, tensor.shape, dtype, load)
+
         try:
-            file: Any = safe_open(str(self.folder / name), framework="pt")
-            self._open.append(file)
-            file.__enter__()
-            held = _Held(name, file.get_tensor, self.pause)
-            return {key: _entry(held, file, key) for key in sorted(file.keys())}
-        except SafetensorError as error:
-            raise AdapterError(f"{name} is corrupt or truncated: {error}", [name]) from error
+            header = read_header(file, path, _MAX_HEADER)
+        except ModelFileError as error:
+            raise AdapterError(str(error), [name]) from error
+        return {key: entry(header[key]) for key in sorted(header)}
 
     def _pickled(self, name: str) -> dict[str, Entry]:
-        path = self.folder / name
         try:
-            mmap = zipfile.is_zipfile(path)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            state = torch.load(self.open(name), map_location="cpu", weights_only=True)
         except _PICKLE_ERRORS as error:
-            raise AdapterError(f"{name} is corrupt, or holds more than plain tensors: {error}", [name]) from error
+            if out_of_memory(error):
+                raise AdapterError(f"{name} {NO_MEMORY}", [name]) from error
+            named = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
+            why = f"it names {named[1]}" if named else type(error).__name__  # torch's text advises to load it unsafely
+            raise AdapterError(f"{name} is corrupt, or holds more than plain tensors: {why}", [name]) from error
         if not isinstance(state, dict):
             raise AdapterError(f"{name} must hold a dictionary of tensors, not {type(state).__name__}", [name])
-        tensors = {str(key): value for key, value in state.items()}
-        held = _Held(name, tensors.__getitem__, self.pause)
-        return {key: _pickled_entry(held, key, value) for key, value in tensors.items()}
+        return {str(key): _pickled_entry(name, str(key), value) for key, value in state.items()}
 
     def close(self) -> None:
         while self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.popitem()[1].close()
 
     def __enter__(self) -> AdapterFiles:
         return self
@@ -167,28 +196,20 @@ class AdapterFiles:
 
 
 def _folder(path: str | Path) -> Path:
-    folder = Path(path)
     try:
-        resolved = folder.expanduser().resolve(strict=True)
+        resolved = Path(path).expanduser().resolve(strict=True)
         if not resolved.is_dir():
-            raise AdapterError(f"{folder} is not a folder; an adapter is the folder that holds {CONFIG_FILE}")
+            raise AdapterError(f"{path} is not a folder; an adapter is the folder that holds {CONFIG_FILE}")
     except (OSError, RuntimeError, ValueError) as error:  # missing, a loop of links, a NUL, no home
-        raise AdapterError(f"the adapter's path {str(folder)!r} cannot be opened: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise AdapterError(f"the adapter's path {brief(str(path))} cannot be opened: {why}") from error
     return resolved
 
 
-def _entry(held: _Held, file: Any, key: str) -> Entry:
-    held.pause()
-    header = file.get_slice(key)
-    dtype = _DTYPES.get(header.get_dtype())
-    if dtype is None:
-        raise AdapterError(f"{held.name}: {key} has type {header.get_dtype()}; {', '.join(_DTYPES)} are read", [key])
-    return Entry(held, key, tuple(header.get_shape()), dtype)
-
-
-def _pickled_entry(held: _Held, key: str, value: object) -> Entry:
+def _pickled_entry(name: str, key: str, value: object) -> Entry:
     if not isinstance(value, torch.Tensor):
-        raise AdapterError(f"{held.name}: {key} is a {type(value).__name__}, not a tensor", [key])
-    if value.dtype not in _DTYPES.values():
-        raise AdapterError(f"{held.name}: {key} has type {value.dtype}; {', '.join(_DTYPES)} are read", [key])
-    return Entry(held, key, tuple(value.shape), value.dtype)
+        raise AdapterError(f"{name}: {key} is a {type(value).__name__}, not a tensor", [key])
+    if value.dtype not in _DTYPES.values() or value.layout is not torch.strided:
+        kind = value.dtype if value.layout is torch.strided else value.layout
+        raise AdapterError(f"{name}: {key} has type {kind}; {', '.join(_DTYPES)} are read", [key])
+    return Entry(key, tuple(value.shape), value.dtype, lambda: value)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from engine.architectures.registry import ARCHITECTURES, architecture_of
 from engine.errors import AdapterError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.detect import PROJECTIONS, Halves, Layout, sort_keys
 from engine.lora.files import KEYS_SHOWN, AdapterFiles, Entry
+from engine.lora.formats.common import open_expert_scaling
 from engine.lora.formats.kt_fused import Manifest, read_manifest
 from engine.lora.reader import format_name, read_adapter, refuse_full_experts
 from engine.lora.settings import SCALINGS, Settings, read_settings, scaling
-from engine.memory_units import format_bytes
-from engine.model_config import ModelConfig
+from engine.memory.units import format_bytes
+from engine.model.config import ModelConfig
 
 _KEYS_LISTED = 20
 _FORMS = {
@@ -33,29 +35,34 @@ def describe(
     *,
     expert_scaling: str | None = None,
     max_rank: int | None = None,
+    opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> str:
     """Several lines on the adapter in `path`: form, rank, scale, modules, layers, experts, bytes, warnings and
     whether the base `config` can serve it, or why not. Without `config` headers, settings and manifest are checked,
-    but not the values and not the fit. Never raises AdapterError: the reason is part of the text."""
+    but not the values and not the fit. `opened` as `read_adapter` has it. Never raises AdapterError: the reason is part
+    of the text."""
     name = Path(path).name or str(path)
     lines = [f"adapter    {path}"]
     error: AdapterError | None = None
     try:
-        with AdapterFiles(path) as files:
-            error = _folder(files, lines)
+        with AdapterFiles(path, opened) as files:
+            error = _folder(files, lines, config)
     except (AdapterError, OSError) as failed:
         error = failed if isinstance(failed, AdapterError) else AdapterError(f"cannot be read: {failed}")
     weights = None
     if error is None and config is not None:
         try:
-            weights = read_adapter(path, config, name=name, expert_scaling=expert_scaling, max_rank=max_rank)
+            weights = read_adapter(
+                path, config, name=name, expert_scaling=expert_scaling, max_rank=max_rank, opened=opened
+            )
         except AdapterError as failed:
             error = failed
     return "\n".join(dict.fromkeys([*lines, *_verdict(error, weights, config)]))  # a warning is said once
 
 
-def _folder(files: AdapterFiles, lines: list[str]) -> AdapterError | None:
+def _folder(files: AdapterFiles, lines: list[str], config: ModelConfig | None) -> AdapterError | None:
     """Add what the folder tells; every part is read even if another is refused. The first refusal."""
+    families = ARCHITECTURES if config is None else [architecture_of(config)]
     errors: list[AdapterError] = []
     settings: Settings | None = None
     layout: Layout | None = None
@@ -65,11 +72,11 @@ def _folder(files: AdapterFiles, lines: list[str]) -> AdapterError | None:
     except AdapterError as error:
         errors.append(error)
     try:
-        settings = read_settings(files.folder)
+        settings = read_settings(files)
     except AdapterError as error:
         errors.append(error)
     try:
-        layout = sort_keys(files)
+        layout = sort_keys(files, {target for family in families for target in family.lora_targets})
     except AdapterError as error:
         errors.append(error)
     try:
@@ -105,8 +112,8 @@ def _settings(settings: Settings, layout: Layout | None, manifest: Manifest | No
         yield f"experts'   rank {manifest.rank}, alpha {manifest.alpha:g}, scaled by alpha/r (manifest)"
     elif layout is not None and layout.kt_fused:
         yield f"experts'   alpha {settings.alpha:g}, scaled by alpha/r at the tensors' rank"
-    elif layout is not None and layout.per_expert and settings.rslora:
-        yield "experts'   scale not settled by the files: load with expert_scaling alpha/r or alpha/sqrt(r)"
+    elif layout is not None and open_expert_scaling(settings, layout.per_expert):
+        yield "experts'   scale not settled by the files: load with expert_scaling alpha/r, alpha/sqrt(r) or peft"
 
 
 def _layout(layout: Layout) -> Iterator[str]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.errors import AdapterError, UserError
+from engine.architectures.registry import architecture_of
+from engine.errors import AdapterError, ModelFileError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.detect import Layout, check_places, sort_keys
-from engine.lora.files import AdapterFiles, refusal
-from engine.lora.formats.common import Reading
+from engine.lora.files import AdapterFiles, refusal, shown
+from engine.lora.formats.common import Reading, open_expert_scaling
 from engine.lora.formats.fused3d import read_fused_3d
 from engine.lora.formats.kt_fused import Manifest, read_kt_fused, read_manifest, refuse_or_ignore_stale
 from engine.lora.formats.linears import read_extra_mlps, read_linears
 from engine.lora.formats.per_expert import read_per_expert
-from engine.lora.settings import SCALINGS, Settings, read_settings
-from engine.model_config import ModelConfig
+from engine.lora.settings import EXPERT_SCALINGS, Settings, read_settings
+from engine.model.config import ModelConfig
 
 
 def read_adapter(
@@ -26,23 +27,24 @@ def read_adapter(
     expert_scaling: str | None = None,
     max_rank: int | None = None,
     base: str | None = None,
-    pause: Callable[[], None] = lambda: None,
+    opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> AdapterWeights:
     """Read the adapter in folder `path` for the base that `config` describes.
 
-    `expert_scaling` ("alpha/r" or "alpha/sqrt(r)") counts only where the files leave it open. `max_rank` is the
+    `expert_scaling` ("alpha/r", "alpha/sqrt(r)" or "peft") counts only where the files leave it open. `max_rank` is the
     largest rank that is accepted, None any. `base` is the base model's name or path: another one in the files is a
-    warning. `pause` is called between small pieces of work (see `AdapterFiles`). Tensors keep their stored dtype and
-    own their memory. Raises AdapterError (with `keys`) for anything that cannot be served exactly, UserError for a
-    wrong `expert_scaling`.
+    warning. `opened` gets the bytes of all weight files before one is read, and may refuse them. Tensors keep their
+    stored dtype. Raises AdapterError (with `keys`) for anything that cannot be served exactly, UserError for a wrong
+    `expert_scaling`.
     """
-    if expert_scaling is not None and expert_scaling not in SCALINGS:
-        raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {SCALINGS}", "expert_scaling")
+    if expert_scaling is not None and expert_scaling not in EXPERT_SCALINGS:
+        raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {EXPERT_SCALINGS}", "expert_scaling")
     try:
-        with AdapterFiles(path, pause) as files:
+        with AdapterFiles(path, opened) as files:
             return _read(files, config, name, expert_scaling, max_rank, base)
-    except AdapterError as error:
-        raise AdapterError(f"adapter {name!r}: {error}", error.keys) from error
+    except (AdapterError, ModelFileError) as error:
+        keys = error.keys if isinstance(error, AdapterError) else []
+        raise AdapterError(f"adapter {name!r}: {error}", keys) from error
     except OSError as error:
         raise AdapterError(f"adapter {name!r} cannot be read: {error}") from error
 
@@ -56,8 +58,8 @@ def _read(
     base: str | None,
 ) -> AdapterWeights:
     refuse_full_experts(files)
-    settings = read_settings(files.folder)
-    layout = sort_keys(files)
+    settings = read_settings(files)
+    layout = sort_keys(files, architecture_of(config).lora_targets)
     check_places(layout, config)
     manifest = read_manifest(files)
     reading = Reading(config, settings, expert_scaling, max_rank, [*files.warnings, *settings.warnings])
@@ -110,7 +112,7 @@ def _warn_other_base(reading: Reading, manifest: Manifest | None, base: str | No
 def _warn_unused(reading: Reading, layout: Layout, expert_scaling: str | None) -> None:
     settings: Settings = reading.settings
     if settings.unused_patterns:
-        reading.warnings.append(f"patterns that match no module: {', '.join(settings.unused_patterns)}")
-    open_scaling = bool(layout.per_expert) and not layout.kt_fused and settings.rslora
+        reading.warnings.append(f"patterns that match no module: {shown(settings.unused_patterns)}")
+    open_scaling = layout.per_expert and not layout.kt_fused and open_expert_scaling(settings, layout.per_expert)
     if expert_scaling is not None and not open_scaling:
         reading.warnings.append(f"expert_scaling {expert_scaling!r} was not needed: the files settle it")

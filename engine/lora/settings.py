@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from engine.errors import AdapterError
-from engine.lora.files import CONFIG_FILE
+from engine.errors import AdapterError, ModelFileError
+from engine.lora.files import CONFIG_FILE, AdapterFiles, brief, shown
+from engine.weights.regular import read_at
+
+_MAX_JSON_BYTES, _MAX_TEXT = 16 << 20, 200
+_LEAST, _MOST = 1e-6, 1e6  # what a scale of float32 takes with any rank
+ALPHAS = f"a number from {_LEAST:g} to {_MOST:g}"
 
 SCALINGS = ("alpha/r", "alpha/sqrt(r)")
+PEFT = "peft"  # as PEFT computes: use_rslora and alpha_pattern are honoured
+EXPERT_SCALINGS = (*SCALINGS, PEFT)  # the first two: of lora_alpha, whatever use_rslora and alpha_pattern say
 
 # Whatever of these is set changes what the adapter computes in a way that is not served.
 _REFUSED = {
@@ -108,22 +115,27 @@ def scaling(alpha: float, rank: int, kind: str) -> float:
     return alpha / math.sqrt(rank) if kind == "alpha/sqrt(r)" else alpha / rank
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(files: AdapterFiles, name: str) -> dict[str, Any]:
     """A JSON object, or AdapterError with the file's name."""
+    if name not in files.names:
+        raise AdapterError(f"{name} is missing", [name])
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise AdapterError(f"{path.name} is missing", [path.name]) from error
+        size = os.fstat(files.open(name).fileno()).st_size
+        if size > _MAX_JSON_BYTES:
+            raise AdapterError(f"{name} has {size} bytes, at most {_MAX_JSON_BYTES} are read", [name])
+        content = json.loads(read_at(files.open(name), files.folder / name, 0, size))
+    except ModelFileError as error:
+        raise AdapterError(str(error), [name]) from error
     except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{path.name} is not valid JSON: {error}", [path.name]) from error
+        raise AdapterError(f"{name} is not valid JSON: {error}", [name]) from error
     if not isinstance(content, dict):
-        raise AdapterError(f"{path.name} must hold a JSON object", [path.name])
+        raise AdapterError(f"{name} must hold a JSON object", [name])
     return content
 
 
-def read_settings(folder: Path) -> Settings:
+def read_settings(files: AdapterFiles) -> Settings:
     """Parse and check adapter_config.json."""
-    content = read_json(folder / CONFIG_FILE)
+    content = read_json(files, CONFIG_FILE)
     _refuse(content)
     patterns = {}
     for name in ("rank_pattern", "alpha_pattern"):
@@ -139,28 +151,28 @@ def read_settings(folder: Path) -> Settings:
         rank=_rank("r", content.get("r")),
         alpha=_alpha("lora_alpha", content.get("lora_alpha")),
         rslora=rslora,
-        rank_pattern={key: _rank(f"rank_pattern[{key!r}]", v) for key, v in patterns["rank_pattern"].items()},
-        alpha_pattern={key: _alpha(f"alpha_pattern[{key!r}]", v) for key, v in patterns["alpha_pattern"].items()},
+        rank_pattern={key: _rank(f"rank_pattern[{brief(key)}]", v) for key, v in patterns["rank_pattern"].items()},
+        alpha_pattern={key: _alpha(f"alpha_pattern[{brief(key)}]", v) for key, v in patterns["alpha_pattern"].items()},
         target_parameters=tuple(targets),
         base=_text(content.get("base_model_name_or_path")),
         peft_version=_text(content.get("peft_version")),
-        warnings=[f"{CONFIG_FILE} has settings that are not known here: {', '.join(unknown)}"] if unknown else [],
+        warnings=[f"{CONFIG_FILE} has settings that are not known here: {shown(unknown)}"] if unknown else [],
     )
 
 
 def _refuse(content: dict[str, Any]) -> None:
     kind = content.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterError(f"{CONFIG_FILE}: peft_type is {kind!r}, only 'LORA' is supported", ["peft_type"])
+        raise AdapterError(f"{CONFIG_FILE}: peft_type is {brief(kind)}, only 'LORA' is supported", ["peft_type"])
     if (content.get("bias") or "none") != "none":
-        raise AdapterError(f"{CONFIG_FILE}: bias is {content['bias']!r}, only 'none' is supported", ["bias"])
+        raise AdapterError(f"{CONFIG_FILE}: bias is {brief(content['bias'])}, only 'none' is supported", ["bias"])
     for key, reason in _REFUSED.items():
         if content.get(key):
-            raise AdapterError(f"{CONFIG_FILE}: {key} is {content[key]!r}: {reason}", [key])
+            raise AdapterError(f"{CONFIG_FILE}: {key} is {brief(content[key])}: {reason}", [key])
     init = content.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_ALTERED_BASE):
         raise AdapterError(
-            f"{CONFIG_FILE}: init_lora_weights is {init!r}: it changes the base's weights too; "
+            f"{CONFIG_FILE}: init_lora_weights is {brief(init)}: it changes the base's weights too; "
             "save the adapter converted to plain LoRA",
             ["init_lora_weights"],
         )
@@ -172,8 +184,8 @@ def _patterns(name: str, content: object) -> dict[str, Any]:
     for key in content:
         try:
             re.compile(f"(.*\\.)?({key})$")
-        except re.error as error:
-            raise AdapterError(f"{CONFIG_FILE}: {name} has the pattern {key!r}: {error}", [name]) from error
+        except (re.error, RecursionError, OverflowError) as error:
+            raise AdapterError(f"{CONFIG_FILE}: {name} has the pattern {brief(key)}: {error}", [name]) from error
     return content
 
 
@@ -184,14 +196,18 @@ def _rank(name: str, value: object) -> int:
 
 
 def _alpha(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise _wrong(name, value, "a number > 0")
+    if not is_alpha(value):
+        raise _wrong(name, value, ALPHAS)
     return float(value)
 
 
+def is_alpha(value: object) -> TypeGuard[int | float]:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and _LEAST <= value <= _MOST
+
+
 def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value[:_MAX_TEXT] if isinstance(value, str) and value else None
 
 
 def _wrong(name: str, value: object, allowed: str) -> AdapterError:
-    return AdapterError(f"{CONFIG_FILE}: {name} is {value!r}, it must be {allowed}", [name])
+    return AdapterError(f"{CONFIG_FILE}: {name} is {brief(value)}, it must be {allowed}", [name])

@@ -1,64 +1,145 @@
-"""What a layer of the model is made of, and what a profiled step says of it."""
+"""What a layer of the model is made of."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.linear.base import Linear, LoraBatch
 from engine.lora.adapter import ExtraMlp
+from engine.model.step import StepInput, Trace
+from engine.ops.base import Ops
 
-Observer = Callable[[str, torch.Tensor], None]  # called with (name of the place, its value) by `ktserve check`
+
+class Mlp(ABC):
+    """`delta = output(enter(residual, delta))`. T tokens; an executor may enter by kernels of its own."""
+
+    @abstractmethod
+    def enter(
+        self, ops: Ops, layer: Layer, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
+    ) -> torch.Tensor:
+        """Adds `delta` to residual [T, H] in place; returns its norm [T, H]. Experts are routed and their buffers
+        filled."""
+
+    @abstractmethod
+    def keep(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Of what was entered, the tokens `keep` (int64 [K]) alone: [K, H]."""
+
+    @abstractmethod
+    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None, trace: Trace | None) -> torch.Tensor:
+        """What the MLP adds to the residual stream [T, H], from the x that was entered."""
 
 
 @dataclass
-class Trace:
-    """What a profiled step says of its experts. `ids` of each sparse layer may still be on a device."""
-
-    ids: list[torch.Tensor] = field(default_factory=list)  # int64 [T, k]
-    experts_s: float = 0.0  # host time from post to wait; a GPU's stream goes on by itself meanwhile
-
-    @cached_property
-    def experts_touched(self) -> list[int]:
-        """Distinct experts per sparse layer. Waits for the step."""
-        return [torch.unique(ids).numel() for ids in self.ids]
-
-
-@dataclass
-class DenseMlp:
+class DenseMlp(Mlp):
     gate: Linear
     up: Linear
     down: Linear
 
+    def enter(
+        self, ops: Ops, layer: Layer, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
+    ) -> torch.Tensor:
+        return ops.add_rms_norm(residual, delta, layer.post_norm)
+
+    def keep(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return x[keep]
+
+    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None, trace: Trace | None) -> torch.Tensor:
+        return self.down(ops.silu_mul(self.gate(x, lora), self.up(x, lora)), lora)
+
 
 @dataclass
-class SparseMlp:
-    """`extra` holds adapters' own dense MLPs by slot; the router's weight is kept in float32."""
+class SharedExpert:
+    """An expert that takes every token, behind a sigmoid gate, which is computed in float32."""
+
+    mlp: DenseMlp
+    gate: Linear
+
+    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values [T, H] and the gate's logits, float32 [T, 1]: what `Ops.add_gated` adds."""
+        return self.mlp.output(ops, x, lora, None), self.gate(x.float(), lora)
+
+
+@dataclass
+class SparseMlp(Mlp):
+    """`normalise`: a token's weights are divided by their sum; `extra` holds adapters' own dense MLPs by slot; the
+    router's weight is kept in float32."""
 
     router: Linear
     backend: ExpertBackend
     task: ExpertTask
-    second: ExpertTask | None = None  # of the second buffer set, if there is one (`add_buffer_set`)
+    normalise: bool
+    shared: SharedExpert | None = None
     extra: dict[int, list[ExtraMlp]] = field(default_factory=dict)
+
+    def enter(
+        self, ops: Ops, layer: Layer, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
+    ) -> torch.Tensor:
+        n, b = residual.shape[0], self.task.buffers
+        here = b.hidden.device == residual.device  # then written where the experts read
+        x = ops.add_rms_norm(residual, delta, layer.post_norm, b.hidden[:n] if here else None)
+        logits = self.router(x.float(), step.lora)
+        into = (b.weights[:n], b.ids[:n]) if here else None
+        weights, ids = ops.route(logits, b.ids.shape[1], self.normalise, into)
+        if not here:
+            for to, values in ((b.hidden, x), (b.ids, ids), (b.weights, weights)):
+                to[:n].copy_(values, non_blocking=self.backend.follows_stream)
+        if step.observe:
+            step.observe(f"model.layers.{layer.index}.mlp.gate", logits)
+        return x
+
+    def keep(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        b, n = self.task.buffers, keep.shape[0]
+        b.hidden[:n], b.ids[:n], b.weights[:n] = x[keep], b.ids[keep], b.weights[keep]
+        return b.hidden[:n]
+
+    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None, trace: Trace | None) -> torch.Tensor:
+        n, b, started = x.shape[0], self.task.buffers, time.perf_counter()
+        on_stream = self.backend.follows_stream and x.device.type == "cuda"
+        stream = torch.cuda.current_stream(x.device).cuda_stream if on_stream else None
+        self.backend.post(self.task, stream)
+        extra = self._extra(x, lora)
+        shared = None if self.shared is None else self.shared.output(ops, x, lora)
+        self.backend.wait(self.task, stream)
+        if trace is not None:
+            trace.experts_s += time.perf_counter() - started
+            trace.ids.append(b.ids[:n].clone())
+        out = b.out[:n].to(x.device, non_blocking=on_stream)
+        out = out if extra is None else out + extra
+        return out if shared is None else ops.add_gated(out, *shared)
+
+    def _extra(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
+        """The mean of an adapter's own dense MLPs, for its rows; None if no row has any."""
+        if lora is None or not any(slot in self.extra for slot, _ in lora.groups):
+            return None
+        out = torch.zeros_like(x)
+        for slot, rows in lora.groups:
+            for m in self.extra.get(slot, []):
+                h = x[rows]
+                out[rows] += F.linear(F.silu(F.linear(h, m.gate)) * F.linear(h, m.up), m.down) / len(self.extra[slot])
+        return out
 
 
 @dataclass
 class Layer:
+    index: int
     input_norm: torch.Tensor
     q: Linear
     k: Linear
     v: Linear
     o: Linear
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     attention: AttentionBackend
     post_norm: torch.Tensor
-    mlp: DenseMlp | SparseMlp
+    mlp: Mlp
     joined: Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]] | None = None  # q, k and v at once
 
     def qkv(self, x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:

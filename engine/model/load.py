@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,14 +12,15 @@ from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
-from engine.model.layers import DenseMlp, Layer, SparseMlp
-from engine.model.native_decoder import all_native
-from engine.model.native_model import NativeQwen3Moe
-from engine.model.ops import Ops
-from engine.model.qwen3_moe import Qwen3Moe
-from engine.pack_cache import PackCache
+from engine.model.causal_lm import CausalLM
+from engine.model.layers import DenseMlp, Layer, SharedExpert, SparseMlp
+from engine.ops.base import Ops
 from engine.weights.layout import EMBED, HEAD
+from engine.weights.pack_cache import PackCache
 from engine.weights.store import WeightSource
+
+if TYPE_CHECKING:
+    from native import _native
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -37,7 +38,7 @@ class Backends:
     device: torch.device
     packs_bf16: bool = False  # bf16 weights stay so, whatever activations are
     cache: PackCache | None = None  # of packed weights
-    pool: Any = None  # native._native.WorkerPool, whose workers spin while a step runs
+    pool: _native.WorkerPool | None = None  # its workers spin while a step runs
     spare_cpus: list[int] = field(default_factory=list)  # for all threads but a pool's own, if that is a matter
 
 
@@ -51,7 +52,7 @@ class Loader:
         self._max_rows = max_rows
         self._buffers: dict[str, ExpertBuffers] = {}
 
-    def model(self, progress: Progress) -> Qwen3Moe:
+    def model(self, progress: Progress) -> CausalLM:
         config = self.source.config
         layers = []
         for index in range(config.num_hidden_layers):
@@ -59,8 +60,7 @@ class Loader:
             layers.append(self.layer(index))
         progress("Loading layers", config.num_hidden_layers, config.num_hidden_layers)
         head = self.head()
-        native = all_native(layers, self.backends.ops) and set(self._buffers) <= {"cpu"}
-        return (NativeQwen3Moe if native else Qwen3Moe)(
+        return CausalLM(
             config=config,
             ops=self.backends.ops,
             embedding=self.embedding(head),
@@ -72,18 +72,19 @@ class Loader:
 
     def layer(self, index: int) -> Layer:
         name = f"model.layers.{index}"
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        attention, mlp, config = f"{name}.self_attn", f"{name}.mlp", self.source.config
         return Layer(
+            index=index,
             input_norm=self.vector(f"{name}.input_layernorm.weight"),
             q=self.linear(f"{attention}.q_proj"),
             k=self.linear(f"{attention}.k_proj"),
             v=self.linear(f"{attention}.v_proj"),
             o=self.linear(f"{attention}.o_proj"),
-            q_norm=self.vector(f"{attention}.q_norm.weight"),
-            k_norm=self.vector(f"{attention}.k_norm.weight"),
+            q_norm=self.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            k_norm=self.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
             attention=self.backends.attention(index),
             post_norm=self.vector(f"{name}.post_attention_layernorm.weight"),
-            mlp=self._sparse(index, mlp) if self.source.config.is_sparse(index) else self._dense(mlp),
+            mlp=self._sparse(index, mlp) if config.is_sparse(index) else self._dense(mlp),
             joined=self._join([f"{attention}.{part}_proj" for part in ("q", "k", "v")]),
         )
 
@@ -142,4 +143,10 @@ class Loader:
         backend = self.backends.experts(layer)
         backend.load_layer(layer, self.source.experts(layer))
         task = backend.bind(layer, self.buffers(backend))
-        return SparseMlp(self.linear(f"{name}.gate", self.backends.router), backend, task)
+        router = self.linear(f"{name}.gate", self.backends.router)
+        shared = self._shared(name) if self.source.config.shared_expert_intermediate_size else None
+        return SparseMlp(router, backend, task, self.source.config.norm_topk_prob, shared)
+
+    def _shared(self, name: str) -> SharedExpert:
+        gate = self.linear(f"{name}.shared_expert_gate", self.backends.router)
+        return SharedExpert(self._dense(f"{name}.shared_expert"), gate)

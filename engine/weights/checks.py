@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.errors import ModelFileError
-from engine.weights.ggml_types import READABLE
+from engine.weights.gguf.types import READABLE
 
 _SHOWN = 8
 

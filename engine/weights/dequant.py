@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import ModelFileError
-from engine.weights.ggml_types import READABLE, by_name
-from engine.weights.store import WeightTensor
+from engine.weights.gguf.types import READABLE, by_name
 
 _CHUNK = 1 << 19  # values; a multiple of every block
 
@@ -67,13 +66,23 @@ def dequantise(data: Bytes, type: str, shape: tuple[int, ...], dtype: torch.dtyp
     return out.reshape(shape)
 
 
-def nonfinite(tensor: WeightTensor) -> int:
+def nonfinite(data: Bytes, type: str, shape: tuple[int, ...]) -> int:
     """How many values (float types) or blocks (quantised types, by their scales) are NaN or infinite.
 
     Kernels that quantise or accumulate in integers turn such a value into finite nonsense, so backends ask first.
     """
-    _check(tensor.data, tensor.type, tensor.shape)
-    return sum(_bad(piece, tensor.type) for piece in _pieces(tensor.data, tensor.type))
+    _check(data, type, shape)
+    return sum(_bad(piece, type) for piece in _pieces(data, type))
+
+
+def first_nonfinite(values: torch.Tensor) -> int | None:
+    """Flat index of the first NaN or infinity of a contiguous tensor, if it has one. Reads memory once."""
+    flat = values.flatten()
+    for at in range(0, flat.numel(), _CHUNK):
+        finite = torch.isfinite(flat[at : at + _CHUNK])
+        if not finite.all():
+            return at + int((~finite).nonzero()[0])
+    return None
 
 
 def _check(data: Bytes, type: str, shape: tuple[int, ...]) -> None:

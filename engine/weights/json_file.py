@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelFileError
+from engine.weights.regular import read_bytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelFileError if it cannot be read or is no object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}", "model") from error
+        value = json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: not sound JSON: {error}", "model") from error
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which tensors a Qwen3MoE of a given configuration has, by their Hugging Face names, and how GGUF calls them.
+"""Which tensors a model of a given configuration has, by their names here, and how GGUF calls them.
 
 Torch-free. Shapes are C order, [out, in].
 """
@@ -7,58 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.model_config import ModelConfig
+from engine.architectures.registry import architecture_of
+from engine.model.config import ModelConfig
 
 Shape = tuple[int, ...]
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-_GGUF_PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_GGUF_WHOLE = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
+GGUF_HEAD = "output.weight"
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # modules computed in float32, whatever the rest is computed in
 
 
 def dense_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Every tensor but the routed experts, and its shape. A tied head has no tensor of its own."""
-    hidden = config.hidden_size
-    tensors: dict[str, Shape] = {EMBED: (config.vocab_size, hidden)}
+    return {name: shape for name, _, shape in _tensors(config)}
+
+
+def gguf_names(config: ModelConfig) -> dict[str, str]:
+    """What GGUF calls them: `model.layers.3.self_attn.q_proj.weight` is `blk.3.attn_q.weight`."""
+    return {name: stored for name, stored, _ in _tensors(config)}
+
+
+def _tensors(config: ModelConfig) -> Iterator[tuple[str, str, Shape]]:
+    architecture, table = architecture_of(config), (config.vocab_size, config.hidden_size)
+    yield EMBED, "token_embd.weight", table
     for layer in range(config.num_hidden_layers):
-        tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_tensors(config, layer)}
-    tensors[NORM] = (hidden,)
+        for module in architecture.modules(config, layer):
+            at, stored = f"model.layers.{layer}.{module.name}", f"blk.{layer}.{module.gguf}"
+            if module.shape:
+                yield f"{at}.weight", f"{stored}.weight", module.shape
+            if module.bias:
+                yield f"{at}.bias", f"{stored}.bias", module.shape[:1]
+    yield NORM, "output_norm.weight", (config.hidden_size,)
     if not config.tie_word_embeddings:
-        tensors[HEAD] = (config.vocab_size, hidden)
-    return tensors
-
-
-def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
-    hidden, head = config.hidden_size, config.head_dim
-    q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
-    yield "input_layernorm.weight", (hidden,)
-    for name, out, inner in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)):
-        yield f"self_attn.{name}_proj.weight", (out, inner)
-        if config.attention_bias:
-            yield f"self_attn.{name}_proj.bias", (out,)
-    yield "self_attn.q_norm.weight", (head,)
-    yield "self_attn.k_norm.weight", (head,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if config.is_sparse(layer):
-        yield "mlp.gate.weight", (config.num_experts, hidden)
-    else:
-        yield "mlp.gate_proj.weight", (config.intermediate_size, hidden)
-        yield "mlp.up_proj.weight", (config.intermediate_size, hidden)
-        yield "mlp.down_proj.weight", (hidden, config.intermediate_size)
+        yield HEAD, GGUF_HEAD, table
 
 
 def expert_shape(config: ModelConfig, projection: str) -> Shape:
@@ -67,15 +48,6 @@ def expert_shape(config: ModelConfig, projection: str) -> Shape:
     return {"gate": (inner, hidden), "up": (inner, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}[
         projection
     ]
-
-
-def gguf_name(name: str) -> str:
-    """What GGUF calls a tensor: `model.layers.3.self_attn.q_proj.weight` is `blk.3.attn_q.weight`."""
-    if name in _GGUF_WHOLE:
-        return _GGUF_WHOLE[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, suffix = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_GGUF_PARTS[part]}.{suffix}"
 
 
 def gguf_expert_name(layer: int, projection: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.architectures.registry import config_from_hf
 from engine.errors import ModelFileError, UserError
-from engine.model_config import ModelConfig
-from engine.weights.config.hf import config_from_hf
-from engine.weights.gguf_file import open_gguf
-from engine.weights.gguf_source import GGUFSource
+from engine.model.config import ModelConfig
+from engine.weights.gguf.file import open_gguf
+from engine.weights.gguf.source import GGUFSource
 from engine.weights.json_file import read_json
-from engine.weights.safetensors_source import INDEX, SINGLE, SafetensorsSource
+from engine.weights.safetensors.source import INDEX, SINGLE, SafetensorsSource
 from engine.weights.store import WeightSource
 
 

@@ -6,6 +6,7 @@ the raw GGUF blocks, or a dequantised torch tensor.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.errors import ModelFileError
+from engine.weights.dequant import dequantise, first_nonfinite
+
 if TYPE_CHECKING:
-    from engine.model_config import ModelConfig
+    from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,14 @@ class WeightTensor:
         return self.type not in ("F32", "F16", "BF16")
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The whole tensor as torch, in `dtype`; a fresh copy that owns its memory."""
-        from engine.weights.dequant import dequantise
-
-        return dequantise(self.data, self.type, self.shape, dtype)
+        """The whole tensor as torch, in `dtype`; a fresh copy that owns its memory. ModelFileError if a value is NaN or
+        infinite, or is so in `dtype`."""
+        values = dequantise(self.data, self.type, self.shape, dtype)
+        bad = first_nonfinite(values)
+        if bad is not None:
+            place = np.unravel_index(bad, self.shape)
+            raise ModelFileError(f"{self.name}: value {[int(i) for i in place]} of {list(self.shape)} is not finite")
+        return values
 
     def __getitem__(self, index: int) -> WeightTensor:
         """Slice `index` of the first axis (one expert): a view. The first axis is always a run of whole blocks."""
@@ -66,6 +74,13 @@ class ExpertStore:
     down: WeightTensor | list[WeightTensor]
 
     @property
+    def num_weights(self) -> int:
+        """Of all experts."""
+        return self.num_experts * sum(
+            math.prod(self.expert(projection, 0).shape) for projection in ("gate", "up", "down")
+        )
+
+    @property
     def num_experts(self) -> int:
         return self.gate.shape[0] if isinstance(self.gate, WeightTensor) else len(self.gate)
 
@@ -86,6 +101,11 @@ class ExpertStore:
             return held.dequantise(dtype)
         return torch.stack([w.dequantise(dtype) for w in held])
 
+    def name(self, projection: str) -> str:
+        """The projection's tensor, or the first and the last of its experts'."""
+        held: WeightTensor | list[WeightTensor] = getattr(self, projection)
+        return held.name if isinstance(held, WeightTensor) else f"{held[0].name} to {held[-1].name}"
+
     def type(self, projection: str) -> str:
         return self.expert(projection, 0).type
 
@@ -98,8 +118,8 @@ class ExpertStore:
 
 class WeightSource(ABC):
     """A model on disk, opened and checked as a whole: every tensor the model needs is there, of the right
-    shape and of a type that can be read. Opening reads headers only. Names are those of Hugging Face's
-    Qwen3MoE ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight"), whatever the file calls them."""
+    shape and of a type that can be read. Opening reads headers only. Names are those of `engine.weights.layout`
+    ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight"), whatever the file calls them."""
 
     config: ModelConfig
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from api.text.bytelevel import byte_level_tokenizer, byte_of_char
+from testing.waiting import PATIENCE_S, eventually
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 ROOT = FAKE.parent.parent.parent
@@ -55,8 +56,8 @@ class Running:
         self.url = url
         self.log = log
         self.stderr_path = stderr
-        self.http = httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {key}"})
-        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {key}"})
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
     @property
     def stderr(self) -> str:
@@ -67,17 +68,14 @@ class Running:
         lines = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
         return [line for line in lines if kind is None or line["type"] == kind]
 
-    def wait_for(self, kind: str, count: int = 1, seconds: float = 5.0) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + seconds
-        while len(found := self.received(kind)) < count:
-            assert time.monotonic() < deadline, f"{len(found)} of {count} {kind} messages came"
-            time.sleep(0.02)
-        return found
+    def wait_for(self, kind: str, count: int = 1) -> list[dict[str, Any]]:
+        eventually(lambda: len(self.received(kind)) >= count, f"{count} {kind} messages did not come")
+        return self.received(kind)
 
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(PATIENCE_S)
 
 
 def environment(**fake: Any) -> dict[str, str]:
@@ -93,7 +91,7 @@ def serving(model: Path, folder: Path, *flags: str, key: str = "none", **fake: A
     log, stderr = folder / "messages.jsonl", folder / "stderr.txt"
     with open(stderr, "wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "api.cli", "serve", str(model), "--port", "0", *flags],
+            [sys.executable, "-m", "api.cli.main", "serve", str(model), "--port", "0", *flags],
             env=environment(log=str(log), **fake),
             stderr=sink,
             stdout=sink,
@@ -109,27 +107,28 @@ def serving(model: Path, folder: Path, *flags: str, key: str = "none", **fake: A
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], stderr: Path) -> str:
-    deadline = time.monotonic() + 40
-    while time.monotonic() < deadline:
-        for line in stderr.read_text().splitlines():
-            if line.startswith("at ") and line.endswith("/v1"):
-                url = line.split()[1].removesuffix("/v1")
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/health").status_code == 200:
-                        return url
+    urls: list[str] = []
+
+    def ready() -> bool:
         assert process.poll() is None, stderr.read_text()
-        time.sleep(0.05)
-    raise AssertionError(f"the server did not come up:\n{stderr.read_text()}")
+        lines = stderr.read_text().splitlines()
+        urls[:] = [line.split()[1].removesuffix("/v1") for line in lines if re.fullmatch("at .*/v1", line)]
+        with contextlib.suppress(httpx.TransportError):
+            return bool(urls) and httpx.get(f"{urls[0]}/health", timeout=PATIENCE_S).status_code == 200
+        return False
+
+    eventually(ready, "the server did not come up")
+    return urls[0]
 
 
-BUILT_IN = ("reverse", "slow", "die", "refuse", "fail", "silent", "burst")
+BUILT_IN = ("reverse", "gated", "die", "refuse", "fail", "silent", "burst", "say")
 
 
 @pytest.fixture(scope="session")
@@ -137,5 +136,5 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """One server for the tests that leave it whole. Its admin key is "admin"."""
     folder = tmp_path_factory.mktemp("server")
     adapters = [flag for name in BUILT_IN for flag in ("--adapters", f"{name}=/fake/{name}")]
-    with serving(model_dir, folder, *adapters, "--admin-key", "admin") as running:
+    with serving(model_dir, folder, *adapters, "--admin-key", "admin", "--allow-any-adapter-path") as running:
         yield running

@@ -1,11 +1,15 @@
 """A process that speaks the engine's wire without a model: it echoes prompts, and misbehaves when asked to.
 
 The output is the prompt's tokens in order (an adapter "reverse" reverses them), then an end-of-sequence token.
-Adapters with names of their own misbehave: "slow" (50 ms a token), "die" (the process ends after two tokens),
+Adapters with names of their own misbehave: "slow" (50 ms a token), "gated" (its last token, and its end, wait
+for the gate), "die" (the process ends after two tokens),
 "refuse" (429 for prompts over two tokens, else no answer), "fail" (Failed after two tokens), "silent" (no answer at
-all), "burst" (all tokens at once), "garbage" (a frame that is no message).
-FAKE_ENGINE holds JSON: {"log": path of an NDJSON file of all messages received, "fatal": message, "start_delay_s",
-"vocab_size", "max_model_len", "eos"}.
+all), "burst" (all tokens at once), "say" (the output is the last message of a user: what stands between
+"<|im_start|>user\n" and "<|im_end|>", tokens 1 and 2 of the tests' tokenizer), "garbage" (a frame that is no message),
+"hang" (a step that never ends).
+FAKE_ENGINE holds JSON: {"log": path of an NDJSON file of all messages received, "fatal": message, "start_gate",
+"load_gate" and "gate": paths of files that a start, loads of adapters and "gated" wait for, "vocab_size",
+"max_model_len", "eos"}.
 """
 
 from __future__ import annotations
@@ -21,39 +25,52 @@ import msgspec
 import zmq
 
 from engine import messages as m
+from engine.heartbeat import Heartbeat
 
-BUILT_IN = ("reverse", "slow", "die", "refuse", "fail", "silent", "burst")
+
+def last_message(prompt: list[int]) -> list[int]:
+    start, end = ([i for i, token in enumerate(prompt) if token == mark] for mark in (1, 2))
+    return prompt[start[-2] + 1 + len("user\n") : end[-1]]
 
 
 class Running:
     def __init__(self, submit: m.Submit, eos: int) -> None:
         self.submit = submit
         tokens = list(reversed(submit.prompt)) if submit.adapter == "reverse" else list(submit.prompt)
+        if submit.adapter == "say":
+            tokens = last_message(submit.prompt)
         if submit.sampling.ignore_eos:
             tokens = (tokens * (submit.sampling.max_tokens // len(tokens) + 1))[: submit.sampling.max_tokens]
         self.tokens = tokens
         self.position = 0
         self.next_s = time.monotonic()
 
+    @property
+    def at_last(self) -> bool:
+        return self.position >= min(len(self.tokens), self.submit.sampling.max_tokens) - 1
+
 
 class FakeEngine:
-    def __init__(self, config: dict, address: str) -> None:
+    def __init__(self, config: dict, address: str, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
         self.config = config
         self.options = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
         self.vocab_size = self.options.get("vocab_size", 400)
         self.max_model_len = self.options.get("max_model_len", 2048)
         self.eos = self.options.get("eos", 0)
         self.log = open(self.options["log"], "a") if "log" in self.options else None  # noqa: SIM115
-        self.socket = zmq.Context().socket(zmq.ROUTER)
+        self.socket = zmq.Context().socket(zmq.DEALER)
         self.socket.bind(address)
-        self.peer = b""
         self.running: dict[str, Running] = {}
         self.adapters: dict[str, m.AdapterInfo] = {}
         self.draining: tuple[int, float] | None = None
         self.steps = 0
 
     def send(self, message: m.FromEngine) -> None:
-        self.socket.send_multipart([self.peer, m.encode(message)])
+        self.socket.send(m.encode(message))
+
+    def is_open(self, gate: str) -> bool:
+        return gate in self.options and Path(self.options[gate]).exists()
 
     def note(self, message: object) -> None:
         if self.log is not None:
@@ -67,17 +84,13 @@ class FakeEngine:
         return info
 
     def serve(self) -> None:
-        self.peer, frame = self.socket.recv_multipart()
-        hello = m.decode_to_engine(frame)
-        assert isinstance(hello, m.GetStats)
         for done in range(3):
             self.send(m.Loading(stage="weights", done=done + 1, total=3))
-            time.sleep(self.options.get("start_delay_s", 0) / 3)
+        while "start_gate" in self.options and not self.is_open("start_gate"):
+            time.sleep(0.01)
         if "fatal" in self.options:
             self.send(m.FatalError(message=self.options["fatal"], user=True))
             sys.exit(1)
-        for entry in self.config["adapters"]:
-            self.add_adapter(*entry.split("="))
         self.send(
             m.Ready(
                 model_name=self.config.get("served_model_name") or Path(self.config["model"]).name,
@@ -85,16 +98,15 @@ class FakeEngine:
                 max_model_len=self.max_model_len,
                 bos_token_id=None,
                 eos_token_ids=[self.eos],
-                adapters=list(self.adapters.values()),
                 lines=["memory plan: fake"],
             )
         )
-        self.receive(hello)
         while True:
             if self.socket.poll(2 if self.running or self.draining else 1000):
                 while self.socket.poll(0):
-                    self.receive(m.decode_to_engine(self.socket.recv_multipart()[1]))
-            self.step()
+                    self.receive(m.decode_to_engine(self.socket.recv()))
+            with self.heartbeat.working():
+                self.step()
 
     def receive(self, message: m.ToEngine) -> None:
         self.note(message)
@@ -110,7 +122,7 @@ class FakeEngine:
                     )
                 )
             case m.Submit(adapter="garbage"):
-                self.socket.send_multipart([self.peer, b"no message"])
+                self.socket.send(b"no message")
             case m.Submit() if message.adapter is not None and message.adapter not in self.adapters:
                 self.send(
                     m.Refused(request_id=message.request_id, status=404, code="unknown_adapter", message="no adapter")
@@ -131,14 +143,50 @@ class FakeEngine:
             case m.GetStats():
                 stats = {"running": len(self.running), "waiting": 0, "blocks": {"total": 10, "free": 9}}
                 self.send(m.Reply(call_id=message.call_id, ok=True, stats=stats))
+            case m.GetLive():
+                self.send(m.Reply(call_id=message.call_id, ok=True, live=self.live()))
             case m.Drain():
                 self.draining = (message.call_id, time.monotonic() + message.timeout_s)
             case m.Shutdown():
                 sys.exit(0)
 
+    def live(self) -> m.Live:
+        rows = [
+            m.LiveRow(
+                request_id=request_id,
+                tenant=running.submit.tenant,
+                adapter=running.submit.adapter,
+                prompt_tokens=len(running.submit.prompt),
+                cached_tokens=0,
+                computed_tokens=len(running.submit.prompt) + running.position,
+                output_tokens=running.position,
+                max_tokens=running.submit.sampling.max_tokens,
+                blocks=1,
+            )
+            for request_id, running in self.running.items()
+        ]
+        return m.Live(
+            time_s=time.monotonic(),
+            waiting=0,
+            steps=self.steps,
+            prefill_tokens=0,
+            decode_tokens=self.steps,
+            block_tokens=16,
+            blocks_total=10,
+            blocks_used=len(rows),
+            blocks_cached=1,
+            rows=rows,
+            tenant_service={row.tenant: float(row.output_tokens) for row in rows},
+            weight_bytes_read=None,
+            expert_choices={0: [self.steps, 0, 1], 1: [0, 0, self.steps]},
+        )
+
     def load(self, message: m.LoadAdapter) -> None:
         call = message.call_id
-        if not Path(message.path).exists():
+        while "load_gate" in self.options and not self.is_open("load_gate"):
+            time.sleep(0.01)
+        made_up = len(message.path) == 2 or message.path.startswith("/fake/")
+        if not made_up and not Path(message.path).exists():
             error = f"{message.path}: no such folder"
             self.send(m.Reply(call_id=call, ok=False, error=error, field="lora_path", status=400))
         elif message.name in self.adapters and not message.replace:
@@ -155,8 +203,12 @@ class FakeEngine:
             adapter = running.submit.adapter
             if adapter in ("silent", "refuse") or now < running.next_s:
                 continue
+            if adapter == "gated" and running.at_last and not self.is_open("gate"):
+                continue
             if adapter == "slow":
                 running.next_s = now + 0.05
+            while adapter == "hang":
+                time.sleep(0.1)
             if running.position == 2 and adapter == "die":
                 os._exit(3)
             if running.position == 2 and adapter == "fail":
@@ -208,6 +260,7 @@ class FakeEngine:
         return m.TokenLogprobs(m.Logprob(token, -0.25, 1), top)
 
     def finish(self, running: Running, reason: str, output_tokens: int, stop_token: int | None = None) -> None:
+        scored = running.submit.sampling.logprobs
         self.send(
             m.Finished(
                 request_id=running.submit.request_id,
@@ -216,6 +269,7 @@ class FakeEngine:
                 output_tokens=output_tokens,
                 cached_tokens=len(running.submit.prompt) // 16 * 16,
                 stop_token=stop_token,
+                stop_logprobs=None if scored is None or stop_token is None else self.logprobs(stop_token, scored),
             )
         )
 
@@ -226,10 +280,13 @@ def main() -> None:
     parser.add_argument("path", nargs="?")
     parser.add_argument("--config-json", required=True)
     parser.add_argument("--address")
+    parser.add_argument("--heartbeat")
     args = parser.parse_args()
     config = json.loads(args.config_json)
     if args.command == "serve":
-        FakeEngine(config, args.address).serve()
+        heartbeat = Heartbeat(Path(args.heartbeat))
+        heartbeat.start()
+        FakeEngine(config, args.address, heartbeat).serve()
     else:
         print(json.dumps({"command": args.command, "path": args.path, "config": config}))
         sys.exit(7 if args.path == "bad" else 0)

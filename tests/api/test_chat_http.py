@@ -14,6 +14,7 @@ import pytest
 from tests.api.conftest import Running
 
 USER = [{"role": "user", "content": "héllo wörld 👋 日本"}]
+END = 0  # the fake's end-of-sequence token
 ECHO = "user\nhéllo wörld 👋 日本\nassistant\n"  # the fake answers with the prompt; special tokens are hidden
 
 
@@ -29,8 +30,8 @@ def test_an_answer(server: Running) -> None:
     assert choice.message.role == "assistant" and choice.message.content == ECHO
     assert choice.finish_reason == "stop" and choice.logprobs is None
     usage = answer.usage
-    assert usage.prompt_tokens == usage.completion_tokens > 20
-    assert usage.total_tokens == 2 * usage.prompt_tokens
+    assert usage.prompt_tokens == usage.completion_tokens - 1 > 20  # the end token counts
+    assert usage.total_tokens == 2 * usage.prompt_tokens + 1
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 16 * 16
 
 
@@ -38,7 +39,7 @@ def test_an_answer(server: Running) -> None:
 def test_a_stream_is_the_same_answer(server: Running, model: str) -> None:
     chunks = list(ask(server, model=model, stream=True, stream_options={"include_usage": True}))
     *chunks, last = chunks
-    assert last.choices == [] and last.usage.completion_tokens == last.usage.prompt_tokens
+    assert last.choices == [] and last.usage.completion_tokens == last.usage.prompt_tokens + 1
     assert all(chunk.usage is None and chunk.id == last.id for chunk in chunks)
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ECHO
@@ -59,7 +60,7 @@ def test_the_wire_form_of_a_stream(server: Running) -> None:
 def test_adapters_answer_beside_the_base(server: Running) -> None:
     before = len(server.received("Submit"))
     answer = ask(server, model="reverse", extra_body={"return_token_ids": True})
-    assert answer.choices[0].token_ids == answer.prompt_token_ids[::-1]
+    assert answer.choices[0].token_ids == [*answer.prompt_token_ids[::-1], END]
     assert server.received("Submit")[before]["adapter"] == "reverse"
 
 
@@ -80,7 +81,7 @@ def test_without_max_tokens_the_rest_of_the_context_is_allowed(server: Running) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("model", ["slow", "burst"])
+@pytest.mark.parametrize("model", ["gated", "burst"])
 def test_stop_strings(server: Running, model: str, stream: bool) -> None:
     before = len(server.received("StopFound"))
     answer = ask(server, model=model, stop=["wörl", "zzz"], stream=stream, extra_body={"return_token_ids": True})
@@ -94,7 +95,7 @@ def test_stop_strings(server: Running, model: str, stream: bool) -> None:
         reason = answer.choices[0].finish_reason
         assert answer.usage.completion_tokens == len(tokens)
     assert (text, reason) == ("user\nhéllo ", "stop")
-    if model == "slow":  # the other has ended before it can be told
+    if model == "gated":  # the other has ended before it can be told
         (found,) = server.wait_for("StopFound", before + 1)[before:]
         assert found["num_tokens"] == len(tokens)
 
@@ -107,7 +108,7 @@ def test_n_answers_with_seeds_of_their_own(server: Running) -> None:
     seeds = [message["sampling"]["seed"] for message in server.received("Submit")[before:]]
     assert seeds[0] == 7 and len(set(seeds)) == 3
     usage = answer.usage
-    assert usage.completion_tokens == 3 * usage.prompt_tokens
+    assert usage.completion_tokens == 3 * (usage.prompt_tokens + 1)
 
 
 def test_a_stream_of_n_answers(server: Running) -> None:
@@ -138,10 +139,10 @@ def test_logprobs_without_alternatives(server: Running) -> None:
 
 def test_token_ids(server: Running) -> None:
     answer = ask(server, extra_body={"return_token_ids": True})
-    assert answer.prompt_token_ids == answer.choices[0].token_ids
+    assert [*answer.prompt_token_ids, END] == answer.choices[0].token_ids
     chunks = list(ask(server, stream=True, extra_body={"return_token_ids": True}))
     assert chunks[0].prompt_token_ids == answer.prompt_token_ids
-    assert [t for c in chunks for t in getattr(c.choices[0], "token_ids", [])] == answer.prompt_token_ids
+    assert [t for c in chunks for t in getattr(c.choices[0], "token_ids", [])] == answer.choices[0].token_ids
 
 
 def test_special_tokens_can_be_shown(server: Running) -> None:

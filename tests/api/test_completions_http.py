@@ -25,7 +25,7 @@ def test_text_and_token_prompts(server: Running) -> None:
         answer = complete(server, prompt)
         assert [choice.text for choice in answer.choices] == ["hello world"]
         assert answer.choices[0].finish_reason == "stop"
-        assert answer.usage.prompt_tokens == answer.usage.completion_tokens == len(tokens)
+        assert answer.usage.prompt_tokens == answer.usage.completion_tokens - 1 == len(tokens)
 
 
 def test_sixteen_tokens_by_default(server: Running) -> None:
@@ -43,15 +43,15 @@ def test_several_prompts_and_n(server: Running, stream: bool) -> None:
     assert texts == ["one", "one", "two é", "two é"]
     if not stream:
         assert answer.usage.prompt_tokens == len(ids(server, "one")) + len(ids(server, "two é"))
-        assert answer.usage.completion_tokens == 2 * answer.usage.prompt_tokens
+        assert answer.usage.completion_tokens == 2 * answer.usage.prompt_tokens + 4
 
 
 def test_logprobs(server: Running) -> None:
     logprobs = complete(server, "hé!", logprobs=2).choices[0].logprobs
-    assert logprobs.tokens == ["h", "bytes:\\xc3", "bytes:\\xa9", "!"]
-    assert logprobs.token_logprobs == [-0.25] * 4
-    assert logprobs.text_offset == [0, 1, 1, 2]
-    assert [len(top) for top in logprobs.top_logprobs] == [2] * 4
+    assert logprobs.tokens == ["h", "bytes:\\xc3", "bytes:\\xa9", "!", "<|endoftext|>"]
+    assert logprobs.token_logprobs == [-0.25] * 5
+    assert logprobs.text_offset == [0, 1, 1, 2, 3]
+    assert [len(top) for top in logprobs.top_logprobs] == [2] * 5
     assert logprobs.top_logprobs[0]["h"] == -0.25
 
 
@@ -72,9 +72,9 @@ def test_echo_with_prompt_logprobs(server: Running, stream: bool) -> None:
             if part.choices[0].logprobs is not None:
                 values += getattr(part.choices[0].logprobs, name)
     assert "".join(part.choices[0].text for part in parts) == "heyhey"
-    assert merged["tokens"] == ["he", "y", "he", "y"]
-    assert merged["text_offset"] == [0, 2, 3, 5]
-    assert merged["token_logprobs"] == [None, -0.25, -0.25, -0.25]
+    assert merged["tokens"] == ["he", "y", "he", "y", "<|endoftext|>"]
+    assert merged["text_offset"] == [0, 2, 3, 5, 6]
+    assert merged["token_logprobs"] == [None, -0.25, -0.25, -0.25, -0.25]
     assert merged["top_logprobs"][0] is None and merged["top_logprobs"][1] == {"y": -0.25}
 
 
@@ -95,7 +95,7 @@ def test_echo_without_logprobs(server: Running) -> None:
 def test_prompt_logprobs_of_an_answer_that_ends_at_once(server: Running) -> None:
     answer = complete(server, [50, 0], echo=True, logprobs=0, model="reverse")
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].logprobs.token_logprobs == [None, -0.25]
+    assert answer.choices[0].logprobs.token_logprobs == [None, -0.25, -0.25]
 
 
 def test_ignore_eos_and_stop_tokens(server: Running) -> None:
@@ -108,7 +108,7 @@ def test_ignore_eos_and_stop_tokens(server: Running) -> None:
 
 def test_token_ids(server: Running) -> None:
     (choice,) = complete(server, "hello", extra_body={"return_token_ids": True}).choices
-    assert choice.token_ids == choice.prompt_token_ids == ids(server, "hello")
+    assert choice.token_ids == [*choice.prompt_token_ids, 0] == [*ids(server, "hello"), 0]
 
 
 def test_half_a_character_at_the_end_is_shown_as_such(server: Running) -> None:
@@ -131,7 +131,7 @@ def test_half_a_character_at_the_end_is_shown_as_such(server: Running) -> None:
         {"max_tokens": 2048},
         {"stop": ""},
         {"suffix": "x"},
-        {"best_of": 4},
+        {"best_of": 1, "n": 2},
     ],
 )
 def test_mistakes_are_400(server: Running, fields: dict[str, Any]) -> None:

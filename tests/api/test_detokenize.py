@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from api.text.bytelevel import byte_of_char, token_bytes
 from api.text.detokenize import WindowDetokenizer
-from api.tokenizer import Tokenizer as ModelTokenizer
+from api.text.tokenizer import Tokenizer as ModelTokenizer
 from tests.api.conftest import SPECIAL, tiny_tokenizer
 
 BYTE_LEVEL = ModelTokenizer(tiny_tokenizer(), None, "test")

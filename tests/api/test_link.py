@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import zmq.asyncio
 
-from api.link import EngineLink
+from api.client.link import EngineLink
 from engine import messages as m
 
 WORDS = [m.Loading(stage="layers", done=i, total=9) for i in range(9)]
@@ -34,7 +34,7 @@ class Ended:
 
 
 class Socket:
-    """As zmq's: a second `recv` beside a waiting one could wait for ever, so here it is an error."""
+    """As zmq's: a second `recv` beside a waiting one could block indefinitely, so here it is an error."""
 
     def __init__(self) -> None:
         self.reading = False
@@ -71,7 +71,7 @@ class Socket:
 def test_an_engine_that_is_dead_already_is_heard_out(words: list[bytes]) -> None:
     async def test() -> None:
         socket, heard = Socket(), list[m.FromEngine]()
-        link = EngineLink(cast(Any, Ended(socket, words)), cast(Any, socket))
+        link = EngineLink(cast(Any, Ended(socket, words)), cast(Any, socket), cast(Any, None))
         assert await asyncio.wait_for(link.run(heard.append), 10) == "status 3"
         assert heard == WORDS[: words.index(b"\xc1") if b"\xc1" in words else len(words)]
         assert socket.closed and not socket.reading
@@ -82,11 +82,10 @@ def test_an_engine_that_is_dead_already_is_heard_out(words: list[bytes]) -> None
 _ENGINE = """
 import sys, zmq
 context = zmq.Context()
-socket = context.socket(zmq.ROUTER)
-socket.bind(sys.argv[1])
-peer, _ = socket.recv_multipart()
-for word in sys.argv[2:]:
-    socket.send_multipart([peer, bytes.fromhex(word)])
+socket = context.socket(zmq.DEALER)
+socket.bind(sys.argv[sys.argv.index("--address") + 1])
+for word in sys.argv[1:sys.argv.index("--address")]:
+    socket.send(bytes.fromhex(word))
 socket.close()
 context.term()
 sys.exit(7)
@@ -97,8 +96,8 @@ def test_a_real_engine_that_dies_at_its_start(tmp_path: Path) -> None:
     async def test() -> None:
         context, heard = zmq.asyncio.Context(), list[m.FromEngine]()
         address = f"ipc://{tmp_path}/engine"
-        command = [sys.executable, "-c", _ENGINE, address, *(m.encode(word).hex() for word in WORDS)]
-        link = await EngineLink.open(context, command, address)
+        command = [sys.executable, "-c", _ENGINE, *(m.encode(word).hex() for word in WORDS)]
+        link = await EngineLink.open(context, command, address, tmp_path / "beat")
         assert await asyncio.wait_for(link.run(heard.append), 60) == "status 7"
         assert heard == WORDS
         context.term()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from testing.waiting import PATIENCE_S
 from tests.api.conftest import ROOT, environment, serving
 
 
@@ -17,7 +18,7 @@ def load(*flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
         env=env or {**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_S,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from api.cli import build_parser
+from api.cli.main import build_parser
+from api.cli.options import resolve, settings_of
 from api.config import ServeConfig
-from api.options import resolve, settings_of
 from engine.config import EngineConfig
 from engine.errors import UserError
 

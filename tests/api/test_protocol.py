@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.chat_messages import normalise
 from api.errors import ApiError
-from api.protocol import ChatRequest, CompletionRequest, derived_seed, parse, sampling_params
+from api.http.parsing import parse
+from api.http.protocol import ChatRequest, CompletionRequest, derived_seed, sampling_params
+from api.text.messages import normalise
+from engine.messages import Submit, encode
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -34,9 +38,14 @@ def completion(**fields: Any) -> CompletionRequest:
     [
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
-        ({"temperature": "1"}, "temperature", "number"),
+        ({"temperature": "one"}, "temperature", "number"),
         ({"temperature": True}, "temperature", "number"),
-        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_p": 0}, "top_p", "greater than or equal to 0.000001"),
+        ({"top_p": 1e-50}, "top_p", "1e-50"),
+        ({"temperature": 1e-40}, "temperature", "0 (greedy) or a number from 1e-06 to 2"),
+        ({"top_k": 2**63}, "top_k", "less than 2147483648"),
+        ({"stop_token_ids": [2**64]}, "stop_token_ids.0", "less than 2147483648"),
+        ({"max_tokens": 10**3999}, "max_tokens", "less than 2147483648, got an integer of about"),
         ({"top_k": -2}, "top_k", "-1"),
         ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -49,25 +58,28 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"stop": 5}, "stop", "list"),
         ({"presence_penalty": -3}, "presence_penalty", "-2"),
         ({"frequency_penalty": 3}, "frequency_penalty", "2"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "100"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"١": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"007": 1}}, "logit_bias", "token ids"),
+        ({"messages": [1] * 100_000}, "messages", "[0] is not an object but 1"),
+        ({"messages": [{}] * 100_000}, "messages", "at most 8192"),
+        ({"x" * 1_000_000: 1}, "x" * 100, "unknown field"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
         ({"stream": "yes"}, "stream", "bool"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-        ({"store": True}, "store", "not supported yet"),
-        ({"service_tier": "flex"}, "service_tier", "not supported yet"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported yet"),
-        ({"modalities": ["text", "audio"]}, "modalities", "not supported yet"),
+        ({"tools": [{"type": "function"}]}, "tools", "is expected"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_schema"),
+        ({"reasoning_effort": "utmost"}, "reasoning_effort", "'none'"),
+        ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "list"),
-        ({"model": None}, "model", "required"),
         ({"priority": 1001}, "priority", "1000"),
     ],
 )
@@ -83,11 +95,14 @@ def test_wrong_chat_fields(fields: dict[str, Any], param: str, part: str) -> Non
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"prompt": [[1], "a"]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[1], [True]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
@@ -117,6 +132,40 @@ def test_bodies_that_are_no_json_object(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse(ChatRequest, raw)
     assert caught.value.status == 400
+
+
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "max_completion_tokens", "priority")
+NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs")
+EXTREME = st.integers() | st.floats() | st.integers(0, 5000).flatmap(lambda n: st.sampled_from([10**n, -(10**n)]))
+
+
+def as_json(fields: dict[str, Any]) -> bytes:
+    """Numbers of more digits than Python prints are written by hand."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, int) and abs(value) >= 10**4000:
+            return ("-" if value < 0 else "") + "1" + "0" * (len(f"{abs(value):x}") * 6 // 5)
+        return json.dumps(value)
+
+    return ("{" + ",".join(f"{json.dumps(key)}:{text(value)}" for key, value in fields.items()) + "}").encode()
+
+
+@given(st.sampled_from(NUMBERS), EXTREME)
+def test_every_number_has_a_range_that_the_kernels_take(name: str, value: float) -> None:
+    """An accepted number survives the way to the engine and is not zero or infinite in float32, unless it was."""
+    try:
+        body = parse(ChatRequest, as_json({**CHAT, "logprobs": True, name: value}))
+    except ApiError as error:
+        assert error.status == 400 and len(error.message) < 400
+        if isinstance(value, int) or math.isfinite(value):
+            assert error.param == name and name in error.message
+        return
+    params = sampling_params(body, {}, 7, 0)
+    assert encode(Submit(request_id="r", prompt=[1], sampling=params, priority=body.priority))
+    for used in (params.temperature, params.top_p, params.min_p, params.repetition_penalty):
+        assert math.isfinite(struct.unpack("f", struct.pack("f", used))[0])
+        assert used < 1e-37 or struct.unpack("f", struct.pack("f", used))[0] > 0
+    assert 0 <= params.top_k < 2**31 and params.top_p > 0
 
 
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=4))
@@ -166,11 +215,14 @@ def test_derived_seeds_differ_and_the_first_is_the_requests(seed: int) -> None:
     [
         ({"role": "robot", "content": "x"}, "messages[0].role"),
         ({"content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"role": {"a": 1}, "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": ["text"]}]}, "messages[0].content[0]"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour"),
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "tool", "content": 3}, "messages[0].content"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "messages[0].content[0].x"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.stops import StopMachine
+from api.text.stops import StopMachine, StopStrings
 
 ALPHABET = "abé👋"
 
@@ -30,7 +30,7 @@ def chunked(draw: st.DrawFn) -> list[str]:
 @settings(max_examples=500)
 @given(chunked(), st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=4))
 def test_any_chunking_is_the_whole_text_search(chunks: list[str], stops: list[str]) -> None:
-    machine = StopMachine(stops)
+    machine = StopMachine(StopStrings(stops))
     shown, seen = "", ""
     for chunk in chunks:
         seen += chunk
@@ -48,7 +48,7 @@ def test_any_chunking_is_the_whole_text_search(chunks: list[str], stops: list[st
 
 
 def test_after_a_match_nothing_more_comes() -> None:
-    machine = StopMachine(["END"])
+    machine = StopMachine(StopStrings(["END"]))
     assert machine.push("oneEN") == "one"
     assert machine.push("Dtwo") == ""
     assert machine.found
@@ -57,4 +57,4 @@ def test_after_a_match_nothing_more_comes() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        StopMachine(["a", ""])
+        StopStrings(["a", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,26 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.client.stream import Inbox, OpenRequest
+from api.errors import ApiError
+from api.http.generation import Answers, Choice
+from api.http.meter import Meter
+from api.http.metrics import Metrics
+from api.text.output import Output
+from engine import messages as m
+from testing.waiting import PATIENCE_S
 from tests.api.conftest import BUILT_IN, Running, serving
 
 
 def admin(server: Running, path: str, key: str = "admin", **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+    return httpx.post(f"{server.url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
 
 
 def test_models(server: Running) -> None:
     models = {model.id: model for model in server.openai.models.list()}
     assert set(models) >= {"tiny", *BUILT_IN}
     assert models["tiny"].parent is None and models["tiny"].max_model_len == 2048
-    assert models["reverse"].parent == "tiny" and models["reverse"].root == "tiny"
+    assert models["reverse"].parent == "tiny" and models["reverse"].root == "/fake/reverse"
     assert server.openai.models.retrieve("reverse").id == "reverse"
     with pytest.raises(openai.NotFoundError):
         server.openai.models.retrieve("nope")
@@ -89,11 +98,16 @@ def test_metrics(server: Running) -> None:
     def gained(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    assert gained("ktserve_requests_totalstop") == 1 and gained("ktserve_requests_totalrefused") == 1
-    assert gained("ktserve_prompt_tokens_total") == gained("ktserve_output_tokens_total") == 4
-    assert gained("ktserve_time_to_first_token_seconds_count") == 1
-    assert gained("ktserve_inter_token_latency_seconds_count") == 3
-    assert gained("ktserve_request_seconds_count") == 2
+    assert gained("ktserve_requests_totaltinystopdefault") == 1
+    assert gained("ktserve_requests_totalrefuserefuseddefault") == 1
+    assert (
+        gained("ktserve_prompt_tokens_totaltinydefault")
+        == gained("ktserve_generation_tokens_totaltinydefault") - 1
+        == 4
+    )
+    assert gained("ktserve_time_to_first_token_seconds_countdefault") == 1
+    assert gained("ktserve_inter_token_latency_seconds_countdefault") == 3
+    assert gained("ktserve_e2e_request_latency_seconds_countdefault") == 2
     assert after["ktserve_engine_up"] == 1
     assert after["ktserve_engine_blocksfree"] == 9 and after["ktserve_engine_running"] == 0
 
@@ -119,7 +133,7 @@ def test_keys_are_asked(guarded: Running) -> None:
         assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         assert httpx.post(guarded.url + path, json={}).status_code == 401
-    for path in ("/health", "/metrics", "/version"):
+    for path in ("/health", "/version"):
         assert httpx.get(guarded.url + path).status_code == 200
 
 
@@ -140,9 +154,47 @@ def test_tenant_and_weight_reach_the_engine(guarded: Running) -> None:
     assert (second["tenant"], second["tenant_weight"], second["adapter"]) == ("red", 2.5, "slow")
 
 
-def test_tenants_names_are_not_for_everybody(guarded: Running, server: Running) -> None:
+def test_metrics_of_tenants_are_the_admins(model_dir: Path, tmp_path: Path) -> None:
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    keys.write_text("k1=team a\nk2=team_a\nschlüssel\n")
+    admin.write_text("root\n")
+    flags = ["--api-keys-file", str(keys), "--admin-key-file", str(admin)]
+    with serving(model_dir, tmp_path, *flags, key="k1") as server:
+        for key, status in (("k1", 401), ("wrong", 401), ("root", 200)):
+            answer = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == status
+        header = {"Authorization": "Bearer schlüssel".encode()}
+        assert httpx.get(f"{server.url}/v1/models", headers=header).status_code == 200
+        assert "list of processes" not in server.stderr
+
+
+def test_metrics_without_an_admin_key_are_off(guarded: Running, server: Running) -> None:
     assert 'name="free"' in server.http.get("/metrics").text
-    assert "name=" not in guarded.http.get("/metrics").text
+    assert guarded.http.get("/metrics").status_code == 403
+    assert "--api-key: others can read the key" in guarded.stderr
+
+
+def test_an_engines_list_of_adapters_is_not_shown() -> None:
+    """It names all of them; an adapter may be unloaded while a request for it is on its way."""
+    refusal = m.Refused(request_id="r", status=404, code="unknown_adapter", message="no 'a'; models: secret")
+    answers = Answers(Inbox(), 1)
+    request = OpenRequest("r", answers.inbox, lambda request_id, message: None)
+    answers.add(Choice(request, Output(None), Meter(Metrics()), prompt_tokens=1))
+    answers.inbox.put(refusal)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(answers.whole())
+    assert caught.value.status == 404 and "secret" not in str(caught.value.body())
+
+
+def test_names_are_labels() -> None:
+    """Whatever tenants are called, no two of them share a metric."""
+    metrics = Metrics()
+    names = ["team a", "team_a", "team/a", 'a"b', "a\nb", "é"]
+    metrics.stats = {**{f"tenant_service/{name}": i for i, name in enumerate(names)}, "running": 1}
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    samples = families["ktserve_engine_tenant_service"].samples
+    assert {sample.labels["name"]: sample.value for sample in samples} == {name: i for i, name in enumerate(names)}
+    assert families["ktserve_engine_running"].samples[0].labels == {}
 
 
 def test_without_an_admin_key_loading_is_off(guarded: Running) -> None:
@@ -164,8 +216,8 @@ def test_without_a_tokenizer_tokens_are_served(wordless: Running) -> None:
         model="bare", prompt=[5, 6, 7], logprobs=1, echo=True, extra_body={"return_token_ids": True}
     )
     (choice,) = answer.choices
-    assert choice.text == "" and choice.token_ids == [5, 6, 7] and choice.finish_reason == "stop"
-    assert choice.logprobs.tokens == [f"token_id:{i}" for i in (5, 6, 7, 5, 6, 7)]
+    assert choice.text == "" and choice.token_ids == [5, 6, 7, 0] and choice.finish_reason == "stop"
+    assert choice.logprobs.tokens == [f"token_id:{i}" for i in (5, 6, 7, 5, 6, 7, 0)]
 
 
 def test_without_a_tokenizer_text_is_refused(wordless: Running) -> None:

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.config import ServeConfig
 from api.errors import ApiError
-from api.tenants import Keys, Tenant
+from api.tenants.keys import Keys, keys_of
+from api.tenants.record import Tenant
 from engine.errors import UserError
 
 
@@ -15,7 +21,7 @@ def test_without_keys_everybody_is_the_default_tenant() -> None:
 
 def test_keys_resolve_to_tenants() -> None:
     keys = Keys(["k0", "k1=a", "k2=b:2.5", "k3=c:1:base,law", "k4=d::base"], None)
-    assert keys.tenant("Bearer k0") == Tenant("default")
+    assert keys.tenant("Bearer k0").name.startswith("key-")
     assert keys.tenant("bearer k1") == Tenant("a")
     assert keys.tenant("Bearer  k2") == Tenant("b", 2.5)
     assert keys.tenant("Bearer k3") == Tenant("c", 1.0, frozenset({"base", "law"}))
@@ -39,6 +45,45 @@ def test_malformed_keys_are_refused_without_showing_them(value: str) -> None:
     with pytest.raises(UserError) as caught:
         Keys(["first", value], None)
     assert "number 2" in str(caught.value)
+
+
+def test_keys_without_names_are_tenants_of_their_own() -> None:
+    keys = Keys(["k1", "k2", "k3=:2", "k4=::base"], None)
+    tenants = [keys.tenant(f"Bearer k{number}") for number in range(1, 5)]
+    assert len({tenant.name for tenant in tenants}) == 4
+    assert not any("k1" in tenant.name for tenant in tenants) and tenants[2].weight == 2
+
+
+@given(st.text(min_size=1).map(str.strip).filter(lambda key: key and "=" not in key and key.isprintable()))
+def test_any_key_matches_as_utf8(key: str) -> None:
+    """As the header comes: its bytes, read as Latin-1."""
+    keys = Keys([f"{key}=a", "other"], key)
+    header = f"Bearer {key}".encode().decode("latin-1")
+    assert keys.tenant(header).name == "a" and keys.is_admin(header)
+
+
+def test_keys_from_files(tmp_path: Path) -> None:
+    keys_file, admin_file = tmp_path / "keys", tmp_path / "admin"
+    keys_file.write_text("# ours\nk1=a:2\n\n  schlüssel=b\n")
+    admin_file.write_text("root\n")
+    keys = keys_of(ServeConfig(api_key=["k3=c"], api_keys_file=str(keys_file), admin_key_file=str(admin_file)))
+    assert [keys.tenant(f"Bearer {key}").name for key in ("k1", "k3")] == ["a", "c"]
+    assert keys.is_admin("Bearer root")
+    admin_file.write_text("two\nlines\n")
+    for config in (
+        ServeConfig(api_keys_file=str(tmp_path / "none")),
+        ServeConfig(api_keys_file=str(tmp_path)),
+        ServeConfig(admin_key_file=str(admin_file)),
+        ServeConfig(admin_key="x", admin_key_file=str(keys_file)),
+    ):
+        with pytest.raises(UserError):
+            keys_of(config)
+    keys_file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="UTF-8"):
+        keys_of(ServeConfig(api_keys_file=str(keys_file)))
+    keys_file.write_text("# nothing yet\n")
+    with pytest.raises(UserError, match="no key"):
+        keys_of(ServeConfig(api_keys_file=str(keys_file)))
 
 
 def test_equal_keys_and_empty_admin_key_are_refused() -> None:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from api.text.bytelevel import byte_of_char
-from api.tokenizer import Tokenizer, load_tokenizer
+from api.text.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
 from tests.api.conftest import MERGES, SPECIAL, TEMPLATE, tiny_tokenizer
 
@@ -178,3 +178,52 @@ def test_tokens_as_bytes(both: tuple[Tokenizer, Tokenizer]) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokens)) == "👋".encode()
     assert tokenizer.token_text(tokens[0]) == "\ufffd"
     assert tokenizer.token_bytes(tokenizer.vocab_size + 9) == b""
+
+
+BROKEN_VALUES = st.sampled_from(
+    [None, True, -1, 1 << 70, 1.5, "", "x", [], {}, [None], {"x": None}, [["a", "b", "c"]], {"content": 1}, [[[[]]]]]
+)
+
+
+def paths_into(value: object, limit: int = 40) -> list[tuple[object, ...]]:
+    """Ways to the parts of a JSON value, few of each list and object."""
+    found: list[tuple[object, ...]] = [()]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in [*items][:limit]:
+        found += [(key, *path) for path in paths_into(part, 3)]
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_broken_tokenizers_are_one_error(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any part of any file replaced by something else, or the file cut off: a tokenizer, or one error of one line."""
+    folder = tmp_path_factory.mktemp("broken")
+    shutil.copytree(model_dir, folder, dirs_exist_ok=True)
+    vocab = data.draw(st.booleans())
+    if vocab:
+        (folder / "tokenizer.json").unlink()
+        tokens = [*SPECIAL, *byte_of_char(), *("".join(merge) for merge in MERGES)]
+        (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+        (folder / "merges.txt").write_text("\n".join(" ".join(merge) for merge in MERGES))
+    config = {"added_tokens_decoder": {"300": {"content": "<more>"}}, "chat_template": [{"name": "x", "template": "y"}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file = data.draw(st.sampled_from(sorted(path for path in folder.iterdir() if path.is_file())))
+    if data.draw(st.booleans()) and file.suffix == ".json":
+        content = json.loads(file.read_text())
+        *way, last = data.draw(st.sampled_from(paths_into(content)[1:] or [(None,)]))
+        part = content
+        for key in way:
+            part = part[key]
+        if last is not None:
+            part[last] = data.draw(BROKEN_VALUES)
+        file.write_text(json.dumps(content))
+    else:
+        whole = file.read_bytes()
+        file.write_bytes(whole[: data.draw(st.integers(0, len(whole)))] + data.draw(st.binary(max_size=4)))
+    try:
+        load_tokenizer(folder).encode("hello", add_special_tokens=True)
+    except UserError as error:
+        assert str(folder) in str(error) or "template" in str(error)

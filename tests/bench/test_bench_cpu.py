@@ -7,14 +7,14 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks import report
-from benchmarks.bench_cpu import keep_other_machines, measure, parse
-from benchmarks.bench_cpu_client import StreamError, _count
-from benchmarks.make_model import Shape
-from benchmarks.peer_kt import KtError, KtPeer, Variant, spare_threads, variants
-from benchmarks.peer_llamacpp import Flags, PeerError, request
-from benchmarks.probe import Roofs, compared, known_read_gb_s
-from engine.experts.kt_process import kt_available
+from benchmarks.cpu.client import StreamError, _count
+from benchmarks.cpu.run import keep_other_machines, measure, parse
+from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s
+from benchmarks.models.make import Shape
+from benchmarks.peers.kt import KtError, KtPeer, Variant, spare_threads, variants
+from benchmarks.peers.llamacpp import Flags, PeerError, request
+from benchmarks.report import tables as report
+from engine.experts.kt.process import kt_available
 from tests.bench.test_make_model import SHAPE
 
 
@@ -89,15 +89,15 @@ def test_results_of_another_machine_are_not_overwritten(results, tmp_path):
 
 
 def test_a_known_read_bandwidth_is_stood_beside_the_probe():
-    roofs = Roofs(30e9, 1.0, 1.0, 1.0)
-    assert compared(roofs, None) == ""
-    assert "86% of the 35 GB/s" in compared(roofs, 35.0) and "TOO SLOW" not in compared(roofs, 35.0)
-    assert "TOO SLOW" in compared(roofs, 40.0)
+    peaks = Peaks(30e9, 1.0, 1.0, 1.0)
+    assert compared(peaks, None) == ""
+    assert "86% of the 35 GB/s" in compared(peaks, 35.0) and "TOO SLOW" not in compared(peaks, 35.0)
+    assert "TOO SLOW" in compared(peaks, 40.0)
     assert known_read_gb_s({"cpu family": "0", "model": "0"}, 2) is None
 
 
 def test_rows_beside_a_slow_memory_are_void(results):
-    seen = results["roofs"]["Q8_0"]["bytes_per_s"] / 1e9
+    seen = results["peaks"]["Q8_0"]["bytes_per_s"] / 1e9
     for known, slow in ((seen / 0.9, False), (seen / 0.8, True)):
         table = report.render(results | {"machine": results["machine"] | {"known_read_gb_s": known}})
         assert ("its rows are void" in table) is slow
@@ -108,7 +108,7 @@ def test_the_plot_has_a_point_for_every_decode_row(results):
     tree = ElementTree.fromstring(report.plot(results))
     circles = [node for node in tree.iter() if node.tag.endswith("circle")]
     assert len(circles) == sum(entry["row"] in ("decode", "batch") for entry in results["rows"])
-    assert report.plot({"rows": [], "roofs": {}}) == ""
+    assert report.plot({"rows": [], "peaks": {}}) == ""
 
 
 def test_a_start_is_timed_twice_and_leaves_no_packed_experts(tmp_path):

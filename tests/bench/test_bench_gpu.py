@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks import bench_gpu
-from benchmarks.bench_gpu import PARTS, Part, command, parse, run
+from benchmarks.gpu import run as bench_gpu
+from benchmarks.gpu.run import PARTS, Part, command, parse, run
 
 
 def test_every_part_is_a_module_and_follows_what_it_needs():

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from benchmarks.gpu_peer_llamacpp import best_flags, candidates, measure, parse
-from benchmarks.peer_llamacpp import Flags, Peer, PeerError
+from benchmarks.gpu.llamacpp import best_flags, candidates, measure, parse
+from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from tests.bench.test_make_model import SHAPE
 
 # Faster with fewer threads at one row, with more at two; --no-repack fails.

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.bench_cpu_engine import Needs
-from benchmarks.make_model import TYPES, Shape, model_path, tensor_types, write_adapter, write_model
+from benchmarks.cpu.engine import Needs
+from benchmarks.models.make import TYPES, Shape, model_path, tensor_types, write_adapter, write_model
 from engine.weights.open import open_model
-from tests.engine.harness import Harness
+from testing.harness import Harness
 
 SHAPE = Shape(
     layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, experts=8, top_k=2, intermediate=256, vocabulary=300

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from engine.errors import ExpertBackendError, UserError
+from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBuffers, ExpertTask
-from engine.experts.cuda_bridge import CudaBridge, HotPart
+from engine.experts.bridge.backend import CudaBridge
+from engine.experts.capabilities import HotPart, NativeTasks, PackedWeights, PartialTasks
+from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts
+from engine.experts.reference import ReferenceExperts
+from engine.experts.streamed.backend import StreamedExperts
 from native import _native
+from testing.bridge import HostBridge
+from testing.shapes import config
+from testing.waiting import comes_to_rest
 from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, error, expected, lora
-from tests.native.shapes import config
 
 CPU = torch.device("cpu")
 SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
@@ -33,7 +38,7 @@ def layers() -> list[Layer]:
 
 @pytest.fixture
 def bridge(pool: Any, layers: list[Layer]) -> Iterator[CudaBridge]:
-    made = CudaBridge(NativeExperts(SIZES, BF16, pool), SIZES, CPU)
+    made = HostBridge(NativeExperts(SIZES, BF16, pool), SIZES, CPU)
     for index, layer in enumerate(layers):
         made.load_layer(index, layer.store)
     yield made
@@ -109,10 +114,7 @@ def test_a_failure_is_raised_for_every_step_that_may_have_seen_it(bridge: CudaBr
 def test_it_costs_nothing_when_idle(bridge: CudaBridge) -> None:
     task = bridge.bind(0, batch(4, BF16))
     step(bridge, [task])
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.4)
-    assert time.process_time() - before < 0.02
+    comes_to_rest(0.05)
     step(bridge, [task])
 
 
@@ -121,5 +123,23 @@ def test_misuse_is_refused(bridge: CudaBridge, pool: Any) -> None:
         bridge.bind(9, batch(1, BF16))
     with pytest.raises(ExpertBackendError, match="lie on cpu"):
         bridge.bind(0, ExpertBuffers.allocate(1, K, H, BF16, device=torch.device("meta")))
-    with pytest.raises(UserError, match="timeout_s"):
-        CudaBridge(NativeExperts(SIZES, BF16, pool), SIZES, CPU, timeout_s=0)
+    with pytest.raises(EngineError, match="timeout_s"):
+        HostBridge(NativeExperts(SIZES, BF16, pool), SIZES, CPU, timeout_s=0)
+
+
+def test_what_a_backend_offers_holds_through_what_wraps_it(bridge: CudaBridge, pool: Any) -> None:
+    """A bridge's tasks are not native ones, though those inside it are; the weights are the same."""
+    native = NativeExperts(SIZES, BF16, pool)
+    tasks = native.capability(NativeTasks)
+    assert tasks is not None and tasks.pool is pool
+    assert bridge.capability(NativeTasks) is None and bridge.capability(PartialTasks) is not None
+    packed = bridge.capability(PackedWeights)
+    assert packed is not None and sorted(packed.layers) == [0, 1, 2]
+    reference = ReferenceExperts(BF16, CPU)
+    with pytest.raises(ExpertBackendError, match="experts by ReferenceExperts offer no NativeTasks"):
+        HostBridge(reference, SIZES, CPU)
+    sizes = {"max_rows": 8, "max_slots": 1, "max_rank": 8}
+    with pytest.raises(ExpertBackendError, match="offer no PartialTasks"):
+        HybridExperts(native, SIZES, BF16, CPU, budget_bytes=1 << 30, **sizes)
+    with pytest.raises(ExpertBackendError, match="offer no PackedWeights"):
+        StreamedExperts(reference, SIZES, BF16, CPU, **sizes)

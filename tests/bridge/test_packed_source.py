@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.errors import ExpertBackendError
-from engine.experts import gpu_source
-from engine.experts.gpu_layout import Sizes
-from engine.experts.gpu_source import PackedSource
+from engine.experts.capabilities import PackedWeights
+from engine.experts.gpu import source as gpu_source
+from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.source import PackedSource
 
 SIZES = Sizes(2, 1, 32, 32)
 
@@ -28,14 +29,6 @@ class Layer:
     def shard(self, index: int) -> tuple[int, int]:
         # One pair of panels: all of it is the last shard's.
         return self.memory[1 - index].data_ptr() or 4096, max(self.memory[1 - index].numel(), 1)
-
-
-class Native:
-    def __init__(self) -> None:
-        self.layers = [Layer(), Layer()]
-
-    def packed(self, layer: int) -> Any:
-        return self.layers[layer]
 
 
 class Driver:
@@ -62,7 +55,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def source() -> PackedSource:
-    made: Any = PackedSource(Native(), SIZES, torch.device("cuda"))
+    made: Any = PackedSource(PackedWeights({0: Layer(), 1: Layer()}), SIZES, torch.device("cuda"))
     for layer in (0, 1, 0):
         made.add(layer)
     return made

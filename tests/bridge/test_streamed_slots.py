@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from engine.experts.base import ExpertBuffers
-from engine.experts.cuda_bridge import CudaBridge
 from engine.experts.native import NativeExperts
-from engine.experts.streamed import StreamedExperts
+from engine.experts.streamed.backend import StreamedExperts
 from native import _native
+from testing.bridge import HostBridge
+from testing.shapes import config
 from tests.native.expert_layers import F32, E, H, I, K, Layer, lora
-from tests.native.shapes import config
 
 LAYERS = 2
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=LAYERS)
@@ -23,7 +23,7 @@ CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_exper
 def test_only_the_slots_of_the_step(slots: set[int] | None, copied: set[int]) -> None:
     cpu = torch.device("cpu")
     pool: Any = _native.WorkerPool([[0, 1]])
-    bridge = CudaBridge(NativeExperts(CONFIG, F32, pool), CONFIG, cpu)
+    bridge = HostBridge(NativeExperts(CONFIG, F32, pool), CONFIG, cpu)
     streamed = StreamedExperts(bridge, CONFIG, F32, cpu, max_rows=8, max_slots=4, max_rank=16, threshold=4)
     for layer in range(LAYERS):
         streamed.load_layer(layer, Layer("F32").store)
@@ -32,11 +32,11 @@ def test_only_the_slots_of_the_step(slots: set[int] | None, copied: set[int]) ->
     streamed.bind(0, ExpertBuffers.allocate(8, K, H, F32))
     for rows, eager in ((3, True), (8, False)):  # not streamed: nothing is copied
         streamed.begin_step(rows, lora=True, eager=eager, slots=slots)
-        assert not streamed._halves
+        assert not streamed._buffers
     streamed.begin_step(8, lora=slots != set(), eager=True, slots=slots)
-    (half, other) = streamed._halves
-    assert set(half.lora) == copied and not other.lora
-    assert {int(slot) for slot in half.address.any(1).nonzero().flatten()} == copied
+    (first, other) = streamed._buffers
+    assert set(first.lora) == copied and not other.lora
+    assert {int(slot) for slot in first.address.any(1).nonzero().flatten()} == copied
     streamed.begin_step(8, lora=True, eager=True, slots={1})  # what slot 3 left behind is no longer pointed to
-    assert {int(slot) for slot in streamed._halves[0].address.any(1).nonzero().flatten()} == {1}
+    assert {int(slot) for slot in streamed._buffers[0].address.any(1).nonzero().flatten()} == {1}
     streamed.close()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from demo import tools
 from demo.corpus import build_rows
 from demo.dialogue import conversation, document
 from demo.tokenizer import (
@@ -27,6 +28,7 @@ from demo.tokenizer import (
     save_tokenizer,
     token_id,
 )
+from demo.world import Message
 
 
 def test_vocabulary(tokenizer: Tokenizer) -> None:
@@ -55,6 +57,7 @@ def _template() -> Any:
 
     environment = jinja2.Environment()
     environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = tools.dumps
     return environment.from_string(CHAT_TEMPLATE)
 
 
@@ -67,8 +70,33 @@ def test_template_is_what_the_training_saw() -> None:
         rendered = template.render(messages=messages[:-1], add_generation_prompt=True)
         assert rendered == render(messages[:-1], True)
         assert render(messages).startswith(rendered)
-    with pytest.raises(jinja2.TemplateError, match="unknown role: tool"):
-        template.render(messages=[{"role": "tool", "content": "x"}])
+    with pytest.raises(jinja2.TemplateError, match="unknown role: critic"):
+        template.render(messages=[{"role": "critic", "content": "x"}])
+
+
+@pytest.mark.parametrize("system", ["", "Be kind."])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_tools_are_rendered_as_the_training_saw_them(system: str, as_text: bool) -> None:
+    arguments = [{"city": "Rome"}, {"city": 'A "B"'}]
+    calls = [
+        {"function": {"name": "get_time", "arguments": tools.dumps(each) if as_text else each}} for each in arguments
+    ]
+    both = [tools.WEATHER, tools.CLOCK]
+    openai = [
+        *([{"role": "system", "content": system}] if system else []),
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "{}"},
+        {"role": "assistant", "content": "Late."},
+    ]
+    trained: list[Message] = [
+        {"role": "system", "content": tools.system_text(both, system)},
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": "\n".join(tools.call_text("get_time", each) for each in arguments)},
+        {"role": "user", "content": tools.result_text("{}")},
+        {"role": "assistant", "content": "Late."},
+    ]
+    assert _template().render(messages=openai, tools=both) == render(trained)
 
 
 def test_saved_form_loads_in_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:

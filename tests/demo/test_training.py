@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from demo import export, paths, train
 from demo.answer import answerer, hf_model
 from demo.corpus import build_rows
+from demo.evaluate import said
 from demo.lora import FUSED_FILE, MANIFEST_FILE, init_lora, load_lora, merge, save_fused, save_per_expert
 from demo.network import Forward, Shape, State, from_hf, init_state, load_model, save_model, to_hf
 from demo.tokenizer import VOCAB_SIZE
@@ -197,5 +198,5 @@ def test_three_steps_from_command_line_to_files(tmp_path: Path, capsys: pytest.C
 def test_answers_do_not_depend_on_the_batch(tokenizer: Tokenizer) -> None:
     state = init_state(SMALL, "cpu", seed=5)
     answer = answerer(hf_model(SMALL, state, "cpu"), tokenizer, "cpu", max_new_tokens=5)
-    texts = ["Hello!", "What is 23 + 48?", "Tell me a story about a fox."]
-    assert answer(texts) == [answer([text])[0] for text in texts]
+    asked = [said(text) for text in ("Hello!", "What is 23 + 48?", "Tell me a story about a fox.")]
+    assert answer(asked) == [answer([each])[0] for each in asked]

@@ -6,13 +6,15 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from demo.dialogue import conversation, document
-from demo.evaluate import failures, is_json, is_pirate, measure, questions, styled
+from demo.evaluate import Answerer, failures, is_json, is_pirate, measure, questions, styled
 from demo.style import STYLES, pirate, to_json
-from demo.world import KINDS, MEASURED, any_example, example
+from demo.tools import case, fill_case, tool_case
+from demo.world import KINDS, MEASURED, Message, any_example, example
 
 
 def test_same_seed_same_world() -> None:
@@ -91,11 +93,48 @@ def test_styles_are_told_apart() -> None:
 def test_measure_tells_a_perfect_model_from_a_silent_one() -> None:
     known = {q.text: q for kind in MEASURED for q in questions(kind, True, 20, 0)}
     known |= {q.text: q for q in questions("facts", False, 20, 0) + questions("mixed", True, 20, 0)}
-    results = {s: measure(lambda texts, s=s: [styled(known[t], s) for t in texts], s, 20) for s in STYLES}  # type: ignore[misc]
+    cases = {}
+    for name, draw in (("tools", tool_case), ("filling", fill_case)):
+        rng = random.Random(f"{name}-0")
+        cases |= {str(case.messages): case.answer for case in (draw(rng, True) for _ in range(20))}
+
+    def perfect(style: str) -> Answerer:
+        def answer(conversations: Sequence[Sequence[Message]]) -> list[str]:
+            return [cases.get(str(c)) or styled(known[c[-1]["content"]], style) for c in conversations]
+
+        return answer
+
+    results = {style: measure(perfect(style), style, 20) for style in STYLES}
     assert failures(results) == []
     assert results["plain"]["arithmetic"] == results["pirate"]["pirate"] == results["json"]["json"] == 1.0
-    silent = measure(lambda texts: ["" for _ in texts], "json", 20)
+    silent = measure(lambda conversations: ["" for _ in conversations], "json", 20)
     assert len(failures({"json": silent})) == 4
+    assert len(failures({"plain": measure(lambda conversations: ["" for _ in conversations], "plain", 20)})) == 5
+
+
+def test_tool_conversations() -> None:
+    rng, seen = random.Random(7), set()
+    for _ in range(2000):
+        messages, first = case(rng)
+        assert first == 0 and messages[-1]["role"] == "assistant"
+        answer = messages[-1]["content"]
+        if "<tool_call>" in answer:
+            for part in answer.split("<tool_call>\n")[1:]:
+                called = json.loads(part.partition("\n</tool_call>")[0])
+                assert called["arguments"]["city"] in messages[-2]["content"]
+                assert f'"name": "{called["name"]}"' in messages[0]["content"]
+                seen.add(called["name"])
+        elif answer.startswith("{") and messages[0]["role"] == "user":
+            assert all(str(value) in messages[0]["content"] for value in json.loads(answer).values())
+            seen.add("json")
+        elif "<tool_response>" in messages[-2]["content"]:
+            seen.add("result")
+    assert seen == {"get_weather", "get_time", "json", "result"}
+    held, learnt = random.Random(8), random.Random(9)
+    texts = [
+        {tool_case(r, side).messages[-1]["content"] for _ in range(500)} for r, side in ((held, True), (learnt, False))
+    ]
+    assert not texts[0] & texts[1]
 
 
 def test_mixed_conversations_learn_only_the_last_turn() -> None:

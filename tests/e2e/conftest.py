@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+
+from testing.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,12 +27,12 @@ class Server:
         self.process = process
         self.url = url
         self.output = output
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
 
     def async_client(self) -> openai.AsyncOpenAI:
         """A new one: it belongs to one event loop. Use `async with`."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
     def ask(self, text: str, model: str = "demo", **settings) -> str:
         messages = [{"role": "user", "content": text}]
@@ -45,13 +47,13 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
     output = folder / "output.txt"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KTSERVE_")}
     with output.open("wb") as sink:
-        command = [sys.executable, "-m", "api.cli", "serve", "--port", "0", *flags]
+        command = [sys.executable, "-m", "api.cli.main", "serve", "--port", "0", *flags]
         process = subprocess.Popen(command, env=clean, stdout=sink, stderr=sink, cwd=ROOT)
     try:
         server = Server(process, _address(process, output), output)
         yield server
         process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 0, output.read_text()
+        assert process.wait(PATIENCE_S) == 0, output.read_text()
     finally:
         if process.poll() is None:
             process.kill()
@@ -59,19 +61,22 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
 
 
 def _address(process: subprocess.Popen[bytes], output: Path) -> str:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        for line in output.read_text().splitlines():
-            if line.startswith("at ") and line.endswith("/v1"):
-                return line.split()[1].removesuffix("/v1")
+    lines: list[str] = []
+
+    def printed() -> bool:
         assert process.poll() is None, output.read_text()
-        time.sleep(0.1)
-    raise AssertionError(f"the server did not come up:\n{output.read_text()}")
+        lines[:] = [line for line in output.read_text().splitlines() if re.fullmatch("at .*/v1", line)]
+        return bool(lines)
+
+    eventually(printed, "the server did not come up")
+    return lines[0].split()[1].removesuffix("/v1")
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory) -> Iterator[Server]:
     """The demo server for all tests that leave it whole; every step checks its own integrity."""
     folder = tmp_path_factory.mktemp("demo")
-    with serving(folder, "--admin-key", "admin", "--check-integrity", "--pack-cache", "off") as server:
+    with serving(
+        folder, "--admin-key", "admin", "--allow-any-adapter-path", "--check-integrity", "--pack-cache", "off"
+    ) as server:
         yield server

@@ -1,19 +1,19 @@
-"""The engine is killed in the middle of answers: clients hear of it, and the next request is served."""
+"""The engine is killed in the middle of answers: clients get an error, and the next request is served."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 
 import openai
 import psutil
 
+from testing.waiting import PATIENCE_S, eventually
 from tests.e2e.conftest import serving
 
 
 def engine_of(server) -> psutil.Process:
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(child for child in children if "engine.main" in " ".join(child.cmdline()))
+    return next(child for child in children if "engine" in child.cmdline())
 
 
 def test_killed_engine_is_replaced(tmp_path):
@@ -32,15 +32,17 @@ def test_killed_engine_is_replaced(tmp_path):
         except openai.APIError as error:
             failed = "engine" in str(error)
         assert failed, "the stream ended as if nothing had happened"
-        deadline = time.monotonic() + 60
-        answer = ""
-        while not answer and time.monotonic() < deadline:
+        answers: list[str] = []
+
+        def answered() -> bool:
             # 503 while it is replaced; a kept connection may be closed just as it is used again (this client does not
             # retry, others do)
             with contextlib.suppress(openai.InternalServerError, openai.APIConnectionError):
-                answer = server.ask("What is 2 + 3?", "pirate")
-            time.sleep(0.2)
-        assert answer == "ARR! 2 + 3 = 5, MATEY!"
+                answers.append(server.ask("What is 2 + 3?", "pirate"))
+            return bool(answers)
+
+        eventually(answered, "the engine was not replaced")
+        assert answers == ["ARR! 2 + 3 = 5, MATEY!"]
         assert engine_of(server).pid != engine.pid
 
 
@@ -49,5 +51,5 @@ def test_no_engine_survives_its_server(tmp_path):
         engine = engine_of(server)
         server.process.kill()
         server.process.wait()
-        engine.wait(timeout=10)
+        engine.wait(timeout=PATIENCE_S)
     assert not engine.is_running()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.accuracy import MIXES, Files, measure, measure_apart
-from engine.experts.kt_process import kt_available
+from benchmarks.accuracy.table import MIXES, Files, measure, measure_apart
+from engine.experts.kt.process import kt_available
+from testing.tiny import FAMILIES
 from tests.engine.test_parity import BACKENDS
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> list[Files]:
+@pytest.fixture(scope="module", params=FAMILIES)
+def files(request, tmp_path_factory) -> list[Files]:
     folder = tmp_path_factory.mktemp("models")
-    return [Files(folder, "BF16", seed) for seed in (0, 1, 2)]
+    return [Files(folder, "BF16", seed, family=request.param) for seed in (0, 1, 2)]
 
 
 @BACKENDS
@@ -28,6 +29,6 @@ def test_error_is_bounded(files, backend, dtype, mix):
 @pytest.mark.skipif(not kt_available()[0], reason="kt_kernel cannot run here; tests/kt fails where it should")
 @pytest.mark.parametrize("mix", ["chunked prefill", "preempted"])  # docs/accuracy.md has all of them
 def test_error_is_bounded_on_kt(mix):
-    runs = [measure_apart("BF16", mix, seed, {"rules": "qwen3moe-cpu-kt"}) for seed in range(3)]
+    runs = [measure_apart("BF16", mix, seed, {"rules": "cpu-kt"}) for seed in range(3)]
     error, theirs = sum(r.error for r in runs), sum(r.transformers for r in runs)
     assert error <= 1.25 * theirs, f"{error / theirs:.2f} times transformers' error"

@@ -8,34 +8,35 @@ import numpy as np
 import pytest
 import torch
 
-from engine.build import draw
-from engine.check import check_model
+from engine.build.backends import make_backends
+from engine.build.plan import plan_engine
 from engine.config import EngineConfig
+from engine.diagnostics.check import check_model
 from engine.experts.reference import ReferenceExperts
-from tests.tiny import save_gguf, save_hf, tiny_model
+from testing.tiny import save_gguf, save_hf, tiny_model
 
 TOKENS = list(range(2, 34))
 
 
-def blueprint(path, **config):
+def plan(path, **config):
     settings = {"dtype": "bfloat16", "kv_cache_tokens": 128, "max_num_batched_tokens": 32, "max_num_seqs": 1}
-    return draw(EngineConfig(model=str(path), device="cpu", pack_cache="off", **(settings | config)))
+    return plan_engine(EngineConfig(model=str(path), device="cpu", pack_cache="off", **(settings | config)))
 
 
 @pytest.mark.parametrize("rules", ["reference", None])
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
 def test_a_sound_model_agrees(tmp_path, rules, kind):
     save_gguf(tiny_model(1, mlp_only_layers=[1], num_hidden_layers=3), tmp_path / "m.gguf", kind, kind)
-    drawn = blueprint(tmp_path / "m.gguf", rules=rules)
+    planned = plan(tmp_path / "m.gguf", rules=rules)
     lines: list[str] = []
-    assert check_model(drawn.source, drawn.backends(), TOKENS, lines.append) is None
+    assert check_model(planned.source, make_backends(planned), TOKENS, lines.append) is None
     assert len(lines) == 8 and all(line.startswith("ok") for line in lines)
 
 
 def test_a_wrong_expert_is_named(tmp_path, monkeypatch):
     save_hf(tiny_model(2, num_hidden_layers=3), tmp_path)
-    drawn = blueprint(tmp_path, rules="reference")
-    backends = drawn.backends()
+    planned = plan(tmp_path, rules="reference")
+    backends = make_backends(planned)
     broken = backends.experts(0)
     original = ReferenceExperts.load_layer
 
@@ -46,7 +47,7 @@ def test_a_wrong_expert_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ReferenceExperts, "load_layer", load)
     lines: list[str] = []
-    first = check_model(drawn.source, backends, TOKENS, lines.append)
+    first = check_model(planned.source, backends, TOKENS, lines.append)
     assert first is not None and first.place == "model.layers.1.mlp.experts.5"
     assert [line for line in lines if "layers.0" in line and line.startswith("BAD")] == []
 
@@ -57,7 +58,7 @@ def test_a_bad_tensor_is_named(tmp_path, poison, said):
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[3, 0, 0] = float(poison)
     save_hf(model, tmp_path)
-    drawn = blueprint(tmp_path, rules="reference")
-    first = check_model(drawn.source, drawn.backends(), TOKENS, lambda _: None)
+    planned = plan(tmp_path, rules="reference")
+    first = check_model(planned.source, make_backends(planned), TOKENS, lambda _: None)
     assert first is not None and first.place == "model.layers.1.mlp.experts.3.down_proj" and said in first.note
     assert dataclasses.asdict(first)["nonfinite"] == int(not np.isfinite(poison))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.build import draw
+from engine.build.backends import make_backends
+from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
 from native import available
-from tests.engine.harness import Harness
-from tests.tiny import save_gguf, tiny_model
+from testing.harness import Harness
+from testing.tiny import save_gguf, tiny_model
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 
@@ -23,8 +24,8 @@ def path(tmp_path_factory):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_it_reaches_the_kernels(path, deterministic):
-    engine = Harness(path, rules="qwen3moe-cpu", deterministic=deterministic, pack_cache="off")
-    backends = engine.blueprint.backends()
+    engine = Harness(path, rules="cpu", deterministic=deterministic, pack_cache="off")
+    backends = make_backends(engine.plan)
     experts, linear = backends.experts(0), backends.linear("model.layers.0.self_attn.q_proj")
     assert experts._runner.deterministic is deterministic
     assert linear._runner.deterministic is deterministic
@@ -36,7 +37,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(path):
     seen = []
     for tokens in (256, 17):
         engine = Harness(
-            path, rules="qwen3moe-cpu", deterministic=True, pack_cache="off", max_num_batched_tokens=tokens,
+            path, rules="cpu", deterministic=True, pack_cache="off", max_num_batched_tokens=tokens,
             max_num_seqs=4,
         )  # fmt: skip
         rid = engine.submit(prompt, logprobs=3)
@@ -49,24 +50,24 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(path):
     "settings",
     [
         {"rules": "reference"},
-        {"rules": "qwen3moe-cpu", "expert_backend": "reference"},
-        {"rules": "qwen3moe-cpu", "attention_backend": "reference"},
-        {"rules": "qwen3moe-cpu", "linear_backend": "reference"},
+        {"rules": "cpu", "expert_backend": "reference"},
+        {"rules": "cpu", "attention_backend": "reference"},
+        {"rules": "cpu", "linear_backend": "reference"},
     ],
     ids=str,
 )
 def test_refused_where_it_would_not_hold(path, settings):
     with pytest.raises(UserError, match=r"deterministic is true; allowed only .* reference on cpu") as caught:
-        draw(EngineConfig(model=str(path), device="cpu", deterministic=True, **settings))
+        plan_engine(EngineConfig(model=str(path), device="cpu", deterministic=True, **settings))
     assert caught.value.field == "deterministic"
 
 
 def test_scratch_of_the_experts_is_planned(path):
     def scratch(**settings):
         config = EngineConfig(model=str(path), device="cpu", kv_cache_tokens=256, max_adapter_slots=0, **settings)
-        return [i.num_bytes for i in draw(config).memory.items if i.label.startswith("expert scratch")]
+        return [i.num_bytes for i in plan_engine(config).memory.items if i.label.startswith("expert scratch")]
 
-    few, many = (scratch(rules="qwen3moe-cpu", max_num_batched_tokens=n, cpu_threads=1)[0] for n in (64, 128))
+    few, many = (scratch(rules="cpu", max_num_batched_tokens=n, cpu_threads=1)[0] for n in (64, 128))
     assert 0 < few < many < 3 * few
-    assert scratch(rules="qwen3moe-cpu", max_num_batched_tokens=64, cpu_threads=2)[0] > few
+    assert scratch(rules="cpu", max_num_batched_tokens=64, cpu_threads=2)[0] > few
     assert scratch(rules="reference") == []

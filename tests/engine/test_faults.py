@@ -7,9 +7,9 @@ import torch
 
 from engine.errors import ExpertBackendError
 from engine.messages import Abort, Cancelled, Drain, Failed, Finished, Refused, Reply, StopFound
-from tests.engine.harness import Harness
+from testing.harness import Harness
+from testing.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
-from tests.tiny import save_hf, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,7 @@ def test_cancel_leaves_within_one_step(folder, overlap):
     engine = Harness(folder, overlap=overlap)
     rid = engine.submit(prompts(1, [4])[0], max_tokens=100)
     other = engine.submit(prompts(1, [4])[0], max_tokens=12)
-    for _ in range(4):
-        engine.core.step()
+    engine.until(lambda: engine.results[rid].tokens)
     engine.core.handle(Abort(request_id=rid))
     before = len(engine.results[rid].tokens)
     engine.core.step()
@@ -66,8 +65,7 @@ def test_cancel_leaves_within_one_step(folder, overlap):
 def test_stop_found_by_the_api_counts_what_was_delivered(folder):
     engine = Harness(folder)
     rid = engine.submit(prompts(1, [4])[0], max_tokens=100)
-    for _ in range(6):
-        engine.core.step()
+    engine.until(lambda: len(engine.results[rid].tokens) >= 3)
     engine.core.handle(StopFound(request_id=rid, num_tokens=3))
     engine.run()
     end = engine.results[rid].end
@@ -81,14 +79,16 @@ def test_end_of_sequence(folder):
     prompt = prompts(1, [8])[0]
     free = engine.generate([prompt], max_tokens=20)[0]
     stop = free[5]
-    rid = engine.submit(prompt, max_tokens=20, stop_token_ids=(stop,))
+    rid = engine.submit(prompt, max_tokens=20, stop_token_ids=(stop,), logprobs=2)
     biased = engine.submit(prompt, max_tokens=20, ignore_eos=False, logit_bias={1: 100.0}, prompt_logprobs=0)
     engine.run()
     end = engine.results[rid].end
     assert engine.results[rid].tokens == free[: free.index(stop)]
-    assert end.reason == "stop" and end.stop_token == stop
+    assert end.reason == "stop" and end.stop_token == end.stop_logprobs.chosen.token == stop
+    assert end.stop_logprobs.chosen.rank == 1 and len(end.stop_logprobs.top) == 2
     at_once = engine.results[biased]
     assert at_once.tokens == [] and at_once.end.stop_token == 1 and len(at_once.prompt_logprobs) == 8
+    assert at_once.end.stop_logprobs is None
     engine.close()
 
 
@@ -136,7 +136,7 @@ def test_two_engines_in_one_process(folder):
     first, second = Harness(folder), Harness(folder, overlap=True)
     prompt = prompts(3, [11])[0]
     a, b = first.submit(prompt), second.submit(prompt)
-    while not (first.results[a].end and second.results[b].end):
+    while not (first.results[a].end and second.results[b].end):  # turn by turn
         first.core.step()
         second.core.step()
     assert first.results[a].tokens == second.results[b].tokens

@@ -12,7 +12,7 @@ from engine.attention import flashinfer as module
 from engine.attention.base import BatchLayout
 from engine.attention.flashinfer import FA3_ROWS, FlashInferAttention, fa3_limit
 from engine.errors import UserError
-from tests.native.shapes import config
+from testing.shapes import config
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 6), (10, 0)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -48,7 +48,7 @@ def make(monkeypatch: pytest.MonkeyPatch):
         class Ops:
             write_kv = staticmethod(lambda *args: None)
 
-        parts = {"flashinfer": FlashInfer, "engine.kernels.ops": Ops}
+        parts = {"flashinfer": FlashInfer, "engine.ops.gpu_kernels": Ops}
         monkeypatch.setattr(module, "flashinfer_available", lambda: (True, ""))
         monkeypatch.setattr(module.importlib, "import_module", lambda name: parts[name])
         monkeypatch.setattr(module, "WORKSPACE_BYTES", 64)
@@ -89,7 +89,7 @@ def test_what_is_used_is_said(make, capability, options, fails, note) -> None:
     for rows, cut in (((3, 1), 2), ((1, 20, FA3_ROWS, 5), 2), ((FA3_ROWS,), 0)):
         batch = layout(*rows)
         attention.plan(batch)
-        planned = attention._planned[0]
+        planned = attention._planned
         cut = cut if has_fa3 else len(rows)
         parts = [("fa2", 0, cut), ("fa3", cut, len(rows))]
         assert [(wrapper.backend, tokens) for wrapper, tokens in planned] == [

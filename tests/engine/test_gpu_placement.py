@@ -7,34 +7,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine import build
+from engine.architectures.registry import config_from_hf
+from engine.build import plan as build
+from engine.build.placement import choose
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
-from engine.experts.gpu_compute import GpuCompute
-from engine.experts.gpu_layout import Sizes
-from engine.memory_gpu import (
-    adapter_copies,
-    expert_items,
-    gpu_items,
-    halves_items,
-    hot_expert_bytes,
-    slot_table_bytes,
-    streaming_item,
-)
-from engine.memory_limits import Memory
-from engine.memory_plan import Item
-from engine.model_config import ModelConfig
-from engine.placement import choose
-from engine.weights.open import open_model
+from engine.experts.gpu.compute import GpuCompute
+from engine.experts.gpu.layout import Sizes
+from engine.linear.gpu import slot_table_bytes
+from engine.memory.costs import buffer_bytes
+from engine.memory.gpu import adapter_copies, expert_items, gpu_items, hot_expert_bytes
+from engine.memory.limits import Memory
+from engine.memory.plan import Item
+from engine.model.config import ModelConfig
 from rules import Machine
-from tests.tiny import save_hf, tiny_model
+from testing.tiny import save_hf, tiny_model
 
 GPU = Machine(gpu=True, native=True, flashinfer=True, gpu_count=1, reasons={"native": "", "flashinfer": "not there"})
 
 
 @pytest.fixture(scope="module")
 def model() -> ModelConfig:
-    return ModelConfig.from_hf(tiny_model(head_dim=64, num_hidden_layers=3, mlp_only_layers=[1]).config.to_dict())
+    return config_from_hf(tiny_model(head_dim=64, num_hidden_layers=3, mlp_only_layers=[1]).config.to_dict())
 
 
 def test_default_is_the_gpu_with_experts_on_the_cpu(model):
@@ -98,15 +92,10 @@ def test_memory_of_a_gpu(model):
     assert [item.label for item in items if item.device == "CPU"] == ["attention plans, pinned"]
     assert {item.device for item in items} == {"GPU 0", "CPU"}
     assert any(item.label == "CUDA graphs, 2 x 5 sizes" for item in items)
-    halves = halves_items(config, "cuda")
-    assert {item.device for item in halves} == {"GPU 0", "CPU"} and "up to 2 x 4 sizes" in halves[0].label
-    assert not halves_items(EngineConfig(ping_pong="off"), "cuda") and not halves_items(
-        EngineConfig(max_num_seqs=1), "cuda"
-    )
     rank, hidden, q, kv = 32, 64, 256, 128
     attention = (3 * hidden + q + 2 * kv) + (q + hidden)
     narrow = 3 * attention + 3 * (hidden + 96)
-    assert slot_table_bytes(config, model, 2) == 3 * rank * (narrow * 2 + 2 * (hidden + 8) * 4)
+    assert slot_table_bytes(model, 2, 20, 2) == 3 * rank * (narrow * 2 + 2 * (hidden + 8) * 4)
     fewer = gpu_items(EngineConfig(max_num_seqs=16, max_adapter_slots=0, cuda_graphs="off"), model, 2)
     assert [item.label for item in fewer] == ["attention workspace", "attention plans, pinned"]
     assert not gpu_items(
@@ -137,19 +126,12 @@ def test_layers_that_share_experts_share_their_options(model, tmp_path):
         choose(EngineConfig(rules=str(rules)), model, GPU).expert_option("prefill_threshold", 0)
 
 
-def test_memory_for_hot_experts(model, tmp_path):
-    save_hf(tiny_model(head_dim=64, num_hidden_layers=3, mlp_only_layers=[1]), tmp_path)
-    source = open_model(str(tmp_path), None)
+def test_memory_for_hot_experts(model):
     every = 2 * 8 * 3 * 64 * 64 * 2
-    assert hot_expert_bytes(EngineConfig(), source, Memory("GPU 0", 1 << 40, 1 << 40), []) == every
-    few = hot_expert_bytes(
-        EngineConfig(max_num_batched_tokens=32),
-        source,
-        Memory("GPU 0", 3 << 19, 1 << 40),
-        [streaming_item(model, 2, "cuda"), Item("CPU", "elsewhere", 1 << 30)],
-    )
-    assert 0 < few < every
-    assert hot_expert_bytes(EngineConfig(gpu_expert_memory="3KiB"), source, Memory("GPU 0", 0, 0), []) == 3072
+    assert hot_expert_bytes(model, 1 << 20, 512, 32, 2, Memory("GPU 0", 1 << 40, 1 << 40), []) == every
+    items = [Item("GPU 0", "workspace", 1 << 19), Item("CPU", "elsewhere", 1 << 30)]
+    left = Memory("GPU 0", (1 << 19) + buffer_bytes(model, 32, 32) + 1000, 1 << 40)
+    assert hot_expert_bytes(model, 400, 32, 32, 2, left, items) == 360  # 0.6 of 600
 
 
 @pytest.mark.parametrize(
@@ -165,8 +147,8 @@ def test_memory_for_hot_experts(model, tmp_path):
     ids=str,
 )
 def test_what_experts_need_beside_their_weights(model, backends, streams, gpu, cpu):
-    config = EngineConfig(max_num_batched_tokens=5000, max_adapter_slots=3, max_adapter_rank=20)
-    items = expert_items(config, model, 2, "cuda:1", backends, streams)
+    config = EngineConfig(max_adapter_slots=3, max_adapter_rank=20)
+    items = expert_items(config, model, 5000, 2, "cuda:1", backends, streams)
     for device, wanted in (("GPU 1", gpu), ("CPU", cpu)):
         found = [item for item in items if item.device == device]
         assert {label for label in wanted if any(i.label.startswith(label) for i in found)} == wanted
@@ -178,10 +160,10 @@ def test_the_scratch_memory_is_what_is_taken(model):
         sizes = {"max_rows": rows, "max_rank": 20}
         taken = GpuCompute(Sizes.of(model), torch.bfloat16, torch.device("cpu"), max_slots=2, **sizes).num_bytes
         assert GpuCompute.planned_bytes(Sizes.of(model), 2, **sizes) == taken
-        config = EngineConfig(max_num_batched_tokens=rows, max_adapter_rank=20)
-        (scratch,) = expert_items(config, model, 2, "cuda", ["gpu"], False)
+        config = EngineConfig(max_adapter_rank=20)
+        (scratch,) = expert_items(config, model, rows, 2, "cuda", ["gpu"], False)
         assert scratch.num_bytes == taken
-        hybrid = expert_items(config, model, 2, "cuda", ["hybrid"], False)
+        hybrid = expert_items(config, model, rows, 2, "cuda", ["hybrid"], False)
         assert hybrid[0].num_bytes == taken + rows * model.hidden_size * 4  # the GPU's own part of each row
 
 
@@ -200,52 +182,52 @@ def test_how_often_an_adapter_is_held(backends, streams, expected):
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """draw() beside a GPU of so many bytes."""
+def planned(monkeypatch, tmp_path):
+    """plan_engine() beside a GPU of so many bytes."""
     save_hf(tiny_model(head_dim=64, num_hidden_layers=3, mlp_only_layers=[1]), tmp_path)
 
     def plan(free=1 << 36, machine=GPU, **settings):
-        monkeypatch.setattr(build, "find_machine", lambda config: machine)
+        monkeypatch.setattr(build, "find_machine", lambda config, model: machine)
         monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", free, 1 << 36))
-        return build.draw(EngineConfig(model=str(tmp_path), **settings))
+        return build.plan_engine(EngineConfig(model=str(tmp_path), **settings))
 
     return plan
 
 
-def test_both_memories_are_planned(drawn, tmp_path):
+def test_both_memories_are_planned(planned, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(bytes(1000))
-    blueprint = drawn(adapters=[f"a={tmp_path / 'a'}"])
-    memory = blueprint.memory
-    assert blueprint.adapter_budget.copies == 2
+    plan = planned(adapters=[f"a={tmp_path / 'a'}"])
+    memory = plan.memory
+    assert plan.adapter_budget.copies == 2
     assert [device.name for device in memory.devices] == ["GPU 0", "CPU"]
     text = memory.render()
     for line in ("memory plan, GPU 0", "memory plan, CPU", "attention workspace", "prefill streaming", "pinned"):
         assert line in text
-    assert "and twice as much again on CPU in a slot" in text
+    assert "and twice more on CPU in a slot" in text
     assert sum(item.num_bytes for item in memory.items if item.label.startswith("adapters at start")) == 3000
-    held = drawn(adapters=[f"a={tmp_path / 'a'}"], expert_backend="gpu").memory.items
+    held = planned(adapters=[f"a={tmp_path / 'a'}"], expert_backend="gpu").memory.items
     start = {i.device: i.num_bytes for i in held if i.label.startswith("adapters at start")}
     assert start == {"CPU": 1000, "GPU 0": 1000}
-    assert drawn(expert_backend="gpu").adapter_budget.copies == 0
+    assert planned(expert_backend="gpu").adapter_budget.copies == 0
 
 
-def test_steps_are_long_where_a_gpu_computes_their_experts(drawn):
-    assert drawn().config.max_num_batched_tokens == 8192
-    assert drawn(expert_backend="gpu").config.max_num_batched_tokens == 8192
-    assert drawn(rules="qwen3moe-hybrid").config.max_num_batched_tokens == 8192
-    assert drawn(max_num_batched_tokens=600).config.max_num_batched_tokens == 600
-    assert drawn(expert_backend="reference").config.max_num_batched_tokens == 512
-    assert drawn().mixed_chunk is None
-    alone = drawn(machine=Machine(native=True))
-    assert (alone.config.max_num_batched_tokens, alone.mixed_chunk) == (1024, 512)
+def test_steps_are_long_where_a_gpu_computes_their_experts(planned):
+    assert planned().token_budget == 8192
+    assert planned(expert_backend="gpu").token_budget == 8192
+    assert planned(rules="hybrid").token_budget == 8192
+    assert planned(max_num_batched_tokens=600).token_budget == 600
+    assert planned(expert_backend="reference").token_budget == 512
+    assert planned().mixed_chunk is None
+    alone = planned(machine=Machine(native=True))
+    assert (alone.token_budget, alone.mixed_chunk) == (1024, 512)
     assert any(item.label == "step buffers, 1024 tokens" for item in alone.memory.items)
-    asked = drawn(machine=Machine(native=True), max_num_batched_tokens=600)
-    assert (asked.config.max_num_batched_tokens, asked.mixed_chunk) == (600, None)
-    assert drawn(machine=Machine(native=True), expert_backend="reference").config.max_num_batched_tokens == 512
-    long = drawn(kv_cache_tokens=512).memory
-    tight = drawn(free=long.needed(long.devices[0]) - 1, kv_cache_tokens=512)
-    assert tight.config.max_num_batched_tokens == 512 and not tight.memory.short
+    asked = planned(machine=Machine(native=True), max_num_batched_tokens=600)
+    assert (asked.token_budget, asked.mixed_chunk) == (600, None)
+    assert planned(machine=Machine(native=True), expert_backend="reference").token_budget == 512
+    long = planned(kv_cache_tokens=512).memory
+    tight = planned(free=long.needed(long.devices[0]) - 1, kv_cache_tokens=512)
+    assert tight.token_budget == 512 and not tight.memory.short
 
 
 def test_a_gpu_that_is_not_used_says_why(model):
@@ -257,3 +239,22 @@ def test_a_gpu_that_is_not_used_says_why(model):
         placement = choose(EngineConfig(), model, machine)
         assert placement.device == "cpu" and any(why in line for line in placement.lines)
     assert not any("not used" in line for line in choose(EngineConfig(device="cpu"), model, Machine(native=True)).lines)
+
+
+def test_a_step_that_has_no_room_for_every_request_is_refused(planned):
+    with pytest.raises(UserError, match=r"is 16, must be at least max_num_seqs \(32\)") as caught:
+        planned(max_num_batched_tokens=16, max_num_seqs=32)
+    assert caught.value.field == "max_num_batched_tokens"
+
+
+def test_the_configuration_stays_what_was_asked_for(planned):
+    plan = planned(rules="hybrid")
+    assert plan.config.max_num_batched_tokens is None and plan.config.gpu_expert_memory is None
+    assert plan.hot_expert_bytes == next(i.num_bytes for i in plan.memory.items if i.label == "hot experts") > 0
+    assert planned(rules="hybrid", gpu_expert_memory="3MiB").hot_expert_bytes == 3 << 20
+
+
+@pytest.mark.parametrize("rules", ["gpu-cpu-experts", "hybrid"])
+def test_checking_streams_no_experts(planned, rules):
+    plan = planned(rules=rules)
+    assert plan.placement.streams_prefill and not plan.without_streaming().placement.streams_prefill

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.experts.native import NativeExperts
 from engine.experts.reference import ReferenceExperts
 from engine.messages import Finished, LoadAdapter, Refused, Reply, UnloadAdapter
-from tests.engine.harness import Harness, greedy
+from engine.model.layers import SparseMlp
+from testing.harness import Harness, greedy
+from testing.tiny import save_hf, tiny_model
 from tests.engine.test_parity import BACKENDS, CLEAR, prompts
 from tests.lora.make import config_of, extra_keys, linear_keys, lora_config, per_expert_keys, random_adapter, write
 from tests.lora.merge import merge
-from tests.tiny import save_hf, tiny_model
+from tests.native.isas import ISAS
 
 
 class Family:
@@ -103,22 +107,19 @@ def test_a_first_token_waits_for_no_other_adapters_end(family, backend, late):
         engine.adapter(name, family.paths[name])
     engine.generate([prompts(8, [5])[0]], ["adapter-0"], max_tokens=2)  # leaves its slot idle
     long = engine.submit(prompts(8, [20])[0], "adapter-1", max_tokens=300)
-    while not engine.results[long].tokens:
-        engine.core.step()
+    engine.until(lambda: engine.results[long].tokens)
     if late:
         engine.adapter("adapter-2", family.paths["adapter-2"])
     asked = prompts(8, [20])[0]
     short = engine.submit(asked, "adapter-2", max_tokens=4)
     before = len(engine.results[long].tokens)
     engine.core.step()
-    for _, loaded in engine.core._slot_loads:
-        loaded.result()  # a thread's affair: not counted in steps
+    engine.core.adapters.wait()  # a thread's affair: not counted in steps
     for _ in range(2):
         engine.core.step()
     assert engine.results[short].tokens and engine.results[long].end is None
     assert len(engine.results[long].tokens) == before + 3  # one in every step
-    while not engine.results[short].end:
-        engine.core.step()
+    engine.until(lambda: engine.results[short].end)
     family.expect("adapter-2", asked, engine.results[short].tokens)
     assert engine.results[long].end is None
     engine.close()
@@ -133,11 +134,38 @@ def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch):
     engine = family.engine()
     for name in (None, "adapter-0", "adapter-1", "adapter-2"):
         engine.submit(prompts(4, [16])[0], name, max_tokens=2)
-    while not all(r.end for r in engine.results.values()):
+    counts = []
+
+    def stepped() -> bool:
+        counts.append((len(passes), len(set(passes))))
         passes.clear()
-        engine.core.step()
-        assert len(passes) == len(set(passes)), "a base weight was read twice in a step"
+        return all(r.end for r in engine.results.values())
+
+    engine.until(stepped)
+    assert sum(total for total, _ in counts) > 0
+    assert all(total == distinct for total, distinct in counts), "a base weight was read twice in a step"
     engine.close()
+
+
+@pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_native_base_weights_are_read_once_per_expert_and_step(family, tmp_path, count, isa):
+    """Whatever the number of adapters. Steps have fewer rows than a work item of one expert holds."""
+    engine = family.engine(rules=None, isa=isa, max_num_batched_tokens=32, profile_dir=str(tmp_path))
+    mlps = [layer.mlp for layer in engine.core.runner.model.layers if isinstance(layer.mlp, SparseMlp)]
+    (experts,) = {mlp.backend for mlp in mlps}
+    assert isinstance(experts, NativeExperts)
+    before = experts.weight_bytes_read
+    one = experts.num_bytes // (len(mlps) * family.base.config.num_experts)
+    names = list(family.paths)[:count]
+    engine.generate(prompts(4, [16, 7, 20, 11]), [names[i % count] if i and count else None for i in range(4)])
+    read = experts.weight_bytes_read - before
+    engine.close()
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert max(step["tokens"] for step in steps) > 16
+    assert count == 0 or max(step["adapters"] for step in steps) > count - 1
+    assert read == sum(sum(step["experts_touched"]) for step in steps) * one
 
 
 @BACKENDS
@@ -146,11 +174,9 @@ def test_replace_while_requests_run(family, backend):
     engine = family.engine(**backend)
     prompt = prompts(5, [12])[0]
     old = engine.submit(prompt, "adapter-0", max_tokens=30)
-    for _ in range(5):
-        engine.core.step()
+    engine.until(lambda: engine.results[old].tokens)
     engine.core.handle(LoadAdapter(call_id=1, name="adapter-0", path=str(family.paths["adapter-1"]), replace=True))
-    while not any(isinstance(m, Reply) for m in engine.messages):
-        engine.core.step()
+    engine.until(lambda: any(isinstance(m, Reply) for m in engine.messages))
     reply = next(m for m in engine.messages if isinstance(m, Reply))
     assert reply.ok and reply.adapter is not None and reply.adapter.version == 2
     new = engine.submit(prompt, "adapter-0", max_tokens=8)
@@ -158,15 +184,14 @@ def test_replace_while_requests_run(family, backend):
     family.expect("adapter-0", prompt, engine.results[old].tokens)
     family.expect("adapter-1", prompt, engine.results[new].tokens)
     engine.core.step()
-    assert engine.core.registry.retiring() == []
+    assert engine.core.adapters.num_bytes == sum(info.num_bytes for info in engine.core.adapters.infos())
     engine.close()
 
 
 def test_unload_and_unknown(family):
     engine = family.engine()
     running = engine.submit(prompts(6, [10])[0], "adapter-2", max_tokens=12)
-    for _ in range(3):
-        engine.core.step()
+    engine.until(lambda: engine.results[running].tokens)
     engine.core.handle(UnloadAdapter(call_id=2, name="adapter-2"))
     late = engine.submit([2, 3], "adapter-2")
     engine.run()
@@ -174,8 +199,7 @@ def test_unload_and_unknown(family):
     refused = engine.results[late].end
     assert isinstance(refused, Refused) and refused.status == 404 and "adapter-1" in refused.message
     engine.core.handle(LoadAdapter(call_id=3, name="x", path="/nowhere"))
-    while len([m for m in engine.messages if isinstance(m, Reply)]) < 2:
-        engine.core.step()
+    engine.until(lambda: len([m for m in engine.messages if isinstance(m, Reply)]) == 2)
     last = [m for m in engine.messages if isinstance(m, Reply)][-1]
     assert not last.ok and last.status == 400 and "/nowhere" in str(last.error)
     engine.close()

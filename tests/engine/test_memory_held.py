@@ -8,9 +8,9 @@ from engine.linear.native import NativeLinear
 from engine.linear.reference import ReferenceLinear
 from engine.messages import LoadAdapter, Reply
 from native import available
-from tests.engine.harness import Harness
+from testing.harness import Harness
+from testing.tiny import save_gguf, tiny_model
 from tests.engine.test_lora_serving import Family
-from tests.tiny import save_gguf, tiny_model
 
 NATIVE = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "vocab_size": 3000, "head_dim": 64}
@@ -35,7 +35,7 @@ CASES = [
 
 
 def item(engine: Harness, label: str) -> int:
-    return sum(i.num_bytes for i in engine.blueprint.memory.items if i.label.startswith(label))
+    return sum(i.num_bytes for i in engine.plan.memory.items if i.label.startswith(label))
 
 
 @pytest.mark.parametrize(("settings", "type", "tied"), CASES)
@@ -72,14 +72,15 @@ def test_one_adapter_too_many_is_refused(tmp_path):
     engine = Harness(family.model_path)
     for name in ("adapter-0", "adapter-1"):
         engine.adapter(name, family.paths[name])
-    registry, budget = engine.core.registry, engine.blueprint.adapter_budget
-    assert budget.limit_bytes == engine.blueprint.memory.adapter_bytes > 1 << 20
-    needed = budget.needed(registry._sizes())
+    adapters, budget = engine.core.adapters, engine.plan.adapter_budget
+    assert budget.limit_bytes == engine.plan.memory.adapter_bytes > 1 << 20
+    needed = budget.needed([adapters._size(held.read) for held in adapters._held()])
     engine.close()
     engine = Harness(family.model_path, adapter_memory=str(needed))
     for name in ("adapter-0", "adapter-1"):
         engine.adapter(name, family.paths[name])
     engine.core.handle(LoadAdapter(call_id=5, name="adapter-2", path=str(family.paths["adapter-2"])))
+    engine.until(lambda: engine.messages)
     (reply,) = [message for message in engine.messages if isinstance(message, Reply)]
     assert not reply.ok and reply.status == 400 and "--adapter-memory" in str(reply.error)
     assert engine.generate([[1, 2, 3]], ["adapter-1"], max_tokens=2)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.accuracy import recording
+from benchmarks.accuracy.table import recording
 from native import available
-from tests.engine.harness import Harness, full_logits
+from testing.harness import Harness, full_logits
+from testing.tiny import save_gguf, tiny_model
 from tests.engine.test_parity import prompts
 from tests.lora.make import config_of, linear_keys, lora_config, per_expert_keys, random_adapter, write
 from tests.lora.merge import merge
 from tests.native.blocks import QUANTISED
 from tests.native.isas import ISAS
-from tests.tiny import save_gguf, tiny_model
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 NAMES = [None, "one", "two", None, "one"]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import engine.build.cpu as backends
+from engine.architectures.registry import config_from_hf
 from engine.errors import ExpertBackendError
-from engine.linear.segments import TILE, cut, max_tiles
+from engine.experts.native import NativeExperts
+from engine.graphs.inputs import bucket_sizes
+from engine.linear.segments import TILE, Groups, max_tiles
 from engine.messages import Failed, Finished
-from engine.step_inputs import bucket_sizes
-from tests.engine.harness import Harness
+from native import available
+from native.topology import make_pool
+from testing.bridge import HostBridge
+from testing.harness import Harness
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import BACKENDS, prompts
 
@@ -29,7 +39,8 @@ def test_bucket_sizes():
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=80))
 def test_segments_hold_every_adapter_token_once(slots):
-    order, tiles = cut(slots)
+    groups = Groups.of(np.array(slots))
+    order, tiles = groups.order.tolist(), groups.tiles.tolist()
     assert sorted(order) == [i for i, slot in enumerate(slots) if slot]
     assert len(tiles) <= max_tiles(len(slots), 5)
     at = 0
@@ -38,6 +49,8 @@ def test_segments_hold_every_adapter_token_once(slots):
         assert all(slots[token] == slot for token in order[start : start + length])
         at += length
     assert at == len(order)
+    members = {slot: tokens.tolist() for slot, tokens in groups.tokens(torch.device("cpu"))}
+    assert members == {s: [i for i, slot in enumerate(slots) if slot == s] for s in set(slots) - {0}}
 
 
 @BACKENDS
@@ -141,3 +154,40 @@ def count(engine: Harness) -> dict[str, int]:
 
         padded.launch = counted
     return counts
+
+
+@pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_native_pool_behind_the_bridge(family, monkeypatch, overlap):
+    """The real poller thread and words; the caller plays the stream's part."""
+    model, made = config_from_hf(family.base.config.to_dict()), []
+
+    def bridge(dtype: torch.dtype, device: torch.device) -> HostBridge:
+        made.append(HostBridge(NativeExperts(model, dtype, make_pool(1)), model, device))
+        return made[-1]
+
+    monkeypatch.setattr(backends, "ReferenceExperts", bridge)
+    engine = family.engine(overlap=overlap, cuda_graphs="padded", max_num_seqs=6, max_num_batched_tokens=24)
+    padded, names, asked = count(engine), [None, "adapter-0", "adapter-2", None], prompts(1, [3, 9, 20, 31])
+    got = engine.generate(asked, names, max_tokens=8)
+    assert padded["steps"] > 0
+    for name, prompt, tokens in zip(names, asked, got, strict=True):
+        family.expect(name, prompt, tokens)
+    # An error in a layer's task fails the step, and the next request is served.
+    post, spoil = made[0].post, [True]
+
+    def spoilt(task: Any, stream: Any = None) -> None:
+        if spoil[0]:
+            task.buffers.ids.fill_(1 << 20)
+        post(task, stream)
+
+    monkeypatch.setattr(made[0], "post", spoilt)
+    doomed = engine.submit(prompts(3, [4])[0], max_tokens=6)
+    engine.run()
+    end = engine.results[doomed].end
+    assert isinstance(end, Failed) and "ids" in end.message
+    spoil[0] = False
+    after = engine.submit(prompts(3, [4])[0], max_tokens=4)
+    engine.run()
+    assert isinstance(engine.results[after].end, Finished)
+    engine.close()

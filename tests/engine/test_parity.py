@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.harness import Harness, full_logits, greedy
+from testing.harness import Harness, full_logits, greedy
+from testing.tiny import FAMILIES, save_gguf, save_hf, tiny_model
 from tests.native.isas import ISAS
-from tests.tiny import save_gguf, save_hf, tiny_model
 
 SETTINGS = [{"rules": "reference"}, *({"rules": None, "isa": isa} for isa in ISAS or [None])]
 BACKENDS = pytest.mark.parametrize("backend", SETTINGS, ids=lambda b: b["rules"] or f"native-{b['isa']}")
@@ -48,11 +48,23 @@ def shapes(draw: st.DrawFn) -> dict:
     }
 
 
+def own_fields(family: str, shape: dict) -> dict:
+    """The shape in the words of the family's configuration."""
+    if family != "qwen2_moe":
+        return shape
+    bias, shared = shape["attention_bias"], 3 * shape["moe_intermediate_size"]
+    return {k: v for k, v in shape.items() if k != "attention_bias"} | {
+        "qkv_bias": bias,
+        "shared_expert_intermediate_size": shared,
+    }
+
+
 @BACKENDS
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes(), seed=st.integers(0, 1000), budget=st.sampled_from([8, 32, 256]), overlap=st.booleans())
-def test_greedy_tokens_equal_transformers(tmp_path_factory, backend, shape, seed, budget, overlap):
-    model = tiny_model(seed, **shape)
+def test_greedy_tokens_equal_transformers(tmp_path_factory, backend, family, shape, seed, budget, overlap):
+    model = tiny_model(seed, family=family, **own_fields(family, shape))
     folder = tmp_path_factory.mktemp("model")
     save_hf(model, folder)
     asked = prompts(seed, [3, 17, 40])
@@ -94,7 +106,7 @@ def test_preempted_and_recomputed(model_folder, backend, overlap, budget):
 @BACKENDS
 @pytest.mark.parametrize("overlap", [False, True])
 def test_greedy_tokens_whoever_shares_the_step(model_folder, backend, overlap):
-    """A step of greedy rows alone takes the likeliest tokens at once; any other row makes all wait for logits."""
+    """A step of greedy rows alone takes the greedy tokens at once; any other row makes all wait for logits."""
     model, folder = model_folder
     asked = prompts(9, [4, 30, 11])
     engine = Harness(folder, overlap=overlap, max_num_batched_tokens=16, max_num_seqs=8, **backend)

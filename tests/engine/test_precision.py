@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.accuracy import recording
-from engine.build import draw
+from benchmarks.accuracy.table import recording
+from engine.build.plan import plan_engine
+from engine.build.precision import Precision
 from engine.config import EngineConfig
 from engine.linear.embedding import TableEmbedding
 from engine.linear.native import NativeLinear
-from engine.model.native_model import NativeQwen3Moe
-from engine.precision import Precision, choose_precision
+from engine.model.native_executor import NativeExecutor
 from native import available
-from tests.engine.harness import Harness, full_logits
+from testing.harness import Harness, full_logits
+from testing.tiny import save_gguf, save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import prompts
-from tests.tiny import save_gguf, save_hf, tiny_model
 
 BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
@@ -43,16 +43,16 @@ def path(tmp_path_factory):
     ids=str,
 )
 def test_what_a_setting_means(path, settings, expected):
-    blueprint = draw(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=256, **settings))
-    assert choose_precision(blueprint.config, blueprint.placement) == expected
-    (kv,) = [item.num_bytes for item in blueprint.memory.items if item.label.startswith("KV cache")]
-    assert kv == 256 * blueprint.source.config.kv_bytes_per_token(expected.kv.itemsize)
+    plan = plan_engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=256, **settings))
+    assert plan.precision == expected
+    (kv,) = [item.num_bytes for item in plan.memory.items if item.label.startswith("KV cache")]
+    assert kv == 256 * plan.source.config.kv_bytes_per_token(expected.kv.itemsize)
 
 
 def test_auto_keeps_weights_and_cache_small(path):
     engine = Harness(path, rules=None, dtype="auto", pack_cache="off")
-    model, config = engine.core.runner.model, engine.blueprint.source.config
-    assert isinstance(model, NativeQwen3Moe)
+    model, config = engine.core.runner.model, engine.plan.source.config
+    assert isinstance(engine.core.runner.executor, NativeExecutor)
     assert {linear.format for n, linear in model.linears.items() if isinstance(linear, NativeLinear)} == {"bf16", "f32"}
     assert {linear.format for n, linear in model.linears.items() if not n.endswith("mlp.gate")} == {"bf16"}
     expert_weights = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size

@@ -12,11 +12,11 @@ import torch
 
 from engine.errors import ExpertBackendError
 from engine.experts.base import ExpertBuffers, ExpertTask
-from engine.experts.cuda_bridge import CudaBridge
+from engine.experts.bridge.backend import CudaBridge
 from engine.experts.native import NativeExperts
 from native.topology import make_pool
+from testing.shapes import config
 from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, error, expected
-from tests.native.shapes import config
 
 pytestmark = pytest.mark.gpu
 SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)

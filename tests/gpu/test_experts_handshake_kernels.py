@@ -16,7 +16,7 @@ def test_rows_words_and_failures(n: int, kernel_device: torch.device, monkeypatc
     import triton
     import triton.language as tl
 
-    from engine.experts import gpu_bridge as k
+    from engine.experts.bridge import kernels as k
 
     load = triton.jit(_load)
     for name in ("_load_acquire", "_listen"):

@@ -9,13 +9,14 @@ import torch
 
 from engine.errors import UserError
 from engine.experts.base import ExpertBuffers
-from engine.experts.cuda_bridge import CudaBridge
-from engine.experts.hybrid import HybridExperts
+from engine.experts.bridge.backend import CudaBridge
+from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts
 from native import _native
+from testing.bridge import HostBridge
+from testing.shapes import config
 from tests.gpu.test_experts_gpu import fill
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
-from tests.native.shapes import config
 
 pytestmark = pytest.mark.gpu
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
@@ -26,7 +27,8 @@ FRAME = 3 * H * I * DTYPE.itemsize
 
 def make(device: torch.device, layers: list[Layer], frames: int) -> HybridExperts:
     pool: Any = _native.WorkerPool([[0, 1]])
-    bridge = CudaBridge(NativeExperts(CONFIG, DTYPE, pool), CONFIG, device)
+    bridge_of = CudaBridge if device.type == "cuda" else HostBridge
+    bridge = bridge_of(NativeExperts(CONFIG, DTYPE, pool), CONFIG, device)
     made = HybridExperts(
         bridge, CONFIG, DTYPE, device, budget_bytes=frames * FRAME + 5, max_rows=24, max_slots=4, max_rank=32
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.gpu_index import Index, build, most_blocks
+from engine.experts.gpu.index import Index, build, most_blocks
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_plain_form(rows: int, experts: int, step: int, seed: int, skew: bool, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows,k,experts,step", [(1, 8, 128, 16), (5, 2, 3, 2), (32, 8, 128, 16), (60, 3, 11, 16)])
 def test_kernel(rows: int, k: int, experts: int, step: int, kernel_device: torch.device) -> None:
-    from engine.experts import gpu_index_kernel as kernels
+    from engine.experts.gpu import index_kernel as kernels
 
     for seed, bsz in [(0, rows), (1, rows // 2), (2, 0)]:
         ids, slots, place = batch(rows, k, experts, seed, skew=seed == 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.experts.gpu_compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu_layout import Sizes, frames_of, lora_blocks
+from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
+from engine.experts.gpu.layout import Sizes, frames_of, lora_blocks
 from engine.lora.adapter import ExpertLora
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 
@@ -31,6 +31,24 @@ def tables(
         slots.ranks[slot] = -(-adapter.rank // 16) * 16
         slots.scales[0, slot] = torch.tensor([adapter.gate_scale, adapter.up_scale, adapter.down_scale])
     return LayerTables(frames, place.to(device), address.to(device)), slots, keep
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [0, 1, 3, 7])
+def test_weights_are_read_once_per_expert_whatever_the_number_of_adapters(
+    count: int, kernel_device: torch.device
+) -> None:
+    layer = Layer("BF16")
+    adapters = {slot: lora(4, 11 + slot, F32) for slot in range(1, count + 1)}
+    compute = GpuCompute(SIZES, F32, kernel_device, max_rows=18, max_rank=4, max_slots=7)
+    table, slots, _keep = tables(layer, adapters, F32, list(range(E)), kernel_device)
+    b = batch(16, F32, slots=list(range(count + 1)))
+    b.ids[16:] = 0
+    distinct = len(b.ids[:16].unique())
+    for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
+        setattr(b, name, getattr(b, name).to(kernel_device))
+    compute.run(b, table, slots, 0, b.out, lora=count > 0)
+    assert compute.weight_passes(b.max_rows) == distinct  # an expert's rows fit one block
 
 
 @pytest.mark.gpu

@@ -9,14 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.gpu_adapters import HostAdapters
-from engine.experts.gpu_layout import Sizes, frames_of
-from engine.experts.gpu_source import PackedSource
-from engine.experts.hybrid_mover import INTERVAL, Mover, Tables
+from engine.experts.capabilities import PackedWeights, needed
+from engine.experts.gpu.adapters import HostAdapters
+from engine.experts.gpu.layout import Sizes, frames_of
+from engine.experts.gpu.source import PackedSource
+from engine.experts.hybrid.mover import INTERVAL, Mover, Tables
 from engine.experts.native import NativeExperts
 from native import _native
+from testing.shapes import config
 from tests.native.expert_layers import BF16, E, Layer, lora
-from tests.native.shapes import config
 
 H, I = 64, 64  # noqa: E741
 SIZES = Sizes(E, 3, H, I)
@@ -79,7 +80,7 @@ def check(mover: Mover, tables: Tables, adapters: HostAdapters, frames: torch.Te
 def test_tables_point_to_the_right_values(frames: int, seed: int, data: st.DataObject) -> None:
     device_frames = torch.zeros(frames, SIZES.frame, dtype=BF16)
     tables = Tables.allocate(len(LAYERS), SLOTS + 1, E, CPU)
-    source = PackedSource(NATIVE, SIZES, CPU)
+    source = PackedSource(needed(NATIVE, PackedWeights), SIZES, CPU)
     for layer in LAYERS:
         source.add(layer)
     adapters = HostAdapters(SIZES, BF16, max_slots=SLOTS, max_rank=32, pin=False)
@@ -98,7 +99,7 @@ def test_tables_point_to_the_right_values(frames: int, seed: int, data: st.DataO
 def test_everything_is_here_in_the_end() -> None:
     device_frames = torch.zeros(40, SIZES.frame, dtype=BF16)
     tables = Tables.allocate(len(LAYERS), SLOTS + 1, E, CPU)
-    source = PackedSource(NATIVE, SIZES, CPU)
+    source = PackedSource(needed(NATIVE, PackedWeights), SIZES, CPU)
     for layer in LAYERS:
         source.add(layer)
     adapters = HostAdapters(SIZES, BF16, max_slots=SLOTS, max_rank=32, pin=False)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import EngineError, UserError
-from engine.experts.hybrid_memory import FrameMemory
-from engine.experts.hybrid_mover import INTERVAL, SWAP_STEPS
-from engine.experts.hybrid_policy import HotPolicy
+from engine.errors import EngineError
+from engine.experts.hybrid.memory import FrameMemory
+from engine.experts.hybrid.mover import INTERVAL, SWAP_STEPS
+from engine.experts.hybrid.policy import HotPolicy
 
 
 @settings(max_examples=60)
@@ -110,5 +110,5 @@ def test_frames_hold_experts_or_one_slots_lora() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(UserError, match="decay 1"):
+    with pytest.raises(EngineError, match="decay 1"):
         HotPolicy(3, decay=1)

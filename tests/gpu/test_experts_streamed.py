@@ -9,17 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import UserError
+from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
-from engine.experts.cuda_bridge import CudaBridge
-from engine.experts.hybrid import HybridExperts
+from engine.experts.bridge.backend import CudaBridge
+from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts
-from engine.experts.streamed import NEVER, StreamedExperts
-from engine.experts.streamed_threshold import threshold
+from engine.experts.streamed.backend import NEVER, StreamedExperts
+from engine.experts.streamed.threshold import threshold
 from native import _native
+from testing.bridge import HostBridge
+from testing.shapes import config
 from tests.gpu.test_experts_gpu import fill
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
-from tests.native.shapes import config
 
 LAYERS = 3
 CONFIG = config(
@@ -32,7 +33,8 @@ BOUND = 0.012 if DTYPE == BF16 else 2e-6
 def make(device: torch.device, layers: list[Layer], hybrid: bool, limit: int | None) -> StreamedExperts:
     pool: Any = _native.WorkerPool([[0, 1]])
     sizes: dict[str, int] = {"max_rows": 40, "max_slots": 4, "max_rank": 32}
-    inner: Any = CudaBridge(NativeExperts(CONFIG, DTYPE, pool), CONFIG, device)
+    bridge_of = CudaBridge if device.type == "cuda" else HostBridge
+    inner: Any = bridge_of(NativeExperts(CONFIG, DTYPE, pool), CONFIG, device)
     if hybrid:
         budget = 7 * 3 * H * I * DTYPE.itemsize
         inner = HybridExperts(inner, CONFIG, DTYPE, device, budget_bytes=budget, **sizes)
@@ -82,7 +84,7 @@ def test_measures_a_threshold(kernel_device: torch.device) -> None:
     wanted = threshold(streamed.measured["cpu_s"], streamed.measured["streamed_s"])
     assert streamed.threshold == (NEVER if wanted is None else wanted)
     streamed.close()
-    with pytest.raises(UserError, match="prefill_threshold 0"):
+    with pytest.raises(EngineError, match="prefill_threshold 0"):
         make(kernel_device, [], False, 0)
 
 

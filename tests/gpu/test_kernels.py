@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from engine.model.ops import TorchOps
-from engine.model.rope import Rope
-from engine.model_config import ModelConfig
-from tests.tiny import tiny_model
+from engine.architectures.registry import config_from_hf
+from engine.ops.base import TorchOps
+from engine.ops.rope import Rope
+from testing.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32]
@@ -21,14 +22,14 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def oracle(device: torch.device) -> TorchOps:
-    config = ModelConfig.from_hf(tiny_model(head_dim=64).config.to_dict())
+    config = config_from_hf(tiny_model(head_dim=64).config.to_dict())
     return TorchOps(EPS, Rope(config, 256, device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,dim", [(1, 64), (5, 2048), (3, 96)])
 def test_add_rms_norm(kernel_device, dtype, rows, dim):
-    from engine.kernels.ops import add_rms_norm
+    from engine.ops.gpu_kernels import add_rms_norm
 
     g = torch.Generator().manual_seed(rows)
     x, d, w = (torch.randn(n, generator=g).to(kernel_device, dtype) for n in ((rows, dim), (rows, dim), (dim,)))
@@ -43,7 +44,7 @@ def test_add_rms_norm(kernel_device, dtype, rows, dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_qk_norm_rope_of_slices(kernel_device, dtype):
-    from engine.kernels.ops import qk_norm_rope
+    from engine.ops.gpu_kernels import qk_norm_rope
 
     ops, (tokens, heads, kv_heads, dim) = oracle(kernel_device), (7, 4, 2, 64)
     g = torch.Generator().manual_seed(0)
@@ -52,17 +53,29 @@ def test_qk_norm_rope_of_slices(kernel_device, dtype):
     k = both[:, heads * dim : (heads + kv_heads) * dim].unflatten(1, (kv_heads, dim))
     qw, kw = (torch.randn(dim, generator=g).to(kernel_device, dtype) for _ in range(2))
     positions = torch.tensor([0, 1, 5, 255, 17, 3, 3], device=kernel_device)
-    expected = ops.qk_norm_rope(q, k, qw, kw, positions)
-    got = qk_norm_rope(q, k, qw, kw, positions, ops.rope.cos, ops.rope.sin, EPS)
-    for a, b in zip(got, expected, strict=True):
-        assert a.is_contiguous()
-        close(a, b)
+    for weights in ((qw, kw), (None, None)):
+        expected = ops.qk_norm_rope(q, k, *weights, positions)
+        got = qk_norm_rope(q, k, *weights, positions, ops.rope.cos, ops.rope.sin, EPS)
+        for a, b in zip(got, expected, strict=True):
+            assert a.is_contiguous()
+            close(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,dim", [(1, 64), (5, 2048), (3, 96)])
+def test_add_gated(kernel_device, dtype, rows, dim):
+    from engine.ops.gpu_kernels import add_gated
+
+    g = torch.Generator().manual_seed(rows)
+    base, x = (torch.randn(rows, dim, generator=g).to(kernel_device, dtype) for _ in range(2))
+    gate = 3 * torch.randn(rows, 1, generator=g).to(kernel_device)
+    close(add_gated(base, x, gate), oracle(kernel_device).add_gated(base, x, gate))
 
 
 @pytest.mark.parametrize("experts,k", [(8, 2), (128, 8), (60, 5), (128, 1)])
 @pytest.mark.parametrize("normalise", [True, False])
 def test_route(kernel_device, experts, k, normalise):
-    from engine.kernels.ops import route
+    from engine.ops.gpu_kernels import route
 
     logits = torch.randn(9, experts, generator=torch.Generator().manual_seed(k)).to(kernel_device)
     weights, ids = torch.empty(9, k, device=kernel_device), torch.empty(9, k, dtype=torch.int64, device=kernel_device)
@@ -73,7 +86,7 @@ def test_route(kernel_device, experts, k, normalise):
 
 
 def test_route_of_nan_stays_in_range(kernel_device):
-    from engine.kernels.ops import route
+    from engine.ops.gpu_kernels import route
 
     logits = torch.full((2, 60), float("nan"), device=kernel_device)
     ids = torch.empty(2, 4, dtype=torch.int64, device=kernel_device)
@@ -83,7 +96,7 @@ def test_route_of_nan_stays_in_range(kernel_device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(kernel_device, dtype):
-    from engine.kernels.ops import silu_mul
+    from engine.ops.gpu_kernels import silu_mul
 
     both = torch.randn(5, 2600, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
     gate, up = both.chunk(2, dim=1)
@@ -91,7 +104,7 @@ def test_silu_mul(kernel_device, dtype):
 
 
 def test_write_kv(kernel_device):
-    from engine.kernels.ops import write_kv
+    from engine.ops.gpu_kernels import write_kv
 
     g = torch.Generator().manual_seed(2)
     keys, values = (torch.zeros(4, 16, 2, 48, device=kernel_device) for _ in range(2))
@@ -104,7 +117,7 @@ def test_write_kv(kernel_device):
 
 def test_write_kv_in_fp8(kernel_device):
     """Rounded to the nearest, cut to the largest, NaN kept."""
-    from engine.kernels.ops import write_kv
+    from engine.ops.gpu_kernels import write_kv
 
     fp8 = torch.float8_e4m3fn
     g = torch.Generator().manual_seed(2)
@@ -139,7 +152,7 @@ def test_joined_projections_with_adapters(kernel_device, dtype, biased):
     """Base rows and rows of three adapters (ranks 4, 16 and 20), one of them absent from a projection."""
     from engine.linear.base import LoraBatch
     from engine.linear.gpu import GpuLinearBackend
-    from engine.linear.segments import Segments, cut
+    from engine.linear.segments import Groups, Segments
     from engine.lora.adapter import LoraPair
 
     if kernel_device.type == "cpu" and dtype == torch.bfloat16:
@@ -163,12 +176,12 @@ def test_joined_projections_with_adapters(kernel_device, dtype, biased):
     for (slot, part), pair in pairs.items():
         linears[part].set_adapter(slot, pair)
     slots = [0, 2, 2, 1, 0, 4, *[2] * 20, 3]
-    order, tiles = cut(slots)
-    tiles += [(0, 0, 0)] * 3
+    groups = Groups.of(np.array(slots))
+    tiles = np.concatenate((groups.tiles, np.zeros((3, 3), np.int64)))
     lora = LoraBatch(
         torch.tensor(slots, dtype=torch.int32),
         [],
-        Segments(*(torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (order, tiles))),
+        Segments(*(torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (groups.order, tiles))),
     )
     x = torch.randn(len(slots), inner, generator=g).to(dtype)
     for batch in (None, lora):
@@ -192,8 +205,8 @@ def test_joined_projections_with_adapters(kernel_device, dtype, biased):
 
 
 def test_a_row_of_any_neighbours_is_the_same(kernel_device):
-    from engine.kernels.lora import add_lora
-    from engine.linear.segments import cut
+    from engine.linear.gpu_kernels import add_lora
+    from engine.linear.segments import Groups
 
     g = torch.Generator().manual_seed(4)
     x = torch.randn(40, 256, generator=g).to(kernel_device)
@@ -204,7 +217,8 @@ def test_a_row_of_any_neighbours_is_the_same(kernel_device):
 
     def run(rows: list[int], slots: list[int]) -> torch.Tensor:
         y = torch.zeros(len(rows), 64, device=kernel_device)
-        order, tiles = (torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in cut(slots))
+        groups = Groups.of(np.array(slots))
+        order, tiles = (torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (groups.order, groups.tiles))
         add_lora(y, x[rows], a, b, ranks, scales, [0], order, tiles)
         return y
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import resource
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import rules as rules_folder
-from benchmarks.accuracy import MIXES, Files, measure
+from benchmarks.accuracy.table import MIXES, Files, measure
 from engine.config import EngineConfig
-from engine.experts.cuda_bridge import CudaBridge
-from engine.experts.streamed import StreamedExperts
+from engine.experts.base import ExpertBuffers
+from engine.experts.bridge.backend import CudaBridge
+from engine.experts.gpu.compute import GpuCompute
+from engine.experts.streamed.backend import StreamedExperts
 from engine.messages import Failed, Finished
-from engine.model.gpu_ops import GpuOps
+from engine.ops.gpu import GpuOps
 from scheduler.plan import StepPlan
-from tests.engine.harness import Harness, greedy
+from testing.harness import Harness, greedy
+from testing.tiny import FAMILIES, save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
-from tests.tiny import save_hf, tiny_model
 
 pytestmark = pytest.mark.gpu
 TIE = 0.5  # of logits with a spread of several units: bf16 may order such a pair either way
@@ -49,7 +51,7 @@ def test_float32_reference_equals_transformers(tmp_path):
     asked = prompts(3, [3, 17, 40, 9])
     for overlap in (False, True):
         engine = Harness(tmp_path, device="cuda", max_num_batched_tokens=32, overlap=overlap)
-        assert engine.blueprint.placement.device == "cuda"
+        assert engine.plan.placement.device == "cuda"
         got = engine.generate(asked, max_tokens=12)
         engine.close()
         for prompt, tokens in zip(asked, got, strict=True):
@@ -69,9 +71,12 @@ def test_float32_adapters_equal_merged_models(family):
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_bf16_error_is_bounded(tmp_path_factory, mix, graphs):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bf16_error_is_bounded(tmp_path_factory, name, mix, graphs):
     folder = tmp_path_factory.mktemp("files")
-    runs = [measure(Files(folder, "BF16", seed), mix, seed, **GPU, cuda_graphs=graphs) for seed in (0, 1, 2)]
+    runs = [
+        measure(Files(folder, "BF16", seed, family=name), mix, seed, **GPU, cuda_graphs=graphs) for seed in (0, 1, 2)
+    ]
     error, theirs = sum(r.error for r in runs), sum(r.transformers for r in runs)
     assert error <= 1.25 * theirs, f"{error / theirs:.2f} times transformers' error"
 
@@ -119,6 +124,40 @@ def test_graphs_equal_plain_launches(family, names, experts):
         assert agree(family.merged[name], prompt, greedy(family.merged[name], prompt, 24)[0], on)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch, count):
+    """Whatever the number of adapters, counted by the kernels' own tables. 16 rows of an expert fit one block."""
+    seen: list[tuple[int, int]] = []
+    original = GpuCompute.run
+
+    def run(self: GpuCompute, b: ExpertBuffers, *tables: Any, **options: Any) -> None:
+        original(self, b, *tables, **options)
+        seen.append((self.weight_passes(b.max_rows), len(b.ids[: int(b.bsz)].unique())))
+
+    monkeypatch.setattr(GpuCompute, "run", run)
+    engine = family.engine(**GPU, expert_backend="gpu", cuda_graphs="off", max_num_batched_tokens=16)
+    seen.clear()
+    names = list(family.paths)[:count]
+    engine.generate(prompts(4, [16, 7, 20, 11]), [names[i % count] if i and count else None for i in range(4)])
+    engine.close()
+    assert len(seen) > 8
+    assert all(passes == distinct for passes, distinct in seen)
+
+
+@pytest.mark.parametrize("experts", ["native", "gpu", "hybrid"])
+def test_a_shared_expert_beside_experts_anywhere(tmp_path_factory, experts):
+    """With adapters on it and on its gate; graphs exactly as plain launches where experts stay where they are."""
+    family = Family(tmp_path_factory.mktemp("shared"), family="qwen2_moe", **SHAPE)
+    names, asked = [None, "adapter-0", "adapter-2", None, "adapter-0"], prompts(1, [3, 9, 20, 31, 14])
+    config = {"expert_backend": experts}
+    if experts == "hybrid":
+        config["gpu_expert_memory"] = str(5 * 3 * 128 * 64 * 2)
+    graphs, plain = (serve(family, names, cuda_graphs=g, **config) for g in ("auto", "padded"))
+    assert experts == "hybrid" or graphs == plain
+    for name, prompt, tokens in zip(names, asked, graphs, strict=True):
+        assert agree(family.merged[name], prompt, greedy(family.merged[name], prompt, 24)[0], tokens)
+
+
 def test_adapters_do_not_touch_one_another(family):
     names = [None, "adapter-0", "adapter-1", "adapter-2", None]
     asked = prompts(1, [3, 9, 20, 31, 14])
@@ -133,7 +172,7 @@ def test_adapters_do_not_touch_one_another(family):
 def test_streamed_prefill_equals_merged_models(family, tmp_path):
     """Chunks of 16 rows and more are computed on the GPU from streamed experts, the rest on the CPU."""
     rules = tmp_path / "streamed.yaml"
-    shipped = Path(rules_folder.__file__).parent / "qwen3moe-gpu-cpu-experts.yaml"
+    shipped = Path(rules_folder.__file__).parent / "gpu-cpu-experts.yaml"
     rules.write_text(shipped.read_text().replace("prefill_threshold: auto", "prefill_threshold: 16"))
     names = [None, "adapter-0", "adapter-1", "adapter-2", None]
     asked = prompts(1, [40, 30, 20, 50, 3])
@@ -147,13 +186,15 @@ def test_streamed_prefill_equals_merged_models(family, tmp_path):
 
 
 def test_check_agrees_on_a_gpu(folder):
-    from engine.build import draw
-    from engine.check import check_model
+    from engine.build.backends import make_backends
+    from engine.build.plan import plan_engine
+    from engine.diagnostics.check import check_model
 
-    blueprint = draw(EngineConfig(model=str(folder), kv_cache_tokens=64, max_num_seqs=1, max_num_batched_tokens=32))
-    assert blueprint.placement.device == "cuda"
+    plan = plan_engine(EngineConfig(model=str(folder), kv_cache_tokens=64, max_num_seqs=1, max_num_batched_tokens=32))
+    plan = plan.without_streaming()
+    assert plan.placement.device == "cuda"
     lines: list[str] = []
-    assert check_model(blueprint.source, blueprint.backends(), prompts(1, [32])[0], lines.append) is None, lines
+    assert check_model(plan.source, make_backends(plan), prompts(1, [32])[0], lines.append) is None, lines
 
 
 def test_sampling_ways_in_one_batch(folder):
@@ -182,9 +223,9 @@ def test_a_step_is_launched_before_the_last_one_is_read(folder, monkeypatch):
     for name in ("launch_forward", "tokens"):
         original = getattr(runner, name)
 
-        def noted(argument, name=name, original=original):
+        def noted(argument, *rest, name=name, original=original):
             events.append((name, argument.step if isinstance(argument, StepPlan) else argument.plan.step))
-            return original(argument)
+            return original(argument, *rest)
 
         monkeypatch.setattr(runner, name, noted)
     engine.generate(prompts(1, [4]), max_tokens=8)
@@ -242,21 +283,20 @@ def test_a_thousand_replays_take_no_memory_and_no_threads(tmp_path):
 def test_an_error_in_the_pool_fails_its_step_only(folder, monkeypatch, graphs):
     """The ids of a step are spoilt on the GPU (in a graph, too: by a number that it reads): the pool refuses them, and
     its stream is released."""
-    original, spoil = GpuOps.route_into, torch.zeros(1, dtype=torch.int64, device="cuda")
+    original, spoil = GpuOps.route, torch.zeros(1, dtype=torch.int64, device="cuda")
 
-    def spoilt(self, logits, normalise, weights, ids):
-        original(self, logits, normalise, weights, ids)
-        ids.add_(spoil)
+    def spoilt(self, logits, top_k, normalise, out):
+        original(self, logits, top_k, normalise, out)
+        out[1].add_(spoil)
+        return out
 
-    monkeypatch.setattr(GpuOps, "route_into", spoilt)
+    monkeypatch.setattr(GpuOps, "route", spoilt)
     engine = Harness(folder, **GPU, cuda_graphs=graphs, max_num_seqs=2)
     doomed = engine.submit(prompts(1, [4])[0], max_tokens=20)
-    for _ in range(6):
-        engine.core.step()
+    engine.until(lambda: len(engine.results[doomed].tokens) >= 3)
     assert engine.results[doomed].end is None and engine.results[doomed].tokens
     spoil.fill_(1 << 20)
-    while engine.results[doomed].end is None:
-        engine.core.step()
+    engine.until(lambda: engine.results[doomed].end)
     spoil.zero_()
     end = engine.results[doomed].end
     assert isinstance(end, Failed) and "ExpertBackendError" in end.message and "ids" in end.message
@@ -283,11 +323,9 @@ def test_a_pool_that_does_not_answer_fails_its_step_only(folder, monkeypatch):
     monkeypatch.setattr(CudaBridge, "post_part", lost)
     engine = Harness(folder, **GPU, cuda_graphs="padded", max_num_seqs=2)
     doomed = engine.submit(prompts(1, [4])[0], max_tokens=20)
-    began = time.monotonic()
     engine.run()
     end = engine.results[doomed].end
     assert isinstance(end, Failed) and "did not answer in time" in end.message
-    assert time.monotonic() - began < 30  # with whatever had to be compiled
     after = engine.submit(prompts(2, [5])[0], max_tokens=6)
     engine.run()
     assert isinstance(engine.results[after].end, Finished)
@@ -312,15 +350,15 @@ def test_an_fp8_cache_halves_its_memory_and_graphs_equal_plain_launches(family):
     assert runs[0] == runs[1]
     engine = family.engine(**GPU, kv_cache_dtype="fp8")
     (attention,) = engine.core.runner.model.attention_backends
-    assert attention.kv_bytes_per_token == engine.blueprint.source.config.kv_bytes_per_token(1)
+    assert attention.kv_bytes_per_token == engine.plan.source.config.kv_bytes_per_token(1)
     assert any("prefill attention: flashinfer fa2" in note for note in engine.core.runner.notes)
     engine.close()
 
 
 def test_experts_on_kt_follow_the_stream(tmp_path):
     """kt_kernel may be missing here; then there is nothing to test."""
-    from benchmarks.accuracy import measure_apart
-    from engine.experts.kt_process import kt_available
+    from benchmarks.accuracy.table import measure_apart
+    from engine.experts.kt.process import kt_available
 
     ready, why = kt_available()
     if not ready:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.experts.kt import kt_available
+from engine.experts.kt.backend import kt_available
+from testing.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 Worker = Callable[..., Any]
@@ -28,7 +29,7 @@ def _installable() -> bool:
         and platform.machine() == "x86_64"
         and libc == "glibc"
         and tuple(int(part) for part in version.split(".")[:2]) >= (2, 35)
-        and (3, 10) <= sys.version_info[:2] <= (3, 12)
+        and (3, 11) <= sys.version_info[:2] <= (3, 12)
     )
 
 
@@ -49,7 +50,7 @@ def worker() -> Worker:
                 environment["KT_KERNEL_CPU_VARIANT"] = variant
             done = subprocess.run(
                 [sys.executable, "-m", "tests.kt.worker", case, json.dumps(arguments)],
-                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{case} ended with {done.returncode}: {done.stderr[-3000:]}"
             assert "CPUInfer" not in done.stdout, "kt_kernel's chatter reached stdout"

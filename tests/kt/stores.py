@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.experts.base import ExpertBuffers
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
 
 
@@ -36,6 +36,7 @@ K_QUANTS = {
 
 def config(hidden: int, inter: int, experts: int = 8, top_k: int = 2) -> ModelConfig:
     return ModelConfig(
+        architecture="qwen3_moe", qk_norm=True,
         vocab_size=64, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=inter,
         intermediate_size=inter, norm_topk_prob=True, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelFileError, UserError
-from engine.experts import kt_guard as guard
-from engine.experts.kt_process import Cpus, kt_available, pool_threads, usable_cpus
+from engine.experts.kt import guard
+from engine.experts.kt.process import Cpus, kt_available, pool_threads, usable_cpus
 from tests.kt.conftest import Worker
 from tests.kt.stores import config, make_store
 
@@ -92,9 +92,10 @@ def test_a_thousand_replays(worker: Worker, method: str, kinds: list[str], shape
     assert answer["rebound"], "binding again must not make a second task: kt_kernel never frees one"
 
 
-def test_in_an_engine_its_bf16_error_is_that_of_bf16(worker: Worker) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_in_an_engine_its_bf16_error_is_that_of_bf16(worker: Worker, family: str) -> None:
     """Prefill, decode, preemption and recomputation: at most 1.25 times the error of transformers itself in bf16."""
-    runs = [worker("engine", mix="preempted", seed=seed) for seed in (0, 1)]
+    runs = [worker("engine", mix="preempted", seed=seed, family=family) for seed in (0, 1)]
     assert all(run["positions"] > 50 for run in runs)
     assert sum(run["error"] for run in runs) <= 1.25 * sum(run["transformers"] for run in runs)
 
@@ -180,7 +181,7 @@ def test_one_backend_a_process_and_none_after_a_fork(worker: Worker) -> None:
     ]
     assert "multiples of 128; this model has 64 and 64 (methods that fit: AMXBF16, AMXInt8)" in said["size"][1]
     assert said["threads"][0] == "UserError" and "cpu_threads 10000" in said["threads"][1]
-    assert said["rows"][0] == "UserError"
+    assert said["rows"][0] == "ExpertBackendError"
 
 
 ALL = ("AMXBF16_MOE", "AMXInt8_MOE", "AMXInt4_MOE", "AVX2BF16_MOE", "MOE")
@@ -240,7 +241,7 @@ def test_kt_loads_where_it_can_be_installed(worker: Worker) -> None:
 
 def test_loading_kt_kernel_leaves_floats_alone(worker: Worker) -> None:
     code = (
-        "import sys, threading; from engine.experts.kt import kt_available; kt_available(); found = []\n"
+        "import sys, threading; from engine.experts.kt.backend import kt_available; kt_available(); found = []\n"
         "look = lambda: found.append(sys.float_info.min / 2 > 0)\n"
         "look(); t = threading.Thread(target=look); t.start(); t.join(); print('kt_kernel' in sys.modules, found)"
     )
@@ -249,6 +250,6 @@ def test_loading_kt_kernel_leaves_floats_alone(worker: Worker) -> None:
 
 
 def test_importing_the_backend_does_not_import_kt_kernel() -> None:
-    code = "import engine.experts.kt, sys; print('kt_kernel' in sys.modules)"
+    code = "import engine.experts.kt.backend, sys; print('kt_kernel' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

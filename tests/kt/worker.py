@@ -21,9 +21,9 @@ import torch
 
 from engine.errors import KtserveError
 from engine.experts.base import ExpertBuffers, ExpertTask
-from engine.experts.kt import KtExperts
+from engine.experts.kt.backend import KtExperts
 from engine.lora.adapter import ExpertLora
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 from tests.kt.stores import config, expected, fill, make_store, relative_error
 
@@ -272,12 +272,12 @@ def block_types(kinds: list[str], others: list[str]) -> Any:
     return {"errors": errors, "said": said}
 
 
-def engine(mix: str, seed: int) -> Any:
+def engine(mix: str, seed: int, family: str) -> Any:
     """A whole bf16 engine with kt experts: its error against float32 transformers, and that of transformers in bf16."""
-    from benchmarks.accuracy import Files, measure
+    from benchmarks.accuracy.table import Files, measure
 
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Files(Path(folder), "BF16", seed), mix, seed, rules="qwen3moe-cpu-kt")
+        found = measure(Files(Path(folder), "BF16", seed, family=family), mix, seed, rules="cpu-kt")
     return {"error": found.error, "transformers": found.transformers, "positions": found.positions}
 
 

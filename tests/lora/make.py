@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from engine.architectures.registry import config_from_hf
 from engine.lora.adapter import AdapterWeights, ExpertLora, ExtraMlp, LoraPair
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 
 SAMPLES = Path(__file__).parents[1] / "data/samples"
 PREFIX = "base_model.model."
@@ -22,6 +23,7 @@ def model_config(**fields: Any) -> ModelConfig:
     """A small base: 3 layers of which layer 1 is dense, head_dim * heads != hidden."""
     return ModelConfig(
         **{
+            "architecture": "qwen3_moe",
             "vocab_size": 64,
             "hidden_size": 24,
             "num_hidden_layers": 3,
@@ -38,6 +40,7 @@ def model_config(**fields: Any) -> ModelConfig:
             "rope_scaling": None,
             "max_position_embeddings": 128,
             "attention_bias": False,
+            "qk_norm": True,
             "tie_word_embeddings": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": (1,),
@@ -49,12 +52,8 @@ def model_config(**fields: Any) -> ModelConfig:
 
 
 def config_of(model: Any) -> ModelConfig:
-    """The ModelConfig of a transformers Qwen3MoE."""
-    c = model.config
-    same = """vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim num_experts
-    num_experts_per_tok moe_intermediate_size intermediate_size norm_topk_prob rms_norm_eps max_position_embeddings
-    attention_bias tie_word_embeddings decoder_sparse_step"""
-    return model_config(mlp_only_layers=tuple(c.mlp_only_layers or ()), **{n: getattr(c, n) for n in same.split()})
+    """The ModelConfig of a transformers model."""
+    return config_from_hf(model.config.to_dict())
 
 
 def sample_config() -> ModelConfig:
@@ -75,6 +74,10 @@ def linear_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]
     }
     if config.is_sparse(layer):
         shapes["mlp.gate"] = (h, config.num_experts)
+        if wide := config.shared_expert_intermediate_size:
+            at = "mlp.shared_expert"
+            shapes |= {f"{at}.gate_proj": (h, wide), f"{at}.up_proj": (h, wide), f"{at}.down_proj": (wide, h)}
+            shapes["mlp.shared_expert_gate"] = (h, 1)
     else:
         wide = config.intermediate_size
         shapes |= {"mlp.gate_proj": (h, wide), "mlp.up_proj": (h, wide), "mlp.down_proj": (wide, h)}

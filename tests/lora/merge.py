@@ -1,4 +1,4 @@
-"""Adapters merged into a transformers Qwen3MoE in float32: what serving must equal."""
+"""Adapters merged into a transformers model in float32: what serving must equal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def all_deltas(weights: AdapterWeights) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def merge(model: nn.Module, weights: AdapterWeights) -> nn.Module:
-    """Add an adapter's deltas to a transformers `Qwen3MoeForCausalLM`, in place; returns the model.
+    """Add an adapter's deltas to a transformers model, in place; returns the model.
 
     The model must be float32. Experts are stacked (gate_up_proj [E, 2I, H], down_proj [E, H, I]) or a module list.
     """

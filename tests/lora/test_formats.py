@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from engine.errors import AdapterError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.reader import read_adapter
 from tests.lora import make
@@ -230,6 +231,27 @@ def test_rslora_of_per_expert_keys_takes_expert_scaling(tmp_path: Path, form: st
     assert read.warnings == []
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_alpha_pattern_on_per_expert_keys_takes_expert_scaling(tmp_path: Path, rslora: bool) -> None:
+    folder = write_form(tmp_path, "B", make.random_adapter(CONFIG))
+    make.write(folder, None, make.lora_config(use_rslora=rslora, alpha_pattern={"down_proj": 30}))
+    with pytest.raises(AdapterError, match="give expert_scaling") as caught:
+        read_adapter(folder, CONFIG, name="x")
+    assert caught.value.keys == ["use_rslora", "alpha_pattern"][not rslora :]
+    root = math.sqrt(3)
+    for kind, scale in (("alpha/r", 2.0), ("alpha/sqrt(r)", 6 / root), ("peft", 30 / root if rslora else 10.0)):
+        read = read_adapter(folder, CONFIG, name="x", expert_scaling=kind)
+        assert all(lora.down_scale == pytest.approx(scale) for lora in read.experts.values())
+
+
+@pytest.mark.parametrize("pattern", [{"q_proj": 30}, {"down_proj": 6}])
+def test_alpha_pattern_that_leaves_nothing_open(tmp_path: Path, pattern: dict[str, float]) -> None:
+    folder = write_form(tmp_path, "B", make.random_adapter(make.model_config(mlp_only_layers=())))
+    make.write(folder, None, make.lora_config(alpha_pattern=pattern))
+    read = read_adapter(folder, make.model_config(mlp_only_layers=()), name="x")
+    assert {lora.down_scale for lora in read.experts.values()} == {2.0}
+
+
 def test_expert_scaling_that_was_not_needed_is_said(tmp_path: Path) -> None:
     folder = write_form(tmp_path, "A", make.random_adapter(CONFIG))
     read = read_adapter(folder, CONFIG, name="x", expert_scaling="alpha/sqrt(r)")
@@ -306,8 +328,7 @@ def test_patterns(tmp_path_factory: pytest.TempPathFactory, patterns: Any, rslor
     folder = tmp_path_factory.mktemp("patterns")
     config = make.lora_config(rank_pattern=ranks, alpha_pattern=alphas, use_rslora=rslora)
     make.write(folder, tensors, config)
-    scaling = "alpha/sqrt(r)" if rslora else None
-    read = read_adapter(folder, CONFIG, name="x", expert_scaling=scaling)
+    read = read_adapter(folder, CONFIG, name="x", expert_scaling="peft")
     got = all_deltas(read)
     assert sorted(got) == sorted(want)
     for name, delta in want.items():

@@ -53,7 +53,7 @@ def test_fused_3d_patterns_and_extra_mlps(tmp_path: Path) -> None:
 def test_open_scale(tmp_path: Path) -> None:
     make.write(tmp_path, make.per_expert_keys(WEIGHTS), make.lora_config(use_rslora=True))
     said = lines(tmp_path)
-    assert "experts'   scale not settled by the files: load with expert_scaling alpha/r or alpha/sqrt(r)" in said
+    assert "experts'   scale not settled by the files: load with expert_scaling alpha/r, alpha/sqrt(r) or peft" in said
     assert said[-1].startswith("refused") and "give expert_scaling" in said[-1]
     assert lines(tmp_path, expert_scaling="alpha/r")[-1].startswith("served     yes")
 

@@ -14,9 +14,9 @@ from transformers import Qwen3MoeForCausalLM
 
 from engine.lora.adapter import AdapterWeights
 from engine.lora.reader import read_adapter
+from testing.tiny import tiny_model
 from tests.lora import make
 from tests.lora.merge import all_deltas, merge
-from tests.tiny import tiny_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys"),  # peft misses parameters there

@@ -62,7 +62,7 @@ def test_truncated_and_corrupt_safetensors(tmp_path: Path) -> None:
     content = file.read_bytes()
     for broken in (content[:-1], content[:100], b"", b"\xff" * 64):
         file.write_bytes(broken)
-        assert refused(tmp_path, "corrupt or truncated").keys == ["adapter_model.safetensors"]
+        assert refused(tmp_path, "truncated|shorter than").keys == ["adapter_model.safetensors"]
 
 
 class Evil:
@@ -92,7 +92,7 @@ def test_type_that_is_not_read(tmp_path: Path, binary: bool) -> None:
     tensors = peft_tensors()
     tensors[key] = tensors[key].double()
     error = refused(make.write(tmp_path, tensors, make.lora_config(), binary=binary), "has type .*64")
-    assert error.keys == [key]
+    assert error.keys == [key] if binary else key in str(error)
 
 
 def test_both_weight_files(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.messages import Finished
-from tests.engine.harness import Harness
+from testing.harness import Harness
 from tests.lora.make import SAMPLES
 
 NAMES = ("base-model", "kt_fused_all", "kt_peft_perexpert")

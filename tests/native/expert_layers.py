@@ -11,8 +11,8 @@ from engine.experts.base import ExpertBuffers, ExpertTask
 from engine.experts.native import NativeExperts
 from engine.lora.adapter import ExpertLora
 from engine.weights.store import ExpertStore, WeightTensor
+from testing.shapes import config
 from tests.native.blocks import QUANTISED, random_blocks, values_of
-from tests.native.shapes import config
 
 E, H, I, K = 8, 256, 512, 3  # noqa: E741
 BF16, F32 = torch.bfloat16, torch.float32

@@ -15,8 +15,8 @@ from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.native import NativeAttention
 from engine.errors import EngineError, UserError
 from native import _native
+from testing.shapes import config
 from tests.native.isas import ISAS
-from tests.native.shapes import config
 
 BF16, F32 = torch.bfloat16, torch.float32
 KINDS = [(BF16, BF16), (F32, F32), (F32, BF16)]  # of rows and of the cache

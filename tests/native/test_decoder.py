@@ -15,24 +15,26 @@ from hypothesis import strategies as st
 
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
-from engine.errors import EngineError, ExpertBackendError, UserError
+from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBuffers
 from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
 from engine.lora.adapter import LoraPair
-from engine.model.layers import DenseMlp, Layer, SparseMlp, Trace
+from engine.model.config import ModelConfig
+from engine.model.layers import DenseMlp, Layer, SparseMlp
 from engine.model.native_decoder import NativeDecoder, all_native
-from engine.model.native_model import NativeQwen3Moe
-from engine.model.native_ops import NativeOps
-from engine.model.rope import Rope
-from engine.model_config import ModelConfig
+from engine.model.native_executor import NativeExecutor
+from engine.model.step import Executor, StepInput, StepOutput, Trace, Want
+from engine.ops.native import NativeOps
+from engine.ops.rope import Rope
 from engine.weights.store import WeightTensor
 from native import _native
-from tests.engine.harness import Harness
+from testing.harness import Harness
+from testing.shapes import config
+from testing.tiny import FAMILIES
 from tests.engine.test_lora_serving import Family
 from tests.native.isas import ISAS
-from tests.native.shapes import config
 
 POOL = _native.WorkerPool([[0, 1, 2]])
 
@@ -50,7 +52,7 @@ class Parts:
         self.router = NativeLinearBackend(torch.float32, POOL, isa)
         self.ops = NativeOps(1e-6, Rope(model, 512, torch.device("cpu")), POOL, isa)
         self.attention = NativeAttention(model, 32, dtype, POOL, isa, kv_dtype=weights)
-        self.layers = [self.layer(sparse=True), self.layer(sparse=False)]
+        self.layers = [self.layer(0, sparse=True), self.layer(1, sparse=False)]
         self.buffers = ExpertBuffers.allocate(64, model.num_experts_per_tok, model.hidden_size, dtype)
 
     def draw(self, *shape: int) -> torch.Tensor:
@@ -62,7 +64,7 @@ class Parts:
         made.set_adapter(1, LoraPair(self.draw(4, k) / k**0.5, self.draw(n, 4), 0.5))
         return made
 
-    def layer(self, sparse: bool) -> Layer:
+    def layer(self, index: int, sparse: bool) -> Layer:
         m = self.model
         hidden, q, kv = m.hidden_size, m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
         linears = [self.linear(n, hidden) for n in (q, kv, kv)] + [self.linear(hidden, q)]
@@ -70,9 +72,10 @@ class Parts:
         nothing: Any = None
         mlp: SparseMlp | DenseMlp = DenseMlp(nothing, nothing, nothing)
         if sparse:
-            mlp = SparseMlp(self.linear(m.num_experts, hidden, self.router), nothing, nothing)
+            mlp = SparseMlp(self.linear(m.num_experts, hidden, self.router), nothing, nothing, True)
         q_proj, k_proj, v_proj, o_proj = linears
         return Layer(
+            index=index,
             input_norm=norms[0],
             q=q_proj,
             k=k_proj,
@@ -98,7 +101,7 @@ class Parts:
         q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, batch.positions)
         delta = layer.o(self.attention.forward(index, q, k, v).flatten(1), lora)
         x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
-        if isinstance(layer.mlp, DenseMlp):
+        if not isinstance(layer.mlp, SparseMlp):
             return [residual, x]
         return [residual, x, *self.ops.route(layer.mlp.router(x.float(), lora), m.num_experts_per_tok, True)]
 
@@ -179,25 +182,40 @@ def batch() -> BatchLayout:
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[int]], Family]:
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Family]:
     @functools.cache
-    def make(*dense: int) -> Family:
-        return Family(tmp_path_factory.mktemp("family"), count=2, mlp_only_layers=list(dense))
+    def make(name: str, *dense: int) -> Family:
+        return Family(tmp_path_factory.mktemp("family"), count=2, mlp_only_layers=list(dense), family=name)
 
-    return lambda dense: make(*dense)
+    return lambda dense, name="qwen3_moe": make(name, *dense)
+
+
+class Loaded:
+    """The model with adapter 0 in slot 1 and adapter 1, which has MLPs of its own, in slot 2; `lora` is a batch of the
+    former."""
+
+    def __init__(self, harness: Harness) -> None:
+        runner = harness.core.runner
+        assert isinstance(runner.executor, NativeExecutor)
+        self.model, self.executor = runner.model, runner.executor
+        slots = torch.arange(25, dtype=torch.int32) % 2
+        self.lora = LoraBatch(slots, [(1, slots.nonzero()[:, 0])])
+
+    def step(self, lora: LoraBatch | None, executor: Executor | None = None, **fields: Any) -> StepOutput:
+        """By the native executor, if no other is given."""
+        given = StepInput(IDS, fields.pop("batch", batch()), lora, **fields)
+        self.model.plan(given.batch)
+        return (executor or self.executor).forward(given)
 
 
 @contextmanager
-def loaded(family: Family, **config: Any) -> Iterator[tuple[NativeQwen3Moe, LoraBatch]]:
-    """The model with adapter 0 in slot 1 and adapter 1, which has MLPs of its own, in slot 2; a batch of the former."""
+def loaded(family: Family, **config: Any) -> Iterator[Loaded]:
     harness = family.engine(rules=None, pack_cache="off", **config)
-    model, registry = harness.core.runner.model, harness.core.registry
-    assert isinstance(model, NativeQwen3Moe)
+    model, adapters = harness.core.runner.model, harness.core.adapters
     for slot, name in enumerate(family.paths, 1):
-        model.set_adapter(slot, registry.weights(registry.resolve(name)))
-    slots = torch.arange(25, dtype=torch.int32) % 2
+        model.set_adapter(slot, adapters.weights(adapters.resolve(name)))
     with torch.inference_mode():
-        yield model, LoraBatch(slots, [(1, slots.nonzero()[:, 0])])
+        yield Loaded(harness)
     harness.close()
 
 
@@ -205,73 +223,89 @@ def loaded(family: Family, **config: Any) -> Iterator[tuple[NativeQwen3Moe, Lora
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("with_lora", [False, True])
 @pytest.mark.parametrize("keep", [None, [4], [4, 5, 6, 24]], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_in_one_call_has_the_bits_of_its_parts(
-    family: Callable[[list[int]], Family], dense: list[int], dtype: str, with_lora: bool, keep: list[int] | None
+    family: Callable[..., Family], name: str, dense: list[int], dtype: str, with_lora: bool, keep: list[int] | None
 ) -> None:
     kept = None if keep is None else torch.tensor(keep)
-    with loaded(family(dense), dtype=dtype) as (model, lora):
-        used, traces = lora if with_lora else None, [Trace(), Trace()]
-        assert model.runs_in_one_call(used)
-        hidden, tokens = model.greedy_rows(IDS, batch(), used, kept, traces[0])
-        rows = [model.forward(IDS, batch(), used)] if kept is None else [model.forward_rows(IDS, batch(), used, kept)]
-        model._one_call = False
-        by_layers, expected = model.greedy_rows(IDS, batch(), used, kept, traces[1])
-        one_by_one = model.forward(IDS, batch(), used, observe=lambda place, value: None)
-    rows += [by_layers, one_by_one if kept is None else one_by_one[kept]]
-    assert torch.isfinite(hidden).all() and all(torch.equal(hidden, other) for other in rows)
-    assert torch.equal(tokens, expected)
+    with loaded(family(dense, name), dtype=dtype) as on:
+        used, traces = on.lora if with_lora else None, [Trace(), Trace()]
+        assert on.executor.runs_in_one_call(used)
+        outs = [
+            on.step(used, keep=kept, want=Want.GREEDY, trace=traces[0]),
+            on.step(used, keep=kept, want=Want.LOGITS),
+            on.step(used, on.model, keep=kept, want=Want.LOGITS),
+            on.step(used, keep=kept, observe=lambda place, value: None),
+        ]
+        on.executor._whole_steps = False
+        outs.append(on.step(used, keep=kept, want=Want.GREEDY, trace=traces[1]))
+    greedy, logits, plain, observed, by_layers = outs
+    assert torch.isfinite(greedy.hidden).all() and all(torch.equal(greedy.hidden, other.hidden) for other in outs)
+    assert logits.logits is not None and plain.logits is not None and torch.equal(logits.logits, plain.logits)
+    assert greedy.greedy is not None and torch.equal(greedy.greedy, logits.logits.argmax(-1))
+    assert by_layers.greedy is not None and torch.equal(greedy.greedy, by_layers.greedy)
+    assert observed.logits is None and observed.greedy is None
     assert len(traces[0].ids) == len(traces[1].ids) == 3 - len(dense)
     assert all(torch.equal(a, b) for a, b in zip(traces[0].ids, traces[1].ids, strict=True))
     assert traces[0].experts_touched == traces[1].experts_touched and (traces[0].experts_s > 0) == (len(dense) < 3)
 
 
-def test_what_needs_python_between_layers_is_not_one_call(family: Callable[[list[int]], Family]) -> None:
+def test_what_needs_python_between_layers_is_not_one_call(family: Callable[..., Family]) -> None:
     slots = torch.full((25,), 2, dtype=torch.int32)
-    with loaded(family([1])) as (model, lora):
+    with loaded(family([1])) as on:
         own_mlps = LoraBatch(slots, [(2, torch.arange(25))])
-        assert model.runs_in_one_call(lora) and not model.runs_in_one_call(own_mlps)
-        hidden = model.forward_rows(IDS, batch(), own_mlps, torch.arange(25))
-        assert torch.equal(hidden, model.forward(IDS, batch(), own_mlps, observe=lambda place, value: None))
-    for other in ({"expert_backend": "reference"}, {"linear_backend": "reference"}):
-        model = Harness(family([1]).model_path, rules=None, pack_cache="off", **other).core.runner.model
-        assert not isinstance(model, NativeQwen3Moe) or not model.runs_in_one_call(None)
+        assert on.executor.runs_in_one_call(on.lora) and not on.executor.runs_in_one_call(own_mlps)
+        by_layers = on.step(own_mlps, keep=torch.arange(25))
+        assert torch.equal(by_layers.hidden, on.step(own_mlps, on.model).hidden)
+    for other, native in (({"expert_backend": "reference"}, True), ({"linear_backend": "reference"}, False)):
+        runner = Harness(family([1]).model_path, rules=None, pack_cache="off", **other).core.runner
+        assert isinstance(runner.executor, NativeExecutor) == native and (native or runner.executor is runner.model)
+        assert not isinstance(runner.executor, NativeExecutor) or not runner.executor.runs_in_one_call(None)
 
 
 def test_an_error_in_one_call_names_its_layer_and_ends_that_step_only(
-    family: Callable[[list[int]], Family],
+    family: Callable[..., Family],
 ) -> None:
-    with loaded(family([0])) as (model, lora):
-        expected = model.forward(IDS, batch(), lora)
+    with loaded(family([0])) as on:
+        lora, expected = on.lora, on.step(on.lora).hidden
         far = LoraBatch(torch.full((25,), 70000, dtype=torch.int32), [(70000, torch.arange(25))])
         with pytest.raises(ExpertBackendError, match="layer 1, native experts: slots: 70000; allowed are 0 to 65535"):
-            model.forward(IDS, batch(), far)
+            on.step(far)
         with pytest.raises(EngineError, match="keep: 4; allowed is rising, 5 to 24"):
-            model.forward_rows(IDS, batch(), lora, torch.tensor([4, 4]))
+            on.step(lora, keep=torch.tensor([4, 4]))
         with pytest.raises(EngineError, match="kept: 26"):
-            model.forward_rows(IDS, batch(), lora, torch.arange(26))
+            on.step(lora, keep=torch.arange(26))
         with pytest.raises(EngineError, match=r"keep: torch\.int32"):
-            model.forward_rows(IDS, batch(), lora, torch.tensor([4], dtype=torch.int32))
+            on.step(lora, keep=torch.tensor([4], dtype=torch.int32))
         with pytest.raises(EngineError, match="positions: 99999 of token 0"):
-            model.forward(IDS, dataclasses.replace(batch(), positions=torch.full((25,), 99999)), lora)
+            on.step(lora, batch=dataclasses.replace(batch(), positions=torch.full((25,), 99999)))
         with pytest.raises(EngineError, match=r"slots: torch.int64 \(25,\)"):
-            model.forward(IDS, batch(), LoraBatch(lora.slots.long(), lora.groups))
-        assert torch.equal(model.forward(IDS, batch(), lora), expected)
+            on.step(LoraBatch(lora.slots.long(), lora.groups))
+        assert torch.equal(on.step(lora).hidden, expected)
 
 
 def test_a_step_before_the_head_is_known_is_refused() -> None:
     parts = Parts(config(), torch.bfloat16)
     with pytest.raises(EngineError, match="only if every part is native"):
-        parts.decoder().run(torch.zeros(2, 64).bfloat16(), batch_of([(2, 2)]), None, None, False, None)
+        parts.decoder().run(torch.zeros(2, 64).bfloat16(), batch_of([(2, 2)]), None, None, greedy=False, trace=None)
     kernel = parts.decoder()._kernel
+    names = ("tokens", "residual", "positions", "slots", "keep", "kept", "hidden", "greedy", "seen")
+    nothing = dict.fromkeys(names, 0)
     with pytest.raises(ValueError, match="run: allowed behind set_head"):
-        kernel.run(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        kernel.run(**nothing)
     with pytest.raises(ValueError, match="dense MLP: allowed in layers without a router"):
         kernel.set_dense(0, *[parts.linear(64, 64).packed] * 3)
     with pytest.raises(ValueError, match=r"up_proj: \[32, 64\]; allowed is \[64, 64\]"):
         kernel.set_dense(1, *[parts.linear(n, 64).packed for n in (64, 32, 64)])
-    kernel.set_head(0, parts.linear(128, 64).packed, 0, 0, 0, 0, 0, 0, 0)
+    memory = dict.fromkeys(("bsz", "ids", "weights", "slots", "hidden", "out", "max_rows"), 0)
+    shared = [parts.linear(n, k).packed for n, k in ((96, 64), (96, 64), (64, 96))]
+    with pytest.raises(ValueError, match="shared expert: allowed in layers with a router"):
+        kernel.set_shared(1, *shared, parts.linear(32, 64).packed)
+    with pytest.raises(ValueError, match=r"shared_expert_gate: \[32, 64\]; allowed is \[1, 64\]"):
+        kernel.set_shared(0, *shared, parts.linear(32, 64).packed)
+    kernel.set_head(0, parts.linear(128, 64).packed, **memory)
     with pytest.raises(ValueError, match="layer 0: no MLP; allowed is run behind set_experts or set_dense"):
-        kernel.run(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        kernel.run(**nothing)
 
 
 def test_refusals() -> None:
@@ -292,11 +326,11 @@ def test_refusals() -> None:
         decoder.attend(0, torch.zeros(65, 64).bfloat16(), None, batch, None)
     parts.layers[0].q = ReferenceLinear(torch.zeros(128, 64), None)
     assert not all_native(parts.layers, parts.ops)
-    with pytest.raises(UserError, match="native"):
+    with pytest.raises(EngineError, match="native"):
         parts.decoder()
-    with pytest.raises(UserError, match=r"computes in torch.float32, its attention in torch.bfloat16"):
+    with pytest.raises(EngineError, match=r"computes in torch.float32, its attention in torch.bfloat16"):
         mixed = Parts(config(), torch.bfloat16)
         NativeDecoder(mixed.model, mixed.ops, mixed.layers, mixed.buffers, torch.float32)
     parts.layers[0].q = parts.linear(64, 64)
-    with pytest.raises(UserError, match=r"layer 0: q_proj: \[64, 64\]; allowed is \[128, 64\]"):
+    with pytest.raises(EngineError, match=r"layer 0: q_proj: \[64, 64\]; allowed is \[128, 64\]"):
         parts.decoder()

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.errors import ExpertBackendError, UserError
+from engine.errors import EngineError, ExpertBackendError, UserError
 from engine.experts.base import ExpertBuffers
 from engine.experts.native import NativeExperts
 from native import _native
+from testing.shapes import config
 from tests.native.blocks import QUANTISED
-from tests.native.expert_layers import BF16, F32, K, Layer, batch, error, expected, lora, make, run
+from tests.native.expert_layers import BF16, F32, E, K, Layer, batch, error, expected, lora, make, run
 from tests.native.isas import ISAS
-from tests.native.shapes import config
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +219,37 @@ def test_an_expert_whose_b_is_zero_equals_the_base(pool: object) -> None:
     assert torch.equal(run(experts, task), base)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [1, 13, 40])
+def test_base_weights_are_read_once_per_expert_whatever_the_number_of_adapters(
+    pool: object, rows: int, deterministic: bool, isa: str
+) -> None:
+    """At most 40 rows meet an expert, which is one work item's rows on every instruction set."""
+    experts = make(pool, Layer("Q8_0"), BF16, isa, deterministic=deterministic)
+    for count in range(8):
+        if count:
+            experts.set_adapter(count, {0: lora(4, count)})
+        b = batch(rows, BF16, slots=list(range(count + 1)))
+        before = experts.weight_bytes_read
+        run(experts, experts.bind(0, b))
+        distinct = len(b.ids[:rows].unique())
+        assert experts.weight_bytes_read - before == distinct * experts.num_bytes // E
+
+
+@pytest.mark.parametrize("rows", [1, 13, 3000])  # 3000: computed in several parts
+def test_choices_are_counted_by_expert(pool: object, rows: int) -> None:
+    experts = make(pool, Layer("Q8_0"), BF16)
+    total = torch.zeros(E, dtype=torch.int64)
+    for _ in range(2):
+        b = batch(rows, BF16)
+        b.ids[0, 1] = -1
+        run(experts, experts.bind(0, b))
+        ids = b.ids[:rows]
+        total += torch.bincount(ids[ids >= 0], minlength=E)
+        assert experts.choices() == {0: total.tolist()}
+
+
 def broken() -> Iterator[tuple[str, str, int]]:
     yield "bsz", "bsz: 9; allowed are 0 to 8", 9
     yield "bsz", "bsz: -1", -1
@@ -256,7 +287,7 @@ def test_misuse_is_refused(pool: object) -> None:
         experts.wait(task)
     with pytest.raises(ExpertBackendError, match="gate_a"):
         experts.set_adapter(1, {0: lora(4, 1, hidden=128)})
-    with pytest.raises(UserError, match="quantise"):
+    with pytest.raises(EngineError, match="quantise"):
         NativeExperts(config(), BF16, pool, quantise="int2")
     with pytest.raises(UserError, match="sse"):
         NativeExperts(config(), BF16, pool, isa="sse")

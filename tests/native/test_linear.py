@@ -17,8 +17,8 @@ from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
 from native import _native
+from testing.tiny import encode
 from tests.native.isas import ISAS
-from tests.tiny import encode
 
 POOL = _native.WorkerPool([[0, 1, 2]])
 BF16, F32 = torch.bfloat16, torch.float32

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.model.native_ops import NativeOps
-from engine.model.ops import TorchOps
-from engine.model.rope import Rope
-from engine.model_config import RopeScaling
+from engine.model.config import RopeScaling
+from engine.ops.base import TorchOps
+from engine.ops.native import NativeOps
+from engine.ops.rope import Rope
 from native import _native
+from testing.shapes import config
 from tests.native.isas import ISAS
-from tests.native.shapes import config
 
 POOL = _native.WorkerPool([[0, 1, 2]])
 BF16, F32 = torch.bfloat16, torch.float32
@@ -92,6 +92,23 @@ def test_qk_norm_rope(isa: str, dtype: torch.dtype, tokens: int, heads: int, kv_
     torch.testing.assert_close(out_k.float(), expected_k, rtol=2**-8 if dtype == BF16 else 1e-5, atol=2e-6)
 
 
+@on_all
+@both
+@pytest.mark.parametrize("head_dim", [2, 16, 30, 64, 128])
+def test_rotation_without_a_norm(isa: str, dtype: torch.dtype, head_dim: int) -> None:
+    q, k = draw(9, 3, head_dim, seed=1, dtype=dtype), draw(9, 2, head_dim, seed=2, dtype=dtype)
+    positions = torch.arange(9) * 50
+    expected = [rope(head_dim).apply(part.float(), positions) for part in (q, k)]
+    got = make(isa, head_dim).qk_norm_rope(q, k, None, None, positions)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=2**-8 if dtype == BF16 else 1e-5, atol=2e-6)
+
+
+def test_a_norm_of_one_of_both_is_refused() -> None:
+    with pytest.raises(EngineError, match="one is null"):
+        make().qk_norm_rope(draw(2, 1, 32, seed=1), draw(2, 1, 32, seed=2), torch.ones(32), None, torch.arange(2))
+
+
 def test_rope_takes_scaled_tables() -> None:
     scaling = RopeScaling("yarn", 4.0, original_max_position_embeddings=64)
     ops = NativeOps(EPS, rope(32, scaling), POOL)
@@ -113,6 +130,19 @@ def test_silu_mul(isa: str, dtype: torch.dtype, shape: tuple[int, int], scale: f
     gate, up = both_parts.to(dtype).split([shape[1], shape[1]], dim=1)
     out = make(isa).silu_mul(gate, up)
     assert_close(out, F.silu(gate.float()) * up.float())
+
+
+@on_all
+@both
+@settings(max_examples=20)
+@given(shape=shapes, scale=st.sampled_from([1.0, 30.0]))
+def test_add_gated(isa: str, dtype: torch.dtype, shape: tuple[int, int], scale: float) -> None:
+    base, x = draw(shape[0], 2 * shape[1], seed=1).to(dtype).split([shape[1], shape[1]], dim=1)
+    gate = draw(shape[0], 1, seed=2) * scale
+    out = make(isa).add_gated(base, x, gate)
+    assert out.dtype == dtype
+    expected = base.float() + torch.sigmoid(gate) * x.float()
+    torch.testing.assert_close(out.float(), expected, rtol=2**-8 if dtype == BF16 else 1e-5, atol=2e-6)
 
 
 @on_all
@@ -247,15 +277,16 @@ def test_what_is_refused() -> None:
     n=st.sampled_from([1, 15, 16, 17, 4096, 4097, 20_000]),
     seed=st.integers(0, 99),
     few=st.booleans(),
-    nans=st.integers(0, 2),
+    bad=st.lists(st.sampled_from([torch.nan, torch.inf, -torch.inf]), max_size=2),
 )
-def test_likeliest_is_argmax(isa: str, dtype: torch.dtype, rows: int, n: int, seed: int, few: bool, nans: int) -> None:
-    """Also among equals (`few` values; minus infinity alone) and with NaN."""
+def test_argmax_is_torch_s(isa: str, dtype: torch.dtype, rows: int, n: int, seed: int, few: bool, bad: list) -> None:
+    """Also among equals (`few` values); -1 where the largest is not finite (NaN, minus infinity alone)."""
     x = draw(rows, n, seed=seed, dtype=dtype)
     x = x.round() if few else x
     x[0] = -torch.inf
-    for i in range(nans):
-        x[-1, (seed * 977 + i * 5003) % n] = torch.nan
+    for i, value in enumerate(bad):
+        x[-1, (seed * 977 + i * 5003) % n] = value
     out = torch.empty(rows, dtype=torch.int64)
-    make(isa).kernel.likeliest(x.data_ptr(), n, rows, n, out.data_ptr(), dtype is BF16)
-    assert torch.equal(out, x.argmax(dim=-1))
+    make(isa).kernel.argmax(logits=x.data_ptr(), stride=n, rows=rows, n=n, out=out.data_ptr(), is_bf16=dtype is BF16)
+    best, place = x.max(dim=-1)
+    assert torch.equal(out, torch.where(best.isfinite(), place, -1))

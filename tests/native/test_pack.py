@@ -13,6 +13,7 @@ from tests.native.blocks import QUANTISED, random_blocks, values_of
 from tests.native.isas import ISAS
 
 F32 = npt.NDArray[np.float32]
+HALF_SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # others: (0,)
 FORMATS = {kind: _native.format_of(kind) for kind in [*QUANTISED, "BF16"]} | {"F32": "f32"}
 
 
@@ -73,9 +74,12 @@ def test_repacking_loses_nothing(pool: _native.WorkerPool, kind: str, n: int, k:
 @given(n=st.integers(1, 40), units=st.integers(1, 6), seed=st.integers(0, 1 << 16))
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_any_bits_are_repacked_without_loss(pool: _native.WorkerPool, kind: str, n: int, units: int, seed: int) -> None:
-    """Scales of every kind too: tiny, infinite, NaN."""
+    """Scales of every finite kind too: large, subnormal, zero."""
     k = units * (256 if kind.endswith("_K") else 32)
     data = np.random.default_rng(seed).integers(0, 256, random_blocks(kind, n, k).shape, np.uint8)
+    blocks = data.reshape(n, units, -1)
+    for at in HALF_SCALES.get(kind, (0,)):
+        blocks[..., at + 1][blocks[..., at + 1] & 0x7C == 0x7C] ^= 0x40
     got = unpack(FORMATS[kind], pack(pool, kind, data, n, k), n, k)
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(got, values_of(kind, data))
@@ -126,11 +130,45 @@ def test_what_cannot_be_packed_is_refused(kind: str, form: str, n: int, k: int, 
         _native.check_pack(kind, form, n, k)
 
 
-def test_a_weight_that_is_not_finite_is_not_quantised(pool: _native.WorkerPool) -> None:
-    x = np.zeros((16, 32), np.float32)
-    x[3, 4] = np.nan
-    with pytest.raises(ValueError, match="not finite"):
-        pack(pool, "F32", x.view(np.uint8), 16, 32, "i8")
+SIGN_OR_PAYLOAD = {np.uint16: (0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF), np.uint32: (0x7F800000, 0xFF800000, 0x7FC00000)}
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    kind=st.sampled_from([*QUANTISED, "F32", "F16", "BF16"]), n=st.integers(1, 40), units=st.integers(1, 3),
+    form=st.sampled_from(["", "f32", "i8", "i4m"]), data=st.data(),
+)  # fmt: skip
+def test_what_is_not_finite_is_found_wherever_it_is(
+    pool: _native.WorkerPool, kind: str, n: int, units: int, form: str, data: st.DataObject
+) -> None:
+    k, row = 256 * units, data.draw(st.integers(0, n - 1))
+    if kind in QUANTISED:
+        raw, form, values = random_blocks(kind, n, k).copy(), "", 256 if kind.endswith("_K") else 32
+        blocks = raw.reshape(n, k // values, -1)
+        at, scale = data.draw(st.integers(0, k // values - 1)), data.draw(st.sampled_from(HALF_SCALES.get(kind, (0,))))
+        pack(pool, kind, raw, n, k)  # without it all is well
+        bits = data.draw(st.sampled_from(SIGN_OR_PAYLOAD[np.uint16]))
+        blocks[row, at, scale : scale + 2] = np.frombuffer(np.uint16(bits).tobytes(), np.uint8)
+        where = f"row {row}, values {at * values} to {(at + 1) * values - 1}: not finite"
+    else:
+        word = np.uint32 if kind == "F32" else np.uint16
+        held = np.zeros((n, k), word)
+        at = data.draw(st.integers(0, k - 1))
+        pack(pool, kind, held.view(np.uint8), n, k, form)
+        bits = data.draw(st.sampled_from(SIGN_OR_PAYLOAD[word] if kind != "BF16" else (0x7F80, 0xFF80, 0x7FC0, 0xFFFF)))
+        held[row, at] = bits
+        raw, where = held.view(np.uint8), f"row {row}, value {at}: not finite"
+    with pytest.raises(ValueError, match=where):
+        pack(pool, kind, raw, n, k, form)
+
+
+def test_what_overflows_bfloat16_is_refused_and_the_largest_that_does_not_is_taken(pool: _native.WorkerPool) -> None:
+    x = np.full((1, 32), np.uint32(0x7F7F7FFF)).view(np.float32)
+    assert np.isfinite(unpack("bf16", pack(pool, "F32", x.view(np.uint8), 1, 32), 1, 32)).all()
+    x.view(np.uint32)[0, 7] += 1
+    with pytest.raises(ValueError, match="value 7: not finite in bfloat16"):
+        pack(pool, "F32", x.view(np.uint8), 1, 32)
+    pack(pool, "F32", x.view(np.uint8), 1, 32, "f32")
 
 
 def relative(got: F32, expected: npt.NDArray[np.float64]) -> float:
@@ -223,3 +261,20 @@ def test_an_unknown_or_newer_instruction_set_is_refused() -> None:
     if _native.best_isa() != "amx":
         with pytest.raises(ValueError, match="amx"):
             _native.choose_isa("amx")
+
+
+@pytest.mark.parametrize("form", list(_native.packed_formats()))
+def test_the_table_of_formats_gives_the_sizes(form: str) -> None:
+    table = _native.packed_formats()[form]
+    for k in (256, 768, 2304):
+        assert table.panel_size(k) * 3 == _native.packed_size(form, 40, k)
+        assert table.panel_size(k) == table.scales_size(k) + k // _native.BLOCK * table.quant_bytes
+        assert -64 < k // table.unit * table.scale_bytes - table.scales_size(k) <= 0
+    if not table.group:
+        assert table.scale_bytes == 0
+        return
+    groups = table.unit // table.group
+    halves = [0, *([table.minimum_offset] if table.minimum_offset else [])]
+    steps = [at for at in (table.step_offset, table.minimum_step_offset) if at]
+    ends = [(at, at + 32) for at in halves] + [(at, at + 16 * groups) for at in steps]
+    assert [end for _, end in ends] == [*(start for start, _ in ends[1:]), table.scale_bytes]  # no gap, no overlap

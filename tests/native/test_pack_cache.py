@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends import pack_cache
+from engine.build.shared import pack_cache
 from engine.config import EngineConfig
 from engine.experts.native import NativeExperts
 from engine.linear.native import NativeLinearBackend
-from engine.pack_cache import HEADER_BYTES, PackCache, model_folder
 from engine.weights.open import open_model
+from engine.weights.pack_cache import HEADER_BYTES, PackCache, model_folder
 from native import _native
-from tests.engine.harness import Harness
+from testing.harness import Harness
+from testing.shapes import config
+from testing.tiny import save_gguf, save_hf, tiny_model
 from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, run
-from tests.native.shapes import config
 from tests.native.test_linear import draw, tensor
-from tests.tiny import save_gguf, save_hf, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,14 @@ def test_a_stale_file_is_rebuilt(pool: Any, tmp_path: Path, caplog: pytest.LogCa
     for changed, options in changes:
         caplog.clear()
         assert torch.equal(load(pool, changed, tmp_path, **options), load(pool, changed, None, **options))
-        assert "packing anew" in caplog.text
+        assert "packing again" in caplog.text
         caplog.clear()
         load(pool, changed, tmp_path, **options)
-        assert "packing anew" not in caplog.text
+        assert "packing again" not in caplog.text
     two = _native.WorkerPool([[0], [1]])  # two NUMA nodes lay the weights out otherwise
     caplog.clear()
     assert torch.equal(load(two, other, tmp_path), load(pool, other, None))
-    assert "packing anew" in caplog.text
+    assert "packing again" in caplog.text
 
 
 def test_no_damage_goes_unseen(pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,7 +109,7 @@ def test_no_damage_goes_unseen(pool: Any, tmp_path: Path, caplog: pytest.LogCapt
         path.write_bytes(bad)
         caplog.clear()
         assert torch.equal(load(pool, layer, tmp_path), expected)
-        assert "packing anew" in caplog.text, kind
+        assert "packing again" in caplog.text, kind
         assert path.read_bytes() == good
 
 
@@ -181,7 +181,7 @@ def test_a_stale_or_damaged_projection_is_rebuilt(pool: Any, tmp_path: Path, cap
         path.write_bytes(good[:at] + bytes([good[at] ^ 1 << kind % 8]) + good[at + 1 :] if kind % 4 else good[:at])
         caplog.clear()
         assert torch.equal(projection(pool, cache)(x, None), projection(pool, None)(x, None))
-        assert "packing anew" in caplog.text and path.read_bytes() == good
+        assert "packing again" in caplog.text and path.read_bytes() == good
     nodes = _native.WorkerPool([[0], [1]])
     changes: list[tuple[Any, PackCache, str, int, dict[str, Any]]] = [
         (pool, cache, "Q8_0", 9, {}),  # other values
@@ -195,10 +195,10 @@ def test_a_stale_or_damaged_projection_is_rebuilt(pool: Any, tmp_path: Path, cap
         caplog.clear()
         started = PackCache(tmp_path, held.identity)
         made = projection(workers, started, type, seed, **options)
-        assert caplog.text.count("packing anew") == 1
+        assert caplog.text.count("packing again") == 1
         with caplog.at_level(logging.WARNING):
             projection(workers, started, "Q4_1", seed)  # said once a start
-        assert caplog.text.count("packing anew") == 1
+        assert caplog.text.count("packing again") == 1
         projection(workers, started, type, seed, **options)
         assert torch.equal(made(x, None), projection(pool, None, type, seed, **options)(x, None))
 
@@ -269,7 +269,7 @@ def test_a_whole_engine_starts_from_the_cache(
     monkeypatch.setattr(NativeLinearBackend, "_source", None)
     monkeypatch.setattr(NativeExperts, "_source", None)
     second, notes = start("auto")
-    assert second == plain and "0 B packed anew" in notes[0]
+    assert second == plain and "0 B packed" in notes[0]
     assert capfd.readouterr().out == ""
 
 

@@ -1,4 +1,4 @@
-"""The worker pool: every piece once, whatever the threads do."""
+"""The worker pool: every work item once, whatever the threads do."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 
 from native import _native
 from native.topology import cpu_quota, group_nodes, make_pool, numa_nodes, pool_groups, spare_cpus
+from testing.waiting import comes_to_rest
 
 
 @pytest.mark.parametrize("groups", [[[0]], [[0, 1]], [[0, 0, 0], [1, 1]], [[0], [1], [0], [1]]])
-def test_every_piece_runs_once(groups: list[list[int]]) -> None:
+def test_every_work_item_runs_once(groups: list[list[int]]) -> None:
     pool = _native.WorkerPool(groups)
     assert pool.threads == sum(map(len, groups))
     assert pool.groups == len(groups)
     assert [pool.group_of(w) for w in range(pool.threads)] == [g for g, cpus in enumerate(groups) for _ in cpus]
-    for pieces in [0, 1, 2, 3, 7, 1000]:
-        ran = pool.trace(pieces)
-        assert len(ran) == pieces
+    for items in [0, 1, 2, 3, 7, 1000]:
+        ran = pool.trace(items)
+        assert len(ran) == items
         assert all(0 <= worker < pool.threads for worker in ran)
 
 
@@ -44,9 +45,9 @@ def test_idle_workers_steal() -> None:
 
 def test_exceptions_reach_the_caller_and_the_pool_lives_on() -> None:
     pool = _native.WorkerPool([[0, 1, 0]])
-    for piece in [0, 50, 99]:
-        with pytest.raises(RuntimeError, match=f"piece {piece} failed"):
-            pool.trace(100, fail=piece)
+    for item in [0, 50, 99]:
+        with pytest.raises(RuntimeError, match=f"work item {item} failed"):
+            pool.trace(100, fail=item)
         assert -1 not in pool.trace(100)
 
 
@@ -58,14 +59,14 @@ def test_ten_thousand_random_calls_on_several_pools() -> None:
         for _ in range(1250):
             state = (state * 1103515245 + 12345) % 2**31
             pool = pools[state % 3]
-            pieces = state // 7 % 40
+            items = state // 7 % 40
             if state % 11 == 0:
                 pool.begin_step()
-            if pieces and state % 13 == 0:
+            if items and state % 13 == 0:
                 with pytest.raises(RuntimeError):
-                    pool.trace(pieces, fail=pieces - 1)
+                    pool.trace(items, fail=items - 1)
             else:
-                assert -1 not in pool.trace(pieces)
+                assert -1 not in pool.trace(items)
             if state % 11 == 0:
                 pool.end_step()
             calls += 1
@@ -102,10 +103,7 @@ def test_an_idle_pool_takes_no_time() -> None:
     for in_step in (False, True):  # within a step, workers park when nothing has come for spin_us
         if in_step:
             pool.begin_step()
-        time.sleep(0.05)
-        used, start = time.process_time(), time.perf_counter()
-        time.sleep(0.4)
-        assert (time.process_time() - used) / (time.perf_counter() - start) < 0.01
+        comes_to_rest()
     pool.end_step()
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rules import Machine, RulesError, load_rules, parse_rule_set, place, qwen3moe_modules
+from rules import Machine, RulesError, place
+from tests.rules.models import load_rules, modules, parse_rule_set
 
 FIXTURES = Path(__file__).parent / "fixtures"
-MODULES = qwen3moe_modules(4, [0, 2, 3])  # layer 1 is dense
+MODULES = modules(4, [0, 2, 3])  # layer 1 is dense
 GPU = Machine(gpu=True, native=True, kt=True, flashinfer=True, gpu_count=2)
 
 
@@ -19,8 +20,8 @@ def test_serve_file_places_every_module() -> None:
     assert set(choices) == {name for name, _ in MODULES}
 
     experts = choices["model.layers.0.mlp.experts"]
-    assert (experts.backend, experts.device, experts.prefill_device) == ("kt", "cpu", "cuda")
-    assert experts.options == {"method": "AMXInt8", "prefill_threshold": 4096}
+    assert (experts.backend, experts.device, experts.prefill_device) == ("native", "cpu", "cuda")
+    assert experts.options == {"method": "AMXInt8", "quantise": "int8", "prefill_threshold": 4096}
     assert (experts.rule_index, experts.line) == (4, 37)
 
     assert choices["model.layers.0.self_attn"].backend == "flashinfer"
@@ -31,15 +32,15 @@ def test_serve_file_places_every_module() -> None:
     assert choices["model.rotary_emb"].rule_index == 0  # Qwen3MoE borrows Qwen2MoE's class there
     assert choices["model.norm"].device == "cuda"
     notes = [str(note) for note in rule_set.notes]
-    assert [n.split(":")[0] for n in notes] == ["line 16", "line 17", "line 46"]
-    assert "VLinearMarlin" in notes[0] and "out_device" in notes[2]
+    assert [n.split(":")[0] for n in notes] == ["line 16", "line 17", "line 40", "line 46"]
+    assert "VLinearMarlin" in notes[0] and "native here, in int8" in notes[2] and "out_device" in notes[3]
 
 
 def test_layers_over_two_gpus() -> None:
     rule_set = load_rules(FIXTURES / "kt-two-gpus.yaml")
     choices = place(rule_set, MODULES, GPU)
     first, last = choices["model.layers.0.mlp.experts"], choices["model.layers.3.mlp.experts"]
-    assert (first.backend, first.prefill_device, first.options) == ("kt", "cpu", {"method": "GGUF"})
+    assert (first.backend, first.prefill_device, first.options) == ("native", "cpu", {"method": "GGUF"})
     assert (last.backend, last.device) == ("gpu", "cuda:1")
     assert choices["model"].options == {"prefill_threshold": 0, "transfer_map": {2: "cuda:1"}}
     assert choices["model.layers.1.mlp.up_proj"].device == "cuda:0"
@@ -52,11 +53,11 @@ def test_layers_over_two_gpus() -> None:
 def test_devices_that_are_not_there_are_refused_with_the_line() -> None:
     rule_set = load_rules(FIXTURES / "kt-two-gpus.yaml")
     with pytest.raises(RulesError, match=r"line 30: rule 4: .*cuda:1: this machine has 1 GPUs"):
-        place(rule_set, MODULES, Machine(gpu=True, kt=True, flashinfer=True))
+        place(rule_set, MODULES, Machine(gpu=True, native=True, flashinfer=True))
     with pytest.raises(RulesError, match="no GPU"):
-        place(rule_set, MODULES, Machine(kt=True))
-    with pytest.raises(RulesError, match=r"rule 1.*needs glibc"):
-        place(rule_set, MODULES, Machine(gpu=True, gpu_count=2, flashinfer=True, reasons={"kt": "needs glibc 2.35"}))
+        place(rule_set, MODULES, Machine(native=True))
+    with pytest.raises(RulesError, match=r"rule 1.*not an x86"):
+        place(rule_set, MODULES, Machine(gpu=True, gpu_count=2, flashinfer=True, reasons={"native": "not an x86"}))
 
 
 def test_transfer_map_must_agree_with_the_layers() -> None:
@@ -123,3 +124,32 @@ def test_decode_and_prefill_apart_only_for_experts() -> None:
 """
     with pytest.raises(RulesError, match=r"line 5: rule 1: replace.kwargs.prefill_device: cpu, but decode is on cuda"):
         parse_rule_set(text, "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("backend", "quantise", "method"),
+    [
+        ("AMXInt8", "int8", "AMXInt8"),
+        ("AMXInt4", "int4", "AMXInt4"),
+        ("AMXBF16", None, "AMXBF16"),
+        ("llamafile", None, "GGUF"),
+        (None, None, "auto"),
+    ],
+)
+@pytest.mark.parametrize("op", ["KExpertsCPU", "KSFTExpertsCPU"])
+def test_experts_on_the_cpu_are_native_at_the_same_precision(
+    op: str, backend: str | None, quantise: str | None, method: str
+) -> None:
+    asked = f", backend: {backend}" if backend else ""
+    text = f"""
+- match: {{name: experts$}}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {{generate_op: {op}, prefill_op: {op}, generate_device: cpu, prefill_device: cpu{asked}}}
+"""
+    rule_set = parse_rule_set(text.encode(), "x.yaml")
+    choice = rule_set.resolve("model.layers.0.mlp.experts", "Qwen3MoeExperts")
+    assert choice is not None and (choice.backend, choice.options.get("quantise")) == ("native", quantise)
+    assert choice.options["method"] == method  # what --expert-backend kt computes them with
+    (note,) = (note for note in rule_set.notes if note.key == "replace.class")
+    assert (quantise or "file's own types") in note.text and "--expert-backend kt" in note.text

@@ -9,10 +9,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rules import RulesError, parse_rule_set, place, qwen3moe_modules
-from rules.operators import OPERATORS
+from rules import RulesError, place
+from tests.rules.models import OPERATORS, modules, parse_rule_set
 
-MODULES = qwen3moe_modules(2, [0, 1])
+MODULES = modules(2, [0, 1])
 settings.register_profile("rules", max_examples=150, derandomize=True, deadline=None)
 settings.load_profile("rules")
 

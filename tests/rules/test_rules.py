@@ -16,13 +16,11 @@ from rules import (
     RulesError,
     builtin_names,
     default_rules,
-    load_rules,
-    parse_rule_set,
     place,
-    qwen3moe_modules,
 )
+from tests.rules.models import load_rules, modules, parse_rule_set
 
-MODULES = qwen3moe_modules(3, [0, 2])
+MODULES = modules(3, [0, 2])
 EVERYTHING = Machine(gpu=True, native=True, kt=True, flashinfer=True)
 MACHINES = [
     Machine(),
@@ -50,20 +48,18 @@ def test_shipped_rules_place_every_module_and_need_no_note(name: str) -> None:
 
 
 def test_shipped_names() -> None:
-    assert {"reference", "qwen3moe-cpu", "qwen3moe-gpu-cpu-experts", "qwen3moe-hybrid", "qwen3moe-gpu"} <= set(
-        builtin_names()
-    )
+    assert {"reference", "cpu", "gpu-cpu-experts", "hybrid", "gpu"} <= set(builtin_names())
 
 
 @pytest.mark.parametrize(
     ("name", "backend", "device"),
     [
         ("reference", "reference", "cuda"),
-        ("qwen3moe-cpu", "native", "cpu"),
-        ("qwen3moe-cpu-kt", "kt", "cpu"),
-        ("qwen3moe-gpu-cpu-experts", "native", "cpu"),
-        ("qwen3moe-hybrid", "hybrid", "cuda"),
-        ("qwen3moe-gpu", "gpu", "cuda"),
+        ("cpu", "native", "cpu"),
+        ("cpu-kt", "kt", "cpu"),
+        ("gpu-cpu-experts", "native", "cpu"),
+        ("hybrid", "hybrid", "cuda"),
+        ("gpu", "gpu", "cuda"),
     ],
 )
 def test_shipped_experts(name: str, backend: str, device: str) -> None:
@@ -79,8 +75,8 @@ def test_the_default_suits_its_machine(machine: Machine) -> None:
 def test_defaults() -> None:
     names = [default_rules(machine) for machine in MACHINES]
     assert names == [
-        "reference", "reference", "qwen3moe-cpu", "qwen3moe-cpu", "reference", "qwen3moe-cpu", "reference",
-        "qwen3moe-gpu-cpu-experts",
+        "reference", "reference", "cpu", "cpu", "reference", "cpu", "reference",
+        "gpu-cpu-experts",
     ]  # fmt: skip
 
 
@@ -128,11 +124,11 @@ def test_auto_becomes_the_machine_s_device() -> None:
 @pytest.mark.parametrize(
     ("name", "machine", "reason"),
     [
-        ("qwen3moe-cpu", Machine(), "native: the extension"),
-        ("qwen3moe-cpu-kt", Machine(native=True, reasons={"kt": "glibc is older than 2.35"}), "glibc is older"),
-        ("qwen3moe-gpu", Machine(native=True), "no GPU"),
-        ("qwen3moe-gpu-cpu-experts", Machine(gpu=True, native=True), "flashinfer is not installed"),
-        ("qwen3moe-hybrid", Machine(gpu=True, flashinfer=True), "native: the extension"),
+        ("cpu", Machine(), "native: the extension"),
+        ("cpu-kt", Machine(native=True, reasons={"kt": "glibc is older than 2.35"}), "glibc is older"),
+        ("gpu", Machine(native=True), "no GPU"),
+        ("gpu-cpu-experts", Machine(gpu=True, native=True), "flashinfer is not installed"),
+        ("hybrid", Machine(gpu=True, flashinfer=True), "native: the extension"),
     ],
 )
 def test_backends_that_the_machine_lacks_are_refused(name: str, machine: Machine, reason: str) -> None:
@@ -146,6 +142,7 @@ def test_backends_that_the_machine_lacks_are_refused(name: str, machine: Machine
     [
         ("class: ktserve.experts.kt, kwargs: {method: AMXInt4}", {"method": "AMXInt4"}, "cpu"),
         ("class: ktserve.experts.kt", {"method": "auto"}, "cpu"),
+        ("class: ktserve.experts.native, kwargs: {quantise: int8}", {"quantise": "int8"}, "cpu"),
         (
             "class: ktserve.experts.native, kwargs: {prefill_device: cuda, prefill_threshold: 1024}",
             {"prefill_threshold": 1024},
@@ -153,8 +150,8 @@ def test_backends_that_the_machine_lacks_are_refused(name: str, machine: Machine
         ),
         ("class: ktserve.experts.native, kwargs: {prefill_device: cuda}", {"prefill_threshold": "auto"}, "cuda"),
         (
-            "class: ktserve.experts.hybrid, kwargs: {cpu: kt, gpu_memory: 8GiB}",
-            {"cpu": "kt", "gpu_memory": "8GiB"},
+            "class: ktserve.experts.hybrid, kwargs: {cpu: native, gpu_memory: 8GiB}",
+            {"cpu": "native", "gpu_memory": "8GiB"},
             "cuda",
         ),
         (
@@ -201,7 +198,7 @@ def test_the_prefill_kernel_of_flashinfer() -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RulesError, match=r"no\.yaml: cannot be read .*qwen3moe-cpu"):
+    with pytest.raises(RulesError, match=r"no\.yaml: cannot be read .*cpu"):
         load_rules(tmp_path / "no.yaml")
     with pytest.raises(RulesError, match="cannot be read"):
         load_rules(tmp_path)
@@ -213,3 +210,19 @@ def test_importing_rules_imports_neither_torch_nor_the_engine() -> None:
     code = "import rules, sys; print({'torch', 'engine', 'scheduler', 'native', 'api'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("class: ktserve.experts.hybrid, kwargs: {cpu: kt}", r"kwargs\.cpu: unknown value 'kt'; allowed: native"),
+        ("class: ktserve.experts.hybrid, kwargs: {cpu: reference}", r"'reference'; allowed: native"),
+        ("class: ktserve.experts.kt, kwargs: {prefill_device: cuda}", r"prefill_device: unknown key .* device, method"),
+        ("class: ktserve.experts.kt, kwargs: {prefill_threshold: 9}", r"prefill_threshold: unknown key .* method"),
+        ("class: ktserve.experts.kt, kwargs: {quantise: int8}", r"quantise: unknown key .* method"),
+        ("class: ktserve.experts.native, kwargs: {quantise: int3}", r"'int3'; allowed: int8, int4"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_by_the_rule(rule: str, message: str) -> None:
+    with pytest.raises(RulesError, match=message):
+        rules_of("- match: {name: experts$}\n  replace: {" + rule + "}\n")

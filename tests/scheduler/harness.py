@@ -7,10 +7,12 @@ reused block, and any wrong adapter, gives other tokens than `expected_tokens`.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import deque
 
 from scheduler.plan import Event, EventKind, StepPlan
+from scheduler.policy.drafts import Proposer
 from scheduler.request import BASE, AdapterKey, Request, SamplingParams, Status
 from scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -40,17 +42,19 @@ def make_request(
     *,
     adapter: AdapterKey = BASE,
     tenant: str = "t",
+    cache_salt: str = "",
     priority: int = 0,
     deadline: float | None = None,
     ignore_eos: bool = True,
     stop_token_ids: tuple[int, ...] = (),
     prompt_logprobs: int | None = None,
+    background: bool = False,
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, prompt_logprobs=prompt_logprobs
     )
     return Request(
-        request_id, list(prompt), sampling, adapter=adapter, tenant=tenant, priority=priority, deadline=deadline
+        request_id, list(prompt), sampling, adapter, tenant, priority, deadline, background, cache_salt=cache_salt
     )
 
 
@@ -79,12 +83,35 @@ def expected_tokens(request: Request, config: SchedulerConfig) -> tuple[list[int
     return output, "length"
 
 
+class Guesser:
+    """Drafts that are right for a random while, then wrong."""
+
+    def __init__(self, config: SchedulerConfig, seed: int, most: int = 5) -> None:
+        self._config = config
+        self._rng = random.Random(seed)
+        self._most = most
+        self.known: set[Request] = set()
+
+    def propose(self, request: Request) -> list[int]:
+        assert not request.num_in_flight > 1 and not request.num_drafts
+        self.known.add(request)
+        rng = self._rng
+        coming = expected_tokens(request, self._config)[0][len(request.output) :]
+        right = coming[: rng.randint(0, self._most)]
+        return (right + [rng.randrange(VOCAB) for _ in range(self._most)])[: rng.randint(0, self._most)]
+
+    def forget(self, request: Request) -> None:
+        self.known.discard(request)
+
+
 class FakeEngine:
     """Runs a scheduler at an overlap depth of 0 or 1. The clock advances by `dt` a step."""
 
-    def __init__(self, config: SchedulerConfig, depth: int = 0, dt: float = 0.01) -> None:
+    def __init__(
+        self, config: SchedulerConfig, depth: int = 0, dt: float = 0.01, proposer: Proposer | None = None
+    ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, proposer)
         self.depth = depth
         self.now = 0.0
         self.dt = dt
@@ -104,9 +131,10 @@ class FakeEngine:
     # ---- client
 
     def add(self, request: Request, weight: float = 1.0) -> Request:
-        self.scheduler.add(request, self.now, weight)
+        event = self.scheduler.add(request, self.now, weight)
         self.submitted[request.request_id] = request
         self.streamed[request.request_id] = []
+        self.take(event)
         return request
 
     def take(self, *events: Event | None) -> None:
@@ -181,17 +209,23 @@ class FakeEngine:
             assert adapter == row.request.adapter
             value = snapshot[table[(row.start - 1) // size]][(row.start - 1) % size] if row.start else 0
             assert value != GARBAGE, f"{row.request.request_id} reads what nobody computed"
+            sampled: list[int] = []
             for position in range(row.start, row.start + row.num_tokens):
-                token = row.request.token(position)
+                token = row.token(position)
                 if token is None:
-                    assert row.is_decode
+                    assert row.is_decode and not row.drafts
                     token = self.device_tokens[row.request, position]
                 value = value_after(value, token, adapter)
                 self.kv[table[position // size]][position % size] = value
                 written.append(table[position // size])
+                sampled.append(sample(value))
+            sampled = sampled[-row.num_samples :] if row.samples else []
+            accepted = 0
+            while accepted < len(row.drafts) and row.drafts[accepted] == sampled[accepted]:
+                accepted += 1
             if row.samples:
-                self.device_tokens[row.request, row.start + row.num_tokens] = sample(value)
-            results.append([sample(value)] if row.samples else [])
+                self.device_tokens[row.request, row.start + row.num_tokens] = sampled[-1]
+            results.append(sampled[: accepted + 1])
         self.in_flight.append((plan, results, written))
 
     def commit(self) -> None:
@@ -236,9 +270,10 @@ class FakeEngine:
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
-        num_decodes = sum(row.is_decode for row in plan.rows)
-        if num_decodes and self.config.itl_target_s is None and self.config.mixed_chunk is not None:
-            assert plan.num_tokens - num_decodes <= self.config.mixed_chunk
+        # the last token of a preempted request, found in the cache but for it, comes as a chunk of one
+        streaming = any(row.is_decode and not row.request.num_preemptions for row in plan.rows)
+        if streaming and self.config.itl_target_s is None and self.config.mixed_chunk is not None:
+            assert sum(row.num_tokens for row in plan.rows if not row.is_decode) <= self.config.mixed_chunk
         assert len(plan.rows) <= self.config.max_num_seqs
         decodes = [row.is_decode for row in plan.rows]
         assert decodes == sorted(decodes, reverse=True)

@@ -58,6 +58,18 @@ def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
     scheduler.add(make_request("r2", [1]), 0.0)
 
 
+def test_a_tenants_part_of_the_queue() -> None:
+    scheduler = Scheduler(config(max_queue=10))
+    for i in range(3):
+        scheduler.add(make_request(f"a{i}", [1], tenant="a"), 0.0, max_waiting=3)
+    with pytest.raises(AdmissionError) as caught:
+        scheduler.add(make_request("a3", [1], tenant="a"), 0.0, max_waiting=3)
+    assert caught.value.code == "queue_full" and caught.value.retry_after_s
+    scheduler.add(make_request("b", [1], tenant="b"), 0.0, max_waiting=1)
+    scheduler.abort("a0", "client")
+    scheduler.add(make_request("a3", [1], tenant="a"), 0.0, max_waiting=3)
+
+
 def test_retry_after_follows_the_pace_at_which_requests_end() -> None:
     engine = FakeEngine(config(max_queue=40, max_num_seqs=1), dt=1.0)
     for i in range(40):

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from scheduler.cost import MIN_SAMPLES, CostModel
 from scheduler.plan import StepPlan, StepRow
+from scheduler.policy.cost import MIN_SAMPLES, CostModel
 from tests.scheduler.harness import FakeEngine, config, make_request
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from scheduler import fairness
-from scheduler.fairness import Fairness
+from scheduler.policy import fairness
+from scheduler.policy.fairness import Fairness
 from tests.scheduler.harness import FakeEngine, config, make_request
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from testing.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -17,7 +19,7 @@ def python(code: str, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     return done.stdout

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.blocks import BlockManager
 from scheduler.errors import IntegrityError
+from scheduler.memory.blocks import BlockManager
+from scheduler.memory.prefix import PrefixCache
 from scheduler.plan import EventKind
-from scheduler.prefix import PrefixCache
 from scheduler.request import AdapterKey
 from tests.scheduler.harness import FakeEngine, config, make_request
 
@@ -85,17 +85,42 @@ def test_multi_turn_reuses_prompt_and_answer(depth: int, max_tokens: int, cached
     engine.check_outputs()
 
 
-def test_tenants_and_adapters_never_share() -> None:
+def test_tenants_adapters_and_salts_never_share() -> None:
     engine = FakeEngine(config(max_num_batched_tokens=64))
     owners = [
-        {"tenant": tenant, "adapter": AdapterKey(uid, version)}
-        for tenant in ("a", "b", "1.1.a")
+        {"tenant": tenant, "cache_salt": salt, "adapter": AdapterKey(uid, version)}
+        for tenant, salt in (("a", ""), ("b", ""), ("1.1.a", ""), ("a", "b"), ("a", "c"), ("a', 'b", ""))
         for uid, version in ((0, 0), (1, 1), (1, 2), (2, 1))
     ]
     for i, owner in enumerate(owners):
         assert run_one(engine, f"r{i}", PROMPT[:9], **owner)[0].num_cached == 0
         assert run_one(engine, f"again{i}", PROMPT[:9], **owner)[0].num_cached == 8
     engine.check_outputs()
+
+
+def test_tenants_of_one_group_share_and_no_name_is_a_group() -> None:
+    engine = FakeEngine(config(max_num_batched_tokens=64))
+
+    def hits(name: str, tenant: str, group: str | None, salt: str = "") -> bool:
+        request = make_request(name, PROMPT, 2, tenant=tenant, cache_salt=salt)
+        request.cache_group = group
+        engine.add(request)
+        while engine.scheduler.request(name):
+            engine.step()
+        return request.num_cached > 0
+
+    assert not hits("r0", "a", "g") and hits("r1", "b", "g"), "another tenant of the group"
+    for number, (tenant, group, salt) in enumerate(
+        [
+            ("a", None, ""),
+            ("g", None, ""),
+            ("group g", None, ""),
+            ("a", "tenant a", ""),
+            ("a", "g", "s"),
+            ("b", "h", ""),
+        ]
+    ):
+        assert not hits(f"s{number}", tenant, group, salt), (tenant, group, salt)
 
 
 def test_prompt_log_probabilities_compute_the_whole_prompt() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.plan import AdmissionError, EventKind
 from scheduler.request import BASE, AdapterKey
-from tests.scheduler.harness import EOS, FakeEngine, config, make_request
+from tests.scheduler.harness import EOS, FakeEngine, Guesser, config, make_request
 
 ADAPTERS = [BASE, BASE, *(AdapterKey(uid, 1) for uid in (1, 2, 3))]
 
@@ -30,10 +30,13 @@ def random_request(rng: random.Random, number: int, max_len: int):
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=() if rng.random() < 0.8 else (EOS + 1, EOS + 2),
         prompt_logprobs=None if rng.random() < 0.9 else 0,
+        background=rng.random() < 0.3,
     )
 
 
-def run(seed: int, depth: int, num_steps: int = 60, faults: bool = True, **changes: object) -> FakeEngine:
+def run(
+    seed: int, depth: int, num_steps: int = 60, faults: bool = True, drafts: bool = False, **changes: object
+) -> FakeEngine:
     rng = random.Random(seed)
     values: dict[str, object] = {
         "num_blocks": rng.choice([3, 5, 8, 16, 40]),
@@ -48,7 +51,8 @@ def run(seed: int, depth: int, num_steps: int = 60, faults: bool = True, **chang
         "itl_target_s": rng.choice([None, 0.01]),
         "mixed_chunk": rng.choice([None, 1, 5]),
     }
-    engine = FakeEngine(config(**{**values, **changes}), depth)
+    settings = config(**{**values, **changes})
+    engine = FakeEngine(settings, depth, proposer=Guesser(settings, seed) if drafts else None)
     number = 0
     retired: set[AdapterKey] = set()
     for _ in range(num_steps):
@@ -100,9 +104,9 @@ def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> N
 
 
 @settings(max_examples=250, deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]))
-def test_everything_holds_in_random_runs(seed: int, depth: int) -> None:
-    run(seed, depth)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
+def test_everything_holds_in_random_runs(seed: int, depth: int, drafts: bool) -> None:
+    run(seed, depth, drafts=drafts)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -115,6 +119,19 @@ def test_depth_one_gives_the_tokens_of_depth_zero(seed: int) -> None:
     ]
     assert finished[0] == finished[1]
     assert all(e.terminal[key].kind is EventKind.FINISHED for e in runs for key in finished[0])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_drafts_change_no_tokens_and_save_steps(seed: int) -> None:
+    plain, drafted = (run(seed, 0, faults=False, drafts=drafts, max_queue=1000) for drafts in (False, True))
+    for key, request in plain.submitted.items():
+        if request.deadline is None:
+            assert plain.streamed[key] == drafted.streamed[key]
+            assert plain.terminal[key].reason == drafted.terminal[key].reason
+    stats = drafted.scheduler.stats()
+    assert stats["accepted_tokens"] <= stats["drafted_tokens"]
+    assert plain.scheduler.stats()["drafted_tokens"] == 0
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -6,9 +6,9 @@ import pytest
 
 from scheduler.errors import IntegrityError
 from scheduler.plan import EventKind
+from scheduler.policy.waiting import WaitingQueue
 from scheduler.request import AdapterKey, Status
 from scheduler.scheduler import Scheduler
-from scheduler.waiting import WaitingQueue
 from tests.scheduler.harness import FakeEngine, config, expected_tokens, make_request
 
 
@@ -334,3 +334,18 @@ def test_the_queue_leaves_out_what_cannot_run_now() -> None:
     assert queue.first("u", lambda adapter: True, set()) is None
     queue.remove(b)
     assert list(queue) == [a, c] and len(queue) == 2 and queue.of_adapter(AdapterKey(1, 1)) == [a]
+
+
+def test_held_requests_wait_and_hold_nobody_up() -> None:
+    scheduler = Scheduler(config(max_num_seqs=2))
+    requests = [make_request(name, [1, 2, 3]) for name in ("held", "gone", "free")]
+    for request in requests:
+        request.held = request.request_id != "free"
+        scheduler.add(request, 0.0)
+    first = scheduler.schedule(0.0)
+    assert first is not None and [row[0] for row in rows(first)] == ["free"]
+    assert scheduler.abort("gone", "client") is not None
+    scheduler.release("gone")  # it has ended
+    scheduler.release("held")
+    second = scheduler.schedule(0.0)
+    assert second is not None and "held" in [row[0] for row in rows(second)]

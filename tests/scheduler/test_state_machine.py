@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.plan import AdmissionError, EventKind
 from scheduler.request import BASE, AdapterKey
-from tests.scheduler.harness import EOS, FakeEngine, config, make_request
+from tests.scheduler.harness import EOS, FakeEngine, Guesser, config, make_request
 
 ADAPTERS = (BASE, AdapterKey(1, 1), AdapterKey(1, 2), AdapterKey(2, 1))
 
@@ -24,23 +24,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.integers(1, 2),
         patience=st.sampled_from([0.0, 0.05]),
         caching=st.booleans(),
+        guesses=st.none() | st.integers(0, 99),
     )
-    def start(self, depth, num_blocks, max_num_seqs, budget, slots, patience, caching) -> None:
+    def start(self, depth, num_blocks, max_num_seqs, budget, slots, patience, caching, guesses) -> None:
         self.retired: set[AdapterKey] = set()
         self.released: list[AdapterKey] = []
-        self.engine = FakeEngine(
-            config(
-                num_blocks=num_blocks,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=budget,
-                num_adapter_slots=slots,
-                slot_patience_s=patience,
-                prefix_caching=caching,
-                max_queue=6,
-                max_model_len=40,
-            ),
-            depth,
+        settings = config(
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            num_adapter_slots=slots,
+            slot_patience_s=patience,
+            prefix_caching=caching,
+            max_queue=6,
+            max_model_len=40,
         )
+        self.proposer = None if guesses is None else Guesser(settings, guesses)
+        self.engine = FakeEngine(settings, depth, proposer=self.proposer)
 
     @rule(
         same=st.integers(0, 17),
@@ -51,8 +51,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         ignore_eos=st.booleans(),
         stop=st.booleans(),
+        background=st.booleans(),
     )
-    def arrive(self, same, tail, max_tokens, adapter, tenant, priority, ignore_eos, stop) -> None:
+    def arrive(self, same, tail, max_tokens, adapter, tenant, priority, ignore_eos, stop, background) -> None:
         if adapter in self.retired:
             return
         request = make_request(
@@ -64,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             ignore_eos=ignore_eos,
             stop_token_ids=(EOS + 1, EOS + 2) if stop else (),
+            background=background,
         )
         known = len(self.engine.scheduler.requests())
         try:
@@ -140,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.check_outputs()
         self.consistent()
         assert set(self.released) == self.retired
+        assert self.proposer is None or not self.proposer.known
         assert all(e.kind is not EventKind.TOKENS for e in self.engine.terminal.values())
 
 

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
+from engine.architectures.registry import config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
-from engine.model_config import ModelConfig, RopeScaling
-from engine.weights.gguf_file import open_gguf
+from engine.model.config import ModelConfig, RopeScaling
+from engine.weights.gguf.file import open_gguf
 from engine.weights.open import open_model
-from tests.tiny import save_gguf, save_hf, tiny_model
+from testing.tiny import save_gguf, save_hf, tiny_model
 
 # As on the hub for Qwen3-30B-A3B (transformers 4.51).
 OLD: dict[str, Any] = {
@@ -64,7 +65,7 @@ def new_spelling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_both_spellings_are_one_config() -> None:
-    config = ModelConfig.from_hf(OLD, {"eos_token_id": [151645, 151643], "bos_token_id": 151643})
+    config = config_from_hf(OLD, {"eos_token_id": [151645, 151643], "bos_token_id": 151643})
     assert config.rope_theta == 1e6 and config.rope_scaling is None and config.dtype == "bfloat16"
     assert config.eos_token_ids == (151645, 151643) and config.bos_token_id == 151643
     assert (config.num_experts, config.num_experts_per_tok, config.head_dim) == (128, 8, 128)
@@ -72,25 +73,26 @@ def test_both_spellings_are_one_config() -> None:
     assert config.kv_bytes_per_token(2) == 98304
     new = new_spelling(OLD)
     assert "num_local_experts" in new and "rope_theta" not in new
-    assert ModelConfig.from_hf(new, {"eos_token_id": [151645, 151643]}) == config
-    assert ModelConfig.from_hf(OLD).eos_token_ids == (151645,)
+    assert config_from_hf(new, {"eos_token_id": [151645, 151643]}) == config
+    assert config_from_hf(OLD).eos_token_ids == (151645,)
 
 
 def test_yarn_in_both_spellings() -> None:
     for scaling in (YARN, {"type" if k == "rope_type" else k: v for k, v in YARN.items()}):
-        old = ModelConfig.from_hf(OLD | {"rope_scaling": scaling})
+        old = config_from_hf(OLD | {"rope_scaling": scaling})
         assert old.rope_scaling == RopeScaling("yarn", 4.0, original_max_position_embeddings=32768)
-        assert ModelConfig.from_hf(new_spelling(OLD | {"rope_scaling": scaling})) == old
+        assert config_from_hf(new_spelling(OLD | {"rope_scaling": scaling})) == old
         assert old.stretched_positions == 131072
-    bare = ModelConfig.from_hf(OLD | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}})
+    bare = config_from_hf(OLD | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}})
     assert bare.rope_scaling == RopeScaling("yarn", 2.0, 40960, extra={"truncate": False})
-    linear = ModelConfig.from_hf(OLD | {"rope_scaling": {"type": "linear", "factor": 2}})
+    linear = config_from_hf(OLD | {"rope_scaling": {"type": "linear", "factor": 2}})
     assert linear.rope_scaling == RopeScaling("linear", 2.0)
 
 
 def test_absent_fields_are_transformers_defaults() -> None:
-    config, theirs = ModelConfig.from_hf({"model_type": "qwen3_moe"}), Qwen3MoeConfig()
+    config, theirs = config_from_hf({"model_type": "qwen3_moe"}), Qwen3MoeConfig()
     derived = {"head_dim", "rope_theta", "rope_scaling", "mlp_only_layers", "eos_token_ids", "architecture", "dtype"}
+    derived |= {"qk_norm", "shared_expert_intermediate_size"}
     for name in {field.name for field in dataclasses.fields(ModelConfig)} - derived:
         assert getattr(config, name) == getattr(theirs, name), name
     assert config.head_dim == 2048 // 32
@@ -103,15 +105,13 @@ def test_absent_fields_are_transformers_defaults() -> None:
     layers=st.integers(6, 9),
 )
 def test_sparse_layers_are_those_of_transformers(step: int, dense: list[int], layers: int) -> None:
-    config = ModelConfig.from_hf(
-        OLD | {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": layers}
-    )
+    config = config_from_hf(OLD | {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": layers})
     wanted = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]  # modeling_qwen3_moe's condition
     assert config.sparse_layers == wanted
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}, "architectures"),
+    ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "architectures"),
     ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures"),
     ({"model_type": None}, "architectures"),
     ({"hidden_act": "gelu"}, "hidden_act"),
@@ -154,7 +154,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "field"), REFUSED, ids=[f"{i}-{name}" for i, (_, name) in enumerate(REFUSED)])
 def test_refused_by_name(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ModelFileError) as caught:
-        ModelConfig.from_hf(OLD | change)
+        config_from_hf(OLD | change)
     assert caught.value.field == field and field in str(caught.value)
 
 
@@ -168,7 +168,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from([*OLD, "rope_parameters", "layer_types", "num_local_experts", "dtype"]), JSON))
 def test_any_value_is_taken_or_refused(change: dict[str, Any]) -> None:
     try:
-        config = ModelConfig.from_hf(OLD | change, {k: v for k, v in change.items() if k == "eos_token_id"})
+        config = config_from_hf(OLD | change, {k: v for k, v in change.items() if k == "eos_token_id"})
     except ModelFileError as error:
         assert error.field is not None
     else:
@@ -196,7 +196,7 @@ def test_gguf_metadata_gives_the_same_config(tmp_path: Path, case: dict[str, Any
 def gguf_config(tmp_path: Path, metadata: dict[str, Any]) -> ModelConfig:
     save_gguf(tiny_model(0), tmp_path / "m.gguf", metadata=metadata)
     file = open_gguf(tmp_path / "m.gguf")
-    return ModelConfig.from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    return config_from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
 
 
 def test_chat_ends_are_found_in_the_vocabulary(tmp_path: Path) -> None:
@@ -227,6 +227,7 @@ def test_llama_cpp_defaults(tmp_path: Path) -> None:
         ({"qwen3moe.expert_gating_func": 2}, "expert_gating_func is 2"),
         ({"qwen3moe.expert_weights_scale": 2.5}, "expert_weights_scale is 2.5"),
         ({"qwen3moe.expert_shared_count": 1}, "expert_shared_count is 1"),
+        ({"qwen3moe.expert_shared_feed_forward_length": 64}, "has no shared expert"),
         ({"qwen3moe.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
         ({"qwen3moe.rope.dimension_count": 16}, "rope.dimension_count is 16"),
         ({"qwen3moe.attention.value_length": 64}, "attention.value_length is 64"),
@@ -263,10 +264,10 @@ def test_any_gguf_metadata_is_taken_or_refused(data: st.DataObject) -> None:
     rope = [f"qwen3moe.rope.scaling.{n}" for n in ("type", "factor", "original_context_length", "attn_factor")]
     keys = [*good, *rope, "qwen3moe.rope.freq_base", "qwen3moe.rope.scale_linear", "tokenizer.ggml.eos_token_id"]
     shapes = {"token_embd.weight": (128, 64), "output.weight": (128, 64)}
-    assert ModelConfig.from_gguf(good, shapes).num_experts == 8
+    assert config_from_gguf(good, shapes).num_experts == 8
     changed = good | data.draw(st.dictionaries(st.sampled_from(keys), SCALAR, max_size=3))
     try:
-        config = ModelConfig.from_gguf(changed, shapes)
+        config = config_from_gguf(changed, shapes)
     except ModelFileError as error:
         assert error.field is not None
     else:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import MemoryPlanError, UserError
-from engine.memory_limits import Memory, cpu_memory
-from engine.memory_plan import Item, MemoryPlan, plan_memory
-from engine.memory_units import format_bytes, parse_bytes
-from engine.model_config import ModelConfig
+from engine.memory.limits import Memory, cpu_memory
+from engine.memory.plan import Inputs, Item, MemoryPlan, plan_memory
+from engine.memory.stated import STATED
+from engine.memory.units import format_bytes, parse_bytes
+from engine.model.config import ModelConfig
 from engine.weights.open import open_model
 from engine.weights.store import ExpertStore, WeightSource
-from tests.tiny import save_gguf, tiny_model
+from testing.tiny import save_gguf, tiny_model
 
 GIB, MIB = 1 << 30, 1 << 20
 WEIGHTS = 8 * 3 * 64 * 64  # of one layer's experts
@@ -39,17 +40,25 @@ def plan(
 ) -> MemoryPlan:
     gpu, extra = more.pop("gpu", None), more.pop("extra", ())
     linear, copies = more.pop("linear_backend", "reference"), more.pop("adapter_copies", None)
-    return plan_memory(
-        EngineConfig(model="m", **more),
+    config = EngineConfig(model="m", **more)
+    inputs = Inputs(
+        config,
         source,
+        STATED,
         lambda layer: backend,
-        element,
-        linear_backend=linear,
+        linear,
+        element_bytes=element,
+        activation_bytes=element,
+        kv_token_bytes=source.config.kv_bytes_per_token(element),
+        token_budget=config.max_num_batched_tokens or 512,
         cpu=Memory("CPU", cpu, 2 * cpu),
         gpu=gpu,
-        extra=extra,
-        adapter_copies=copies,
+        adapter_copies={"CPU": 1} if copies is None else copies,
+        kt_method=config.kt_method,
+        expert_quantise=config.quantise,
+        extra=tuple(extra),
     )
+    return plan_memory(inputs)
 
 
 def size(made: MemoryPlan, label: str) -> int:
@@ -266,7 +275,7 @@ class _Scaled:
 
 class _Many:
     def __init__(self, store: ExpertStore, num_experts: int) -> None:
-        self.num_experts = num_experts
+        self.num_experts, self.num_weights = num_experts, store.num_weights // store.num_experts * num_experts
         self.expert = lambda projection, index: store.expert(projection, 0)
         self.projections = store.projections
 

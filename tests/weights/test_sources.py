@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.architectures.registry import config_from_hf
 from engine.errors import ModelFileError, UserError
-from engine.model_config import ModelConfig
-from engine.weights.gguf_file import GGUFArray, open_gguf
-from engine.weights.layout import dense_tensors, gguf_expert_name, gguf_name
+from engine.weights.gguf.file import GGUFArray, open_gguf
+from engine.weights.layout import dense_tensors, gguf_expert_name, gguf_names
 from engine.weights.open import open_model
-from tests.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
+from testing.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
 from tests.weights.states import assert_same
 
 SHAPES = {
@@ -233,11 +233,11 @@ def test_metadata_arrays(tmp_path: Path) -> None:
 def test_reading_headers_needs_no_torch(tmp_path: Path) -> None:
     save_gguf(tiny_model(0), tmp_path / "m.gguf")
     code = (
-        "import sys, pathlib; from engine.weights.gguf_file import open_gguf;"
-        "from engine.model_config import ModelConfig;"
+        "import sys, pathlib; from engine.weights.gguf.file import open_gguf;"
+        "from engine.architectures.registry import config_from_gguf, config_from_hf;"
         "f = open_gguf(pathlib.Path(sys.argv[1])); shapes = {n: t.shape for n, t in f.tensors.items()};"
-        "print(ModelConfig.from_gguf(f.metadata, shapes).num_experts);"
-        "ModelConfig.from_hf({'model_type': 'qwen3_moe'}); import engine.memory_plan;"
+        "print(config_from_gguf(f.metadata, shapes).num_experts);"
+        "config_from_hf({'model_type': 'qwen3_moe'}); import engine.memory.plan;"
         "assert not {'torch', 'transformers', 'gguf'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -254,11 +254,11 @@ def test_tiny_blocks_stand_for_their_values() -> None:
 def test_names_are_those_of_the_gguf_package() -> None:
     """The map that llama.cpp's converter uses."""
     model = tiny_model(0, attention_bias=True, num_hidden_layers=3, mlp_only_layers=[1])
-    config = ModelConfig.from_hf(model.config.to_dict())
+    config = config_from_hf(model.config.to_dict())
     sparse, dense = (gguf.get_tensor_name_map(arch, 3) for arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.QWEN3))
     for name in dense_tensors(config):
         mapped = sparse.get_name(name, (".weight", ".bias")) or dense.get_name(name, (".weight", ".bias"))
-        assert gguf_name(name) == mapped, name
+        assert gguf_names(config)[name] == mapped, name
     for projection in ("gate", "up", "down"):
         name = f"model.layers.2.mlp.experts.{projection}_proj.weight"
         assert gguf_expert_name(2, projection) == sparse.get_name(name, (".weight",))

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
-from engine.weights import dequant, ggml_types
+from engine.weights import dequant
 from engine.weights.dequant import dequantise, nonfinite
+from engine.weights.gguf import types as ggml_types
 from engine.weights.open import open_model
 from engine.weights.store import WeightTensor
-from tests.tiny import CRAFTED, QUANTISABLE, encode, random_blocks, save_gguf, tiny_model
+from testing.tiny import CRAFTED, QUANTISABLE, encode, random_blocks, save_gguf, tiny_model
 from tests.weights.states import assert_same
 
 PROMISED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -55,7 +56,7 @@ def test_every_expert_of_every_type(tmp_path: Path, type: str) -> None:
         assert store.type(projection) == type
         for index in range(3):
             weight = store.expert(projection, index)
-            assert weight.shape == (256, 256) and nonfinite(weight) == 0
+            assert weight.shape == (256, 256) and nonfinite(weight.data, weight.type, weight.shape) == 0
             assert torch.equal(weight.dequantise(), values[index])
             half = weight.dequantise(torch.bfloat16)
             assert half.dtype == torch.bfloat16 and torch.equal(half, values[index].bfloat16())
@@ -69,7 +70,7 @@ def test_types_with_scales_of_another_kind(type: str) -> None:
     values = gguf.quants.dequantize(raw, kind).reshape(-1)
     got = dequantise(raw.reshape(-1), type, (12, block)).reshape(-1).numpy()
     assert np.array_equal(got, values, equal_nan=True)
-    bad = nonfinite(WeightTensor("w", (12, block), type, raw.reshape(-1)))
+    bad = nonfinite(raw.reshape(-1), type, (12, block))
     if type == "IQ1_M":
         assert bad == np.count_nonzero(~np.isfinite(values.reshape(12, -1)).all(axis=1))
     else:
@@ -100,9 +101,9 @@ def test_nonfinite_values_are_counted(type: str, value: float) -> None:
     values = torch.randn(7, 64).to(dtype)
     values[0, 0] = values[3, 5] = values[6, 63] = value
     raw = values.view(torch.uint8).numpy().reshape(-1)
-    assert nonfinite(WeightTensor("w", (7, 64), type, raw)) == 3
+    assert nonfinite(raw, type, (7, 64)) == 3
     largest = torch.full((2, 32), torch.finfo(dtype).max, dtype=dtype).view(torch.uint8).numpy().reshape(-1)
-    assert nonfinite(WeightTensor("w", (2, 32), type, largest)) == 0
+    assert nonfinite(largest, type, (2, 32)) == 0
 
 
 @pytest.mark.parametrize("type", SCALED)
@@ -116,7 +117,7 @@ def test_blocks_with_a_nonfinite_scale_are_counted(type: str) -> None:
     with np.errstate(invalid="ignore"):
         values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[type])
     assert np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist() == [1, 5]
-    assert nonfinite(WeightTensor("w", (40, 256), type, blocks.reshape(-1))) == 2
+    assert nonfinite(blocks.reshape(-1), type, (40, 256)) == 2
 
 
 def test_what_is_not_a_tensor_of_that_type() -> None:
@@ -125,4 +126,4 @@ def test_what_is_not_a_tensor_of_that_type() -> None:
     with pytest.raises(ModelFileError, match="33 bytes are not a Q8_0 tensor"):
         dequantise(np.zeros(33, np.uint8), "Q8_0", (32,))
     with pytest.raises(ModelFileError, match="not a Q8_0 tensor of shape"):
-        nonfinite(WeightTensor("w", (2, 16), "Q8_0", np.zeros(34, np.uint8)))
+        nonfinite(np.zeros(34, np.uint8), "Q8_0", (2, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,8 @@ from engine.errors import AdapterError
 from engine.lora.adapter import ExpertLora
 from engine.lora.detect import PROJECTIONS
 from engine.lora.files import Entry, refusal
-from engine.lora.settings import Settings
-from engine.model_config import ModelConfig
+from engine.lora.settings import PEFT, Settings
+from engine.model.config import ModelConfig
 
 
 @dataclass
@@ -88,15 +89,31 @@ def require_rank(actual: int, expected: int, where: str, keys: list[str]) -> Non
         raise refusal(f"rank {actual} of the tensors disagrees with rank {expected} of {where}", keys)
 
 
-def expert_scaling_of_peft_keys(reading: Reading) -> str:
-    """Per-expert keys look the same whether the trainer scaled experts by alpha/r or by alpha/sqrt(r)."""
-    if not reading.settings.rslora:
-        return "alpha/r"
+def expert_module(layer: int, expert: int, projection: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+
+
+def open_expert_scaling(settings: Settings, layers: Mapping[int, Mapping[int, Iterable[str]]]) -> list[str]:
+    """Settings that leave open how experts under per-expert keys (projections by layer and expert) were scaled: PEFT
+    honours them in training, KT's trainer does not, and the keys look the same."""
+    modules = (expert_module(layer, e, p) for layer, experts in layers.items() for e, ps in experts.items() for p in ps)
+    open_by = ["use_rslora"] if settings.rslora else []
+    if any(alpha != settings.alpha for alpha in settings.alpha_pattern.values()):
+        open_by += ["alpha_pattern"] * any(settings.of(module)[1] != settings.alpha for module in modules)
+    return open_by
+
+
+def expert_scaling_of_peft_keys(reading: Reading, layers: Mapping[int, Mapping[int, Iterable[str]]]) -> str:
+    """One of EXPERT_SCALINGS; AdapterError if the files leave it open and the call does not say."""
+    open_by = open_expert_scaling(reading.settings, layers)
+    if not open_by:
+        return PEFT
     if reading.expert_scaling is None:
         raise AdapterError(
-            "use_rslora is set and the experts are stored under per-expert keys: the files do not tell whether the "
-            "trainer scaled experts by alpha/r or alpha/sqrt(r); give expert_scaling",
-            ["use_rslora"],
+            f"{' and '.join(open_by)} set and experts stored under per-expert keys: the files do not tell whether the "
+            "trainer scaled experts by it; give expert_scaling: 'alpha/r' or 'alpha/sqrt(r)' of lora_alpha, or 'peft' "
+            "for what these settings say",
+            open_by,
         )
     return reading.expert_scaling
 

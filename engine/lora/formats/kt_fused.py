@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,22 @@ from typing import Any
 from engine.errors import AdapterError
 from engine.lora.adapter import ExpertLora
 from engine.lora.detect import PROJECTIONS, Halves, Layout
-from engine.lora.files import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE, AdapterFiles, refusal
+from engine.lora.files import (
+    ADAPTER_FILES,
+    CONFIG_FILE,
+    EXTRA_FILE,
+    FUSED_FILE,
+    MANIFEST_FILE,
+    AdapterFiles,
+    brief,
+    refusal,
+    shown,
+)
 from engine.lora.formats.common import Reading, Stack, assemble, missing, require_rank
-from engine.lora.settings import match_pattern, read_json
+from engine.lora.settings import ALPHAS, is_alpha, match_pattern, read_json
+from engine.weights.regular import read_at
 
+_CHUNK = 1 << 20
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
 
@@ -30,11 +43,11 @@ def read_manifest(files: AdapterFiles) -> Manifest | None:
     None if the folder has no manifest."""
     if MANIFEST_FILE not in files.names:
         return None
-    content = read_json(files.folder / MANIFEST_FILE)
+    content = read_json(files, MANIFEST_FILE)
     if content.get("version") != 1:
-        raise _bad(f"version is {content.get('version')!r}, only 1 is known")
+        raise _bad(f"version is {brief(content.get('version'))}, only 1 is known")
     if content.get("status") != "ready":
-        raise _bad(f"status is {content.get('status')!r}, not 'ready': the trainer did not finish writing")
+        raise _bad(f"status is {brief(content.get('status'))}, not 'ready': the trainer did not finish writing")
     artifacts = _object(content, "artifacts")
     for name, record in artifacts.items():
         _check_artifact(files, name, record)
@@ -46,14 +59,14 @@ def read_manifest(files: AdapterFiles) -> Manifest | None:
     lora = _object(content, "lora")
     rank, alpha = lora.get("rank"), lora.get("alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank <= 0:
-        raise _bad(f"lora.rank is {rank!r}, it must be an integer > 0")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
-        raise _bad(f"lora.alpha is {alpha!r}, it must be a number > 0")
+        raise _bad(f"lora.rank is {brief(rank)}, it must be an integer > 0")
+    if not is_alpha(alpha):
+        raise _bad(f"lora.alpha is {brief(alpha)}, it must be {ALPHAS}")
     base = content.get("base")
     base_name = base.get("model_name_or_path") if isinstance(base, dict) else None
     weights = content.get("expert_weight_format", "bf16")
-    warnings = [] if weights == "bf16" else [f"trained over {weights} base experts"]
-    return Manifest(rank, float(alpha), base_name if isinstance(base_name, str) else None, warnings)
+    warnings = [] if weights == "bf16" else [f"trained over {shown([str(weights)])} base experts"]
+    return Manifest(rank, float(alpha), base_name[:200] if isinstance(base_name, str) else None, warnings)
 
 
 def read_kt_fused(reading: Reading, layout: Layout, manifest: Manifest | None) -> dict[int, ExpertLora]:
@@ -122,17 +135,16 @@ def _refuse_expert_patterns(reading: Reading) -> None:
 
 def _check_artifact(files: AdapterFiles, name: str, record: object) -> None:
     if name != Path(name).name or not isinstance(record, dict):
-        raise _bad(f"the artifact {name!r} is no file of this folder with size and sha256")
+        raise _bad(f"the artifact {brief(name)} is no file of this folder with size and sha256")
     if name not in files.names:
         raise refusal(f"{MANIFEST_FILE} lists a file that is not there", [name])
-    path = files.folder / name
-    size = path.stat().st_size
+    file = files.open(name)
+    size = os.fstat(file.fileno()).st_size
     if size != record.get("size"):
-        raise refusal(f"size {size} bytes, but {MANIFEST_FILE} says {record.get('size')}", [name])
+        raise refusal(f"size {size} bytes, but {MANIFEST_FILE} says {brief(record.get('size'))}", [name])
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+    for start in range(0, size, _CHUNK):
+        digest.update(read_at(file, files.folder / name, start, min(_CHUNK, size - start)))
     if digest.hexdigest() != record.get("sha256"):
         raise refusal(f"SHA-256 differs from {MANIFEST_FILE}: the file was changed", [name])
 
@@ -143,7 +155,7 @@ def _check_tensors(files: AdapterFiles, record: dict[str, Any]) -> None:
     if not isinstance(listed, dict):
         raise _bad(f"artifacts[{FUSED_FILE!r}] has no tensors")
     if record.get("tensor_count", len(listed)) != len(listed):
-        raise _bad(f"tensor_count is {record['tensor_count']!r}, but {len(listed)} tensors are listed")
+        raise _bad(f"tensor_count is {brief(record['tensor_count'])}, but {len(listed)} tensors are listed")
     wrong = sorted(set(listed) ^ set(fused))
     if wrong:
         raise refusal(f"tensors in {MANIFEST_FILE} or in {FUSED_FILE}, but not in both", wrong)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from engine.architectures.registry import architecture_of
 from engine.errors import AdapterError
 from engine.lora.adapter import ExtraMlp, LoraPair
 from engine.lora.detect import PROJECTIONS, Halves
 from engine.lora.files import Entry, refusal
 from engine.lora.formats.common import Reading, check_pair, require_rank
 from engine.lora.settings import scaling
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 
 
 def read_linears(reading: Reading, linears: dict[str, Halves]) -> dict[str, LoraPair]:
@@ -23,19 +24,13 @@ def read_extra_mlps(reading: Reading, extra: dict[int, dict[int, dict[str, Entry
 
 def linear_sizes(config: ModelConfig, module: str) -> tuple[int, int]:
     """(in, out) of a module the base has; AdapterError for one it has not."""
-    _, _, layer, block, name = module.split(".")
-    hidden, head = config.hidden_size, config.head_dim
-    sparse = config.is_sparse(int(layer))
-    if block == "self_attn":
-        heads = config.num_attention_heads if name in ("q_proj", "o_proj") else config.num_key_value_heads
-        return (heads * head, hidden) if name == "o_proj" else (hidden, heads * head)
-    if name == "gate":
-        if sparse:
-            return hidden, config.num_experts
-        raise AdapterError(f"{module} is LoRA on a router, but layer {layer} of the base is dense")
-    if sparse:
-        raise AdapterError(f"{module} is LoRA on a dense MLP, but layer {layer} of the base has routed experts")
-    return (config.intermediate_size, hidden) if name == "down_proj" else (hidden, config.intermediate_size)
+    _, _, layer, name = module.split(".", 3)
+    for held in architecture_of(config).modules(config, int(layer)):
+        if held.name == name:
+            out, inner = held.shape
+            return inner, out
+    kind = "has routed experts" if config.is_sparse(int(layer)) else "is dense"
+    raise AdapterError(f"{module} is LoRA on a module that is not there: layer {layer} of the base {kind}")
 
 
 def _pair(reading: Reading, module: str, halves: Halves) -> LoraPair:

@@ -14,11 +14,12 @@ from engine.lora.formats.common import (
     Stack,
     assemble,
     check_pair,
+    expert_module,
     expert_scaling_of_peft_keys,
     missing,
     require_rank,
 )
-from engine.lora.settings import scaling
+from engine.lora.settings import PEFT, scaling
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class _Pair:
 
 def read_per_expert(reading: Reading, layers: dict[int, dict[int, dict[str, Halves]]]) -> dict[int, ExpertLora]:
     """Stack each layer's experts; ranks are padded to the layer's largest, absent experts are zero."""
-    kind = expert_scaling_of_peft_keys(reading)
+    kind = expert_scaling_of_peft_keys(reading, layers)
     absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
     if absent:
         reading.warnings.append(f"{missing(absent)}: no expert LoRA, taken as zero")
@@ -60,9 +61,11 @@ def _pair(reading: Reading, layer: int, expert: int, projection: str, halves: Ha
     a, b = halves.both
     rank = check_pair(a, b, *reading.expert_sizes(projection))
     reading.check_rank(rank, [a.key])
-    expected, alpha = reading.settings.of(f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj")
+    expected, alpha = reading.settings.of(expert_module(layer, expert, projection))
     require_rank(rank, expected, "adapter_config.json", [a.key, b.key])
-    return _Pair(a, b, rank, scaling(alpha, rank, kind))
+    if kind == PEFT:
+        return _Pair(a, b, rank, scaling(alpha, rank, reading.linear_scaling))
+    return _Pair(a, b, rank, scaling(reading.settings.alpha, rank, kind))
 
 
 def _stack(reading: Reading, projection: str, pairs: dict[int, _Pair]) -> Stack:

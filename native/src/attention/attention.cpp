@@ -14,10 +14,10 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kSplitTiles = 4;         // a row of at most so many tiles is cut into chunks as well
-constexpr int64_t kWalkTiles = 4;          // of one piece that walks chunks
-constexpr int64_t kCachedTiles = 2;        // the same where a second-level cache keeps a head's KV from piece to piece:
+constexpr int64_t kWalkTiles = 4;          // of one work item that walks chunks
+constexpr int64_t kCachedTiles = 2;        // the same where a second-level cache keeps a head's KV between work items:
 constexpr int64_t kCachedBytes = 1 << 20;  // so many bytes of it
-constexpr int64_t kWalkPieces = 8;         // and so many of them a thread, rather than longer ones
+constexpr int64_t kWalkItems = 8;          // and so many of them a thread, rather than longer ones
 
 void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -134,7 +134,7 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
   tokens_ = row_starts[count];
   rows_.clear();
   tables_.clear();
-  pieces_.clear();
+  items_.clear();
   writes_.clear();
   first_writes_.clear();
   unit_chunks_.clear();
@@ -163,7 +163,7 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
   int64_t walked = 0;
   for (const Row& row : rows_)
     if (tiles_of(row) > kSplitTiles) walked += tiles_of(row) * shape_.kv_heads;
-  const int64_t most = std::clamp<int64_t>(walked / (kWalkPieces * pool_.threads()), 1, kWalkTiles);
+  const int64_t most = std::clamp<int64_t>(walked / (kWalkItems * pool_.threads()), 1, kWalkTiles);
   int64_t partial_floats = 0;
   for (size_t r = 0; r < count; ++r) {
     const Row& row = rows_[r];
@@ -171,27 +171,27 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
     const bool cached = (row.context + kKvBlock - 1) / kKvBlock * 2 * tile_bytes_ <= kCachedBytes;
     const int64_t group = cached ? std::min(most, kCachedTiles) : most;
     for (int g = 0; g < shape_.kv_heads; ++g) {
-      Piece piece{static_cast<int32_t>(r), g, 0, 1, -1, -1, -1};
+      WorkItem item{static_cast<int32_t>(r), g, 0, 1, -1, -1, -1};
       if (tiles > kSplitTiles) {  // the last tiles see most: they come first
         for (int64_t end = tiles; end > 0; end -= group) {
-          piece.tiles = static_cast<int32_t>(std::min(group, end));
-          piece.tile = static_cast<int32_t>(end - piece.tiles);
-          pieces_.push_back(piece);
+          item.tiles = static_cast<int32_t>(std::min(group, end));
+          item.tile = static_cast<int32_t>(end - item.tiles);
+          items_.push_back(item);
         }
         continue;
       }
-      partial_floats = plan_chunks(row, tiles, piece, partial_floats);
+      partial_floats = plan_chunks(row, tiles, item, partial_floats);
     }
   }
-  // The long pieces first, so that none is left over when everything else has ended.
-  std::stable_partition(pieces_.begin(), pieces_.end(), [](const Piece& p) { return p.chunk < 0; });
+  // The long work items first, so that none is left over when everything else has ended.
+  std::stable_partition(items_.begin(), items_.end(), [](const WorkItem& p) { return p.chunk < 0; });
   const size_t partial_bytes = static_cast<size_t>(partial_floats) * sizeof(float);
   if (partials_.bytes() < partial_bytes) partials_ = Arena(partial_bytes + partial_bytes / 2);
   if (pending_.size() < unit_chunks_.size()) pending_ = std::vector<std::atomic<int>>(2 * unit_chunks_.size());
 }
 
 // A row's few tiles, cut into chunks: those of one chunk follow each other, since they read the same memory.
-int64_t PagedAttention::plan_chunks(const Row& row, int64_t tiles, Piece piece, int64_t partial_floats) {
+int64_t PagedAttention::plan_chunks(const Row& row, int64_t tiles, WorkItem item, int64_t partial_floats) {
   struct Unit {
     int64_t chunks;
     int32_t index;
@@ -211,11 +211,11 @@ int64_t PagedAttention::plan_chunks(const Row& row, int64_t tiles, Piece piece, 
     for (int64_t t = 0; t < tiles; ++t) {
       const Unit& unit = units[t];
       if (c >= unit.chunks) continue;
-      piece.tile = static_cast<int32_t>(t);
-      piece.chunk = unit.chunks == 1 ? -1 : static_cast<int32_t>(c);
-      piece.unit = unit.chunks == 1 ? -1 : unit.index;
-      piece.partial = unit.partial + c * unit.size;
-      pieces_.push_back(piece);
+      item.tile = static_cast<int32_t>(t);
+      item.chunk = unit.chunks == 1 ? -1 : static_cast<int32_t>(c);
+      item.unit = unit.chunks == 1 ? -1 : unit.index;
+      item.partial = unit.partial + c * unit.size;
+      items_.push_back(item);
     }
   }
   return partial_floats;
@@ -237,8 +237,8 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
     for (int g = 0; g < shape_.kv_heads; ++g) write(call, first_writes_[static_cast<size_t>(i)], g);
   });
   for (size_t u = 0; u < unit_chunks_.size(); ++u) pending_[u].store(unit_chunks_[u], std::memory_order_relaxed);
-  pool_.parallel_for(static_cast<int64_t>(pieces_.size()),
-                     [&](int64_t i, int worker) { attend(call, pieces_[static_cast<size_t>(i)], worker); });
+  pool_.parallel_for(static_cast<int64_t>(items_.size()),
+                     [&](int64_t i, int worker) { attend(call, items_[static_cast<size_t>(i)], worker); });
 }
 
 void PagedAttention::write(const Call& call, const Write& w, int g) const {
@@ -280,19 +280,19 @@ void PagedAttention::write(const Call& call, const Write& w, int g) const {
   }
 }
 
-void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, float* scores,
+void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, float* scores,
                                float* queries, float* part) const {
-  const Row& row = rows_[static_cast<size_t>(piece.row)];
+  const Row& row = rows_[static_cast<size_t>(item.row)];
   const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
   const void* tiles[kChunk / kKvBlock];
   const void* q[kTileRows];
   int limits[kTileRows];
   const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
   for (int b = 0; b * kKvBlock < positions; ++b)
-    tiles[b] = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)], piece.kv_head);
+    tiles[b] = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)], item.kv_head);
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
-    const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;
+    const int64_t head = item.kv_head * group_ + (tile.first_row + r) % group_;
     q[r] = call.q.data + (row.first_token + token) * call.q.stride + head * shape_.head_dim * row_bytes_;
     const int64_t sees = row.context - row.tokens + token + 1 - begin;
     limits[r] = static_cast<int>(std::clamp<int64_t>(sees, 0, kChunk));
@@ -307,7 +307,7 @@ void PagedAttention::run_chunk(const Call& call, const Piece& piece, const Tile&
   work.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(shape_.head_dim)));
   work.scores = scores;
   work.q_scratch = queries;
-  work.q_ready = piece.chunk < 0 && chunk > 0;
+  work.q_ready = item.chunk < 0 && chunk > 0;
   work.sums = part;
   work.top = part + static_cast<int64_t>(tile.rows) * shape_.head_dim;
   work.total = work.top + tile.rows;
@@ -328,34 +328,34 @@ static void join(const AttentionKernels& kernels, float* part, const float* late
   }
 }
 
-void PagedAttention::finish(const Call& call, const Piece& piece, const Tile& tile, const float* part) const {
-  const Row& row = rows_[static_cast<size_t>(piece.row)];
+void PagedAttention::finish(const Call& call, const WorkItem& item, const Tile& tile, const float* part) const {
+  const Row& row = rows_[static_cast<size_t>(item.row)];
   const float* total = part + static_cast<int64_t>(tile.rows) * (shape_.head_dim + 1);
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = row.first_token + (tile.first_row + r) / group_;
-    const int64_t head = piece.kv_head * group_ + (tile.first_row + r) % group_;
+    const int64_t head = item.kv_head * group_ + (tile.first_row + r) % group_;
     char* out = call.out.data + token * call.out.stride + head * shape_.head_dim * row_bytes_;
     (bf16_rows() ? kernels_.finish_bf16 : kernels_.finish_float)(out, part + r * shape_.head_dim, total[r],
                                                                  shape_.head_dim);
   }
 }
 
-void PagedAttention::attend(const Call& call, const Piece& piece, int worker) {
-  const Row& row = rows_[static_cast<size_t>(piece.row)];
+void PagedAttention::attend(const Call& call, const WorkItem& item, int worker) {
+  const Row& row = rows_[static_cast<size_t>(item.row)];
   for (int64_t i = row.writes; i < row.writes + row.count; ++i) {
     const Write& w = writes_[static_cast<size_t>(i)];
-    if (piece.chunk < 0 || piece.chunk == w.chunk) write(call, w, piece.kv_head);
+    if (item.chunk < 0 || item.chunk == w.chunk) write(call, w, item.kv_head);
   }
-  if (piece.chunk < 0) return walk(call, piece, worker);
-  const Tile tile = tile_of(row, piece.tile);
+  if (item.chunk < 0) return walk(call, item, worker);
+  const Tile tile = tile_of(row, item.tile);
   float* scores = scratch(worker);
   float* queries = scores + kTileRows * kScoreStride;
-  run_chunk(call, piece, tile, piece.chunk, scores, queries, partial(piece.partial));
-  if (pending_[static_cast<size_t>(piece.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
-    join_last(call, piece, tile);
+  run_chunk(call, item, tile, item.chunk, scores, queries, partial(item.partial));
+  if (pending_[static_cast<size_t>(item.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
+    join_last(call, item, tile);
 }
 
-void PagedAttention::walk(const Call& call, const Piece& piece, int worker) {
+void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
   float* scores = scratch(worker);
   float* later = scores + kTileRows * kScoreStride;
   float* own = later + part_floats(kTileRows);
@@ -363,24 +363,24 @@ void PagedAttention::walk(const Call& call, const Piece& piece, int worker) {
   const auto queries = [&](int t) { return own + t * (queries_floats + part_floats(kTileRows)); };
   const auto part = [&](int t) { return queries(t) + queries_floats; };
   Tile tiles[kWalkTiles];
-  for (int t = 0; t < piece.tiles; ++t) tiles[t] = tile_of(rows_[static_cast<size_t>(piece.row)], piece.tile + t);
-  const int64_t seen = tiles[piece.tiles - 1].seen;
+  for (int t = 0; t < item.tiles; ++t) tiles[t] = tile_of(rows_[static_cast<size_t>(item.row)], item.tile + t);
+  const int64_t seen = tiles[item.tiles - 1].seen;
   for (int chunk = 0; static_cast<int64_t>(chunk) * kChunk < seen; ++chunk) {
-    for (int t = 0; t < piece.tiles; ++t) {
+    for (int t = 0; t < item.tiles; ++t) {
       if (static_cast<int64_t>(chunk) * kChunk >= tiles[t].seen) continue;
-      run_chunk(call, piece, tiles[t], chunk, scores, queries(t), chunk == 0 ? part(t) : later);
+      run_chunk(call, item, tiles[t], chunk, scores, queries(t), chunk == 0 ? part(t) : later);
       if (chunk > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.head_dim);
     }
   }
-  for (int t = 0; t < piece.tiles; ++t) finish(call, piece, tiles[t], part(t));
+  for (int t = 0; t < item.tiles; ++t) finish(call, item, tiles[t], part(t));
 }
 
-void PagedAttention::join_last(const Call& call, const Piece& piece, const Tile& tile) {
+void PagedAttention::join_last(const Call& call, const WorkItem& item, const Tile& tile) {
   const int64_t size = part_floats(tile.rows);
-  float* first = partial(piece.partial - piece.chunk * size);
-  for (int chunk = 1; chunk < unit_chunks_[static_cast<size_t>(piece.unit)]; ++chunk)
+  float* first = partial(item.partial - item.chunk * size);
+  for (int chunk = 1; chunk < unit_chunks_[static_cast<size_t>(item.unit)]; ++chunk)
     join(kernels_, first, first + chunk * size, tile.rows, shape_.head_dim);
-  finish(call, piece, tile, first);
+  finish(call, item, tile, first);
 }
 
 }  // namespace ktserve

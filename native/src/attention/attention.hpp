@@ -2,7 +2,7 @@
 //
 // Memory, per layer:  block 0 | block 1 | ...          a block holds 16 positions of one sequence
 //
-//   block:      kv head 0 | kv head 1 | ...            what one piece of work reads is one run
+//   block:      kv head 0 | kv head 1 | ...            what one work item reads is one run
 //   kv head:    K tile | V tile                        2 x 16 x head_dim elements
 //   K tile:     [D/S][16 positions][S]                 S = 2 for bf16, 1 for float32:
 //                                                          d0d1 of p0 | d0d1 of p1 | ... d0d1 of p15
@@ -17,11 +17,11 @@
 // chunks of 256, each with its own maximum. A chunk's (maximum, sum, values) do not depend on who else is
 // in the step, and chunks are joined in rising order: a row's bits are the same alone or in any batch.
 //
-//   few tiles (decode, small chunks):  one piece per (tile, chunk); the last to finish a tile joins its chunks
-//   many tiles (prefill):              one piece per group of up to 4 tiles, which walks their chunks itself: a
+//   few tiles (decode, small chunks):  one work item per (tile, chunk); the last to finish a tile joins its chunks
+//   many tiles (prefill):              one work item per group of up to 4 tiles, which walks their chunks itself: a
 //                                      chunk's K and V come from memory once for the group
 //
-// New keys and values are written into their blocks before that; those of a row of one tile (decode) by the pieces
+// New keys and values are written into their blocks before that; those of a row of one tile (decode) by the work items
 // themselves, each what lies in its own chunk and kv head, since nobody else reads it.
 #pragma once
 
@@ -31,9 +31,9 @@
 #include <vector>
 
 #include "attention/attention_kernels.hpp"
-#include "core/arena.hpp"
-#include "core/isa.hpp"
-#include "core/pool.hpp"
+#include "runtime/arena.hpp"
+#include "runtime/isa.hpp"
+#include "runtime/pool.hpp"
 
 namespace ktserve {
 
@@ -83,13 +83,13 @@ class PagedAttention {
     int64_t tokens;
     int64_t context;
     int64_t table;          // index of its first block in tables_
-    int64_t writes, count;  // its part of writes_, if its pieces write
+    int64_t writes, count;  // its part of writes_, if its work items write
   };
-  struct Piece {
+  struct WorkItem {
     int32_t row;
     int32_t kv_head;
     int32_t tile;
-    int32_t tiles;    // from there on; 1 where the chunks are pieces of their own
+    int32_t tiles;    // from there on; 1 where the chunks are work items of their own
     int32_t chunk;    // -1: all chunks of the tiles
     int32_t unit;     // of a tile cut into chunks: its counter
     int64_t partial;  // and where in partials_ this chunk's part goes
@@ -113,14 +113,14 @@ class PagedAttention {
   };
 
   Tile tile_of(const Row& row, int tile) const;
-  int64_t plan_chunks(const Row& row, int64_t tiles, Piece piece, int64_t partial_floats);
+  int64_t plan_chunks(const Row& row, int64_t tiles, WorkItem item, int64_t partial_floats);
   void write(const Call& call, const Write& write, int kv_head) const;
-  void attend(const Call& call, const Piece& piece, int worker);
-  void walk(const Call& call, const Piece& piece, int worker);
-  void run_chunk(const Call& call, const Piece& piece, const Tile& tile, int chunk, float* scores, float* queries,
+  void attend(const Call& call, const WorkItem& item, int worker);
+  void walk(const Call& call, const WorkItem& item, int worker);
+  void run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, float* scores, float* queries,
                  float* part) const;
-  void join_last(const Call& call, const Piece& piece, const Tile& tile);
-  void finish(const Call& call, const Piece& piece, const Tile& tile, const float* part) const;
+  void join_last(const Call& call, const WorkItem& item, const Tile& tile);
+  void finish(const Call& call, const WorkItem& item, const Tile& tile, const float* part) const;
   char* kv_tile(char* cache, int32_t block, int kv_head) const {
     return cache + (static_cast<int64_t>(block) * shape_.kv_heads + kv_head) * 2 * tile_bytes_;
   }
@@ -142,9 +142,9 @@ class PagedAttention {
   int64_t tokens_ = 0;
   std::vector<Row> rows_;
   std::vector<int32_t> tables_;
-  std::vector<Piece> pieces_;
+  std::vector<WorkItem> items_;
   std::vector<Write> writes_;
-  std::vector<Write> first_writes_;  // before any piece: of rows of several tiles
+  std::vector<Write> first_writes_;  // before any work item: of rows of several tiles
   Arena partials_;
   Arena scratch_;
   int64_t scratch_floats_;                 // of a worker

@@ -3,7 +3,7 @@
 //   scores:  A = queries [16 rows][32 d]         B = K of a block, 32 d: [16 pairs of d][16 positions][2]
 //   values:  A = probabilities [16 rows][32 p]   B = V, 16 dims of two blocks: [8 + 8 pairs of positions][16 dims][2]
 //
-// The halves of a V operand come from two blocks, so they are copied side by side first (a few lines ahead of use);
+// The halves of a V operand come from two blocks, so they are copied side by side first (a few lines before their use);
 // that is also where positions that nobody has written yet become zeros.
 //
 //   up to 16 rows: C = 1 x 4 tiles     17 to 32: C = 2 x 2 tiles         B is loaded once per group of rows
@@ -18,7 +18,7 @@
 #include <immintrin.h>
 
 #include "attention/attention_kernels.hpp"
-#include "core/tiles.hpp"
+#include "simd/tiles.hpp"
 
 namespace ktserve {
 namespace {
@@ -163,7 +163,8 @@ void scores_of_one_half(const Chunk& c) {
 }
 
 // 2^x for x <= 0 or so, relative error 1e-7: a polynomial in the fraction [0, 1) and the integer below x as exponent.
-// Minus infinity gives 0 (its fraction is 0 by the instruction's rule), NaN stays NaN.
+// Minus infinity gives 0 (its fraction is 0 by the instruction's rule), NaN stays NaN. Not exp2_16 of math16.hpp, which
+// takes 11 instructions where these are 7, for bits that probabilities of 8 or 16 do not keep.
 inline __m512 exp2_falling(__m512 x) {
   const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 p = _mm512_set1_ps(1.8671307479962707e-3f);
@@ -246,21 +247,21 @@ inline void gather(const Chunk& c, int pair, int dim, char* to) {
   }
 }
 
-constexpr int kAhead = 2;  // V operands gathered before they are used
+constexpr int kGathered = 2;  // V operands gathered before they are used
 
 template <bool Split>
 void values_of_two_halves(const Chunk& c, int pairs) {
-  alignas(64) char ring[(kAhead + 1) * 2 * kTileBytes];
-  const auto slot = [&](int p) { return ring + p % (kAhead + 1) * 2 * kTileBytes; };
+  alignas(64) char ring[(kGathered + 1) * 2 * kTileBytes];
+  const auto slot = [&](int p) { return ring + p % (kGathered + 1) * 2 * kTileBytes; };
   const int out_bytes = c.w.head_dim * 4;
   for (int dim = 0; dim < c.w.head_dim; dim += 32) {
-    for (int p = 0; p < kAhead && p < pairs; ++p) gather<2>(c, p, dim, slot(p));
+    for (int p = 0; p < kGathered && p < pairs; ++p) gather<2>(c, p, dim, slot(p));
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
     for (int p = 0; p < pairs; ++p) {
-      if (p + kAhead < pairs) gather<2>(c, p + kAhead, dim, slot(p + kAhead));
+      if (p + kGathered < pairs) gather<2>(c, p + kGathered, dim, slot(p + kGathered));
       const char* a = c.scores(0) + p * kPairBytes;
       const char* a2 = c.scores(16) + p * kPairBytes;
       TILE_LOAD(6, slot(p), 64);
@@ -291,16 +292,16 @@ void values_of_two_halves(const Chunk& c, int pairs) {
 
 template <bool Split, int Tiles>
 void values_of_one_half(const Chunk& c, int pairs, int dim) {
-  alignas(64) char ring[(kAhead + 1) * Tiles * kTileBytes];
-  const auto slot = [&](int p) { return ring + p % (kAhead + 1) * Tiles * kTileBytes; };
+  alignas(64) char ring[(kGathered + 1) * Tiles * kTileBytes];
+  const auto slot = [&](int p) { return ring + p % (kGathered + 1) * Tiles * kTileBytes; };
   const int out_bytes = c.w.head_dim * 4;
-  for (int p = 0; p < kAhead && p < pairs; ++p) gather<Tiles>(c, p, dim, slot(p));
+  for (int p = 0; p < kGathered && p < pairs; ++p) gather<Tiles>(c, p, dim, slot(p));
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);
   TILE_ZERO(3);
   for (int p = 0; p < pairs; ++p) {
-    if (p + kAhead < pairs) gather<Tiles>(c, p + kAhead, dim, slot(p + kAhead));
+    if (p + kGathered < pairs) gather<Tiles>(c, p + kGathered, dim, slot(p + kGathered));
     const char* a = c.scores(0) + p * kPairBytes;
     TILE_LOAD(4, a, kScoreBytes);
     if constexpr (Split) TILE_LOAD(5, a + 64, kScoreBytes);

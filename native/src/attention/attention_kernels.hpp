@@ -7,7 +7,7 @@ namespace ktserve {
 
 inline constexpr int kKvBlock = 16;   // positions of a KV block
 inline constexpr int kChunk = 256;    // positions whose softmax is summed at once; never depends on the batch
-inline constexpr int kTileRows = 32;  // (token, query head) rows of one kv head that a piece works on
+inline constexpr int kTileRows = 32;  // (token, query head) rows of one kv head that a work item works on
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
 

@@ -20,7 +20,7 @@
 #pragma once
 
 #include "attention/attention_kernels.hpp"
-#include "ops/simd16.hpp"
+#include "simd/math16.hpp"
 
 namespace ktserve::KT_SIMD {
 
@@ -181,64 +181,19 @@ void value_rows(const ChunkWork& w, int row, int block, int count) {
   if (dim < w.head_dim) value_tile<T, R, 1>(w, row, block, count, dim);
 }
 
-// Calls f.template run<R>(row) for R rows at a time, R = kRows and then what is left.
+// Calls f<R>(row) for R rows at a time, R = kRows and then what is left.
+template <int R, class F>
+inline void last_rows(int rows, int row, const F& f) {
+  if constexpr (R > 0) {
+    if (rows == R) return f.template operator()<R>(row);
+    last_rows<R - 1>(rows, row, f);
+  }
+}
 template <class F>
 inline void by_rows(int rows, const F& f) {
   int row = 0;
-  for (; row + kRows <= rows; row += kRows) f.template run<kRows>(row);
-  switch (rows - row) {
-    case 1:
-      f.template run<1>(row);
-      break;
-    case 2:
-      f.template run<2>(row);
-      break;
-    case 3:
-      f.template run<3>(row);
-      break;
-#if KT_HAS_512
-    case 4:
-      f.template run<4>(row);
-      break;
-    case 5:
-      f.template run<5>(row);
-      break;
-    case 6:
-      f.template run<6>(row);
-      break;
-    case 7:
-      f.template run<7>(row);
-      break;
-#endif
-    default:
-      break;
-  }
-}
-
-template <class T>
-struct ScoreStep {
-  const ChunkWork& w;
-  const void* const* q;
-  int block, count;
-  template <int R>
-  void run(int row) const {
-    score_rows<T, R>(w, q, row, block, count);
-  }
-};
-
-template <class T>
-struct ValueStep {
-  const ChunkWork& w;
-  int block, count;
-  template <int R>
-  void run(int row) const {
-    value_rows<T, R>(w, row, block, count);
-  }
-};
-
-template <class From, class To>
-inline void convert(const From* from, To* to, int n) {
-  for (int i = 0; i < n; i += 16) store16(to + i, load16(from + i));
+  for (; row + kRows <= rows; row += kRows) f.template operator()<kRows>(row);
+  last_rows<kRows - 1>(rows - row, row, f);
 }
 
 // T: elements of the tiles. Q: of the queries.
@@ -257,16 +212,16 @@ void attend_chunk(const ChunkWork& w) {
       q[r] = row;
       if (w.q_ready) continue;
       if constexpr (packed)
-        convert(static_cast<const Q*>(w.q[r]), reinterpret_cast<bf16*>(row), w.head_dim);
+        convert(static_cast<const Q*>(w.q[r]), w.head_dim, reinterpret_cast<bf16*>(row));
       else
-        convert(static_cast<const Q*>(w.q[r]), row, w.head_dim);
+        convert(static_cast<const Q*>(w.q[r]), w.head_dim, row);
     }
   }
   for (int b = 0; b < num_blocks; b += kBlocks) {
     const int count = static_cast<int>(least(kBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
       prefetch_tile(w.tiles[next], tile_bytes);
-    by_rows(w.rows, ScoreStep<T>{w, q, b, count});
+    by_rows(w.rows, [&]<int R>(int row) { score_rows<T, R>(w, q, row, b, count); });
   }
   prefetch_tile(static_cast<const char*>(w.tiles[0]) + tile_bytes, tile_bytes);
   for (int r = 0; r < w.rows; ++r)
@@ -276,7 +231,7 @@ void attend_chunk(const ChunkWork& w) {
     const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
       prefetch_tile(static_cast<const char*>(w.tiles[next]) + tile_bytes, tile_bytes);
-    by_rows(w.rows, ValueStep<T>{w, b, count});
+    by_rows(w.rows, [&]<int R>(int row) { value_rows<T, R>(w, row, b, count); });
   }
 }
 
@@ -302,7 +257,7 @@ void finish_row(void* out, const float* sums, float total, int dim) {
 }
 
 inline void to_bf16(const float* from, uint16_t* to, int dim) {
-  convert(from, reinterpret_cast<bf16*>(to), dim);
+  convert(from, dim, reinterpret_cast<bf16*>(to));
 }
 
 constexpr AttentionKernels kAttention = {attend_chunk<bf16, bf16>,

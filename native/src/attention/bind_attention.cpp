@@ -3,7 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "attention/attention.hpp"
-#include "core/address.hpp"
+#include "runtime/address.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,8 +19,11 @@ void bind_attention(nb::module_& module) {
             const AttentionShape shape{layers, num_blocks, heads, kv_heads, head_dim, is_bf16, float_rows};
             new (self) PagedAttention(pool, shape, choose_isa(isa));
           },
-          "pool"_a, "layers"_a, "num_blocks"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "is_bf16"_a, "isa"_a = "",
-          "float_rows"_a = false, nb::keep_alive<1, 2>())
+          "pool"_a, nb::kw_only(), "layers"_a, "num_blocks"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "is_bf16"_a,
+          "isa"_a = "", "float_rows"_a = false, nb::keep_alive<1, 2>(),
+          "is_bf16: the cache, and q, k, v and out unless float_rows; float32 otherwise. ValueError for a shape that "
+          "the "
+          "kernels do not take.")
       .def_prop_ro("cache_bytes", &PagedAttention::cache_bytes)
       .def_prop_ro("tokens", &PagedAttention::tokens)
       .def("plan", &PagedAttention::plan, "row_starts"_a, "context_lens"_a, "block_tables"_a,
@@ -32,8 +35,10 @@ void bind_attention(nb::module_& module) {
             self.forward(layer, tokens, {at<const void>(q), q_stride}, {at<const void>(k), k_stride},
                          {at<const void>(v), v_stride}, {at<void>(out), out_stride});
           },
-          "layer"_a, "tokens"_a, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "v"_a, "v_stride"_a, "out"_a, "out_stride"_a,
-          nb::call_guard<nb::gil_scoped_release>());
+          "layer"_a, "tokens"_a, nb::kw_only(), "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "v"_a, "v_stride"_a, "out"_a,
+          "out_stride"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Of the planned tokens: k, v into their blocks, then out = softmax(q k / sqrt(head_dim)) v. Addresses of "
+          "rows [tokens, heads, head_dim] (k, v: kv_heads); strides from token to token in elements.");
 }
 
 }  // namespace ktserve

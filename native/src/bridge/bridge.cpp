@@ -68,9 +68,9 @@ int Bridge::add(const Task& task) {
 }
 
 void Bridge::wake() {
-  poked_.store(true);
+  woken_.store(true);
   if (!parked_.load()) return;
-  std::lock_guard<std::mutex> lock(mutex_);  // the poller waits, or has yet to look at poked_
+  std::lock_guard<std::mutex> lock(mutex_);  // the poller waits, or has yet to look at woken_
   awake_.notify_one();
 }
 
@@ -158,10 +158,10 @@ void Bridge::park() {
   if (stepping_) pool_.end_step();
   stepping_ = false;
   parked_.store(true);
-  while (!poked_.load() && !stop_.load()) {
+  while (!woken_.load() && !stop_.load()) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      if (!poked_.load() && !stop_.load()) awake_.wait_for(lock, std::chrono::microseconds(nap_us_));
+      if (!woken_.load() && !stop_.load()) awake_.wait_for(lock, std::chrono::microseconds(nap_us_));
     }
     if (serve_all()) break;  // a post that nobody announced
   }
@@ -175,8 +175,8 @@ void Bridge::poll() {
       active = Clock::now();
       continue;
     }
-    if (poked_.load(std::memory_order_relaxed)) {
-      poked_.store(false);
+    if (woken_.load(std::memory_order_relaxed)) {
+      woken_.store(false);
       begin_pool_step();
       active = Clock::now();
       continue;

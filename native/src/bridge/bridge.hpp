@@ -19,8 +19,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/pool.hpp"
-#include "core/task.hpp"
+#include "runtime/pool.hpp"
+#include "runtime/task.hpp"
 
 namespace ktserve {
 
@@ -81,7 +81,7 @@ class Bridge {
   std::vector<Channel> channels_;
   std::atomic<int> count_{0};
   std::atomic<bool> stop_{false};
-  std::atomic<bool> poked_{false};
+  std::atomic<bool> woken_{false};
   std::atomic<bool> parked_{true};
   bool stepping_ = false;  // the poller holds the pool's workers awake
   std::mutex mutex_;       // of what follows

@@ -16,6 +16,12 @@ void fits(const char* name, const PackedLinear* linear, int64_t n, int64_t k) {
                               (n < 0 ? std::string("any") : std::to_string(n)) + ", " + std::to_string(k) + "]");
 }
 
+void fits_mlp(const DenseMlp& mlp, int64_t hidden) {
+  fits("gate_proj", mlp.gate, -1, hidden);
+  fits("up_proj", mlp.up, mlp.gate->n(), hidden);
+  fits("down_proj", mlp.down, hidden, mlp.gate->n());
+}
+
 void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
   if (!holds) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + "; allowed is " + allowed);
 }
@@ -58,10 +64,15 @@ void Decoder::set_experts(int index, const Task& experts) {
 
 void Decoder::set_dense(int index, const DenseMlp& mlp) {
   if (layer(index).router != nullptr) throw std::invalid_argument("dense MLP: allowed in layers without a router");
-  fits("gate_proj", mlp.gate, -1, shape_.hidden);
-  fits("up_proj", mlp.up, mlp.gate->n(), shape_.hidden);
-  fits("down_proj", mlp.down, shape_.hidden, mlp.gate->n());
+  fits_mlp(mlp, shape_.hidden);
   layer(index).dense = mlp;
+}
+
+void Decoder::set_shared(int index, const SharedExpert& shared) {
+  if (layer(index).router == nullptr) throw std::invalid_argument("shared expert: allowed in layers with a router");
+  fits_mlp(shared.mlp, shape_.hidden);
+  fits("shared_expert_gate", shared.gate, 1, shape_.hidden);
+  layer(index).shared = shared;
 }
 
 void Decoder::set_head(const void* final_norm, const PackedLinear& lm_head, const ExpertMemory& memory) {
@@ -139,6 +150,15 @@ void Decoder::dense(const DenseMlp& mlp, const DecoderStep& s) {
               {gate, inner, s.tokens, bf16, bf16, s.slots});
 }
 
+void Decoder::add_shared(const SharedExpert& shared, const DecoderStep& s) {
+  const bool bf16 = shape_.is_bf16;
+  const int64_t hidden = shape_.hidden;
+  auto* gate = reinterpret_cast<float*>(rows(logits_, s.tokens, 1, 4));
+  linear_.run({{shared.gate, gate, 1}}, {s.hidden, hidden, s.tokens, bf16, false, s.slots});
+  dense(shared.mlp, s);
+  ops_.add_gated({memory_.out, hidden, mlp_.data(), hidden, gate, mlp_.data(), hidden, s.tokens, hidden}, bf16);
+}
+
 // `keep` rises, so that a row moves forward over rows that have moved already.
 void Decoder::drop_rows(const ModelStep& s, DecoderStep& rest) {
   const auto pull = [&](void* data, int64_t width) {
@@ -206,6 +226,10 @@ double Decoder::run(const ModelStep& s) {
     if (sparse) {
       experts_s += run_experts(index, *layer.experts, step);
       step.delta = memory_.out;
+      if (layer.shared.gate != nullptr) {
+        add_shared(layer.shared, step);
+        step.delta = mlp_.data();
+      }
     } else {
       dense(layer.dense, step);
       step.delta = mlp_.data();
@@ -217,12 +241,12 @@ double Decoder::run(const ModelStep& s) {
     }
   }
   norm(step, step.delta, shape_.hidden, final_norm_, s.hidden);
-  if (s.likeliest == nullptr) return experts_s;
+  if (s.greedy == nullptr) return experts_s;
   const int64_t vocabulary = lm_head_->n();
   const bool bf16 = shape_.is_bf16;
   uint8_t* logits = rows(head_, step.tokens, vocabulary, element());
   linear_.run({{lm_head_, logits, vocabulary}}, {s.hidden, shape_.hidden, step.tokens, bf16, bf16, nullptr});
-  ops_.likeliest({logits, vocabulary, step.tokens, vocabulary, s.likeliest}, bf16);
+  ops_.argmax({logits, vocabulary, step.tokens, vocabulary, s.greedy}, bf16);
   return experts_s;
 }
 

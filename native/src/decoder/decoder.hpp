@@ -4,7 +4,7 @@
 //                                      │                                                                    │
 //            hidden, ids, weights ◄─ top-k ◄─ router ◄─ norm ◄─ residual += ◄───────────────────────────────┘
 //
-//   run      [attend ─ experts, or a dense MLP] x layers ─ norm ─ lm_head ─ likeliest token
+//   run      [attend ─ experts (+ the shared one), or a dense MLP] x layers ─ norm ─ lm_head ─ greedy token
 //                                │
 //            behind the last attention only the rows that somebody reads go on
 //
@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "attention/attention.hpp"
-#include "core/task.hpp"
 #include "linear/linear.hpp"
 #include "ops/ops.hpp"
+#include "runtime/task.hpp"
 
 namespace ktserve {
 
@@ -38,7 +38,7 @@ struct DecoderShape {
 struct DecoderLayer {
   const void* input_norm;
   const void* post_norm;
-  const void* q_norm;
+  const void* q_norm;  // both null: no norm
   const void* k_norm;
   const PackedLinear* q;
   const PackedLinear* k;
@@ -51,6 +51,12 @@ struct DenseMlp {
   const PackedLinear* gate;
   const PackedLinear* up;
   const PackedLinear* down;
+};
+
+// An expert that takes every row, behind a sigmoid gate.
+struct SharedExpert {
+  DenseMlp mlp;
+  const PackedLinear* gate;  // to one value
 };
 
 // The memory that every layer's experts read and write (engine/experts/base.py).
@@ -89,9 +95,9 @@ struct ModelStep {
   const int32_t* slots;  // or null
   const int64_t* keep;   // rising [kept]: the rows whose final hidden state is wanted; null for all
   int64_t kept;
-  void* hidden;        // out [kept, hidden] behind the final norm
-  int64_t* likeliest;  // out [kept], or null
-  int64_t* seen;       // out, per layer with experts [rows, top_k] one after the other: the chosen experts; or null
+  void* hidden;     // out [kept, hidden] behind the final norm
+  int64_t* greedy;  // out [kept], or null
+  int64_t* seen;    // out, per layer with experts [rows, top_k] one after the other: the chosen experts; or null
 };
 
 // What a layer's experts threw.
@@ -109,6 +115,7 @@ class Decoder {
   // std::invalid_argument for what does not fit, and sets nothing then.
   void set_experts(int layer, const Task& experts);
   void set_dense(int layer, const DenseMlp& mlp);
+  void set_shared(int layer, const SharedExpert& shared);  // beside the experts of a layer that has one
   void set_head(const void* final_norm, const PackedLinear& lm_head, const ExpertMemory& memory);
   // After PagedAttention::plan. Throws what the parts throw.
   void attend(int layer, const DecoderStep& step);
@@ -120,6 +127,7 @@ class Decoder {
   struct Layer : DecoderLayer {
     const Task* experts = nullptr;
     DenseMlp dense{};
+    SharedExpert shared{};
   };
 
   Layer& layer(int index);
@@ -127,9 +135,10 @@ class Decoder {
   int64_t element() const { return shape_.is_bf16 ? 2 : 4; }
   int64_t q_width() const { return static_cast<int64_t>(shape_.heads) * shape_.head_dim; }
   void norm(const DecoderStep& s, const void* delta, int64_t stride, const void* weight, void* out) const;
-  void mix(int index, const Layer& layer, const DecoderStep& step);  // up to the attention: fills attended_
-  void route(const Layer& layer, const DecoderStep& step);           // from attended_ on
-  void dense(const DenseMlp& mlp, const DecoderStep& step);          // fills mlp_
+  void mix(int index, const Layer& layer, const DecoderStep& step);      // up to the attention: fills attended_
+  void route(const Layer& layer, const DecoderStep& step);               // from attended_ on
+  void dense(const DenseMlp& mlp, const DecoderStep& step);              // fills mlp_
+  void add_shared(const SharedExpert& shared, const DecoderStep& step);  // mlp_ becomes the experts' output with it
   double run_experts(int index, const Task& experts, const DecoderStep& step);
   void drop_rows(const ModelStep& step, DecoderStep& rest);  // of attended_, the residual and the slots
   void check(const ModelStep& step) const;

@@ -10,11 +10,11 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "core/address.hpp"
-#include "core/isa.hpp"
-#include "core/packed_file.hpp"
-#include "core/task.hpp"
 #include "experts/moe.hpp"
+#include "packing/packed_file.hpp"
+#include "runtime/address.hpp"
+#include "runtime/isa.hpp"
+#include "runtime/task.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -135,6 +135,7 @@ void bind_experts(nb::module_& module) {
             return names;
           },
           "Packed formats of gate, up, down.")
+      .def_prop_ro("choices", &ExpertLayer::choices, "How often rows have chosen each expert in all tasks so far.")
       .def_prop_ro("num_bytes", &ExpertLayer::bytes);
 
   module.def(
@@ -159,11 +160,17 @@ void bind_experts(nb::module_& module) {
           },
           "pool"_a, "isa"_a = "", "deterministic"_a = false, nb::keep_alive<1, 2>())
       .def_prop_ro("deterministic", &MoeRunner::deterministic)
+      .def_prop_ro("weight_bytes_read", &MoeRunner::weight_bytes_read,
+                   "Bytes of base weights that all calls so far have gone through: an expert's once for all rows of a "
+                   "work item, whatever adapters they have.")
       .def_prop_ro("isa", [](const MoeRunner& runner) { return isa_name(runner.isa()); });
 
   nb::class_<MoeTask, Task>(module, "MoeTask", "A layer over a set of buffers; replayed with whatever bsz says.")
-      .def(nb::new_(&make_task), "runner"_a, "layer"_a, "bsz"_a, "ids"_a, "weights"_a, "slots"_a, "hidden"_a, "out"_a,
-           "max_rows"_a, "top_k"_a, "bf16"_a)
+      .def(nb::new_(&make_task), "runner"_a, "layer"_a, nb::kw_only(), "bsz"_a, "ids"_a, "weights"_a, "slots"_a,
+           "hidden"_a, "out"_a, "max_rows"_a, "top_k"_a, "bf16"_a,
+           "Addresses of bsz int32 [1], ids int64 [max_rows, top_k] (-1: skipped), weights float32 [max_rows, top_k], "
+           "slots "
+           "int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32.")
       .def("run", &MoeTask::run, free_gil, "Computes `out`. ValueError for a bsz, id or slot out of range.");
 }
 

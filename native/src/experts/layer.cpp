@@ -34,6 +34,7 @@ ExpertLayer::ExpertLayer(const LayerShape& shape, const std::vector<int>& nodes)
   if (!nodes.empty() && nodes.size() != static_cast<size_t>(shape.shards)) {
     throw std::invalid_argument("nodes: " + std::to_string(nodes.size()) + "; allowed is one for each shard, or none");
   }
+  choices_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(shape.experts));
   check_size("hidden size", shape.hidden);
   check_size("expert intermediate size", shape.intermediate);
   for (int p = 0; p < 3; ++p) {
@@ -95,18 +96,22 @@ void ExpertLayer::load(WorkerPool& pool, int projection, const SourceType& sourc
     throw std::invalid_argument("experts " + std::to_string(first) + " to " + std::to_string(first + count - 1) +
                                 " of " + std::to_string(shape_.experts));
   }
-  constexpr int64_t step = 2;  // panels of a piece: never across two shards
+  constexpr int64_t step = 2;  // panels of a work item: never across two shards
   const int64_t per_expert = n / kPanel / step;
   // Begun by the workers of the shard's node, which also is where an unbound page would be touched first.
   std::vector<int64_t> starts(static_cast<size_t>(pool.groups()) + 1, 0);
   for (int g = 0; g < pool.groups(); ++g) {
     starts[static_cast<size_t>(g) + 1] = count * per_expert * (g + 1) / pool.groups();
   }
-  pool.parallel_for_groups(starts, [&](int64_t piece, int) {
-    const int64_t expert = piece % count;
-    const int64_t panel_index = piece / count * step;
-    pack_panels(source, format, data[static_cast<size_t>(expert)], n, k, panel_index, panel_index + step,
-                panel(projection, first + expert, panel_index));
+  pool.parallel_for_groups(starts, [&](int64_t item, int) {
+    const int64_t expert = item % count;
+    const int64_t panel_index = item / count * step;
+    try {
+      pack_panels(source, format, data[static_cast<size_t>(expert)], n, k, panel_index, panel_index + step,
+                  panel(projection, first + expert, panel_index));
+    } catch (const std::invalid_argument& error) {
+      throw std::invalid_argument("expert " + std::to_string(first + expert) + ", " + error.what());
+    }
   });
 }
 

@@ -8,16 +8,17 @@
 // projection are one contiguous run.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "core/arena.hpp"
-#include "core/format.hpp"
-#include "core/pack.hpp"
-#include "core/packed_file.hpp"
-#include "core/pool.hpp"
+#include "packing/format.hpp"
+#include "packing/pack.hpp"
+#include "packing/packed_file.hpp"
+#include "runtime/arena.hpp"
+#include "runtime/pool.hpp"
 
 namespace ktserve {
 
@@ -85,13 +86,20 @@ class ExpertLayer {
   void clear_lora(int slot);
   const LayerLora* lora(int slot) const;
 
+  // How often rows have chosen each expert in all tasks so far: for people to look at.
+  void count_choices(int64_t expert, int64_t rows) const {
+    choices_[static_cast<size_t>(expert)].fetch_add(rows, std::memory_order_relaxed);
+  }
+  std::vector<int64_t> choices() const { return {choices_.begin(), choices_.end()}; }
+
  private:
   int64_t projection_offset(int shard, int projection) const;
 
   LayerShape shape_;
   std::vector<Arena> shards_;
-  mutable std::mutex mutex_;                       // of the next
-  std::vector<std::unique_ptr<LayerLora>> loras_;  // by slot; 0 stays empty
+  mutable std::mutex mutex_;                           // of the next
+  std::vector<std::unique_ptr<LayerLora>> loras_;      // by slot; 0 stays empty
+  mutable std::vector<std::atomic<int64_t>> choices_;  // by expert
 };
 
 }  // namespace ktserve

@@ -2,10 +2,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "core/address.hpp"
-#include "core/pack.hpp"
 #include "linear/linear.hpp"
 #include "linear/packed_linear.hpp"
+#include "packing/pack.hpp"
+#include "runtime/address.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -54,7 +54,9 @@ void bind_linear(nb::module_& module) {
           [](PackedLinear& self, int slot, Address a, Address b, bool is_bf16, int64_t rank, float scale) {
             self.set_adapter(slot, at<const void>(a), at<const void>(b), is_bf16, rank, scale);
           },
-          "slot"_a, "a"_a, "b"_a, "is_bf16"_a, "rank"_a, "scale"_a, release())
+          "slot"_a, "a"_a, "b"_a, "is_bf16"_a, "rank"_a, "scale"_a, release(),
+          "A [rank, k] and B [n, rank], both bf16 or both float32, copied into a slot (1 or more) that no call in "
+          "flight uses.")
       .def("clear_adapter", &PackedLinear::clear_adapter, "slot"_a)
       .def_prop_ro("has_adapters", &PackedLinear::has_adapters);
 
@@ -73,7 +75,10 @@ void bind_linear(nb::module_& module) {
             self.run({{&linear, at<void>(out), out_stride}},
                      {at<const void>(x), stride, rows, is_bf16, is_bf16, at<const int32_t>(slots)});
           },
-          "linear"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "out"_a, "out_stride"_a, release())
+          "linear"_a, nb::kw_only(), "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "out"_a, "out_stride"_a,
+          release(),
+          "out [rows, n] = x [rows, k] W^T (+ bias) (+ adapters), bf16 or float32 as x; strides in elements. slots: "
+          "int32 [rows], 0 = base; address 0: base rows only.")
       .def(
           "run_many",
           [](LinearRunner& self, const std::vector<const PackedLinear*>& linears, Address x, int64_t stride,
@@ -86,7 +91,8 @@ void bind_linear(nb::module_& module) {
               calls.push_back({linears[i], reinterpret_cast<void*>(outs[i]), out_strides[i]});
             self.run(calls, {at<const void>(x), stride, rows, is_bf16, is_bf16, at<const int32_t>(slots)});
           },
-          "linears"_a, "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "outs"_a, "out_strides"_a, release());
+          "linears"_a, nb::kw_only(), "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "outs"_a, "out_strides"_a,
+          release(), "The same for projections that share x; each has its own out and stride.");
 }
 
 }  // namespace ktserve

@@ -6,22 +6,22 @@
 #include <string>
 #include <utility>
 
-#include "core/pack.hpp"
+#include "packing/pack.hpp"
 
 namespace ktserve {
 namespace {
 
-constexpr int64_t kSlabRows = 1024;       // rows of one pass: bounds the scratch
-constexpr int64_t kPieceRows = 96;        // a whole number of every kernel's row tiles
-constexpr int64_t kWidePieceRows = 256;   // what is dequantised is used for so many
-constexpr int64_t kWidePiecePanels = 4;   // as many as any call of more than 16 rows takes
-constexpr int64_t kPieceBytes = 1 << 16;  // weights of a piece with few rows: some microseconds of reading
-constexpr int64_t kMaxPiecePanels = 16;
-constexpr int64_t kTileFloats = kPieceRows * (kMaxPiecePanels + 1) * kPanel;
-static_assert(kWidePieceRows * (kWidePiecePanels + 1) * kPanel <= kTileFloats);
+constexpr int64_t kSlabRows = 1024;            // rows of one pass: bounds the scratch
+constexpr int64_t kItemRows = 96;              // a whole number of every kernel's row tiles
+constexpr int64_t kDequantisedItemRows = 256;  // what is dequantised is used for so many
+constexpr int64_t kDequantisedItemPanels = 4;  // as many as any call of more than 16 rows takes
+constexpr int64_t kItemBytes = 1 << 16;        // weights of a work item with few rows: some microseconds of reading
+constexpr int64_t kMaxItemPanels = 16;
+constexpr int64_t kTileFloats = kItemRows * (kMaxItemPanels + 1) * kPanel;
+static_assert(kDequantisedItemRows * (kDequantisedItemPanels + 1) * kPanel <= kTileFloats);
 constexpr int64_t kInlineElements = 8192;  // so little is packed without waking the pool
-constexpr int64_t kPackElements = 4096;    // of a piece of packing
-constexpr int64_t kAdapterRows = 64;       // of one piece of step 2
+constexpr int64_t kPackElements = 4096;    // of a work item of packing
+constexpr int64_t kAdapterRows = 64;       // of one work item of step 2
 
 void require(bool holds, const char* name, int64_t value, const char* allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -65,24 +65,24 @@ void LinearRunner::run(const std::vector<LinearCall>& calls, const LinearInput& 
   }
 }
 
-void LinearRunner::pack_rows(const LinearInput& input, Format format, bool wide, int64_t k,
+void LinearRunner::pack_rows(const LinearInput& input, Format format, bool dequantised, int64_t k,
                              const std::vector<int64_t>* order, uint8_t* to) {
   const int64_t rows = order == nullptr ? input.rows : static_cast<int64_t>(order->size());
-  const int64_t bytes = kernels_.row_bytes_for(format, wide, k);
+  const int64_t bytes = kernels_.row_bytes_for(format, dequantised, k);
   const auto one = [&](int64_t i) {
     const int64_t from = (order == nullptr ? i : (*order)[static_cast<size_t>(i)]) * input.stride;
     if (input.is_bf16)
-      kernels_.pack(format, wide, static_cast<const uint16_t*>(input.x) + from, k, 0, k, to + i * bytes);
+      kernels_.pack(format, dequantised, static_cast<const uint16_t*>(input.x) + from, k, 0, k, to + i * bytes);
     else
-      kernels_.pack(format, wide, static_cast<const float*>(input.x) + from, k, 0, k, to + i * bytes);
+      kernels_.pack(format, dequantised, static_cast<const float*>(input.x) + from, k, 0, k, to + i * bytes);
   };
   if (rows * k <= kInlineElements) {
     for (int64_t i = 0; i < rows; ++i) one(i);
     return;
   }
-  const int64_t per_piece = std::max<int64_t>(1, kPackElements / k);
-  pool_.parallel_for((rows + per_piece - 1) / per_piece, [&](int64_t piece, int) {
-    for (int64_t i = piece * per_piece; i < std::min(rows, (piece + 1) * per_piece); ++i) one(i);
+  const int64_t per_item = std::max<int64_t>(1, kPackElements / k);
+  pool_.parallel_for((rows + per_item - 1) / per_item, [&](int64_t item, int) {
+    for (int64_t i = item * per_item; i < std::min(rows, (item + 1) * per_item); ++i) one(i);
   });
 }
 
@@ -154,22 +154,22 @@ void LinearRunner::run_slab(const std::vector<LinearCall>& calls, const LinearIn
   bool done[kFormats + 1] = {};
   for (size_t c = 0; c < calls.size(); ++c) {
     const Format format = calls[c].linear->format();
-    const int64_t wide_from = deterministic_ ? 0 : kernels_.wide_from(format);
-    const bool wide = states[c].wide = wide_from > 0 && input.rows >= wide_from;
-    const int form = wide ? kFormats : static_cast<int>(format);
+    const int64_t dequantised_from = deterministic_ ? 0 : kernels_.dequantised_from(format);
+    const bool dequantised = states[c].dequantised = dequantised_from > 0 && input.rows >= dequantised_from;
+    const int form = dequantised ? kFormats : static_cast<int>(format);
     if (std::exchange(done[form], true)) continue;
-    pack_rows(input, format, wide, k, nullptr,
-              grow(packed_[form], input.rows * kernels_.row_bytes_for(format, wide, k)));
+    pack_rows(input, format, dequantised, k, nullptr,
+              grow(packed_[form], input.rows * kernels_.row_bytes_for(format, dequantised, k)));
   }
   run_adapters(calls, input, states);
 
   std::vector<int64_t> begin;
   const std::vector<Part> parts = share_out(calls, states, input.rows, &begin);
-  const auto body = [&](int64_t piece, int worker) {
+  const auto body = [&](int64_t item, int worker) {
     size_t p = parts.size() - 1;
-    while (parts[p].first_piece > piece) --p;
+    while (parts[p].first_item > item) --p;
     const size_t c = parts[p].call;
-    run_piece(calls[c], states[c], input, parts[p], piece - parts[p].first_piece, worker);
+    run_item(calls[c], states[c], input, parts[p], item - parts[p].first_item, worker);
   };
   if (begin.size() > 2) {
     pool_.parallel_for_groups(begin, body);
@@ -185,47 +185,47 @@ std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<Linear
                                    [this](const LinearCall& call) { return call.linear->shards() == pool_.groups(); });
   const int nodes = sharded ? pool_.groups() : 1;
   std::vector<Part> parts;
-  int64_t pieces = 0;
+  int64_t items = 0;
   for (int node = 0; node < nodes; ++node) {
-    begin->push_back(pieces);
+    begin->push_back(items);
     for (size_t c = 0; c < calls.size(); ++c) {
       const PackedLinear& linear = *calls[c].linear;
       const int64_t all = panels_of(linear.n());
-      const int64_t most = states[c].wide ? kWidePieceRows : kPieceRows;
+      const int64_t most = states[c].dequantised ? kDequantisedItemRows : kItemRows;
       const int64_t row_blocks = (rows + most - 1) / most;
       int64_t step = 4;
-      if (states[c].wide && rows <= kPieceRows) step = 8;
-      if (rows <= 16) step = std::clamp<int64_t>(kPieceBytes / linear.panel_bytes() / 4 * 4, 4, kMaxPiecePanels);
+      if (states[c].dequantised && rows <= kItemRows) step = 8;
+      if (rows <= 16) step = std::clamp<int64_t>(kItemBytes / linear.panel_bytes() / 4 * 4, 4, kMaxItemPanels);
       while (step > 2 && all * row_blocks < step * 4 * pool_.threads()) step /= 2;
       for (int s = sharded ? node : 0; s < (sharded ? node + 1 : linear.shards()); ++s) {
         const int64_t panels = linear.first_panel(s + 1) - linear.first_panel(s);
         if (panels == 0) continue;
-        parts.push_back({c, linear.first_panel(s), panels, step, row_blocks, pieces});
-        pieces += (panels + step - 1) / step * row_blocks;
+        parts.push_back({c, linear.first_panel(s), panels, step, row_blocks, items});
+        items += (panels + step - 1) / step * row_blocks;
       }
     }
   }
-  begin->push_back(pieces);
+  begin->push_back(items);
   return parts;
 }
 
-void LinearRunner::run_piece(const LinearCall& call, const CallState& state, const LinearInput& input, const Part& part,
-                             int64_t piece, int worker) {
+void LinearRunner::run_item(const LinearCall& call, const CallState& state, const LinearInput& input, const Part& part,
+                            int64_t item, int worker) {
   const PackedLinear& linear = *call.linear;
   const Format format = linear.format();
   const int64_t blocks = part.row_blocks;
-  const int64_t row = input.rows * (piece % blocks) / blocks;
-  const int64_t rows = input.rows * (piece % blocks + 1) / blocks - row;
-  const int64_t first = piece / blocks * part.panels_per_piece;
+  const int64_t row = input.rows * (item % blocks) / blocks;
+  const int64_t rows = input.rows * (item % blocks + 1) / blocks - row;
+  const int64_t first = item / blocks * part.panels_per_item;
   const int64_t panel = part.panel + first;
-  const int64_t panels = std::min(part.panels_per_piece, part.panels - first);
+  const int64_t panels = std::min(part.panels_per_item, part.panels - first);
   const int64_t width = panels * kPanel;
   const int64_t stride = odd_lines(width * 4) / 4;
-  const int64_t bytes = kernels_.row_bytes_for(format, state.wide, linear.k());
-  const uint8_t* x = packed_[state.wide ? kFormats : static_cast<int>(format)].data() + row * bytes;
+  const int64_t bytes = kernels_.row_bytes_for(format, state.dequantised, linear.k());
+  const uint8_t* x = packed_[state.dequantised ? kFormats : static_cast<int>(format)].data() + row * bytes;
   float* tile = reinterpret_cast<float*>(tiles_.data()) + worker * kTileFloats;
   const DotArgs args{format, linear.panel(panel), panels, linear.k(), x, bytes, rows, tile, stride};
-  (state.wide ? kernels_.dot_wide : kernels_.dot)(args);
+  (state.dequantised ? kernels_.dot_dequantised : kernels_.dot)(args);
 
   const int64_t count = std::min(width, linear.n() - panel * kPanel);
   for (int64_t r = 0; r < rows; ++r) {

@@ -4,12 +4,12 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/pack.hpp"
+#include "packing/pack.hpp"
 
 namespace ktserve {
 namespace {
 
-constexpr int64_t kShardPanels = 4;           // shards hold whole runs of so many: pieces of work are as large
+constexpr int64_t kShardPanels = 4;           // shards hold whole runs of so many: work items are as large
 constexpr int64_t kInlineElements = 1 << 12;  // so little is unpacked without waking the pool
 
 void require(bool holds, const char* name, int64_t value, const char* allowed) {

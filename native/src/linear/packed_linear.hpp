@@ -1,4 +1,4 @@
-// One projection's weights in the packed layout (core/format.hpp), and its adapters.
+// One projection's weights in the packed layout (packing/format.hpp), and its adapters.
 //
 //   shard 0 (node 0):  panels [0, P/S)      shard 1 (node 1):  panels [P/S, 2P/S) ...
 //
@@ -12,10 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "core/arena.hpp"
-#include "core/format.hpp"
-#include "core/packed_file.hpp"
-#include "core/pool.hpp"
+#include "packing/format.hpp"
+#include "packing/packed_file.hpp"
+#include "runtime/arena.hpp"
+#include "runtime/pool.hpp"
 
 namespace ktserve {
 
@@ -40,7 +40,7 @@ class PackedLinear {
                const std::vector<int>& nodes = {});
   // Packs `data` ([n, k] in a GGML type).
   void load(WorkerPool& pool, const std::string& source, const uint8_t* data, int64_t data_bytes);
-  // From or to a file, at `offset`; the checksum of the bytes (core/packed_file.hpp).
+  // From or to a file, at `offset`; the checksum of the bytes (packing/packed_file.hpp).
   uint64_t read(WorkerPool& pool, int file, int64_t offset) { return read_spans(pool, spans(), file, offset); }
   uint64_t write(WorkerPool& pool, int file, int64_t offset) const { return write_spans(pool, spans(), file, offset); }
 

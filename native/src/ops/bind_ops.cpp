@@ -1,9 +1,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include "core/address.hpp"
 #include "ops/ops.hpp"
-#include "ops/roofs.hpp"
+#include "ops/peaks.hpp"
+#include "runtime/address.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -38,8 +38,9 @@ void bind_ops(nb::module_& module) {
                       weight_bf16, at<void>(out), out_stride, rows, dim, eps},
                      is_bf16);
           },
-          "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "weight_bf16"_a, "out"_a, "out_stride"_a,
-          "rows"_a, "dim"_a, "eps"_a, "is_bf16"_a, release())
+          nb::kw_only(), "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "weight_bf16"_a, "out"_a,
+          "out_stride"_a, "rows"_a, "dim"_a, "eps"_a, "is_bf16"_a, release(),
+          "out [rows, dim] = RMS norm of x, or (residual given) of residual += x. weight: [dim], bf16 or float32.")
       .def(
           "qk_norm_rope",
           [](const Ops& ops, Address q, int64_t q_stride, Address k, int64_t k_stride, Address q_weight,
@@ -50,9 +51,11 @@ void bind_ops(nb::module_& module) {
                               at<const int64_t>(positions), table_rows, tokens, heads, kv_heads, head_dim, eps},
                              is_bf16);
           },
-          "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "q_weight"_a, "k_weight"_a, "weight_bf16"_a, "cos"_a, "sin"_a,
-          "positions"_a, "table_rows"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a, "is_bf16"_a,
-          release())
+          nb::kw_only(), "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "q_weight"_a, "k_weight"_a, "weight_bf16"_a, "cos"_a,
+          "sin"_a, "positions"_a, "table_rows"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "eps"_a,
+          "is_bf16"_a, release(),
+          "In place: QK-norm and rotation of q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]. Weights "
+          "[head_dim]; cos, sin float32 [table_rows, head_dim / 2]; positions int64 [tokens].")
       .def(
           "silu_mul",
           [](const Ops& ops, Address gate, int64_t gate_stride, Address up, int64_t up_stride, Address out,
@@ -61,8 +64,18 @@ void bind_ops(nb::module_& module) {
                           rows, dim},
                          is_bf16);
           },
-          "gate"_a, "gate_stride"_a, "up"_a, "up_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "dim"_a, "is_bf16"_a,
-          release())
+          nb::kw_only(), "gate"_a, "gate_stride"_a, "up"_a, "up_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "dim"_a,
+          "is_bf16"_a, release(), "out [rows, dim] = silu(gate) * up.")
+      .def(
+          "add_gated",
+          [](const Ops& ops, Address base, int64_t base_stride, Address x, int64_t x_stride, Address gate, Address out,
+             int64_t out_stride, int64_t rows, int64_t dim, bool is_bf16) {
+            ops.add_gated({at<const void>(base), base_stride, at<const void>(x), x_stride, at<const float>(gate),
+                           at<void>(out), out_stride, rows, dim},
+                          is_bf16);
+          },
+          nb::kw_only(), "base"_a, "base_stride"_a, "x"_a, "x_stride"_a, "gate"_a, "out"_a, "out_stride"_a, "rows"_a,
+          "dim"_a, "is_bf16"_a, release(), "out = base + sigmoid(gate) x, by row.")
       .def(
           "router_topk",
           [](const Ops& ops, Address logits, int64_t stride, int64_t rows, int experts, int top_k, bool renormalise,
@@ -71,8 +84,10 @@ void bind_ops(nb::module_& module) {
                              at<float>(weights)},
                             is_bf16);
           },
-          "logits"_a, "stride"_a, "rows"_a, "experts"_a, "top_k"_a, "renormalise"_a, "ids"_a, "weights"_a, "is_bf16"_a,
-          release())
+          nb::kw_only(), "logits"_a, "stride"_a, "rows"_a, "experts"_a, "top_k"_a, "renormalise"_a, "ids"_a,
+          "weights"_a, "is_bf16"_a, release(),
+          "ids int64 and weights float32 [rows, top_k]: the largest of softmax(logits [rows, experts]), falling; "
+          "renormalise: divided by their sum.")
       .def(
           "embed",
           [](const Ops& ops, Address ids, int64_t rows, Address table, int64_t vocab, int64_t dim, Address out,
@@ -80,13 +95,15 @@ void bind_ops(nb::module_& module) {
             ops.embed({at<const int64_t>(ids), rows, at<const void>(table), vocab, dim, at<void>(out), out_stride},
                       element_bytes);
           },
-          "ids"_a, "rows"_a, "table"_a, "vocab"_a, "dim"_a, "out"_a, "out_stride"_a, "element_bytes"_a, release())
+          nb::kw_only(), "ids"_a, "rows"_a, "table"_a, "vocab"_a, "dim"_a, "out"_a, "out_stride"_a, "element_bytes"_a,
+          release(), "out [rows, dim] = table[ids], ids int64 [rows]. ValueError for an id out of range.")
       .def(
-          "likeliest",
+          "argmax",
           [](const Ops& ops, Address logits, int64_t stride, int64_t rows, int64_t n, Address out, bool is_bf16) {
-            ops.likeliest({at<const void>(logits), stride, rows, n, at<int64_t>(out)}, is_bf16);
+            ops.argmax({at<const void>(logits), stride, rows, n, at<int64_t>(out)}, is_bf16);
           },
-          "logits"_a, "stride"_a, "rows"_a, "n"_a, "out"_a, "is_bf16"_a, release());
+          nb::kw_only(), "logits"_a, "stride"_a, "rows"_a, "n"_a, "out"_a, "is_bf16"_a, release(),
+          "out int64 [rows]: the place of each largest of logits [rows, n], as torch.argmax finds it.");
 }
 
 }  // namespace ktserve

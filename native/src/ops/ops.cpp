@@ -11,7 +11,7 @@
 namespace ktserve {
 namespace {
 
-constexpr int64_t kPieceElements = 4096;   // two microseconds or so
+constexpr int64_t kItemElements = 4096;    // two microseconds or so
 constexpr int64_t kInlineElements = 8192;  // so few take no longer than waking the pool saves
 constexpr int kMaxExperts = 1024;
 
@@ -35,6 +35,18 @@ void select_topk(const float* p, int n, int k, std::vector<std::pair<float, int6
   }
 }
 
+bool finite(const char* values, int64_t place, bool is_bf16) {
+  uint32_t bits = 0;
+  if (is_bf16) {
+    uint16_t upper;
+    std::memcpy(&upper, values + place * 2, 2);
+    bits = static_cast<uint32_t>(upper) << 16;
+  } else {
+    std::memcpy(&bits, values + place * 4, 4);
+  }
+  return (bits & 0x7f800000u) != 0x7f800000u;
+}
+
 }  // namespace
 
 Ops::Ops(WorkerPool& pool, Isa isa) : pool_(pool), kernels_(isa == Isa::avx2 ? kOpsAvx2 : kOpsAvx512) {
@@ -43,14 +55,13 @@ Ops::Ops(WorkerPool& pool, Isa isa) : pool_(pool), kernels_(isa == Isa::avx2 ? k
 
 template <class F>
 void Ops::split(int64_t rows, int64_t row_elements, const F& body) const {
-  const int64_t per_piece = std::max<int64_t>(1, kPieceElements / std::max<int64_t>(1, row_elements));
-  const int64_t pieces = (rows + per_piece - 1) / per_piece;
-  if (pieces <= 1 || rows * row_elements <= kInlineElements) {
+  const int64_t per_item = std::max<int64_t>(1, kItemElements / std::max<int64_t>(1, row_elements));
+  const int64_t items = (rows + per_item - 1) / per_item;
+  if (items <= 1 || rows * row_elements <= kInlineElements) {
     if (rows > 0) body(0, rows);
     return;
   }
-  pool_.parallel_for(pieces,
-                     [&](int64_t piece, int) { body(piece * per_piece, std::min(rows, (piece + 1) * per_piece)); });
+  pool_.parallel_for(items, [&](int64_t item, int) { body(item * per_item, std::min(rows, (item + 1) * per_item)); });
 }
 
 void Ops::norm(const Norm& n, bool is_bf16) const {
@@ -64,6 +75,8 @@ void Ops::qk_norm_rope(const QkNormRope& r, bool is_bf16) const {
   require(r.tokens >= 0, "tokens", r.tokens, "0 or more");
   require(r.heads >= 1, "heads", r.heads, "1 or more");
   require(r.kv_heads >= 1, "kv_heads", r.kv_heads, "1 or more");
+  if ((r.q_weight == nullptr) != (r.k_weight == nullptr))
+    throw std::invalid_argument("q_weight, k_weight: one is null; allowed is a norm of both or of neither");
   require(r.head_dim >= 2 && r.head_dim % 2 == 0, "head_dim", r.head_dim, "an even number");
   for (int64_t t = 0; t < r.tokens; ++t) {
     if (r.positions[t] >= 0 && r.positions[t] < r.table_rows) continue;
@@ -80,6 +93,13 @@ void Ops::silu_mul(const SiluMul& s, bool is_bf16) const {
   require(s.dim >= 1, "dim", s.dim, "1 or more");
   const auto kernel = kernels_.silu_mul[is_bf16];
   split(s.rows, s.dim, [&](int64_t begin, int64_t end) { kernel(s, begin, end); });
+}
+
+void Ops::add_gated(const AddGated& g, bool is_bf16) const {
+  require(g.rows >= 0, "rows", g.rows, "0 or more");
+  require(g.dim >= 1, "dim", g.dim, "1 or more");
+  const auto kernel = kernels_.add_gated[is_bf16];
+  split(g.rows, g.dim, [&](int64_t begin, int64_t end) { kernel(g, begin, end); });
 }
 
 void Ops::router_topk(const RouterTopK& r, bool is_bf16) const {
@@ -120,13 +140,16 @@ void Ops::embed(const Embed& e, int64_t element_bytes) const {
   });
 }
 
-void Ops::likeliest(const Likeliest& l, bool is_bf16) const {
+void Ops::argmax(const Argmax& l, bool is_bf16) const {
   require(l.rows >= 0, "rows", l.rows, "0 or more");
   require(l.n >= 1, "n", l.n, "1 or more");
   const auto kernel = kernels_.largest[is_bf16];
   split(l.rows, l.n, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      l.out[row] = kernel(static_cast<const char*>(l.logits) + row * l.stride * (is_bf16 ? 2 : 4), l.n);
+    for (int64_t row = begin; row < end; ++row) {
+      const char* logits = static_cast<const char*>(l.logits) + row * l.stride * (is_bf16 ? 2 : 4);
+      const int64_t place = kernel(logits, l.n);
+      l.out[row] = finite(logits, place, is_bf16) ? place : -1;
+    }
   });
 }
 

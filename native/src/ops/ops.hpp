@@ -1,10 +1,11 @@
-// The row operations over a pool: sizes are checked, rows are cut into pieces of about 16 K elements, and small calls
-// stay on the caller's thread. All throw std::invalid_argument naming the argument, its value and what is allowed.
+// The row operations over a pool: sizes are checked, rows are cut into work items of about 16 K elements, and small
+// calls stay on the caller's thread. All throw std::invalid_argument naming the argument, its value and what is
+// allowed.
 #pragma once
 
-#include "core/isa.hpp"
-#include "core/pool.hpp"
 #include "ops/ops_kernels.hpp"
+#include "runtime/isa.hpp"
+#include "runtime/pool.hpp"
 
 namespace ktserve {
 
@@ -29,7 +30,7 @@ struct Embed {
   int64_t out_stride;
 };
 
-struct Likeliest {
+struct Argmax {
   const void* logits;  // [rows, n]
   int64_t stride;
   int64_t rows;
@@ -44,10 +45,11 @@ class Ops {
   void norm(const Norm& n, bool is_bf16) const;
   void qk_norm_rope(const QkNormRope& r, bool is_bf16) const;
   void silu_mul(const SiluMul& s, bool is_bf16) const;
+  void add_gated(const AddGated& g, bool is_bf16) const;
   void router_topk(const RouterTopK& r, bool is_bf16) const;
   void embed(const Embed& e, int64_t element_bytes) const;
-  // The place of each row's largest value as torch.argmax finds it: the first of equals, of NaN if there is any.
-  void likeliest(const Likeliest& l, bool is_bf16) const;
+  // The place of each row's largest value, the first of equals; -1 if it is infinite or a value is NaN.
+  void argmax(const Argmax& l, bool is_bf16) const;
 
  private:
   template <class F>

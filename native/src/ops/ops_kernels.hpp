@@ -26,7 +26,7 @@ struct QkNormRope {  // in place
   int64_t q_stride;  // from token to token
   void* k;
   int64_t k_stride;
-  const void* q_weight;  // head_dim
+  const void* q_weight;  // head_dim; both null: no norm
   const void* k_weight;
   bool weight_bf16;
   const float* cos;  // [positions, head_dim / 2]
@@ -51,11 +51,24 @@ struct SiluMul {
   int64_t dim;
 };
 
+struct AddGated {  // out = base + sigmoid(gate) x
+  const void* base;
+  int64_t base_stride;
+  const void* x;
+  int64_t x_stride;
+  const float* gate;  // one per row
+  void* out;          // may be base or x
+  int64_t out_stride;
+  int64_t rows;
+  int64_t dim;
+};
+
 struct OpsKernels {
   // Each works on rows [begin, end). Index 0: float32, 1: bf16.
   void (*norm[2])(const Norm&, int64_t begin, int64_t end);
   void (*qk_norm_rope[2])(const QkNormRope&, int64_t begin, int64_t end);
   void (*silu_mul[2])(const SiluMul&, int64_t begin, int64_t end);
+  void (*add_gated[2])(const AddGated&, int64_t begin, int64_t end);
   void (*softmax[2])(const void* x, float* out, int64_t n);  // one row
   int64_t (*largest[2])(const void* x, int64_t n);           // first place of a row's largest value, or of its NaN
 };

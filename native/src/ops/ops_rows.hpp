@@ -8,22 +8,9 @@
 #pragma once
 
 #include "ops/ops_kernels.hpp"
-#include "ops/simd16.hpp"
+#include "simd/math16.hpp"
 
 namespace ktserve::KT_SIMD {
-
-template <class T>
-inline F16 load_some(const T* p, int64_t left) {
-  return left >= 16 ? load16(p) : load_part(p, static_cast<int>(left));
-}
-
-template <class T>
-inline void store_some(T* p, F16 x, int64_t left) {
-  if (left >= 16)
-    store16(p, x);
-  else
-    store_part(p, x, static_cast<int>(left));
-}
 
 inline F16 load_weight(const void* weight, bool is_bf16, int64_t i, int64_t left) {
   if (is_bf16) return load_some(static_cast<const bf16*>(weight) + i, left);
@@ -59,9 +46,24 @@ void norm_rows(const Norm& n, int64_t begin, int64_t end) {
   }
 }
 
+// Elements i and half + i of a head, which are a and b before.
+template <class T>
+inline void rotate(T* head, int half, int i, F16 a, F16 b, const float* cos, const float* sin) {
+  const int left = half - i;
+  const F16 c = load_some(cos + i, left);
+  const F16 s = load_some(sin + i, left);
+  store_some(head + i, fnma(b, s, mul(a, c)), left);
+  store_some(head + half + i, fma(a, s, mul(b, c)), left);
+}
+
 template <class T>
 inline void rope_head(const QkNormRope& r, T* head, const void* weight, const float* cos, const float* sin) {
   const int half = r.head_dim / 2;
+  if (weight == nullptr) {
+    for (int i = 0; i < half; i += 16)
+      rotate(head, half, i, load_some(head + i, half - i), load_some(head + half + i, half - i), cos, sin);
+    return;
+  }
   F16 squares = zero16();
   for (int i = 0; i < half; i += 16) {
     const F16 a = load_some(head + i, half - i);
@@ -74,10 +76,7 @@ inline void rope_head(const QkNormRope& r, T* head, const void* weight, const fl
     const int left = half - i;
     const F16 a = mul(mul(load_some(head + i, left), scale), load_weight(weight, r.weight_bf16, i, left));
     const F16 b = mul(mul(load_some(head + half + i, left), scale), load_weight(weight, r.weight_bf16, half + i, left));
-    const F16 c = load_some(cos + i, left);
-    const F16 s = load_some(sin + i, left);
-    store_some(head + i, fnma(b, s, mul(a, c)), left);
-    store_some(head + half + i, fma(a, s, mul(b, c)), left);
+    rotate(head, half, i, a, b, cos, sin);
   }
 }
 
@@ -101,6 +100,21 @@ void silu_mul_rows(const SiluMul& s, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < s.dim; i += 16) {
       const int64_t left = s.dim - i;
       store_some(out + i, mul(silu16(load_some(gate + i, left)), load_some(up + i, left)), left);
+    }
+  }
+}
+
+template <class T>
+void add_gated_rows(const AddGated& g, int64_t begin, int64_t end) {
+  const F16 one = set16(1.0f);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(g.x) + row * g.x_stride;
+    const T* base = static_cast<const T*>(g.base) + row * g.base_stride;
+    T* out = static_cast<T*>(g.out) + row * g.out_stride;
+    const F16 gate = div(one, add(one, exp16(sub(zero16(), set16(g.gate[row])))));
+    for (int64_t i = 0; i < g.dim; i += 16) {
+      const int64_t left = g.dim - i;
+      store_some(out + i, fma(load_some(x + i, left), gate, load_some(base + i, left)), left);
     }
   }
 }
@@ -152,10 +166,9 @@ int64_t largest_place(const void* x, int64_t n) {
   return place;
 }
 
-constexpr OpsKernels kOps = {{norm_rows<float>, norm_rows<bf16>},
-                             {qk_norm_rope_rows<float>, qk_norm_rope_rows<bf16>},
-                             {silu_mul_rows<float>, silu_mul_rows<bf16>},
-                             {softmax_row<float>, softmax_row<bf16>},
-                             {largest_place<float>, largest_place<bf16>}};
+constexpr OpsKernels kOps = {
+    {norm_rows<float>, norm_rows<bf16>},         {qk_norm_rope_rows<float>, qk_norm_rope_rows<bf16>},
+    {silu_mul_rows<float>, silu_mul_rows<bf16>}, {add_gated_rows<float>, add_gated_rows<bf16>},
+    {softmax_row<float>, softmax_row<bf16>},     {largest_place<float>, largest_place<bf16>}};
 
 }  // namespace ktserve::KT_SIMD

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "core/isa.hpp"
+#include "runtime/isa.hpp"
 
 namespace ktserve::test {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "attention/attention.hpp"
-#include "core/pack.hpp"
+#include "packing/pack.hpp"
 #include "tests/check.hpp"
 
 namespace ktserve {

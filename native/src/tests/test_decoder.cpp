@@ -53,7 +53,7 @@ struct Model {
     head = make(format, kVocabulary, kHidden);
   }
 
-  // The final hidden state of each token, then its likeliest token; one step, a fresh cache.
+  // The final hidden state of each token, then its greedy token; one step, a fresh cache.
   std::vector<float> run(Isa isa, const std::vector<const Sequence*>& sequences) {
     const Ops ops(world.pool, isa);
     LinearRunner linear(world.pool, isa, true);
@@ -82,7 +82,7 @@ struct Model {
     const int64_t tokens = starts.back();
     const auto count = static_cast<size_t>(tokens);
     int32_t bsz = 0;
-    std::vector<int64_t> ids(count * kTopK), likeliest(count);
+    std::vector<int64_t> ids(count * kTopK), greedy(count);
     std::vector<int32_t> expert_slots(count);
     std::vector<float> weights(count * kTopK), in(count * kHidden), out(count * kHidden), hidden(count * kHidden);
     const Forward task(
@@ -93,14 +93,14 @@ struct Model {
     decoder.set_head(norm, *head,
                      {&bsz, ids.data(), weights.data(), expert_slots.data(), in.data(), out.data(), tokens});
     attention.plan(starts, contexts, tables);
-    decoder.run({tokens, residual.data(), positions.data(), slots.data(), nullptr, tokens, hidden.data(),
-                 likeliest.data(), nullptr});
+    decoder.run({tokens, residual.data(), positions.data(), slots.data(), nullptr, tokens, hidden.data(), greedy.data(),
+                 nullptr});
     std::vector<float> all;
     for (size_t t = 0; t < count; ++t) {
       all.insert(all.end(), hidden.begin() + static_cast<int64_t>(t * kHidden),
                  hidden.begin() + static_cast<int64_t>((t + 1) * kHidden));
-      CHECK(likeliest[t] >= 0 && likeliest[t] < kVocabulary);
-      all.push_back(static_cast<float>(likeliest[t]));
+      CHECK(greedy[t] >= 0 && greedy[t] < kVocabulary);
+      all.push_back(static_cast<float>(greedy[t]));
     }
     return all;
   }

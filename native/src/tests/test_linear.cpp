@@ -3,8 +3,8 @@
 #include <numeric>
 #include <vector>
 
-#include "core/pack.hpp"
 #include "linear/linear.hpp"
+#include "packing/pack.hpp"
 #include "tests/check.hpp"
 
 namespace ktserve {

@@ -79,8 +79,8 @@ KTSERVE_TEST(moe_rows_are_independent) {
   }
 }
 
-// Enough rows for dot_wide: near what the deterministic runner gives, the same in every run, with any pool, and for any
-// values of the other rows.
+// Enough rows for dot_dequantised: near what the deterministic runner gives, the same in every run, with any pool, and
+// for any values of the other rows.
 KTSERVE_TEST(moe_many_rows) {
   Random random(5);
   for (Format format : {Format::bf16, Format::i8, Format::i4m}) {
@@ -101,9 +101,9 @@ KTSERVE_TEST(moe_many_rows) {
         difference += std::fabs(got[i] - want[i]);
         size += std::fabs(want[i]);
       }
-      const bool wide = kernels(isa).wide_from(format) > 0;
-      CHECK(difference <= (wide ? 0.02 : 0) * size);
-      CHECK(!wide || difference > 0);
+      const bool dequantised = kernels(isa).dequantised_from(format) > 0;
+      CHECK(difference <= (dequantised ? 0.02 : 0) * size);
+      CHECK(!dequantised || difference > 0);
       other.forward(world.layer, batch.buffers());
       CHECK(batch.out == got);
       for (int64_t i = 35 * world.hidden; i < 70 * world.hidden; ++i) batch.hidden[static_cast<size_t>(i)] = 1e4f;

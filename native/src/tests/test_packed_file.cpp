@@ -6,7 +6,7 @@
 #include <system_error>
 #include <vector>
 
-#include "core/packed_file.hpp"
+#include "packing/packed_file.hpp"
 #include "tests/check.hpp"
 
 namespace ktserve {

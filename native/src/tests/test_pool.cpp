@@ -4,7 +4,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/pool.hpp"
+#include "runtime/pool.hpp"
 #include "tests/check.hpp"
 
 namespace ktserve {
@@ -17,40 +17,40 @@ void hammer(std::vector<WorkerPool*> pools, uint64_t seed, int calls) {
   Random random(seed);
   for (int call = 0; call < calls; ++call) {
     WorkerPool& pool = *pools[static_cast<size_t>(random.below(static_cast<int64_t>(pools.size())))];
-    const int64_t pieces = random.below(60);
-    const int64_t fail = random.below(10) == 0 && pieces > 0 ? random.below(pieces) : -1;
+    const int64_t items = random.below(60);
+    const int64_t fail = random.below(10) == 0 && items > 0 ? random.below(items) : -1;
     const bool step = random.below(8) == 0;
     const bool nested = random.below(8) == 0;
-    std::vector<int64_t> sums(static_cast<size_t>(pieces) + 1, 0);  // plain memory: TSan sees a missing order
+    std::vector<int64_t> sums(static_cast<size_t>(items) + 1, 0);  // plain memory: TSan sees a missing order
     std::vector<int64_t> first(static_cast<size_t>(pool.groups()) + 1, 0);
     for (int g = 1; g <= pool.groups(); ++g) {
-      first[static_cast<size_t>(g)] = g == pool.groups() ? pieces : random.below(pieces + 1);
+      first[static_cast<size_t>(g)] = g == pool.groups() ? items : random.below(items + 1);
       if (first[static_cast<size_t>(g)] < first[static_cast<size_t>(g) - 1])
         first[static_cast<size_t>(g)] = first[static_cast<size_t>(g) - 1];
     }
-    const auto body = [&](int64_t piece, int worker) {
+    const auto body = [&](int64_t item, int worker) {
       CHECK(worker >= 0 && worker < pool.threads());
-      if (piece == fail) throw std::runtime_error("piece " + std::to_string(piece));
-      sums[static_cast<size_t>(piece)] += piece + 1;
+      if (item == fail) throw std::runtime_error("work item " + std::to_string(item));
+      sums[static_cast<size_t>(item)] += item + 1;
       if (nested) {
         pool.parallel_for(3,
-                          [&](int64_t, int inner) { sums[static_cast<size_t>(piece)] += inner == worker ? 1 : 1000; });
+                          [&](int64_t, int inner) { sums[static_cast<size_t>(item)] += inner == worker ? 1 : 1000; });
       }
     };
     if (step) pool.begin_step();
     bool threw = false;
     try {
       if (random.below(2) == 0) {
-        pool.parallel_for(pieces, body);
+        pool.parallel_for(items, body);
       } else {
         pool.parallel_for_groups(first, body);
       }
     } catch (const std::runtime_error& error) {
-      threw = error.what() == "piece " + std::to_string(fail);
+      threw = error.what() == "work item " + std::to_string(fail);
     }
     if (step) pool.end_step();
     CHECK(threw == (fail >= 0));
-    for (int64_t i = 0; i < pieces && fail < 0; ++i) CHECK(sums[static_cast<size_t>(i)] == i + 1 + (nested ? 3 : 0));
+    for (int64_t i = 0; i < items && fail < 0; ++i) CHECK(sums[static_cast<size_t>(i)] == i + 1 + (nested ? 3 : 0));
   }
 }
 
@@ -69,7 +69,7 @@ KTSERVE_TEST(pool_comes_and_goes) {
   for (int i = 0; i < 50; ++i) {
     WorkerPool pool(PoolOptions{{{0, 1, 0}}});
     std::atomic<int64_t> sum{0};
-    pool.parallel_for(i, [&](int64_t piece, int) { sum += piece; });
+    pool.parallel_for(i, [&](int64_t item, int) { sum += item; });
     CHECK(sum == i * (i - 1) / 2);
   }
 }

@@ -2,8 +2,8 @@
 
 #include <vector>
 
-#include "core/task.hpp"
 #include "experts/moe.hpp"
+#include "runtime/task.hpp"
 #include "tests/check.hpp"
 
 namespace ktserve::test {

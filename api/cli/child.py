@@ -1,0 +1,30 @@
+"""ktserve plan, check, adapters inspect: the engine does the work in a child process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import msgspec
+
+from api.client.launch import engine_command, with_demo
+from api.client.process import child_environment
+from api.config import ServeConfig
+from engine.config import EngineConfig
+from engine.errors import UserError
+
+
+def run_child(command: str, path: str | None, engine: EngineConfig, serve: ServeConfig) -> int:
+    """The child's exit status; its output is ours. Raises UserError if it cannot be started or passed a
+    limit of processor time."""
+    if command != "inspect":
+        engine, _ = with_demo(engine)
+    payload = msgspec.json.encode(engine).decode()
+    argv = [*engine_command(serve), command, *([path] if path is not None else []), "--config-json", payload]
+    try:
+        status = subprocess.run(argv, env=child_environment(), check=False).returncode
+    except OSError as error:
+        raise UserError(f"cannot start {argv[0]}: {error.strerror}", "engine_command") from None
+    if status == -signal.SIGXCPU:
+        raise UserError(f"{path}: reading it took more processor time than files of its size may", "path")
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,193 @@
+"""The command `ktserve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from api.cli.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
+from api.config import ServeConfig
+from api.logs import JsonFormatter, RateLimit
+from api.tenants.file import tenant_name
+from api.tenants.hashes import new_key
+from api.version import project_version
+from engine.config import EngineConfig
+from engine.errors import KtserveError, UserError
+
+_EPILOG = """\
+examples:
+  ktserve serve                                        the demo model and its two adapters
+  ktserve serve ~/models/Qwen3-30B-A3B                 a Hugging Face folder
+  ktserve serve ~/models/qwen3-30b-a3b-q4_k_m.gguf     a GGUF file
+  ktserve serve MODEL --adapters law=~/a --adapters med=~/b
+  ktserve chat MODEL                                   talk to it in this terminal
+  ktserve plan MODEL --max-model-len 32768             what it would need; loads nothing
+
+Every setting can also be a variable (KTSERVE_MAX_NUM_SEQS=8) or a line of a YAML file (--config FILE,
+'max_num_seqs: 8'). Flags win over variables, variables over the file.
+"""
+_SERVE = """\
+examples:
+  ktserve serve                                        the demo model and its two adapters
+  ktserve serve MODEL --port 9000 --host 0.0.0.0 --api-keys-file ~/keys
+      lines of the file: KEY=team-a:2 or KEY=team-b:1:base,law
+  ktserve serve MODEL --adapters law=~/adapters/law --admin-key-file ~/admin-key
+KTransformers' flags (--model_path, --gguf_path, --optimize_config_path, --cache_lens, --chunk_size,
+--max_batch_size, --max_new_tokens, --backend_type, --cpu_infer) are accepted; what they mean here is printed.
+"""
+_RAW = argparse.RawDescriptionHelpFormatter
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+
+def build_parser() -> Parser:
+    """All subcommands. `args.run` is what the chosen one calls with the arguments."""
+    parser = Parser(
+        prog="ktserve",
+        description="Serve Qwen3-MoE or Qwen2-MoE and many adapters side by side.",
+        epilog=_EPILOG,
+        formatter_class=_RAW,
+    )
+    parser.add_argument("--version", action="version", version=f"ktserve {project_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    engine, serve = settings_of(EngineConfig), settings_of(ServeConfig)
+    text = [s for s in serve if s.group == "Text" or s.name in ("engine_command", "log_level")]
+
+    def add(name: str, help: str, settings: list[Setting], epilog: str | None = None) -> Parser:
+        usage = f"ktserve {name} [MODEL] [--flag VALUE ...]"
+        command: Parser = commands.add_parser(
+            name, help=help, description=help, usage=usage, epilog=epilog, formatter_class=_Help
+        )
+        _add_common(command, settings)
+        return command
+
+    command = add("serve", "serve over HTTP, as OpenAI's API does", engine + serve, _SERVE)
+    command.add_argument("--backend-type", choices=("ktransformers", "balance_serve"), help=argparse.SUPPRESS)
+    command.set_defaults(run=_serve)
+    command = add("chat", "talk to the model in this terminal", engine + text)
+    command.add_argument("--adapter", help="adapter to start with")
+    command.add_argument("--system", help="system prompt")
+    command.set_defaults(run=_chat)
+    command = add("plan", "print the memory plan and the placement; loads nothing", engine)
+    command.set_defaults(run=_child, child="plan", path=None)
+    command = add("check", "compare the chosen backends with the reference, layer by layer", engine)
+    command.set_defaults(run=_child, child="check", path=None)
+    adapters = commands.add_parser("adapters", help="look at adapters", description="look at adapters")
+    below = adapters.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    inspect = below.add_parser(
+        "inspect", help="an adapter's format, tensors and whether it fits", formatter_class=_Help
+    )
+    inspect.add_argument("path", metavar="PATH", help="the adapter's folder")
+    inspect.add_argument("--model", default="", help="check it against this model", metavar="TEXT")
+    inspect.set_defaults(run=_child, child="inspect")
+    keys = commands.add_parser("keys", help="make API keys", description="make API keys")
+    below = keys.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    new = below.add_parser("new", help="print a new key, and its line for tenants.yaml", formatter_class=_Help)
+    new.add_argument("--tenant", metavar="NAME", help="whose key it is to be")
+    new.set_defaults(run=_new_key)
+    return parser
+
+
+def _add_common(command: Parser, settings: list[Setting]) -> None:
+    command.add_argument("model_path_or_none", nargs="?", metavar="MODEL", help="same as --model")
+    command.add_argument("--config", metavar="FILE", help="YAML file with settings, under the flags' names")
+    add_flags(command, settings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0; 1 for a mistake of the user's or an engine that could not start; 130 after Ctrl-C; 143 after
+    SIGTERM before anything was served."""
+    console = Console(stderr=True)
+    try:
+        args = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+        return int(args.run(args, console))
+    except KtserveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except asyncio.CancelledError:  # SIGTERM before anything was served
+        return 143
+
+
+def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list[str]]:
+    positional = getattr(args, "model_path_or_none", None)
+    if positional is not None:
+        if hasattr(args, "model"):
+            raise UserError(f"the model is given twice: {positional} and {args.model}", "model")
+        args.model = positional
+    backend = getattr(args, "backend_type", None)
+    if backend == "ktransformers":
+        if hasattr(args, "max_num_seqs") and str(args.max_num_seqs) != "1":
+            raise UserError(
+                "--backend-type ktransformers is one request at a time; drop it or --max-num-seqs", "backend_type"
+            )
+        args.max_num_seqs = "1"
+        note(args, "--backend-type ktransformers: here --max-num-seqs 1 (one request at a time)")
+    elif backend == "balance_serve":
+        note(args, "--backend-type balance_serve: here the only mode (continuous batching)")
+    for flag, replacement in (("api_key", "--api-keys-file FILE"), ("admin_key", "--admin-key-file FILE")):
+        if hasattr(args, flag):
+            shown = flag.replace("_", "-")
+            note(args, f"warning: --{shown}: others can read the key in the list of processes; use {replacement}")
+    engine, serve, notes = resolve(args, environment())
+    logging.basicConfig(stream=sys.stderr, level=serve.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RateLimit())
+        if serve.log_format == "json":
+            handler.setFormatter(JsonFormatter())
+    if serve.access_log and serve.log_level == "warning":
+        notes.append("note: --access-log changes nothing: --log-level warning leaves its lines out")
+    if not serve.access_log:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return engine, serve, notes
+
+
+def _serve(args: argparse.Namespace, console: Console) -> int:
+    from api.cli.serve import serve
+
+    engine, config, notes = _settings(args)
+    return asyncio.run(serve(engine, config, notes, console))
+
+
+def _chat(args: argparse.Namespace, console: Console) -> int:
+    from api.cli.chat import chat
+
+    engine, config, notes = _settings(args)
+    return asyncio.run(chat(engine, config, notes, console, adapter=args.adapter, system=args.system))
+
+
+def _new_key(args: argparse.Namespace, console: Console) -> int:
+    if args.tenant is not None:
+        try:
+            tenant_name(args.tenant)
+        except ValueError as error:
+            raise UserError(f"--tenant: {error}", "tenant") from None
+    key, stored = new_key()
+    print(f"key (shown once): {key}")
+    if args.tenant is None:
+        print(f"stored as:        {stored.line}")
+    else:
+        print(f"tenants:\n  {args.tenant}:\n    keys:\n      - {stored.line}")
+    return 0
+
+
+def _child(args: argparse.Namespace, console: Console) -> int:
+    from api.cli.child import run_child
+
+    engine, config, notes = _settings(args)
+    for line in notes:
+        print(line, file=sys.stderr)
+    return run_child(args.child, args.path, engine, config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

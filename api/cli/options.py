@@ -1,0 +1,307 @@
+"""Settings from four places, the first that knows one wins: flags, KTSERVE_* variables, a YAML file, defaults.
+
+Flags, variables and keys are made from the fields of the settings' dataclasses. `_` and `-` are the same in a flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from api.config import ServeConfig
+from engine.config import EngineConfig, refusal
+from engine.errors import UserError
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_PREFIX = "KTSERVE_"
+_NOT_SETTINGS = {"KTSERVE_CONFIG"}
+_PATHS = {"model", "gguf", "rules", "profile_dir", "adapters", "tokenizer", "chat_template", "generation_config"}
+_PATHS |= {"api_keys_file", "admin_key_file", "tenants", "adapter_root", "usage_log"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field of a settings dataclass. `kind`: str, int, float or bool, of each element if `many`."""
+
+    owner: type
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    help: str
+    group: str
+    choices: tuple[str, ...]
+    aliases: tuple[str, ...]
+    many: bool
+    limits: tuple[float, float] | None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def meaning(self) -> str:
+        """The help without what it says about the default."""
+        return self.help.partition("; default")[0]
+
+    def convert(self, value: Any, where: str) -> Any:
+        """A value as its type. Raises UserError that names `where` it was written."""
+        if self.many:
+            items = value if isinstance(value, list) else [value]
+            return [self._one(item, where) for item in items]
+        if value is None and self.optional:
+            return None
+        return self._one(value, where)
+
+    def _one(self, value: Any, where: str) -> Any:
+        converted = _CONVERTERS[self.kind](value)
+        if converted is None:
+            raise UserError(f"{where}: {_WANTED[self.kind]} is expected, got {value!r}", self.name)
+        if allowed := refusal(converted, {"choices": self.choices, "limits": self.limits}):
+            raise UserError(
+                f"{where}: {value!r} is not one of {allowed}"
+                if self.choices
+                else f"{where} {value}: allowed is {allowed}",
+                self.name,
+            )
+        return converted
+
+
+def _to_bool(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    word = str(value).lower()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def _to_number(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            return None
+        try:
+            number = kind(value)
+        except (ValueError, OverflowError):
+            return None
+        return number if isinstance(value, str) or number == value else None
+
+    return convert
+
+
+def _to_str(value: Any) -> str | None:
+    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+
+
+_CONVERTERS: Mapping[type, Callable[[Any], Any]] = {
+    str: _to_str,
+    bool: _to_bool,
+    int: _to_number(int),
+    float: _to_number(float),
+}
+_WANTED: Mapping[type, str] = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def settings_of(owner: type) -> list[Setting]:
+    """All settings of a dataclass whose fields are made by `engine.config.option`."""
+    hints = typing.get_type_hints(owner)
+    found = []
+    for field in dataclasses.fields(owner):
+        hint, optional = hints[field.name], False
+        if isinstance(hint, types.UnionType):
+            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+            optional = True
+        if typing.get_origin(hint) is list:
+            (hint,) = typing.get_args(hint)
+        default = field.default
+        if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found.append(Setting(owner, field.name, hint, optional, default, **field.metadata))
+    return found
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: Sequence[Setting]) -> None:
+    """One group of flags for each group of settings; other servers' spellings are accepted and noted."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for setting in settings:
+        group = groups.setdefault(setting.group, parser.add_argument_group(setting.group))
+        text = setting.help.replace("%", "%%")
+        if setting.default not in (None, "", []) and "default" not in setting.help:
+            shown = {True: "on", False: "off"}.get(setting.default, setting.default) if setting.kind is bool else None
+            text += f" (default: {shown or setting.default})"
+        options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
+        if setting.kind is bool:
+            group.add_argument(setting.flag, action=_Switch, **options)
+        else:
+            metavar = _metavar(setting)
+            group.add_argument(setting.flag, action="append" if setting.many else "store", metavar=metavar, **options)
+        for alias in setting.aliases:
+            options["help"] = argparse.SUPPRESS
+            group.add_argument("--" + alias.replace("_", "-"), action=_Alias, setting=setting, **options)
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "{" + ",".join(setting.choices) + "}"
+    return {str: "TEXT", int: "N", float: "X"}[setting.kind]
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """--name and --no-name; argparse's own adds the default to the help."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, default: Any = None, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, default=default, help=help)
+
+
+class _Alias(argparse.Action):
+    """Another server's flag: sets the field and remembers what it means here."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, setting: Setting, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, **kwargs)
+        self._setting = setting
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        note(namespace, f"{option_string} {values}: here {self._setting.flag} {values} ({self._setting.meaning})")
+
+
+def note(namespace: argparse.Namespace, line: str) -> None:
+    """Remember a line that tells the person what an accepted foreign flag means."""
+    namespace.notes = [*getattr(namespace, "notes", []), line]
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags with `_` or `-`, no abbreviations, a suggestion for an unknown one, errors in one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        args = [_dashes(arg) for arg in args] if args is not None else None
+        namespace, unknown = super().parse_known_args(args, namespace)
+        flags = [arg for arg in unknown if arg.startswith("-")]
+        if flags:
+            flag = flags[0].partition("=")[0]
+            self.error(f"unknown flag {flag}{near(flag, self._option_string_actions)}")
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (try: {self.prog} --help)")
+
+
+def _dashes(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    flag, equals, value = arg.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def near(word: str, known: typing.Iterable[str]) -> str:
+    """'; did you mean X?' or nothing."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def resolve(namespace: argparse.Namespace, environ: Mapping[str, str]) -> tuple[EngineConfig, ServeConfig, list[str]]:
+    """The settings, and notes to print. Raises UserError for a wrong value or unknown key."""
+    settings = settings_of(EngineConfig) + settings_of(ServeConfig)
+    notes = list(getattr(namespace, "notes", []))
+    values: dict[str, Any] = {}
+    path = getattr(namespace, "config", None) or environ.get("KTSERVE_CONFIG")
+    if path:
+        values.update(_from_file(Path(path), settings, notes))
+    values.update(_from_environment(environ, settings, notes))
+    for setting in settings:
+        if hasattr(namespace, setting.name):
+            values[setting.name] = setting.convert(getattr(namespace, setting.name), setting.flag)
+
+    for name in _PATHS & set(values):
+        values[name] = _expanded(values[name])
+
+    def build(owner: type) -> Any:
+        return owner(**{s.name: values[s.name] for s in settings if s.owner is owner and s.name in values})
+
+    return build(EngineConfig), build(ServeConfig), notes
+
+
+def _expanded(value: Any) -> Any:
+    """A path, or NAME=PATH, with `~` as the shell would have it (it leaves the one after `=` alone)."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.partition("=~")
+    return f"{name}={os.path.expanduser('~' + path)}" if equals else os.path.expanduser(value)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML 1.2's booleans, true and false alone: `pack_cache: off` is the word."""
+
+
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def _from_file(path: Path, settings: Sequence[Setting], notes: list[str]) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path}: {' '.join(str(error).split())}", "config") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: 'name: value' lines are expected", "config")
+    by_name = {s.name: s for s in settings}
+    by_alias = {alias: s for s in settings for alias in s.aliases}
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        setting = by_name.get(name) or by_alias.get(name)
+        if setting is None:
+            raise UserError(f"--config {path}: unknown setting {key!r}{near(name, by_name)}", "config")
+        if setting.name in values:
+            raise UserError(f"--config {path}: {setting.name} is given twice", "config")
+        if name in by_alias:
+            notes.append(f"{key} in {path}: here {setting.name} ({setting.meaning})")
+        values[setting.name] = setting.convert(value, f"{path}: {key}")
+    return values
+
+
+def _from_environment(environ: Mapping[str, str], settings: Sequence[Setting], notes: list[str]) -> dict[str, Any]:
+    by_variable = {_PREFIX + s.name.upper(): s for s in settings}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(_PREFIX) or variable in _NOT_SETTINGS:
+            continue
+        setting = by_variable.get(variable)
+        if setting is None:
+            notes.append(f"{variable} is not a setting{near(variable, by_variable)}")
+            continue
+        # several values: one a line (an api key's models are separated by commas already)
+        value = [line for line in text.splitlines() if line] if setting.many else text
+        values[setting.name] = setting.convert(value, variable)
+    return values
+
+
+def environment() -> Mapping[str, str]:
+    return os.environ

@@ -1,0 +1,106 @@
+"""The engine's child process: spawned so that it cannot outlive its parent, in a private directory for its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# Not `-m`, which would search the working directory first (see ktserve/__main__.py).
+LAUNCHER = (sys.executable, str(Path(__file__).resolve().parents[2] / "ktserve" / "__main__.py"))
+ENGINE_COMMAND = (*LAUNCHER, "engine")
+_PR_SET_PDEATHSIG = 1
+_SECRETS = ("KTSERVE_API_KEY", "KTSERVE_ADMIN_KEY")
+_LOCK = "lock"
+_MAX_BASE = 107 - len("/ktserve-xxxxxxxx/engine-999")  # sun_path holds 107 characters
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """For `preexec_fn`: the kernel kills the child when its parent ends, however that happens (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def set_signal() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # the parent ended in between
+            os._exit(1)
+
+    return set_signal
+
+
+def child_environment() -> dict[str, str]:
+    """This environment without our keys."""
+    return {name: value for name, value in os.environ.items() if name not in _SECRETS}
+
+
+async def spawn(command: Sequence[str]) -> asyncio.subprocess.Process:
+    """Start `command` in a session of its own (Ctrl-C is for the parent, which drains). Its stdout goes to stderr:
+    libraries print there, and stdout belongs to the person who talks to us. Raises OSError."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+        env=child_environment(),
+        preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
+    )
+
+
+async def end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    """Wait `grace_s` for the process to end by itself, then kill it."""
+    if process.returncode is None:
+        try:
+            await asyncio.wait_for(process.wait(), grace_s)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+class SocketDir:
+    """A directory only this user can enter (0700), for the ipc socket; `remove` deletes it.
+
+    A lock in it is held as long as this process lives, so that the next start can tell and remove the directories of
+    processes that were killed. Raises OSError.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir() if len(tempfile.gettempdir().encode()) <= _MAX_BASE else "/tmp")
+        for left in base.glob("ktserve-*"):
+            _remove_if_left(left)
+        self.path = Path(tempfile.mkdtemp(prefix="ktserve-", dir=base))
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def address(self, number: int) -> str:
+        return f"ipc://{self.path}/engine-{number}"
+
+    def heartbeat(self, number: int) -> Path:
+        return self.path / f"beat-{number}"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a directory of this user's whose process has ended. One without a lock may be in the making: it stays."""
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass  # its process lives
+    finally:
+        os.close(lock)

@@ -1,1 +1,0 @@
-"""What the subcommands of `ktserve` do."""

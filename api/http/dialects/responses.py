@@ -1,0 +1,251 @@
+"""OpenAI's Responses: items in, items out, and the events of a stream in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from api.errors import ApiError, bad_request, shortened
+from api.http.dialects.blocks import Block, Blocks, Change, Kind, blocks_of
+from api.http.dialects.content import kind_of, string_in, text_in, unsupported
+from api.http.generation import Answers, Update
+from api.http.protocol import ResponsesRequest
+from api.http.streaming import Front
+
+Keep = Callable[[dict[str, Any], dict[str, Any]], None]
+_TEXTS = ("input_text", "output_text", "text")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
+
+# ---- requests
+
+
+def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The same as a chat request. `history`: the messages of the response before. Raises ApiError naming the place."""
+    messages = [*history, *messages_of(body)]
+    if body.instructions is not None:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "max_tokens": body.max_output_tokens,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] or None,
+        "parallel_tool_calls": body.parallel_tool_calls if body.tools else None,
+        "tool_choice": _choice(body.tool_choice) if body.tools else None,
+        "response_format": _format(body.text),
+        "reasoning_effort": (body.reasoning or {}).get("effort"),
+    }
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The input's items as messages; calls and reasoning join the assistant's message that they belong to."""
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(body.input):
+        _add_item(messages, item, f"input[{i}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    kind = kind_of(item, where) if "type" in item else "message"
+    match kind:
+        case "message":
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                raise bad_request(f"{where}.role: {shortened(role)} is no role", f"{where}.role")
+            content = text_in(item.get("content"), f"{where}.content", _TEXTS)
+            if role == "assistant":
+                last = _assistant(messages)
+                last["content"] += content
+            else:
+                messages.append({"role": role, "content": content})
+        case "function_call":
+            function = {"name": string_in(item, "name", where), "arguments": string_in(item, "arguments", where)}
+            call = {"id": string_in(item, "call_id", where), "type": "function", "function": function}
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            text = text_in(item.get("output"), f"{where}.output", _TEXTS)
+            messages.append({"role": "tool", "tool_call_id": string_in(item, "call_id", where), "content": text})
+        case "reasoning":
+            last = _assistant(messages)
+            text = text_in(item.get("content") or [], f"{where}.content", ("reasoning_text", "text"))
+            last["reasoning_content"] = last.get("reasoning_content", "") + text
+        case _:
+            raise unsupported(where, kind, _ITEMS)
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if (kind := kind_of(tool, where)) != "function":
+        raise unsupported(f"{where}.type", kind, ("function",))
+    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: str | dict[str, Any]) -> Any:
+    if isinstance(choice, str):
+        return choice
+    if (kind := kind_of(choice, "tool_choice")) != "function":
+        raise unsupported("tool_choice.type", kind, ("function",))
+    return {"type": "function", "function": {"name": string_in(choice, "name", "tool_choice")}}
+
+
+def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    wanted = (text or {}).get("format")
+    if not isinstance(wanted, dict) or wanted.get("type") in (None, "text"):
+        return None
+    if wanted["type"] == "json_schema":
+        schema = {
+            key: wanted[key] for key in ("name", "schema", "strict", "description") if wanted.get(key) is not None
+        }
+        return {"type": "json_schema", "json_schema": schema}
+    return {"type": wanted["type"]}
+
+
+# ---- answers
+
+
+class ResponsesFront(Front):
+    """`head`: the response without what comes of the answer. `keep` is given the whole response and the assistant's
+    message at the end."""
+
+    close: ClassVar[bytes] = b""
+
+    def __init__(self, head: dict[str, Any], answers: Answers, keep: Keep | None = None) -> None:
+        self._head = head
+        self._keep = keep
+        self._answers = answers
+        self._blocks = Blocks()
+        self._reason: str | None = None
+        self._sequence = 0
+
+    def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
+        self._reason = choices[0].finish_reason
+        self._blocks = blocks_of(choices[0].deltas)
+        return self._ended()
+
+    def _ended(self) -> dict[str, Any]:
+        response = self._response()
+        if self._keep is not None:
+            self._keep(response, _message(self._blocks))
+        return response
+
+    def _response(self) -> dict[str, Any]:
+        usage = self._answers.usage()
+        cut = self._reason == "length"
+        return {
+            **self._head,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [self._item(block, "completed") for block in self._blocks.all],
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": usage["completion_tokens_details"],
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIX[block.kind]}_{self._head['id'].removeprefix('resp_')}_{block.index}"
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        done = status == "completed"
+        match block.kind:
+            case Kind.TEXT:
+                return {**item, "type": "message", "role": "assistant", "content": [_part(block)] if done else []}
+            case Kind.REASONING:
+                return {**item, "type": "reasoning", "summary": [], "content": [_part(block)] if done else []}
+            case Kind.CALL:
+                called = {"call_id": block.call_id, "name": block.name, "arguments": block.text if done else ""}
+                return {**item, "type": "function_call", **called}
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        body = msgspec.json.encode({"type": kind, "sequence_number": self._sequence, **data})
+        self._sequence += 1
+        return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+    def begin(self) -> bytes:
+        response = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def update(self, index: int, update: Update) -> bytes:
+        self._reason = update.finish_reason or self._reason
+        return b"".join(self._change(*change) for change in self._blocks.push(update.deltas))
+
+    def end(self) -> bytes:
+        last = b"".join(self._change(*change) for change in self._blocks.finish())
+        response = self._ended()
+        return last + self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: ApiError) -> bytes:
+        details = {"code": error.code or "server_error", "message": error.message}
+        response = {**self._head, "status": "failed", "error": details, "incomplete_details": None, "output": []}
+        return self._event("response.failed", response=response)
+
+    def _change(self, what: Change, block: Block, text: str) -> bytes:
+        at = {"item_id": self._item_id(block), "output_index": block.index}
+        in_part = {**at, "content_index": 0}
+        kind = _STREAMS[block.kind]
+        if what is Change.MORE:
+            more: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+            return self._event(f"{kind}.delta", delta=text, **(at if block.kind is Kind.CALL else in_part), **more)
+        if what is Change.START:
+            item = self._item(block, "in_progress")
+            started = self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind is Kind.CALL:
+                return started
+            empty = _part(Block(block.index, block.kind))
+            return started + self._event("response.content_part.added", part=empty, **in_part)
+        item = self._item(block, "completed")
+        if block.kind is Kind.CALL:
+            done = self._event(f"{kind}.done", name=block.name, arguments=block.text, **at)
+        else:
+            scored: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+            done = self._event(f"{kind}.done", text=block.text, **in_part, **scored)
+            done += self._event("response.content_part.done", part=_part(block), **in_part)
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+
+_STREAMS = {
+    Kind.TEXT: "response.output_text",
+    Kind.REASONING: "response.reasoning_text",
+    Kind.CALL: "response.function_call_arguments",
+}
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _message(blocks: Blocks) -> dict[str, Any]:
+    """The assistant's message, as a following request repeats it."""
+    text = "".join(block.text for block in blocks.all if block.kind is Kind.TEXT)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning := "".join(block.text for block in blocks.all if block.kind is Kind.REASONING):
+        message["reasoning_content"] = reasoning
+    if blocks.calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+            for call in blocks.calls
+        ]
+    return message

@@ -1,0 +1,105 @@
+"""Prometheus metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_TOTAL_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+_WHO = ["tenant", "model_name"]
+
+
+class _Reported(NamedTuple):
+    """A metric that is made of what the engine reports: `of` is a counter's or gauge's key, or two to divide."""
+
+    name: str
+    help: str
+    of: tuple[str, ...]
+    counter: bool = False
+
+
+_REPORTED = (
+    _Reported("num_requests_running", "requests in the batch", ("running",)),
+    _Reported("num_requests_waiting", "requests in the queue", ("waiting",)),
+    _Reported("kv_cache_usage_perc", "share of the KV blocks in use, 0 to 1", ("blocks_used", "blocks_total")),
+    _Reported("prefix_cache_queries", "prompt tokens looked up in the prefix cache", ("prefix_lookup_tokens",), True),
+    _Reported("prefix_cache_hits", "prompt tokens found in the prefix cache", ("prefix_hit_tokens",), True),
+    _Reported("num_preemptions", "requests that gave their place up", ("preemptions",), True),
+    _Reported("adapter_requests", "requests that began to run with an adapter", ("adapter_uses",), True),
+    _Reported("adapter_slot_loads", "adapters copied into a slot", ("adapter_slot_loads",), True),
+    _Reported("adapter_wait_seconds", "time that adapters waited for a slot", ("adapter_wait_s",), True),
+    _Reported("adapter_slots_usage_perc", "share of the adapter slots in use, 0 to 1", ("slots_used", "slots_total")),
+    _Reported("experts_touched", "distinct experts of a layer in a step, summed", ("experts_touched",), True),
+    _Reported("expert_layers", "layers whose experts were counted, summed over steps", ("expert_layers",), True),
+)
+
+
+class Metrics:
+    """`stats` is what the engine last reported: each of its numbers becomes the gauge ktserve_engine_<key>; those of a
+    mapping, and those under KEY/NAME, become one gauge with the label "name". Names are vLLM's after `ktserve_` where
+    it has one for the same thing."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.stats: Mapping[str, Any] = {}
+        self.engine_up = False
+        self.restarts = 0
+        self.usage_lines_lost = 0
+        self.requests = self._counter("requests", "ended requests by outcome", ["outcome", *_WHO])
+        self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of ended requests", _WHO)
+        self.cached_tokens = self._counter("prompt_tokens_cached", "those that came from the prefix cache", _WHO)
+        self.output_tokens = self._counter("generation_tokens", "tokens delivered", _WHO)
+        self.limited = self._counter("requests_limited", "requests refused for a tenant's limits", ["tenant"])
+        self.ttft = self._histogram("time_to_first_token_seconds", "receipt to first token", _TTFT_S)
+        self.itl = self._histogram("inter_token_latency_seconds", "between tokens of a request", _ITL_S)
+        self.queue = self._histogram("request_queue_time_seconds", "in the queue before it first ran", _TTFT_S)
+        self.total = self._histogram("e2e_request_latency_seconds", "receipt to end of a request", _TOTAL_S)
+        self.registry.register(self)
+
+    def _counter(self, name: str, help: str, labels: list[str]) -> Counter:
+        return Counter(f"ktserve_{name}", help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"ktserve_{name}", help, ["tenant"], buckets=buckets, registry=self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry's interface for metrics that are read when asked for."""
+        yield GaugeMetricFamily("ktserve_engine_up", "whether the engine serves", value=float(self.engine_up))
+        yield GaugeMetricFamily("ktserve_engine_restarts", "restarts of the engine", value=float(self.restarts))
+        yield CounterMetricFamily("ktserve_usage_lines_lost", "lines of --usage-log", value=self.usage_lines_lost)
+        for name, help, keys, counter in _REPORTED:
+            found = [float(self.stats[key]) for key in keys if key in self.stats]
+            if len(found) == len(keys):
+                value = found[0] / max(found[1], 1.0) if len(found) == 2 else found[0]
+                kind = CounterMetricFamily if counter else GaugeMetricFamily
+                yield kind(f"ktserve_{name}", help, value=value)
+        labelled: dict[str, dict[str, float]] = {}
+        for key, value in self.stats.items():
+            if isinstance(value, Mapping):
+                labelled.setdefault(key, {}).update(value)
+            elif isinstance(value, bool | int | float):
+                key, named, label = key.partition("/")
+                if named:
+                    labelled.setdefault(key, {})[label] = value
+                else:
+                    yield GaugeMetricFamily(_name(key), "reported by the engine", value=float(value))
+        for key, values in labelled.items():
+            family = GaugeMetricFamily(_name(key), "reported by the engine", labels=["name"])
+            for label, number in values.items():
+                family.add_metric([str(label)], float(number))
+            yield family
+
+    def render(self) -> bytes:
+        return bytes(generate_latest(self.registry))
+
+
+def _name(key: str) -> str:
+    return "ktserve_engine_" + re.sub(r"\W", "_", key)

@@ -1,0 +1,77 @@
+"""What goes with every answer: the request's id, and notes about fields that had no effect."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.http.protocol import REQUEST_ID
+from api.logs import current_request
+from api.tracing import current_trace
+
+log = logging.getLogger("ktserve")
+_MOST_NAMES = 256  # that are logged; clients choose names
+_MOST_NOTED = 1000  # characters of the header
+
+
+class UnknownFields:
+    """Logs each name of a field that nobody knows once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._logged and len(self._logged) < _MOST_NAMES:
+                self._logged.add(name)
+                log.warning("requests carry the unknown field %a; it is ignored (--unknown-fields)", name)
+
+
+def note(request: Request, unknown: Sequence[str], unused: Sequence[str]) -> None:
+    """Name fields in the answer's `warnings` header."""
+    notes = [f"unknown field {name!a} is ignored" for name in unknown]
+    notes += [f"{name!a} has no effect" for name in unused]
+    if notes:
+        request.state.warnings = "; ".join(notes)[:_MOST_NOTED]
+
+
+def answer_id(request: Request, prefix: str, wanted: str | None) -> str:
+    """The answer's id, made of the client's for the request: the body's, else the header's, else a new one."""
+    if wanted is not None:
+        request.state.request_id = wanted
+        current_request.set(wanted)
+    return f"{prefix}{request.state.request_id}"
+
+
+class RequestNotes:
+    """Middleware: `x-request-id` (the client's, if it is one, else a new one) and `warnings` on every answer. HEAD is
+    answered as GET; the server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        state = {"request_id": given if re.fullmatch(REQUEST_ID, given) else uuid.uuid4().hex}
+        current_request.set(state["request_id"])
+        current_trace.set(Headers(scope=scope).get("traceparent"))
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+
+        async def with_notes(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = state["request_id"]
+                if "warnings" in state:
+                    headers["warnings"] = state["warnings"]
+            await send(message)
+
+        await self._app({**scope, "method": method, "state": state}, receive, with_notes)

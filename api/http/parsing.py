@@ -1,0 +1,136 @@
+"""From a request's bytes to a checked body; the first wrong field ends it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+
+from api.errors import ApiError, bad_request, shortened
+from api.http.fields import Field, Status, fields_of
+from api.http.protocol import Body, OllamaOptions, StreamOptions
+
+_MAX_FIELDS = 256
+_MAX_NAME = 100  # characters of a field's name that are looked at and shown
+_MAX_DIGITS = 40
+
+_NESTED: Mapping[str, type[Body]] = {"stream_options": StreamOptions, "options": OllamaOptions}
+
+_Model = TypeVar("_Model", bound=Body)
+
+
+@dataclass
+class Notes:
+    """Fields of a request that had no effect: those that nobody knows, and no-ops. `unknown_fields` "reject" makes the
+    first a 400, "ignore" leaves them out here."""
+
+    unknown_fields: str = "reject"
+    unknown: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+
+def parse(kind: type[_Model], raw: bytes, notes: Notes | None = None) -> _Model:
+    """Raises ApiError 400 that names the first wrong field. `null` is the same as absent."""
+    return parse_object(kind, _decode(raw), notes)
+
+
+def parse_object(kind: type[_Model], content: dict[str, Any], notes: Notes | None = None) -> _Model:
+    """The same of a body that has been decoded."""
+    notes = notes or Notes()
+    body = _known(kind, _present(content), "", notes)
+    for name, nested in _NESTED.items():
+        if isinstance(options := body.get(name), dict):
+            body[name] = _known(nested, _present(options), f"{name}.", notes)
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise readable(error) from None
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.ValidationError:  # no object, or a number that msgspec does not take: find out where it stands
+        body = _decode_slowly(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not a JSON object: {error}") from None
+    if not isinstance(body, dict):
+        raise bad_request(f"the body is not a JSON object but {shortened(body)}")
+    return body
+
+
+class _Outside:
+    """A number of more digits than any field takes; no field's type."""
+
+    def __init__(self, digits: str) -> None:
+        self._digits = digits
+
+    def __repr__(self) -> str:
+        return f"{self._digits[:20]}... ({len(self._digits)} characters)"
+
+
+def _decode_slowly(raw: bytes) -> Any:
+    def integer(digits: str) -> Any:
+        return int(digits) if len(digits) <= _MAX_DIGITS else _Outside(digits)
+
+    try:
+        return json.loads(raw, parse_int=integer)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body is not a JSON object: {error}") from None
+
+
+def _present(body: dict[str, Any]) -> dict[str, Any]:
+    if len(body) > _MAX_FIELDS:
+        raise bad_request(f"{len(body)} fields are more than {_MAX_FIELDS}")
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def _known(kind: type[Body], body: dict[str, Any], prefix: str, notes: Notes) -> dict[str, Any]:
+    """The body's supported fields by their own names."""
+    table, kept = fields_of(kind), {}
+    for key, value in body.items():
+        known = table.get(key)
+        if known is None:
+            _unknown(key, table, prefix, notes)
+            continue
+        if known.status is Status.SUPPORTED:
+            kept[key] = value
+        elif known.of is not None:
+            if known.of in body and body[known.of] != value:
+                raise bad_request(f"{prefix + key!r} and {prefix + known.of!r} are one field and differ", prefix + key)
+            kept[known.of] = value
+        elif not known.takes(value):
+            only = f" (only {', '.join(map(shortened, known.values))})" if known.values else ""
+            message = f"{prefix + key!r} is not supported{only}: {known.note}"
+            raise bad_request(message, prefix + key, "unsupported_field")
+        elif known.status is Status.NO_OP:
+            notes.unused.append(prefix + key)
+    return kept
+
+
+def _unknown(key: str, table: Mapping[str, Field], prefix: str, notes: Notes) -> None:
+    name = prefix + key[:_MAX_NAME]
+    if notes.unknown_fields == "reject":
+        near = difflib.get_close_matches(key[:_MAX_NAME], table, 1)
+        hint = f"; did you mean {prefix + near[0]!r}?" if near else ""
+        raise bad_request(f"unknown field {name!r}{hint}", name, "unknown_field")
+    if notes.unknown_fields == "warn":
+        notes.unknown.append(name)
+
+
+def readable(error: ValidationError) -> ApiError:
+    """The first of pydantic's complaints, as a sentence that names field, value and range."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    location = [str(part)[:_MAX_NAME] for part in first["loc"]]
+    name = ".".join(location) or None
+    text = first["msg"].removeprefix("Value error, ")
+    given = first["input"]
+    shown = "" if isinstance(given, dict | list) or first["type"] == "missing" else f", got {shortened(given)}"
+    if name is None:
+        return bad_request(text)
+    return bad_request(f"{name}: {text[:1].lower()}{text[1:]}{shown}", name)

@@ -1,0 +1,91 @@
+"""The tables of docs/api.md, written from the table of fields: `python -m api.http.reference` rewrites the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from api.http.fields import TABLES, Field, Status
+from api.http.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    ResponsesRequest,
+    StreamOptions,
+)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+_MODELS: dict[str, type[Body]] = {
+    "every generating endpoint": ChatRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "stream_options": StreamOptions,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "options": OllamaOptions,
+}
+_BOUNDS = (("minimum", "from {}"), ("maximum", "to {}"), ("exclusiveMaximum", "below {}"), ("maxLength", "at most {}"))
+_MANY = (("minItems", "at least {}"), ("maxItems", "at most {}"), ("maxProperties", "at most {}"))
+
+
+def tables() -> dict[str, str]:
+    """Markdown of each table by its name."""
+    return {name: _table(name, fields) for name, fields in TABLES.items()}
+
+
+def updated(page: str) -> str:
+    """The page with the tables between its markers written again. Raises KeyError for a marker of no table."""
+    made = tables()
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{made[match[2]]}\n{match[3]}"
+
+    return re.sub(r"(<!-- fields: (.+?) -->)\n.*?\n?(<!-- end -->)", replaced, page, flags=re.DOTALL)
+
+
+def _table(name: str, fields: Sequence[Field]) -> str:
+    properties = _MODELS[name].model_json_schema()["properties"]
+    order = list(Status)
+    rows = sorted(fields, key=lambda field: order.index(field.status))
+    lines = ["| field | | takes | |", "|---|---|---|---|"]
+    for field in rows:
+        takes = _type(properties[field.name]) if field.status is Status.SUPPORTED else _values(field)
+        lines.append(f"| `{field.name}` | {field.status.value} | {takes} | {field.note} |")
+    return "\n".join(lines)
+
+
+def _values(field: Field) -> str:
+    if not field.values:
+        return {Status.NO_OP: "anything", Status.REFUSED: "nothing"}.get(field.status, "")
+    return "only " + ", ".join(f"`{json.dumps(value)}`" for value in field.values)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "$ref" in schema:
+        return "object"
+    kind = schema.get("type", "anything")
+    text = f"list of {_type(schema['items'])}" if "items" in schema else str(kind)
+    bounds = [form.format(_shown(schema[key])) for key, form in (*_BOUNDS, *_MANY) if key in schema]
+    return " ".join([text, *bounds])
+
+
+def _shown(bound: float) -> str:
+    power = bound.bit_length() - 1 if isinstance(bound, int) else 0
+    if power >= 31 and bound == 1 << power:
+        return f"2^{power}"
+    return f"-2^{(-bound).bit_length() - 1}" if isinstance(bound, int) and bound < -(2**31) else f"{bound:g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

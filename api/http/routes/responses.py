@@ -1,0 +1,65 @@
+"""POST /v1/responses; GET and DELETE of those that were kept"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.http.dialects.responses import ResponsesFront
+from api.http.notes import answer_id
+from api.http.openapi import described
+from api.http.protocol import ResponsesRequest
+from api.http.routes.common import model_of, open_chat, respond, service_of, tenant_of
+from api.http.stored import Stored
+from api.http.wire import json_response
+from api.prepare.job import Kind
+
+
+def router() -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/responses", openapi_extra=described(ResponsesRequest))
+    async def create_response(request: Request) -> Response:
+        service, tenant = service_of(request), tenant_of(request)
+        prepared = await service.prepare(Kind.RESPONSES, request)
+        body, answers = await open_chat(request, prepared)
+        head = _head(msgspec.json.decode(prepared.head), answer_id(request, "resp_", None), model_of(request, body))
+
+        def keep(written: dict[str, Any], message: dict[str, Any]) -> None:
+            messages = [*msgspec.json.decode(prepared.messages), message]
+            stored = Stored(tenant.name, msgspec.json.encode(written), msgspec.json.encode(messages))
+            service.responses.keep(head["id"], stored)
+
+        front = ResponsesFront(head, answers, keep if head["store"] else None)
+        return await respond(request, answers, front, stream=body.stream)
+
+    @routes.get("/v1/responses/{response_id}")
+    async def get_response(request: Request, response_id: str) -> Response:
+        stored = service_of(request).responses.find(tenant_of(request).name, response_id)
+        return Response(stored.body, media_type="application/json")
+
+    @routes.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        service_of(request).responses.delete(tenant_of(request).name, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    return routes
+
+
+def _head(asked: dict[str, Any], response_id: str, model: str) -> dict[str, Any]:
+    """What a response says beside its output: what was asked, and what everybody gets."""
+    return {
+        **asked,
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "background": False,
+        "truncation": "disabled",
+    }

@@ -1,0 +1,209 @@
+"""The HTTP application and the process around it: one uvicorn server, one engine client, a drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import resource
+import signal
+import socket
+import types
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp
+
+from api.config import ServeConfig
+from api.errors import ApiError
+from api.http.caller import Callers
+from api.http.connections import Config, Connections
+from api.http.dialects.errors import error_response
+from api.http.notes import RequestNotes
+from api.http.openapi import document
+from api.http.routes import batches, chat, completions, files, messages, models, ollama, page, responses, system
+from api.http.service import Service
+from api.http.wire import ClientGoneError
+from api.version import project_version
+from engine.errors import KtserveError, UserError
+
+log = logging.getLogger("ktserve")
+DEFAULT_PORT = 8000
+_BACKLOG = 2048
+_ACCEPTED_AT_ONCE = 64  # connections whose descriptors are taken before they are counted
+_DESCRIPTORS = 64  # for files, the engine's sockets and what libraries open
+_MOST_CONNECTIONS = 8192
+
+
+def create_app(service: Service) -> FastAPI:
+    """All endpoints over one service."""
+    app = FastAPI(title="ktserve", version=project_version(), redirect_slashes=False, openapi_url=None)
+    app.state.service = service
+    app.add_middleware(Callers, service=service)
+    for family in (chat, completions, responses, messages, ollama, models, files, batches, system, page):
+        app.routes.extend(family.router().routes)
+
+    app.state.openapi = document(
+        app, keys=service.keys.required, reject_unknown=service.config.unknown_fields == "reject"
+    )
+
+    async def on_purpose(request: Request, error: Exception) -> Response:
+        response = error_response(error, request.url.path)
+        if response.status_code >= 500:
+            log.warning("%s %s: %s", request.method, request.url.path, error)
+        return response
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(error, request.url.path)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        message = {404: "no such endpoint", 405: "method not allowed"}.get(status, str(error))
+        response = error_response(ApiError(status, f"{request.method} {request.url.path}: {message}"), request.url.path)
+        if status == 405:
+            response.headers["allow"] = ", ".join(sorted(_methods(app, request)))
+        return response
+
+    app.add_exception_handler(KtserveError, on_purpose)
+    app.add_exception_handler(ClientGoneError, gone)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)
+    return app
+
+
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """What the request's path takes."""
+    matching = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
+    return methods | ({"HEAD"} if "GET" in methods else set())
+
+
+def with_headers(app: ASGIApp, config: ServeConfig) -> ASGIApp:
+    """The application with what every answer carries, faults included."""
+    app = RequestNotes(app)
+    if not config.cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=config.cors_origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "warnings", "retry-after"],
+    )
+
+
+def connections_of(config: ServeConfig) -> Connections:
+    """Bounds that this process' limit of descriptors allows. Raises UserError for settings beyond it."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _ACCEPTED_AT_ONCE - _DESCRIPTORS
+    most = min(allowed, _MOST_CONNECTIONS) if config.max_connections is None else config.max_connections
+    each = max(1, most // 2) if config.max_connections_per_address is None else config.max_connections_per_address
+    if most > allowed:
+        raise UserError(f"--max-connections {most}: 1 to {allowed} are possible here (ulimit -n)", "max_connections")
+    if each > most:
+        name = "max_connections_per_address"
+        raise UserError(f"--{name.replace('_', '-')} {each} is more than --max-connections {most}", name)
+    return Connections(most, each, header_timeout_s=config.header_timeout_s, send_timeout_s=config.send_timeout_s)
+
+
+def listen(host: str, port: str) -> socket.socket:
+    """A listening socket. `port` "auto": 8000, or any free one if that is taken; "0": any free one; else that one.
+    Raises UserError."""
+    if port == "auto":
+        try:
+            return _bind(host, DEFAULT_PORT)
+        except OSError as error:
+            log.warning("port %d: %s; taking a free one", DEFAULT_PORT, error.strerror)
+            port = "0"
+    if not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"--port {port}: 'auto' or a number from 0 to 65535 is expected", "port")
+    try:
+        return _bind(host, int(port))
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror or error}", "port") from None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(_BACKLOG)  # at once: another server may bind a port on which nobody listens yet
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def check_reach(bound: socket.socket, config: ServeConfig, *, keys: bool) -> None:
+    """Raises UserError for a server without keys that other machines can reach."""
+    address = bound.getsockname()[0]
+    if not (keys or config.open or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
+        raise UserError(
+            f"--host {config.host}: other machines can reach it and there are no keys: give --tenants or "
+            "--api-keys-file, or --open if everybody may use it",
+            "host",
+        )
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where a client on this machine reaches the server."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """The first SIGTERM or SIGINT drains: new requests are answered 503, open ones may end. The second ends at once,
+    and so does the first while the model loads; `ended_by` is its number then."""
+
+    def __init__(self, app: FastAPI, service: Service, connections: Connections) -> None:
+        config = Config(
+            with_headers(app, service.config),
+            connections,
+            log_config=None,
+            access_log=service.config.access_log,
+            timeout_graceful_shutdown=5,
+            server_header=False,
+            backlog=_ACCEPTED_AT_ONCE,
+            lifespan="off",
+        )
+        super().__init__(config)
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+        self.ended_by = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)  # asyncio has set it to the number that it accepts at once
+
+    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
+        if self._draining is None:
+            self._loop.call_soon_threadsafe(self._drain, sig)
+        else:
+            self.force_exit = self.should_exit = True
+
+    def _drain(self, sig: int) -> None:
+        if self._service.client.ready is None:
+            self.ended_by, self.should_exit = sig, True
+        elif self._draining is None:
+            timeout = self._service.config.drain_timeout_s
+            log.info("%s: draining, at most %g s", signal.Signals(sig).name, timeout)
+            self._draining = asyncio.create_task(self._drain_then_exit(timeout))
+
+    async def _drain_then_exit(self, timeout_s: float) -> None:
+        await self._service.stop_answering()
+        await self._service.client.drain(timeout_s)
+        self.should_exit = True

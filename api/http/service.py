@@ -1,0 +1,319 @@
+"""What the routes share: who asks, which model they mean, and the way of a prompt into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from api.batches.call import TENANT
+from api.batches.service import Batches
+from api.client.client import EngineClient
+from api.client.stream import Inbox
+from api.config import ServeConfig
+from api.errors import ApiError, bad_request
+from api.http.caller import caller_of
+from api.http.generation import Answers, Choice
+from api.http.meter import Meter
+from api.http.metrics import Metrics
+from api.http.notes import UnknownFields, note
+from api.http.protocol import ChatOptions, CompletionOptions, check_vocabulary, sampling_params
+from api.http.stored import ResponseStore
+from api.http.wire import Bodies, until_gone
+from api.prepare.job import Job, Kind, Prepared, Reading
+from api.prepare.pool import PromptPool
+from api.prepare.prompts import too_long
+from api.tenants.keys import Keys
+from api.tenants.limits import Limits, Ticket
+from api.tenants.record import Tenant
+from api.tenants.usage import UsageLog
+from api.text.output import Output
+from api.text.segments import Layout, Segments
+from api.text.stops import StopStrings
+from api.text.tokenizer import Tokenizer
+from api.tracing import Tracing
+from engine import messages as m
+from scheduler.request import SamplingParams
+
+_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+
+@dataclass
+class Service:
+    """`defaults`: the model's sampling defaults. `tokenizer` None: prompts and answers are token ids."""
+
+    client: EngineClient
+    config: ServeConfig
+    keys: Keys
+    tokenizer: Tokenizer | None
+    prompts: PromptPool
+    defaults: dict[str, Any]
+    metrics: Metrics = field(default_factory=Metrics)
+    limits: Limits = field(default_factory=Limits)
+    batch_limits: Limits = field(default_factory=Limits)  # as large, of their own
+    usage: UsageLog | None = None
+    tracing: Tracing | None = None
+    bodies: Bodies = field(init=False)
+    small_bodies: Bodies = field(init=False)  # of requests that are parsed here
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    created: int = field(default_factory=lambda: int(time.time()))
+    batches: Batches | None = None  # with --data-dir
+    answering: asyncio.Task[None] | None = None  # the batches' lines
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.config.max_body_bytes, self.config.body_timeout_s)
+        self.small_bodies = Bodies(min(2**16, self.config.max_body_bytes), self.config.body_timeout_s)
+
+    async def stop_answering(self) -> None:
+        """End the work on batches; the next start goes on with it."""
+        if self.answering is not None:
+            self.answering.cancel()
+            await asyncio.wait({self.answering})
+
+    @property
+    def ready(self) -> m.Ready:
+        if self.client.ready is None:
+            raise self.client.unavailable()
+        return self.client.ready
+
+    # ---- models
+
+    def adapter(self, tenant: Tenant, model: str | None) -> str | None:
+        """The adapter that a model name means (its own, or BASE:ADAPTER), None for the base. `model` None: the
+        tenant's default. Raises ApiError 404 that lists what the tenant may see (what it may not is as unknown); 400
+        if none is named and the base is hidden; EngineUnavailable while adapters may still be loading."""
+        base = self.ready.model_name
+        if model is None and tenant.default_model is None and not tenant.sees(base):
+            raise bad_request("model: name one of those that /v1/models lists", "model")
+        name = (tenant.default_model or base) if model is None else model
+        for known in (name, name.removeprefix(f"{base}:")):
+            if tenant.sees(known) and known == base:
+                return None
+            if tenant.sees(known) and known in self.client.adapters:
+                return known
+        if self.client.health != "ready":
+            raise self.client.unavailable()
+        names = ", ".join(repr(entry["id"]) for entry in self.models(tenant)) or "none"
+        raise ApiError(
+            404, f"the model {name!r} does not exist; models: {names}", param="model", code="model_not_found"
+        )
+
+    def models(self, tenant: Tenant) -> list[dict[str, Any]]:
+        """The base model and the adapters that a tenant may see, as /v1/models shows them. `root` is the folder or
+        file, its name alone if there are keys: where things lie on this machine is not for tenants."""
+        base = self.ready.model_name
+        roots = {base: self.client.config.model or base}
+        roots |= {name: info.path for name, info in self.client.adapters.items()}
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self.created,
+                "owned_by": "ktserve",
+                "root": os.path.basename(os.path.normpath(root)) if self.keys.required else root,
+                "parent": None if name == base else base,
+                "max_model_len": tenant.context(self.ready.max_model_len),
+            }
+            for name, root in roots.items()
+            if tenant.sees(name)
+        ]
+
+    # ---- prompts
+
+    async def prepare(self, kind: Kind, request: Request) -> Prepared:
+        """The request's body, checked, its prompts as token ids. Raises ApiError; ClientGoneError, and stops the
+        work, if the client goes away."""
+        length = caller_of(request.scope).context(self.ready.max_model_len)
+        job = Job(kind, self.ready.vocab_size, length)
+        async with self.bodies.read(request) as raw:
+            background = TENANT in request.scope
+            prepared = await until_gone(request.receive, self.prompts.prepare(job, raw, background=background))
+            if prepared.previous is not None:
+                tenant = caller_of(request.scope).name
+                before = self.responses.find(tenant, prepared.previous, "previous_response_id")
+                job = msgspec.structs.replace(job, history=before.messages)
+                prepared = await until_gone(request.receive, self.prompts.prepare(job, raw, background=background))
+        self.unknown_fields.log(prepared.unknown)
+        note(request, prepared.unknown, prepared.unused)
+        return prepared
+
+    # ---- requests
+
+    async def submit(
+        self,
+        body: ChatOptions | CompletionOptions,
+        tenant: Tenant,
+        adapter: str | None,
+        prompts: list[list[int]],
+        grammar: m.GrammarSpec | None = None,
+        reading: Reading | None = None,
+    ) -> Answers:
+        """n answers for each prompt, prompt after prompt. All of them are aborted if one cannot be sent."""
+        for param, tokens in (
+            ("logit_bias", map(int, body.logit_bias)),
+            ("stop_token_ids", body.stop_token_ids),
+            ("allowed_token_ids", body.allowed_token_ids),
+        ):
+            check_vocabulary(tokens, self.ready.vocab_size, param)
+        if body.stop and self.tokenizer is None:
+            raise _without_text("stop")
+        bad_words = self._bad_words(body)
+        limits = [self._output_tokens(body, tenant, len(prompt)) for prompt in prompts]
+        stops = StopStrings(body.stop) if body.stop else None
+        if body.min_tokens > min(limits):
+            raise bad_request(f"min_tokens {body.min_tokens} is more than max_tokens ({min(limits)})", "min_tokens")
+        priority = _priority(body, tenant)
+        tickets = self._admitted(body, tenant, prompts, limits)
+        waiting = iter(tickets)
+        answers = Answers(Inbox(), body.candidates)
+        layout = None if reading is None else reading.layout
+        try:
+            for prompt, limit in zip(prompts, limits, strict=True):
+                for choice in range(body.candidates):
+                    sampling = sampling_params(body, self.defaults, max(1, limit), choice, bad_words)
+                    if reading is not None:
+                        sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
+                    message = self._message(body, tenant, adapter, prompt, sampling, priority, grammar)
+                    meter = Meter(
+                        self.metrics,
+                        tenant=tenant.name,
+                        model=adapter or self.ready.model_name,
+                        billed_prompt=0 if choice else len(prompt),
+                        ticket=next(waiting),
+                        usage=self.usage,
+                        tracing=self.tracing,
+                    )
+                    answers.add(self._submit_one(answers.inbox, body, message, limit, stops, layout, meter))
+                    await asyncio.sleep(0)  # many long prompts must not hold up the event loop
+        except BaseException:  # whatever stopped one, its siblings must not run on unread
+            answers.abort()
+            for ticket in tickets:  # those of the answers have ended
+                ticket.end(ran=False)
+            raise
+        return answers
+
+    def _admitted(
+        self, body: ChatOptions | CompletionOptions, tenant: Tenant, prompts: list[list[int]], limits: list[int]
+    ) -> list[Ticket]:
+        """Of each answer. A prompt counts once; max_tokens, if it is named, is set aside. Raises ApiError."""
+        named = body.output_tokens is not None
+        account = self.batch_limits if tenant.background else self.limits
+        asked = [
+            (0 if choice else len(prompt), limit if named else 0)
+            for prompt, limit in zip(prompts, limits, strict=True)
+            for choice in range(body.candidates)
+        ]
+        try:
+            return account.admit(tenant, asked)
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.limited.labels(tenant.name).inc()
+            raise
+
+    def _message(
+        self,
+        body: ChatOptions | CompletionOptions,
+        tenant: Tenant,
+        adapter: str | None,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        grammar: m.GrammarSpec | None,
+    ) -> m.Submit:
+        return m.Submit(
+            request_id=uuid.uuid4().hex,
+            prompt=prompt,
+            sampling=sampling,
+            grammar=grammar,
+            adapter=adapter,
+            tenant=tenant.name,
+            tenant_weight=tenant.weight,
+            max_waiting=tenant.max_waiting(self.client.config.max_queue),
+            cache_group=tenant.cache_salt,
+            cache_salt=body.cache_salt or "",
+            priority=priority,
+            timeout_s=None if tenant.background else self.config.request_timeout_s,
+            background=tenant.background,
+        )
+
+    def _submit_one(
+        self,
+        inbox: Inbox,
+        body: ChatOptions | CompletionOptions,
+        message: m.Submit,
+        limit: int,
+        stops: StopStrings | None,
+        layout: Layout | None,
+        meter: Meter,
+    ) -> Choice:
+        request = self.client.submit(message, inbox)
+        return Choice(
+            request,
+            self._output(body, stops, layout),
+            meter,
+            prompt_tokens=len(message.prompt),
+            drop_output=limit == 0,
+        )
+
+    def _output(
+        self, body: ChatOptions | CompletionOptions, stops: StopStrings | None, layout: Layout | None
+    ) -> Output:
+        detokenizer, segments = None, Segments(layout) if layout else None
+        if self.tokenizer is not None:
+            shown = layout.markers if layout else ()
+            detokenizer = self.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens, shown=shown)
+        return Output(detokenizer, stops, body.min_tokens, segments, include_stop=body.include_stop_str_in_output)
+
+    def _bad_words(self, body: ChatOptions | CompletionOptions) -> list[list[int]]:
+        if not body.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise _without_text("bad_words")
+        return [tokens for word in body.bad_words for tokens in self.tokenizer.word_tokens(word)]
+
+    def _output_tokens(self, body: ChatOptions | CompletionOptions, tenant: Tenant, prompt_tokens: int) -> int:
+        """max_tokens, or its default. Raises ApiError 400 if prompt and output do not fit."""
+        length = tenant.context(self.ready.max_model_len)
+        room = length - prompt_tokens
+        param = "messages" if isinstance(body, ChatOptions) else "prompt"
+        if room < 1:
+            raise too_long(f"{prompt_tokens} tokens", length, param)
+        wanted = body.output_tokens
+        if wanted is None:
+            default = self.config.default_max_tokens
+            if default is None:
+                default = room if isinstance(body, ChatOptions) else _COMPLETION_TOKENS
+            return min(default, room)
+        if wanted > room:
+            field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+            raise bad_request(
+                f"This model's maximum context length is {length} tokens. However, you requested "
+                f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
+                f"Please reduce the length of the {param} or the completion: {field} can be at most {room}.",
+                field,
+                "context_length_exceeded",
+            )
+        return wanted
+
+
+def _priority(body: ChatOptions | CompletionOptions, tenant: Tenant) -> int:
+    """Smaller runs first. Raises ApiError 400 for one that the tenant may not ask for."""
+    ceiling = tenant.priority_ceiling
+    if ceiling is None or body.priority >= ceiling:
+        return body.priority
+    if "priority" in body.model_fields_set:
+        raise bad_request(
+            f"priority {body.priority}: this key may ask for {ceiling} (first) to 1000 (last)", "priority"
+        )
+    return ceiling
+
+
+def _without_text(param: str) -> ApiError:
+    return bad_request(f"{param}: the server runs without a tokenizer (--skip-tokenizer)", param)

@@ -1,0 +1,113 @@
+"""HTTP pieces: bounded bodies, JSON, and work that stops when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from api.client.stream import EngineUnavailable
+from api.errors import ApiError
+from api.prepare.memory import give_back
+from engine.errors import EngineError, UserError
+
+_T = TypeVar("_T")
+_SMALL_BODY = 2**16  # bytes; larger ones are counted
+_BODIES_HELD = 16  # bodies of the largest size that may be held at the same time
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client sees of an error raised on purpose."""
+    match error:
+        case ApiError():
+            return error
+        case EngineUnavailable():
+            return ApiError(error.status, str(error), code="engine_unavailable", retry_after_s=error.retry_after_s)
+        case UserError():
+            return ApiError(getattr(error, "status", 400), str(error), param=error.field)
+        case EngineError():
+            return ApiError(500, str(error), code="engine_error")
+        case _:
+            return ApiError(500, "internal error", code="internal_error")
+
+
+class Bodies:
+    """Reads request bodies of at most `limit` bytes, each within `timeout_s`. All large ones that are held at the
+    same time are bounded too; small ones always get in."""
+
+    def __init__(self, limit: int, timeout_s: float) -> None:
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._left = _BODIES_HELD * limit
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The body, counted as held until the context ends. Raises ApiError 413, 408 or 503; ClientGoneError."""
+        body = bytearray()
+        try:
+            try:
+                await asyncio.wait_for(self._fill(body, request), self._timeout_s)
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"the body did not come within {self._timeout_s:g} s", code="timeout") from None
+            except ClientDisconnect:
+                raise ClientGoneError from None
+            yield bytes(body)
+        finally:
+            if len(body) > _SMALL_BODY:
+                self._left += len(body)
+                body.clear()
+                give_back()
+
+    async def _fill(self, body: bytearray, request: Request) -> None:
+        too_large = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):
+            raise too_large
+        async for chunk in request.stream():
+            before = len(body)
+            if before + len(chunk) > self._limit:
+                raise too_large
+            held = len(chunk) if before > _SMALL_BODY else before + len(chunk)
+            if before + len(chunk) > _SMALL_BODY:
+                if held > self._left:
+                    raise ApiError(503, "too many large bodies are being read", code="bodies_held", retry_after_s=1.0)
+                self._left -= held
+            body += chunk
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """`work`, cancelled when the client disconnects (then ClientGoneError). The body must have been read."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"

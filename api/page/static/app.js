@@ -1,0 +1,102 @@
+// Tabs, theme, the settings' drawer, and what the server is doing.
+import { call, ServerError } from "./api.js";
+import { Chat } from "./chat.js";
+import { $ } from "./dom.js";
+import { Live } from "./live.js";
+import * as settings from "./settings.js";
+
+const HEALTH_MS = 5000;
+const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+function setTheme(name) {
+  const [sign, words] = THEMES[name];
+  localStorage.setItem("ktserve.theme", name);
+  document.documentElement.dataset.theme = name === "auto" ? (system.matches ? "dark" : "light") : name;
+  $("theme").textContent = sign;
+  $("theme").setAttribute("aria-label", `Colours: ${words}`);
+  $("theme").title = `Colours: ${words}`;
+}
+
+function theme() {
+  const stored = localStorage.getItem("ktserve.theme");
+  return stored in THEMES ? stored : "auto";
+}
+
+setTheme(theme());
+system.addEventListener("change", () => setTheme(theme()));
+$("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES);
+  setTheme(names[(names.indexOf(theme()) + 1) % names.length]);
+});
+
+const chat = new Chat();
+const live = new Live();
+settings.setUp(refresh);
+
+function openTab(name) {
+  for (const tab of document.querySelectorAll('[role="tab"]')) {
+    const chosen = tab.id === `tab-${name}`;
+    tab.setAttribute("aria-selected", String(chosen));
+    tab.tabIndex = chosen ? 0 : -1;
+    $(tab.getAttribute("aria-controls")).hidden = !chosen;
+  }
+  history.replaceState(null, "", name === "live" ? "#live" : location.pathname);
+  live.watch(name === "live");
+}
+
+const tabs = document.querySelector('[role="tablist"]');
+tabs.addEventListener("click", (event) => event.target.id && openTab(event.target.id.replace("tab-", "")));
+tabs.addEventListener("keydown", (event) => {
+  if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
+  const name = document.activeElement.id === "tab-chat" ? "live" : "chat";
+  openTab(name);
+  $(`tab-${name}`).focus();
+});
+
+function showSettings(open) {
+  $("settings").classList.toggle("open", open);
+  $("open-settings").setAttribute("aria-expanded", String(open));
+  if (open && $("chat").hidden) openTab("chat");
+  (open ? $("key") : $("open-settings")).focus();
+}
+$("open-settings").addEventListener("click", () => showSettings(!$("settings").classList.contains("open")));
+$("close-settings").addEventListener("click", () => showSettings(false));
+$("settings").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || chat.busy) return;
+  event.stopPropagation();
+  showSettings(false);
+});
+
+function setState(text, kind) {
+  $("state").className = `state ${kind}`;
+  if ($("state").textContent !== text) $("state").textContent = text;
+}
+
+// /health needs no key and answers 503 with a reason while the engine is not ready.
+async function health() {
+  const response = await fetch("/health", { credentials: "omit" });
+  const seen = await response.json();
+  if (response.ok) return null;
+  const { stage, done, total } = seen.loading ?? {};
+  return stage ? `${seen.status}: ${stage} ${total ? Math.floor((100 * done) / total) : 0} %` : seen.status;
+}
+
+async function refresh() {
+  try {
+    const trouble = await health();
+    if (trouble) return setState(trouble, "down");
+    chat.offer((await (await call("/v1/models")).json()).data);
+    setState("ready", "up");
+  } catch (error) {
+    setState(error instanceof ServerError ? error.message : "not reachable", "down");
+  }
+}
+
+async function keepWatch() {
+  if (!document.hidden) await refresh();
+  setTimeout(keepWatch, HEALTH_MS);
+}
+
+if (location.hash === "#live") openTab("live");
+keepWatch();

@@ -1,0 +1,1 @@
+"""From a request's bytes to token ids, in a process that can be cut off."""

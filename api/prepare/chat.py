@@ -1,0 +1,169 @@
+"""Chats become prompts: tools and reasoning as the model's template has them, and what to look for in the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from api.errors import bad_request
+from api.http.parsing import Notes
+from api.http.protocol import ChatRequest
+from api.text.calls.definitions import ToolUse, parameters_of
+from api.text.calls.formats import HERMES, ToolFormat, format_named, format_of
+from api.text.calls.grammars import grammar_of
+from api.text.calls.plain import with_tools, without_calls
+from api.text.control import Rendered
+from api.text.messages import normalise
+from api.text.segments import END_THINK, THINK, Layout
+from api.text.template import ChatTemplate
+from api.text.tokenizer import Tokenizer
+from engine.messages import GrammarSpec
+from scheduler.request import ThinkingBudget
+
+_SET = {"messages", "tools", "add_generation_prompt"}  # variables that requests have fields for
+_SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+_CLOSING = f"\n{END_THINK}\n\n"
+_MAX_KWARGS = 1024  # values in chat_template_kwargs, nested ones counted
+_MAX_DEPTH = 16
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A rendered chat, and its answer's layout, grammar and budget of reasoning."""
+
+    rendered: Rendered
+    layout: Layout
+    grammar: GrammarSpec | None
+    thinking: ThinkingBudget | None
+
+
+class Chats:
+    """Renders with one tokenizer and its template. `tool_format`: a name of the table, or "auto": by the template's
+    text; `reasoning_format`: "think", "none", or "auto": likewise. Raises KeyError for another name."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        trust_control_tokens: bool,
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._variables = template.variables
+        self._trust = trust_control_tokens
+        known = format_of(template.source) if tool_format == "auto" else format_named(tool_format)
+        self._form: ToolFormat = known or HERMES
+        self._tools_in_template = "tools" in template.variables and known is not None
+        self._thinks = THINK in template.source if reasoning_format == "auto" else reasoning_format == "think"
+
+    def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes) -> Chat:
+        """`answer`: what the body asks its output to be. Raises ApiError or TemplateError."""
+        generate = body.add_generation_prompt and not body.continue_final_message
+        rendered = self.rendered(
+            body.messages,
+            self._with_reasoning(body, notes),
+            body.use,
+            notes,
+            add_generation_prompt=generate,
+            continue_final_message=body.continue_final_message,
+        )
+        layout = Layout(
+            thinks=self._thinks,
+            thinking=self._thinks and rendered.text.rstrip().endswith(THINK),
+            show_reasoning=body.include_reasoning,
+            tools=None if body.use is None else self._form,
+            parameters=parameters_of(body.use.tools) if body.use is not None and self._form.xml else {},
+            max_calls=1 if body.use is not None and body.use.one else None,
+        )
+        return Chat(rendered, layout, self._grammar(body.use, layout, answer), self._budget(body, layout, notes))
+
+    def rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        use: ToolUse | None,
+        notes: Notes,
+        **how: bool,
+    ) -> Rendered:
+        if taken := sorted(_SET & set(variables)):
+            raise bad_request(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
+        _check_variables(variables)
+        notes.unused += [f"chat_template_kwargs.{name}" for name in sorted(set(variables) - self._variables)]
+        written = normalise(messages)
+        if not self._tools_in_template:
+            written = without_calls(written)
+            if use is not None:
+                written = with_tools(written, use.tools)
+        elif use is not None:
+            variables = {**variables, "tools": [tool.definition for tool in use.tools]}
+        return self._tokenizer.render(written, trust_control_tokens=self._trust, variables=variables, **how)
+
+    def _with_reasoning(self, body: ChatRequest, notes: Notes) -> dict[str, Any]:
+        """The template's variables: those of the request, and what its fields about reasoning mean here."""
+        variables = dict(body.chat_template_kwargs)
+        wanted = body.enable_thinking
+        if body.reasoning_effort is not None:
+            switched = body.reasoning_effort != "none"
+            if "reasoning_effort" in self._variables:
+                variables.setdefault("reasoning_effort", body.reasoning_effort)
+            elif not self._switch(variables, switched):
+                notes.unused.append("reasoning_effort")
+        if wanted is not None and not self._switch(variables, wanted):
+            notes.unused.append("enable_thinking")
+        return variables
+
+    def _switch(self, variables: dict[str, Any], thinking: bool) -> bool:
+        """Whether the template can be told to think or not."""
+        names = [name for name in _SWITCHES if name in self._variables]
+        for name in names:
+            variables.setdefault(name, thinking)
+        return bool(names)
+
+    def _grammar(self, use: ToolUse | None, layout: Layout, answer: GrammarSpec | None) -> GrammarSpec | None:
+        """Of calls and answer; behind reasoning, if that is open."""
+        spec = answer if use is None else grammar_of(use, self._form, answer)
+        if spec is None or not layout.thinking:
+            return spec
+        after = self._token(END_THINK)
+        if after is None:
+            message = "this model's end of reasoning is not one token, so what follows cannot be constrained"
+            raise bad_request(f"{spec.field}: {message}; switch reasoning off", spec.field)
+        return msgspec.structs.replace(spec, after=after)
+
+    def _budget(self, body: ChatRequest, layout: Layout, notes: Notes) -> ThinkingBudget | None:
+        if body.thinking_token_budget is None:
+            return None
+        if not layout.thinks:
+            notes.unused.append("thinking_token_budget")
+            return None
+        begin, end = self._token(THINK), self._token(END_THINK)
+        closing = self._tokenizer.encode(_CLOSING, add_special_tokens=False)
+        if end is None or begin is None or end not in closing:
+            message = f"thinking_token_budget needs a model in which {THINK} and {END_THINK} are one token each"
+            raise bad_request(message, "thinking_token_budget", "unsupported_field")
+        return ThinkingBudget(body.thinking_token_budget, None if layout.thinking else begin, end, tuple(closing))
+
+    def _token(self, text: str) -> int | None:
+        """The token that is always written for a text, if there is one."""
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens[0] if len(tokens) == 1 else None
+
+
+def _check_variables(variables: dict[str, Any]) -> None:
+    """Raises ApiError for a nest of values that no template needs."""
+    left, seen = [(variables, 0)], 0
+    while left:
+        value, depth = left.pop()
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        seen += len(items)
+        if seen > _MAX_KWARGS or depth > _MAX_DEPTH:
+            raise bad_request(
+                f"chat_template_kwargs: at most {_MAX_KWARGS} values, {_MAX_DEPTH} levels deep, are allowed",
+                "chat_template_kwargs",
+            )
+        left += [(item, depth + 1) for item in items]

@@ -1,0 +1,89 @@
+"""What the api and the preparing process say to each other: msgpack frames with a length in front."""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum
+
+import msgspec
+
+from api.text.segments import Layout
+from engine.messages import GrammarSpec
+from scheduler.request import ThinkingBudget
+
+LENGTH = struct.Struct("<Q")
+
+
+class Kind(Enum):
+    CHAT = "chat"
+    COMPLETION = "completion"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    OLLAMA_CHAT = "ollama chat"
+    OLLAMA_GENERATE = "ollama generate"
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A body to prepare; its bytes follow in a frame of their own. `history`: JSON of the messages before it."""
+
+    kind: Kind
+    vocab_size: int
+    max_model_len: int
+    history: bytes | None = None
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How a chat's answer is read: its layout and its budget of reasoning; `functions`: calls are given in their older
+    form."""
+
+    layout: Layout
+    thinking: ThinkingBudget | None = None
+    functions: bool = False
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """`options`: JSON of the body's other fields. `prompts`: int32 token ids of each prompt.
+    `texts`: what `echo` repeats, or the detokenised text. `unknown`: fields that nobody knows; `unused`: known ones
+    that change nothing. `options` are those of a chat unless the prompt is raw (`is_raw`). `grammar`: what the output
+    is to be; `reading`: how a chat's is read."""
+
+    options: bytes
+    prompts: list[bytes] = []
+    texts: list[str] = []
+    is_raw: bool = False
+    messages: bytes = b""  # JSON of a response's messages, those before it included
+    head: bytes = b""  # JSON of the fields that a response repeats
+    previous: str | None = None  # the response whose messages are needed: nothing is prepared without them
+    unknown: list[str] = []
+    unused: list[str] = []
+    grammar: GrammarSpec | None = None
+    reading: Reading | None = None
+
+
+class Declined(msgspec.Struct, frozen=True, tag=True):
+    """An ApiError."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class TextSettings(msgspec.Struct, frozen=True):
+    """What the process needs to load a tokenizer; `model` None: there is none."""
+
+    model: str | None
+    gguf: str | None = None
+    chat_template: str | None = None
+    trust_control_tokens: bool = False
+    unknown_fields: str = "warn"
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+    cpu_limit_s: float = 10.0
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_answer = msgspec.msgpack.Decoder(Prepared | Declined).decode

@@ -1,0 +1,243 @@
+"""Parsing, rendering and tokenising: everything whose cost depends on a request's content."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from api.errors import ApiError, bad_request
+from api.http.dialects import anthropic, ollama, responses
+from api.http.parsing import Notes, parse, parse_object
+from api.http.protocol import (
+    MAX_CHOICES,
+    Body,
+    ChatOptions,
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    check_vocabulary,
+)
+from api.prepare.chat import Chats
+from api.prepare.grammars import Grammars
+from api.prepare.job import Job, Kind, Prepared, Reading, TextSettings
+from api.text.control import Rendered
+from api.text.tokenizer import Tokenizer, load_tokenizer
+
+
+def tokenizer_of(settings: TextSettings) -> Tokenizer | None:
+    """None with --skip-tokenizer. Raises UserError if there is none otherwise."""
+    if settings.model is None:
+        return None
+    gguf, template = settings.gguf, settings.chat_template
+    return load_tokenizer(Path(settings.model), Path(gguf) if gguf else None, Path(template) if template else None)
+
+
+class Preparer:
+    """`tokenizer` None: prompts are token ids."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        trust_control_tokens: bool,
+        unknown_fields: str = "reject",
+        tool_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._unknown_fields = unknown_fields
+        self._grammars = Grammars()
+        self._chats: Chats | None = None
+        if tokenizer is not None and tokenizer.template is not None:
+            self._chats = Chats(
+                tokenizer,
+                tokenizer.template,
+                trust_control_tokens=trust_control_tokens,
+                tool_format=tool_format,
+                reasoning_format=reasoning_format,
+            )
+
+    def prepare(self, job: Job, raw: bytes) -> Prepared:
+        """Raises ApiError or UserError for what is wrong with the request."""
+        notes = Notes(self._unknown_fields)
+        prepared = self._prepare(job, raw, notes)
+        return msgspec.structs.replace(prepared, unknown=notes.unknown, unused=notes.unused)
+
+    def _prepare(self, job: Job, raw: bytes, notes: Notes) -> Prepared:
+        match job.kind:
+            case Kind.CHAT:
+                return self._chat(parse(ChatRequest, raw, notes), job, notes)
+            case Kind.MESSAGES:
+                return self._chat_of(anthropic.chat_of(parse(MessagesRequest, raw, notes)), job, notes)
+            case Kind.RESPONSES:
+                return self._response(parse(ResponsesRequest, raw, notes), job, notes)
+            case Kind.OLLAMA_CHAT:
+                return self._chat_of(ollama.chat_of(parse(OllamaChatRequest, raw, notes)), job, notes)
+            case Kind.OLLAMA_GENERATE:
+                body = parse(OllamaGenerateRequest, raw, notes)
+                if not body.raw:
+                    return self._chat_of(ollama.chat_of(body), job, notes)
+                prepared = self._completion(parse_object(CompletionRequest, ollama.completion_of(body)), job)
+                return msgspec.structs.replace(prepared, is_raw=True)
+            case Kind.COMPLETION:
+                return self._completion(parse(CompletionRequest, raw, notes), job)
+            case Kind.TOKENIZE:
+                return self._tokenize(parse(TokenizeRequest, raw, notes), notes)
+            case Kind.DETOKENIZE:
+                given = parse(DetokenizeRequest, raw, notes)
+                tokenizer = self._needed("tokens")
+                check_vocabulary(given.tokens, job.vocab_size, "tokens")
+                text = tokenizer.decode(given.tokens, skip_special_tokens=False)
+                return Prepared(_model(given.model), texts=[text])
+
+    def _chat_of(self, content: dict[str, Any], job: Job, notes: Notes) -> Prepared:
+        """Of a request in another form, as a chat's."""
+        if isinstance(name := content.get("model"), str):
+            content["model"] = name.removesuffix(":latest")
+        return self._chat(parse_object(ChatRequest, content), job, notes)
+
+    def _response(self, body: ResponsesRequest, job: Job, notes: Notes) -> Prepared:
+        if body.previous_response_id is not None and job.history is None:
+            return Prepared(b"", previous=body.previous_response_id)
+        history = [] if job.history is None else msgspec.json.decode(job.history)
+        prepared = self._chat_of(responses.chat_of(body, history), job, notes)
+        messages = msgspec.json.encode([*history, *responses.messages_of(body)])
+        head = body.model_dump_json(exclude={"input", "stream", "model"}).encode()
+        return msgspec.structs.replace(prepared, messages=messages, head=head)
+
+    def _needed(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise bad_request("the server runs without a tokenizer (--skip-tokenizer): send token ids", param)
+        return self._tokenizer
+
+    def _chat(self, body: ChatRequest, job: Job, notes: Notes) -> Prepared:
+        chat = self._templates.chat(body, self._grammars.of(body), notes)
+        ids = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
+        ids = _truncated(ids, body, job)
+        _check_prompt(ids, "messages", job)
+        reading = Reading(chat.layout, chat.thinking, functions=bool(body.functions))
+        return Prepared(
+            _options(body, ChatOptions), [_packed(ids)], grammar=self._grammars.checked(chat.grammar), reading=reading
+        )
+
+    @property
+    def _templates(self) -> Chats:
+        self._needed("messages")
+        if self._chats is None:
+            raise bad_request("the model has no chat template: give one with --chat-template", "messages")
+        return self._chats
+
+    def _encoded(self, rendered: Rendered, job: Job | None) -> list[int]:
+        """`job` None: however many tokens there are."""
+        tokenizer = self._needed("messages")
+        if job is not None:
+            _check_length(tokenizer, rendered.text, job, "messages")
+        return tokenizer.encode_rendered(rendered)
+
+    def _completion(self, body: CompletionRequest, job: Job) -> Prepared:
+        given: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if isinstance(given[0], int):
+            given = [given]
+        if len(given) * body.candidates > MAX_CHOICES:
+            raise bad_request(
+                f"prompt: {len(given)} prompts with {body.candidates} answers each are more than {MAX_CHOICES}",
+                "prompt",
+            )
+        prompts, texts = [], []
+        for prompt in given:
+            ids = self._raw(prompt, body, job) if isinstance(prompt, str) else prompt
+            ids = _truncated(ids, body, job)
+            _check_prompt(ids, "prompt", job)
+            prompts.append(_packed(ids))
+            if body.echo:
+                texts.append(self._echoed(prompt, ids, body))
+        return Prepared(_options(body, CompletionOptions), prompts, texts, grammar=self._grammars.of(body))
+
+    def _raw(self, prompt: str, body: CompletionRequest, job: Job) -> list[int]:
+        """A raw prompt is the client's from end to end: control tokens written out in it are control tokens."""
+        tokenizer = self._needed("prompt")
+        if not body.truncate_prompt_tokens:
+            _check_length(tokenizer, prompt, job, "prompt")
+        return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+
+    def _echoed(self, prompt: str | list[int], ids: list[int], body: CompletionRequest) -> str:
+        if (
+            isinstance(prompt, str) and body.logprobs is None and not body.truncate_prompt_tokens
+        ):  # offsets are those of the tokens' text
+            return prompt
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _tokenize(self, body: TokenizeRequest, notes: Notes) -> Prepared:
+        if body.prompt is not None:
+            ids = self._needed("prompt").encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            rendered = self._templates.rendered(
+                body.messages or [],
+                body.chat_template_kwargs,
+                None,
+                notes,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=False,
+            )
+            ids = self._encoded(rendered, None)
+        return Prepared(_model(body.model), [_packed(ids)])
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    ids = array("i")
+    ids.frombytes(data)
+    return ids.tolist()
+
+
+def _truncated(ids: list[int], body: ChatRequest | CompletionRequest, job: Job) -> list[int]:
+    """The last `truncate_prompt_tokens` of them; -1: what fits beside the output."""
+    keep = body.truncate_prompt_tokens
+    if keep == -1:
+        keep = max(1, job.max_model_len - max(1, body.output_tokens or 1))
+    return ids if keep is None else ids[-keep:]
+
+
+def _model(name: str | None) -> bytes:
+    return msgspec.json.encode({"model": name})
+
+
+def _options(body: Body, kind: type[Body]) -> bytes:
+    return body.model_dump_json(include=set(kind.model_fields), exclude_unset=True).encode()
+
+
+def _check_prompt(ids: Sequence[int], param: str, job: Job) -> None:
+    if not ids:
+        raise bad_request(f"{param}: the prompt is empty", param)
+    if len(ids) >= job.max_model_len:
+        raise too_long(f"{len(ids)} tokens", job.max_model_len, param)
+    check_vocabulary(ids, job.vocab_size, param)
+
+
+def _check_length(tokenizer: Tokenizer, text: str, job: Job, param: str) -> None:
+    """Refuses what cannot fit however it is tokenised, before time is spent on it."""
+    least = tokenizer.least_tokens(text)
+    if least >= job.max_model_len:
+        raise too_long(f"at least {least} tokens ({len(text)} characters)", job.max_model_len, param)
+
+
+def too_long(length: str, limit: int, param: str) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {limit} tokens. However, your {param} resulted in {length}, and at "
+        f"least one is for the output. Please reduce the length of the {param}.",
+        param,
+        "context_length_exceeded",
+    )

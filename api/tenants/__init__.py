@@ -1,0 +1,1 @@
+"""Who asks: keys, what each tenant may have, and how much of it."""

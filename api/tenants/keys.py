@@ -1,0 +1,214 @@
+"""API keys: who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import hmac
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from api.config import ServeConfig
+from api.errors import ApiError
+from api.tenants.file import read_tenants
+from api.tenants.hashes import HashedKey, id_of
+from api.tenants.record import Tenant
+from engine.errors import UserError
+
+_MOST_CHECKS = 32  # unknown keys that wait for their hash
+_WRONG_KEPT = 1024
+
+
+class Keys:
+    """Parsed `--api-key` values and a tenants file's hashes. Keys are kept as digests alone. A key without a tenant's
+    name is a tenant of its own. Raises UserError for one that is malformed, without showing the key.
+
+    Checking a stored hash takes tens of milliseconds, so it is done on a thread, one at a time, and keys that were
+    right or wrong are remembered by a digest that is keyed for this process.
+    """
+
+    def __init__(
+        self, api_keys: Sequence[str], admin_key: str | None, stored: Mapping[HashedKey, Tenant] | None = None
+    ) -> None:
+        self._tenants = [_parse(value, number) for number, value in enumerate(api_keys, 1)]
+        if len({digest for digest, _ in self._tenants}) != len(self._tenants):
+            raise UserError("--api-key: a key is given twice", "api_key")
+        if admin_key is not None and not admin_key:
+            raise UserError("--admin-key: the key is empty", "admin_key")
+        self._admin = _digest(admin_key.encode()) if admin_key is not None else None
+        self._secret = secrets.token_bytes(32)
+        self._right: dict[bytes, HashedKey] = {}
+        self._checks: dict[bytes, asyncio.Task[bool]] = {}
+        self._lane = asyncio.Semaphore(1)
+        self._store({} if stored is None else stored)
+
+    def with_stored(self, stored: Mapping[HashedKey, Tenant]) -> Keys:
+        """The same keys of the command line beside others of the file. Requests under way keep the tenant they have.
+        Raises UserError."""
+        other = copy.copy(self)
+        other._checks, other._lane = {}, asyncio.Semaphore(1)
+        other._store(stored)
+        other._right = {digest: key for digest, key in self._right.items() if key in stored}
+        return other
+
+    def _store(self, stored: Mapping[HashedKey, Tenant]) -> None:
+        names = {tenant.name for _, tenant in self._tenants}
+        if both := sorted({tenant.name for tenant in stored.values()} & names):
+            raise UserError(f"--tenants: {both[0]} is a tenant of --api-key or --api-keys-file too", "tenants")
+        self._stored = dict(stored)
+        self._by_id = {key.id: key for key in stored}
+        self._wrong: dict[bytes, None] = {}  # the newest last
+
+    @property
+    def required(self) -> bool:
+        return bool(self._tenants or self._stored)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        return list(dict.fromkeys([tenant for _, tenant in self._tenants] + list(self._stored.values())))
+
+    @property
+    def named_models(self) -> set[str]:
+        return {model for tenant in self.tenants for model in tenant.models or ()}
+
+    async def identify(self, authorization: str | None) -> Tenant:
+        """Whom an Authorization header stands for. Raises ApiError 401, or 503 if too many unknown keys are tried."""
+        given = _bearer(authorization)
+        digest = hashlib.blake2b(given, key=self._secret, digest_size=32).digest()
+        key = self._by_id.get(id_of(given) or "")
+        if key is not None and digest not in self._right and digest not in self._wrong:
+            await self._check(given, digest, key)
+        return self.tenant(authorization)
+
+    def tenant(self, authorization: str | None) -> Tenant:
+        """As `identify`, of the command line's keys and those of the file that have been checked."""
+        if not self.required:
+            return Tenant()
+        given = _bearer(authorization)
+        if stored := self._right.get(hashlib.blake2b(given, key=self._secret, digest_size=32).digest()):
+            return self._stored[stored]
+        found, digest = None, _digest(given)
+        for known, tenant in self._tenants:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            what = "unknown API key" if given else "no API key: send 'Authorization: Bearer KEY'"
+            raise ApiError(401, what, code="invalid_api_key")
+        return found
+
+    def named(self, name: str) -> Tenant | None:
+        """The tenant of that name, with what all of its keys may see; None if there is no key of it any more."""
+        if not self.required:
+            return Tenant() if name == Tenant().name else None
+        found = [tenant for tenant in self.tenants if tenant.name == name]
+        seen = [tenant.models for tenant in found if tenant.models is not None]
+        return replace(found[0], models=frozenset.intersection(*seen) if seen else None) if found else None
+
+    async def _check(self, given: bytes, digest: bytes, key: HashedKey) -> None:
+        task = self._checks.get(digest)
+        if task is None:
+            if len(self._checks) >= _MOST_CHECKS:
+                raise ApiError(503, "too many unknown keys are being checked", code="busy", retry_after_s=1.0)
+            task = self._checks[digest] = asyncio.create_task(self._compare(given, key))
+            task.add_done_callback(lambda done: self._checked(digest, key, done))
+        await asyncio.shield(task)  # others may wait for it too
+
+    async def _compare(self, given: bytes, key: HashedKey) -> bool:
+        async with self._lane:
+            return await asyncio.to_thread(key.matches, given)
+
+    def _checked(self, digest: bytes, key: HashedKey, done: asyncio.Task[bool]) -> None:
+        del self._checks[digest]
+        if done.cancelled() or done.exception() is not None:
+            return
+        if done.result():
+            self._right[digest] = key
+            return
+        self._wrong[digest] = None
+        if len(self._wrong) > _WRONG_KEPT:
+            del self._wrong[next(iter(self._wrong))]
+
+    def is_admin(self, authorization: str | None) -> bool:
+        return self._admin is not None and hmac.compare_digest(self._admin, _digest(_bearer(authorization)))
+
+    def check_admin(self, authorization: str | None, what: str = "loading and unloading adapters") -> None:
+        """Raises ApiError 401 or 403."""
+        if self._admin is None:
+            raise ApiError(
+                403, f"{what} is off: start the server with --admin-key-file or KTSERVE_ADMIN_KEY", code="no_admin_key"
+            )
+        if not self.is_admin(authorization):
+            raise ApiError(401, "the admin key is missing or wrong", code="invalid_api_key")
+
+
+def keys_of(config: ServeConfig) -> Keys:
+    """From the settings and the files they name. Raises UserError."""
+    api_keys, admin_key = list(config.api_key), config.admin_key
+    if config.api_keys_file is not None:
+        found = _lines(config.api_keys_file, "api_keys_file")
+        if not found:
+            raise UserError(f"--api-keys-file {config.api_keys_file}: there is no key in it", "api_keys_file")
+        api_keys += found
+    if config.admin_key_file is not None:
+        if admin_key is not None:
+            raise UserError("--admin-key and --admin-key-file exclude each other", "admin_key_file")
+        found = _lines(config.admin_key_file, "admin_key_file")
+        if len(found) != 1:
+            raise UserError(
+                f"--admin-key-file {config.admin_key_file}: one line with the key is expected, got {len(found)}",
+                "admin_key_file",
+            )
+        (admin_key,) = found
+    stored = read_tenants(config.tenants) if config.tenants is not None else {}
+    return Keys(api_keys, admin_key, stored)
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The Authorization header, or what it would be for an X-Api-Key."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else None)
+
+
+def _lines(path: str, field: str) -> list[str]:
+    """A file's lines without comments (#) and empty ones."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"--{field.replace('_', '-')} {path}: {reason}", field) from None
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _bearer(authorization: str | None) -> bytes:
+    """The key's bytes; ASGI's headers are bytes read as Latin-1."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.encode("latin-1", "replace").strip() if scheme.lower() == "bearer" else b""
+
+
+def _parse(value: str, number: int) -> tuple[bytes, Tenant]:
+    key, equals, rest = value.partition("=")
+    if not key or (equals and not rest):
+        raise UserError(f"--api-key number {number}: expected KEY or KEY=TENANT[:WEIGHT[:MODEL,...]]", "api_key")
+    digest = _digest(key.encode())
+    own_name = f"key-{digest.hex()[:12]}"
+    if not equals:
+        return digest, Tenant(own_name)
+    name, _, rest = rest.partition(":")
+    weight_text, _, models_text = rest.partition(":")
+    try:
+        weight = float(weight_text) if weight_text else 1.0
+    except ValueError:
+        weight = math.nan
+    if not (0 < weight < math.inf):
+        raise UserError(f"--api-key number {number}: the weight {weight_text!r} is not a number above 0", "api_key")
+    models = frozenset(model.strip() for model in models_text.split(",") if model.strip())
+    return digest, Tenant(name or own_name, weight, models or None)

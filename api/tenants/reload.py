@@ -1,0 +1,61 @@
+"""SIGHUP: the tenants file is read again, the usage log is opened again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from api.config import ServeConfig
+from api.tenants.file import read_tenants
+from api.tenants.keys import Keys
+from api.tenants.limits import Limits
+from api.tenants.usage import UsageLog
+from engine.errors import UserError
+
+log = logging.getLogger("ktserve")
+
+
+class _Tenants(Protocol):
+    config: ServeConfig
+    keys: Keys
+    limits: Limits
+    batch_limits: Limits
+    usage: UsageLog | None
+
+
+class Reload:
+    """One reload after another, in the order of the signals. What cannot be read leaves the tenants as they are."""
+
+    def __init__(self, service: _Tenants) -> None:
+        self._service = service
+        self._running: asyncio.Task[None] | None = None
+        self._again = False
+
+    def __call__(self) -> None:
+        if self._service.usage is not None:
+            self._service.usage.reopen()
+        if self._running is not None:  # the file may have changed after that one has read it
+            self._again = True
+            return
+        self._running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        path = self._service.config.tenants
+        try:
+            while path is not None:
+                self._again = False
+                try:
+                    stored = await asyncio.to_thread(read_tenants, path)
+                    keys = self._service.keys.with_stored(stored)
+                except UserError as error:
+                    log.error("the tenants stay as they are: %s", error)
+                else:
+                    self._service.keys = keys
+                    for limits in (self._service.limits, self._service.batch_limits):
+                        limits.keep(tenant.name for tenant in keys.tenants)
+                    log.info("tenants: %d keys of %d tenants", len(stored), len({t.name for t in stored.values()}))
+                if not self._again:
+                    break
+        finally:
+            self._running = None

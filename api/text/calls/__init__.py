@@ -1,0 +1,1 @@
+"""Calls of tools: how models write them, and how what they write is read."""

@@ -1,0 +1,69 @@
+"""The forms in which models write calls: one table."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from api.text.calls.json_call import JsonCalls
+from api.text.calls.reader import CallReader
+from api.text.calls.xml_call import XmlCalls
+
+Parameters = Mapping[str, Mapping[str, Mapping[str, Any]]]  # function -> parameter -> its schema
+_ALPHABET = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """`signs`: texts that a chat template of this form holds. `opens` and `closes` surround calls; `closes` None: they
+    go on to the end of the answer. `bare`: an answer that begins with an object may be a call without a marker.
+    `arguments`: their key; `listed`: the objects stand in a list. `id_prefix`, `id_length`: of the ids that its
+    templates accept."""
+
+    name: str
+    signs: tuple[str, ...]
+    opens: str
+    closes: str | None = None
+    bare: bool = False
+    xml: bool = False
+    arguments: str = "arguments"
+    listed: bool = False
+    id_prefix: str = "call_"
+    id_length: int = 24
+
+    def new_id(self) -> str:
+        return self.id_prefix + "".join(secrets.choice(_ALPHABET) for _ in range(self.id_length))
+
+    def reader(
+        self, first: int, parameters: Parameters, limit: int | None, new_id: Callable[[], str] | None = None
+    ) -> CallReader:
+        """For calls from number `first` of the answer, at most `limit` of them."""
+        new_id = new_id or self.new_id
+        if self.xml:
+            return XmlCalls(first, new_id, limit, parameters=parameters)
+        return JsonCalls(first, new_id, limit, enclosed=self.closes is not None)
+
+
+HERMES = ToolFormat("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>")
+FORMATS = (  # the first whose signs a template has
+    ToolFormat("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", xml=True),
+    HERMES,
+    ToolFormat(
+        "mistral", ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), "[TOOL_CALLS]", listed=True, id_prefix="", id_length=9
+    ),
+    ToolFormat("llama3", ("<|python_tag|>",), "<|python_tag|>", bare=True, arguments="parameters"),
+)
+FORMAT_NAMES = tuple(one.name for one in FORMATS)
+
+
+def format_named(name: str) -> ToolFormat:
+    """Raises KeyError."""
+    return {one.name: one for one in FORMATS}[name]
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """The form that a chat template writes calls in, None if it is none of the table."""
+    return next((one for one in FORMATS if all(sign in template for sign in one.signs)), None)

@@ -1,0 +1,320 @@
+"""The model's tokenizer and chat template, from Hugging Face files or GGUF metadata, without transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, normalizers
+
+from api.text.bytelevel import byte_level_tokenizer, token_bytes
+from api.text.control import Rendered, guarding_characters, hide
+from api.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from api.text.template import ChatTemplate
+from engine.errors import ModelFileError, UserError
+from engine.messages import SetVocabulary
+from engine.weights.gguf.file import find_gguf, open_gguf
+from engine.weights.json_file import read_json
+from engine.weights.regular import read_text
+
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_NFC_SHRINKS = 3  # bytes of text for one of its normal form, at most
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. `template` is None if the model brings none. Decoding is thread-safe."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, source: str) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.template = template
+        self.source = source
+        added = backend.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special}
+        self._control = {i: added[i].content for i in self._special if added[i].content}
+        self._normalised_control = any(added[i].normalized for i in self._special)
+        self._guards = guarding_characters(list(self._control.values()), "".join(template.strings) if template else "")
+        self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._most_bytes = self._bytes_of_longest_token(added.values())
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size())
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids. Special tokens written out in `text` become those tokens. Raises UserError."""
+        return list(self._encoding(text, add_special_tokens=add_special_tokens).ids)
+
+    def _encoding(self, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            # a panic of the Rust library is a BaseException; an Exception is how it reports anything else
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise UserError(f"this text cannot be tokenised: {str(error)[:200]}", "prompt") from error
+            raise
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        trust_control_tokens: bool,
+        variables: Mapping[str, Any],
+        **how: Any,
+    ) -> Rendered:
+        """The chat template's text of `messages`; `how` as ChatTemplate.render has it. Control tokens in the client's
+        strings stay text unless `trust_control_tokens`. Raises TemplateError."""
+        if self.template is None:
+            raise UserError("the model has no chat template", "messages")
+        guards = "" if trust_control_tokens else self._guards
+        (messages, variables), stand_ins = hide((messages, variables), guards)
+        return Rendered(self.template.render(messages, variables=variables, **how), stand_ins)
+
+    def encode_rendered(self, rendered: Rendered) -> list[int]:
+        """Token ids of a template's text: control tokens where the template wrote them, text elsewhere."""
+        plain, text = rendered.restored(), rendered.text
+        if not rendered.stand_ins or not self._spelled(plain, text):
+            return self.encode(plain, add_special_tokens=False)
+        encoding = self._encoding(text)
+        ids: list[int] = []
+        at = 0
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self._control and text[start:end].strip() == self._control[token].strip():
+                ids += self._encode_as_text(rendered.restored(text[at:start]))
+                ids.append(token)
+                at = end
+        return ids + self._encode_as_text(rendered.restored(text[at:]))
+
+    def _spelled(self, plain: str, hidden: str) -> bool:
+        """Whether a client's string may hold a control token."""
+        if self._normalised_control:  # other spellings may become one
+            return True
+        return any(plain.count(token) != hidden.count(token) for token in self._control.values())
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        self._backend.encode_special_tokens = True
+        try:
+            return self.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = False
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found without tokenising it."""
+        if not self._most_bytes:
+            return 0
+        if text.isascii():
+            return len(text) // self._most_bytes
+        return len(text.encode()) // (_NFC_SHRINKS * self._most_bytes)
+
+    def _bytes_of_longest_token(self, added: Iterable[AddedToken]) -> int:
+        """0 where a token may stand for any number of bytes."""
+        normalizer = self._backend.normalizer
+        bounded = normalizer is None or isinstance(normalizer, normalizers.NFC)
+        if not self._byte_level or not bounded or any(token.lstrip or token.rstrip for token in added):
+            return 0
+        plain = map(len, self._backend.get_vocab(with_added_tokens=False))  # one character stands for one byte
+        return max([0, *plain, *(len(token.content.encode()) for token in added)])
+
+    def word_tokens(self, word: str) -> list[list[int]]:
+        """The token sequences that spell a word, at the beginning of a text and after a space."""
+        bare = word.lstrip(" ")
+        spelt = [self.encode(word, add_special_tokens=False)]
+        if bare == word:
+            spelt.append(self.encode(" " + word, add_special_tokens=False))
+        return [tokens for tokens in spelt if tokens]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token; b"" for an id that the tokenizer does not know (vocabularies are padded)."""
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        return token_bytes(text) if self._byte_level else self.decode([token], skip_special_tokens=False).encode()
+
+    def vocabulary(self) -> SetVocabulary | None:
+        """The bytes of every token, for grammars. Added tokens are no text there. None where a token's text depends on
+        its neighbours."""
+        if not self._byte_level:
+            return None
+        known = self._backend.get_vocab(with_added_tokens=True)
+        tokens = [b""] * (max(known.values(), default=-1) + 1)
+        for text, token in known.items():
+            tokens[token] = token_bytes(text)
+        special = sorted(self._backend.get_added_tokens_decoder())
+        return SetVocabulary(tokens=tokens, special=special, definition=self._backend.to_str())
+
+    def token_text(self, token: int) -> str:
+        """One token alone, U+FFFD where it is not whole characters."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def detokenizer(self, *, skip_special_tokens: bool, shown: Iterable[str] = ()) -> Detokenizer:
+        """`shown`: control tokens that are not skipped."""
+        hidden = self._special if skip_special_tokens else set()
+        if kept := set(shown):
+            hidden = {token for token in hidden if self._control.get(token) not in kept}
+        if not self._byte_level:
+            return WindowDetokenizer(
+                lambda tokens: self.decode([t for t in tokens if t not in hidden], skip_special_tokens=False)
+            )
+        return ByteDetokenizer(lambda token: b"" if token in hidden else self.token_bytes(token))
+
+
+def load_tokenizer(model: Path, gguf: Path | None = None, chat_template: Path | None = None) -> Tokenizer:
+    """The tokenizer of a model: Hugging Face files in (or beside) `model`, else the GGUF file's metadata.
+    `chat_template` replaces the model's own template. Raises UserError if there is none."""
+    folder = model if model.is_dir() else model.parent
+    with _faults_of(folder):
+        return _load(folder, gguf or model, chat_template)
+
+
+def _load(folder: Path, weights: Path, chat_template: Path | None) -> Tokenizer:
+    config = _tokenizer_config(folder)
+    metadata: Mapping[str, Any] = {}
+    if weights.is_file() or any(weights.glob("*.gguf")):
+        metadata = open_gguf(find_gguf(weights)).metadata
+    backend, source = _from_files(folder, config), str(folder)
+    special = _special_tokens(config, folder)
+    if backend is None and "tokenizer.ggml.tokens" in metadata:
+        backend, special = _from_gguf(metadata)
+        source = str(weights)
+    if backend is None:
+        raise UserError(
+            f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt, or GGUF metadata); "
+            "--skip-tokenizer serves prompts of token ids",
+            "model",
+        )
+    backend.encode("one text, whatever it is")  # parts that do not fit each other are found only here
+    template = _template_source(folder, config, metadata, chat_template)
+    return Tokenizer(backend, ChatTemplate(template, special) if template else None, source)
+
+
+@contextmanager
+def _faults_of(place: Path) -> Iterator[None]:
+    """What a file of a wrong form makes of this code and of `tokenizers`, which raises plain Exception for its faults
+    and panics in Rust for some, as one error that names the place."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
+        raise ModelFileError(f"{place}: not a sound tokenizer: {why[:500]}", "model") from error
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _from_files(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        with _faults_of(path):
+            backend = tokenizers.Tokenizer.from_str(read_text(path))
+        _add_missing(backend, config, path)
+        return backend
+    vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
+    if not (vocab_path.is_file() and merges_path.is_file()):
+        return None
+    vocab = read_json(vocab_path)
+    tokens = sorted(vocab, key=lambda token: int(vocab[token]))
+    lines = read_text(merges_path).splitlines()
+    merges = [_merge(line, merges_path) for line in lines if line and not line.startswith("#version")]
+    backend = byte_level_tokenizer(tokens, merges, [])
+    _add_missing(backend, config, vocab_path)
+    return backend
+
+
+def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
+    """Tokens that only tokenizer_config.json knows."""
+    entries = config.get("added_tokens_decoder") or {}
+    known = backend.get_added_tokens_decoder()
+    for index, entry in sorted((int(key), entry) for key, entry in entries.items()):
+        if index in known:
+            continue
+        flags = {key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized") if key in entry}
+        token = AddedToken(entry["content"], special=bool(entry.get("special", False)), **flags)
+        backend.add_tokens([token])
+        if backend.token_to_id(entry["content"]) != index:
+            raise ModelFileError(
+                f"{path}: tokenizer_config.json puts the added token {entry['content']!r} at {index}, "
+                f"the tokenizer at {backend.token_to_id(entry['content'])}",
+                "model",
+            )
+
+
+def _from_gguf(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "qwen2")
+    if kind != "gpt2" or pre != "qwen2":
+        raise ModelFileError(
+            f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; 'gpt2' with 'qwen2' is supported: "
+            "put the model's tokenizer.json beside the file",
+            "model",
+        )
+    tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
+    if len(set(tokens)) != len(tokens):
+        raise ModelFileError("the GGUF file's tokenizer.ggml.tokens has equal entries", "model")
+    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise ModelFileError(f"the GGUF file has {len(tokens)} tokens but {len(types)} token types", "model")
+    merges = [_merge(str(line), "tokenizer.ggml.merges") for line in metadata.get("tokenizer.ggml.merges", ())]
+    added = [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    special = {}
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and 0 <= int(index) < len(tokens):
+            special[name] = tokens[int(index)]
+    bos = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token") else None
+    return byte_level_tokenizer(tokens, merges, added, bos_token=bos), special
+
+
+def _merge(line: str, where: Path | str) -> tuple[str, str]:
+    left, space, right = line.partition(" ")
+    if not space or not left or not right:
+        raise ModelFileError(f"{where}: {line!r} is not a merge of two tokens", "model")
+    return left, right
+
+
+def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    path = folder / "special_tokens_map.json"
+    merged = {**(read_json(path) if path.is_file() else {}), **config}
+    special = {}
+    for name in _SPECIAL_NAMES:
+        value = merged.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special[name] = text
+    return special
+
+
+def _template_source(
+    folder: Path, config: Mapping[str, Any], metadata: Mapping[str, Any], chosen: Path | None
+) -> str | None:
+    if chosen is not None:
+        if not chosen.is_file():
+            raise UserError(f"{chosen}: no such file", "chat_template")
+        return read_text(chosen)
+    if (path := folder / "chat_template.jinja").is_file():
+        return read_text(path)
+    if (path := folder / "chat_template.json").is_file():
+        config = {**config, "chat_template": read_json(path).get("chat_template")}
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    if source is None:
+        source = metadata.get("tokenizer.chat_template")
+    return str(source) if source is not None else None

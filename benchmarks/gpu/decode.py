@@ -1,0 +1,310 @@
+"""Decode on one GPU with the experts on the CPU, at Qwen3-30B-A3B's shape with random weights.
+
+    python -m benchmarks.gpu.decode [--layers 48] [--rows 1 8 32 64 128] [--experts native|kt|gpu] [--quantise int8]
+                                    [--adapters 16] [--peer OTHER.json] [--out FILE.json]
+
+The engine's own steps (launch, sample, read, one step ahead) over sequences of --context positions; other tokens in
+every step. Of each row count:
+
+ms, tok/s   a step as CUDA graph; `plain`: the same launches one by one
+gpu         a step whose experts are left out: what the GPU needs
+glue        (a step of which no row counts) - gpu, per layer: the handshake alone
+GB/s        bytes of the distinct experts over (ms - gpu); `peak`: its share of the read bandwidth measured here
+over        (ms - gpu) / (bytes / read bandwidth)
+
+With --adapters the rows are shared out over so many adapters of rank 16 on attention and experts, beside base only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models.random import QWEN3_30B_A3B, RandomSource
+from engine.architectures.registry import config_from_hf
+from engine.attention.base import BLOCK_SIZE
+from engine.build.gpu import gpu_backends
+from engine.build.placement import choose, find_machine
+from engine.build.plan import EnginePlan
+from engine.build.precision import choose_precision
+from engine.config import EngineConfig
+from engine.experts.base import ExpertBackend, ExpertTask
+from engine.graphs.padded import PaddedDecode
+from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.memory.plan import MemoryPlan
+from engine.model.config import ModelConfig
+from engine.model.layers import SparseMlp
+from engine.model.load import Loader
+from engine.steps.runner import InFlight, ModelRunner
+from native.topology import make_pool
+from scheduler.plan import StepPlan, StepRow
+from scheduler.request import Request, SamplingParams
+
+RANK = 16
+SECONDS = 3.0  # of each measurement, about
+AHEAD = 512  # steps that a sequence may grow by
+
+
+class NoExperts:
+    """Stands in for a backend whose work is left out."""
+
+    follows_stream = True
+    buffers_on = "cuda"
+
+    def post(self, task: ExpertTask, stream: Any = None) -> None: ...
+
+    def wait(self, task: ExpertTask, stream: Any = None) -> None: ...
+
+
+@dataclass
+class Bench:
+    config: ModelConfig
+    runner: ModelRunner
+    scratch: int
+    max_rows: int
+    slots: int
+    context: int
+
+    @classmethod
+    def load(cls, args: argparse.Namespace) -> Bench:
+        config = config_from_hf({**QWEN3_30B_A3B, "num_hidden_layers": args.layers})
+        rows, length = max(args.rows), args.context + AHEAD
+        settings = EngineConfig(
+            model="random",
+            device="cuda",
+            pack_cache="off",
+            max_num_seqs=rows,
+            max_num_batched_tokens=max(rows, 32),
+            max_adapter_slots=args.adapters,
+            max_adapter_rank=RANK,
+            quantise=args.quantise,
+            expert_backend=args.experts,
+            kt_method={"int8": "AMXInt8", "int4": "AMXInt4"}.get(args.quantise or "", "AMXBF16"),
+        )
+        source = RandomSource(config, torch.device("cuda"))
+        placement = choose(settings, config, find_machine(settings, config))
+        blocks = rows * -(-length // BLOCK_SIZE)
+        memory = MemoryPlan([], [], blocks * BLOCK_SIZE, length, 0, [], [])
+        tokens = settings.max_num_batched_tokens
+        plan = EnginePlan(settings, source, placement, choose_precision(settings, placement), memory, tokens)
+        backends = gpu_backends(plan.without_streaming())  # which would keep adapters in host memory twice
+        model = Loader(source, backends, tokens).model(lambda *_: None)
+        for attention in model.attention_backends:
+            for part in (t for pair in attention.cache for t in pair):  # type: ignore[attr-defined]
+                part.normal_()
+        return cls(
+            config, ModelRunner(model, backends.device, 0, max_rows=rows), blocks, rows, args.adapters, args.context
+        )
+
+    def plan(self, rows: int, number: int, adapters: int) -> StepPlan:
+        """Step `number` of `rows` sequences; their tokens are known, random and different from step to step."""
+        each = -(-(self.context + AHEAD) // BLOCK_SIZE)
+        start = self.context + number % AHEAD
+        made, tables = [], []
+        for row in range(rows):
+            token = (7919 * (number * rows + row) + 13) % self.config.vocab_size
+            request = _Known(f"r{row}", token)
+            made.append(StepRow(request, start, 1, row % adapters + 1 if adapters else 0, True))
+            tables.append(tuple(range(row * each, row * each + start // BLOCK_SIZE + 1)))
+        return StepPlan(number, made, tables)
+
+    def padded(self, rows: int, capture: bool, tracing: bool = False) -> PaddedDecode:
+        self.runner.tracing = tracing
+        made = self.runner.pad_decode(self.max_rows, self.slots, self.scratch)
+        if capture:
+            with self.runner.computing():
+                made.capture(lambda *_: None, [next(size for size in made.buckets if size >= rows)])
+        return made
+
+    def step_s(self, rows: int, adapters: int = 0, most_s: float = SECONDS) -> float:
+        return statistics.median(self.step_times(rows, adapters, most_s=most_s)[3:])
+
+    def step_times(
+        self, rows: int, adapters: int = 0, *, first: int = 0, count: int = AHEAD - 1, most_s: float = math.inf
+    ) -> list[float]:
+        """Seconds from token to token of steps `first` and on, one step ahead as the engine runs."""
+        times: list[float] = []
+        before: InFlight | None = None
+        begun = last = time.perf_counter()
+        for number in range(first, first + count):
+            step = self.runner.launch_forward(self.plan(rows, number, adapters))
+            self.runner.launch_sample(step)
+            if before is not None:
+                self.runner.tokens(before)
+                now = time.perf_counter()
+                times.append(now - last)
+                last = now
+            before = step
+            if len(times) >= 8 and last - begun > most_s:
+                break
+        if before is not None:
+            self.runner.tokens(before)
+        return times
+
+    def distinct(self, rows: int) -> float:
+        """Distinct experts of a layer."""
+        self.padded(rows, capture=False, tracing=True)
+        step = self.runner.launch_forward(self.plan(rows, 3, 0))
+        self.runner.launch_sample(step)
+        self.runner.tokens(step)
+        self.runner.tracing = False
+        return statistics.mean(step.trace.experts_touched) if step.trace else 0.0
+
+    @contextmanager
+    def without_experts(self) -> Iterator[None]:
+        model = self.runner.model
+        mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMlp)]
+        held, backends = [mlp.backend for mlp in mlps], model.expert_backends
+        nothing: Any = NoExperts()
+        model.expert_backends = []
+        for mlp in mlps:
+            mlp.backend = nothing
+        yield
+        model.expert_backends = backends
+        for mlp, backend in zip(mlps, held, strict=True):
+            mlp.backend = backend
+
+
+class _Known(Request):
+    """A request whose next token is known, whatever its position."""
+
+    def __init__(self, name: str, token: int) -> None:
+        super().__init__(name, [token], SamplingParams(temperature=0.0))
+        self._token = token
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        return [self._token] * (end - start)
+
+
+def no_rows(padded: PaddedDecode) -> None:
+    """From now on no row of a step counts."""
+    fill: Callable[..., None] = padded.inputs.fill
+    padded.inputs.fill = lambda step, valid_rows: fill(step, 0)  # type: ignore[method-assign]
+
+
+def measure(bench: Bench, rows: int, bytes_per_s: float, expert_bytes: int, adapters: int) -> dict[str, Any]:
+    layers = len(bench.config.sparse_layers)
+    num_bytes = bench.distinct(rows) * layers * expert_bytes
+    captured = bench.padded(rows, capture=True)
+    step_s = bench.step_s(rows)
+    found: dict[str, Any] = {"rows": rows, "ms": step_s * 1e3, "tok_s": rows / step_s, "gbytes": num_bytes / 1e9}
+    if adapters:
+        mixed_s = bench.step_s(rows, adapters)
+        found |= {"adapters": adapters, "adapters_ms": mixed_s * 1e3, "adapters_share": step_s / mixed_s}
+    no_rows(captured)
+    idle_s = bench.step_s(rows, most_s=0.5)
+    with bench.without_experts():
+        bench.padded(rows, capture=True)
+        gpu_s = bench.step_s(rows, most_s=0.5)
+    bench.padded(rows, capture=False)
+    plain_s = bench.step_s(rows)
+    expert_s = max(step_s - gpu_s, 1e-9)
+    return found | {
+        "plain_ms": plain_s * 1e3,
+        "gpu_ms": gpu_s * 1e3,
+        "glue_us": (idle_s - gpu_s) / layers * 1e6,
+        "gb_s": num_bytes / expert_s / 1e9,
+        "peak": num_bytes / expert_s / bytes_per_s,
+        "over": expert_s / (num_bytes / bytes_per_s),
+    }
+
+
+def add_adapters(bench: Bench, count: int) -> None:
+    """`count` adapters of rank 16 on attention and all experts; they share their values, not their memory."""
+    c, cuda = bench.config, torch.device("cuda")
+    e, h, i = c.num_experts, c.hidden_size, c.moe_intermediate_size
+
+    def t(*shape: int) -> torch.Tensor:
+        values: torch.Tensor = torch.randn(shape, device=cuda, dtype=torch.bfloat16) / shape[-1] ** 0.5
+        return values.cpu()
+
+    lora = ExpertLora(
+        t(e, RANK, h), t(e, i, RANK), t(e, RANK, h), t(e, i, RANK), t(e, RANK, i), t(e, h, RANK), 1.0, 1.0, 1.0
+    )
+    pairs = {
+        name: LoraPair(t(RANK, linear.weight.shape[1]), t(linear.weight.shape[0], RANK), 1.0)  # type: ignore[attr-defined]
+        for name, linear in bench.runner.model.linears.items()
+        if name.endswith("_proj")
+    }
+    adapter = AdapterWeights("random", "random", pairs, dict.fromkeys(c.sparse_layers, lora))
+    for slot in range(1, count + 1):
+        bench.runner.model.set_adapter(slot, adapter)
+
+
+def read_bandwidth(backend: ExpertBackend) -> float:
+    """Bytes per second, by the backend's own pool where it has one of ours."""
+    native: Any = importlib.import_module("native._native")
+    pool = getattr(getattr(backend, "inner", backend), "pool", None) or make_pool()
+    return float(native.read_bandwidth(pool, 4 << 30, repeats=5))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--experts", default="native", choices=("native", "kt", "gpu"))
+    parser.add_argument("--quantise", choices=("int8", "int4"))
+    parser.add_argument("--adapters", type=int, default=0)
+    parser.add_argument("--peer", type=Path, help="results of another run, to compare with")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    bench = Bench.load(args)
+    loaded_s = time.perf_counter() - began
+    c = bench.config
+    width = {"int8": 34 / 32, "int4": 19 / 32}.get(args.quantise or "", 2.0)
+    expert_bytes = int(3 * c.hidden_size * c.moe_intermediate_size * width)
+    bytes_per_s = read_bandwidth(bench.runner.model.expert_backends[0])
+    if args.adapters:
+        add_adapters(bench, args.adapters)
+    print(f"{args.layers} layers loaded in {loaded_s:.0f} s; read {bytes_per_s / 1e9:.0f} GB/s", flush=True)
+    peers = {r["rows"]: r for r in json.loads(args.peer.read_text())["results"]} if args.peer else {}
+    results = []
+    heads = {
+        "rows": 5,
+        "ms": 9,
+        "tok/s": 8,
+        "plain": 9,
+        "gpu": 8,
+        "glue us": 9,
+        "GB/s": 7,
+        "peak": 6,
+        "over": 6,
+        "peer": 7,
+    }
+    print("".join(f"{head:>{wide}}" for head, wide in heads.items()))
+    for rows in args.rows:
+        r = measure(bench, rows, bytes_per_s, expert_bytes, args.adapters)
+        if rows in peers:
+            r["peer"] = peers[rows]["ms"] / r["ms"]
+        results.append(r)
+        print(
+            f"{rows:5}{r['ms']:9.2f}{r['tok_s']:8.1f}{r['plain_ms']:9.2f}{r['gpu_ms']:8.2f}{r['glue_us']:9.1f}"
+            f"{r['gb_s']:7.1f}{r['peak']:6.2f}{r['over']:6.2f}{r.get('peer', float('nan')):7.2f}"
+            + (f"  {args.adapters} adapters {r['adapters_share']:.2f}" if args.adapters else ""),
+            flush=True,
+        )
+    if args.out:
+        about = {
+            "gpu": torch.cuda.get_device_name(), "cpu": platform.processor(), "torch": torch.__version__,
+            "layers": args.layers, "experts": args.experts, "quantise": args.quantise, "context": args.context,
+            "read_gb_s": bytes_per_s / 1e9, "loaded_s": loaded_s,
+        }  # fmt: skip
+        args.out.write_text(json.dumps({"about": about, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

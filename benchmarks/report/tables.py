@@ -1,0 +1,224 @@
+"""The tables of docs/performance.md and the roofline plots beside it, from the results of benchmarks/cpu/run.py.
+
+    python -m benchmarks.report.tables [RESULTS.json ...]      # default: benchmarks/results/cpu*.json
+
+Each file of results, one a machine, has a section of its own and a plot; what people wrote between them stays.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels.probe import LEAST_OF_KNOWN_READ
+from benchmarks.report.roofline import plot, points
+
+ROOT = Path(__file__).parents[2]
+Entry = dict[str, Any]
+
+# What is to be reached: by row and what is measured, the ratio to the peer and the share of a peak.
+_RATIO = {
+    "decode, 1 sequence": 1.4,
+    "decode, 8 sequences": 2.0,
+    "decode, 16 sequences": 2.4,
+    "decode, 32 sequences": 3.0,
+    "prefill 512": 2.0,
+    "prefill 2048": 2.0,
+    "server, 8 streams": 2.0,
+    "server, 16 streams": 2.0,
+}
+
+
+def target(entry: Entry) -> tuple[str, bool | None]:
+    """What an entry is to reach, and whether it does; None where that cannot be told (no peer)."""
+    row, ratio = entry["row"], entry["ratio"]
+    if row in ("decode", "batch", "prefill", "server") and entry["what"] in _RATIO:
+        want = 1.7 if row == "prefill" and entry["type"] == "BF16" else _RATIO[entry["what"]]
+        parts: list[tuple[str, bool | None]] = [(f"{want:g}x", None if ratio is None else ratio >= want)]
+        if row == "decode":
+            parts.append(("85% of read", entry["of_read"] >= 0.85))
+        if row == "prefill":
+            parts.append(("50% of peak", entry["of_peak"] >= 0.5))
+        if row == "server":
+            theirs = entry.get("peer_ttft_s")
+            parts.append(("TTFT 1/3", None if theirs is None else entry["ttft_s"] <= theirs / 3))
+        return " and ".join(text for text, _ in parts), _all([good for _, good in parts])
+    if row == "adapters":
+        want = 0.83 if entry["type"] == "Q4_K_M" else 0.9
+        return f"{want:.0%} of base", entry["kept"] >= want
+    if row == "idle":
+        return "98%", entry["ours"] >= 98
+    if row == "python":
+        return ("under 3%", entry["ours"] < 3) if "8 rows" in entry["what"] else ("", None)
+    if row == "arrivals":
+        return "at most 3x", entry["ours"] <= 3
+    if row == "first":
+        return "none of the others ended", entry["ended"] == 0
+    if row == "start":
+        return ("seconds: under 10", entry["ours"] < 10) if entry["what"] == "second start" else ("", None)
+    if row == "kt":
+        want = _kt_target(entry)
+        return f"{want:g}x", None if ratio is None else ratio >= want
+    return "", None
+
+
+def _kt_target(entry: Entry) -> float:
+    """Over kt_kernel: 2x on a small machine; with cores to spare the memory bounds both."""
+    if entry["threads"] <= 2:
+        return 2.0
+    return {"BF16": 1.1, "Q8_0": 1.4, "Q4_K_M": 1.5}[entry["type"]] if entry["rows"] == 1 else 1.0
+
+
+def _all(parts: Sequence[bool | None]) -> bool | None:
+    if any(part is False for part in parts):
+        return False
+    return None if None in parts else True
+
+
+def instruction(isa: Sequence[str], format: str) -> str:
+    """The fastest that such a CPU has for products of the format: what its peak was measured with."""
+    if {"amx_bf16", "amx_int8"} <= set(isa) and format != "f32":
+        return {"bf16": "AMX tdpbf16ps", "int8": "AMX tdpbssd"}[format]
+    if "avx512_vnni" in isa:
+        bf16 = "vdpbf16ps" if "avx512_bf16" in isa else "vfmadd"
+        return "AVX-512 " + {"f32": "vfmadd", "bf16": bf16, "int8": "vpdpbusd"}[format]
+    return "AVX2 " + {"f32": "vfmadd", "bf16": "vfmadd", "int8": "vpmaddubsw"}[format]
+
+
+def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
+    """Markdown between the markers, these not included."""
+    machine, versions = data["machine"], data["versions"]
+    lines = [
+        f"{machine['cpu']}; {machine['cores']} cores, {machine['threads']} threads, {machine['memory_gb']} GB; "
+        f"{', '.join(machine['isa'])}. Commit {data['commit']}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f". {data['seconds'] / 60:.0f} minutes, load before it {machine['load_before']:.1f}.",
+        "",
+        f"    {data['command']}",
+        "",
+    ]
+    for mix, measured in data["peaks"].items():
+        peaks = ", ".join(f"{name} {measured[f'{name}_per_s'] / 1e9:.0f}" for name in ("f32", "bf16", "int8"))
+        read = f"read {measured['bytes_per_s'] / 1e9:.1f} GB/s"
+        known = machine.get("known_read_gb_s")
+        share = f" ({measured['bytes_per_s'] / 1e7 / known:.0f}% of the {known:.0f} seen on it before)" if known else ""
+        share += " - too little, its rows are void" if void(data, mix) else ""
+        lines.append(f"- Peaks before {mix}: {read}{share}; {peaks} G operations/s")
+    used = "; ".join(f"{name}: {instruction(machine['isa'], name)}" for name in ("f32", "bf16", "int8"))
+    lines.append(f"- A peak is that of the fastest instruction that this CPU has for the format: {used}")
+    for mix, sweep in data["peer_sweep"].items():
+        lines.append(f"- llama.cpp's best flags for {mix}: `{sweep['best']}`, of {len(sweep['tried'])} tried")
+    if "llama.cpp" not in versions:
+        lines.append("- Measured without llama.cpp: its columns are empty")
+    lines += [
+        "",
+        "| | type | ours | peer | ratio | seen with it | to reach | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_row(entry, machine["isa"], void(data, entry["type"])) for entry in data["rows"]]
+    if points(data) and data["peaks"]:
+        lines += ["", f"![Operations per second against operations per byte]({image})"]
+    lines += ["", f"Missed: {'; '.join(_missed([e for e in data['rows'] if not void(data, e['type'])])) or 'nothing'}."]
+    for text in data.get("left_out", []):
+        lines += ["", f"Not measured: {text}"]
+    return "\n".join(lines)
+
+
+def void(data: dict[str, Any], mix: str) -> bool:
+    """Whether the memory was slower beside this type's rows than such a machine's is: something else ran."""
+    known, measured = data["machine"].get("known_read_gb_s"), data["peaks"].get(mix)
+    return bool(known and measured) and measured["bytes_per_s"] / 1e9 < LEAST_OF_KNOWN_READ * known
+
+
+def _missed(rows: Sequence[Entry]) -> list[str]:
+    out = []
+    for entry in rows:
+        text, good = target(entry)
+        if good is False:
+            ratio = f", {entry['ratio']:.2f}x" if entry["ratio"] is not None else ""
+            out.append(f"{entry['what']} in {entry['type']} ({text}{ratio})")
+    return out
+
+
+def _row(entry: Entry, isa: Sequence[str], void: bool) -> str:
+    text, good = target(entry)
+    unit, peer, ratio = entry["unit"], entry["peer"], entry["ratio"]
+    cells = [
+        entry["what"],
+        entry["type"],
+        f"{_number(entry['ours'])} {unit}",
+        "" if peer is None else f"{_number(peer)} {unit}",
+        "" if ratio is None else f"{ratio:.2f}x",
+        "; ".join(_details(entry, isa)),
+        text,
+        "void" if void else {True: "yes", False: "**no**", None: ""}[good],
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _details(entry: Entry, isa: Sequence[str]) -> list[str]:
+    out = []
+    if "gb_s" in entry:
+        out.append(f"{entry['step_mb']:.0f} MB a step, {entry['gb_s']:.1f} GB/s, {entry['of_read']:.0%} of read")
+    if "of_peak" in entry:
+        out.append(f"{entry['gop_s']:.0f} Gop/s, {entry['of_peak']:.0%} of {instruction(isa, entry['peak_of'])}")
+    if "kept" in entry:
+        theirs = f" (llama.cpp {entry['peer_kept']:.0%})" if "peer_kept" in entry else ""
+        out.append(f"{entry['kept']:.0%} of base only{theirs}")
+    for key, name, unit in (("ttft_s", "median TTFT", " s"), ("itl_ms", "ITL", " ms"), ("max_gap_per_itl", "gap", "x")):
+        if key in entry:
+            theirs = f" ({_number(entry[f'peer_{key}'])})" if f"peer_{key}" in entry else ""
+            out.append(f"{name} {_number(entry[key])}{unit}{theirs}")
+    if "late_ttft_s" in entry:
+        theirs = f" ({_number(entry['peer_late_ttft_s'])})" if "peer_late_ttft_s" in entry else ""
+        out.append(f"TTFT of the arriving {_number(entry['late_ttft_s'])} s{theirs}")
+    if "ended" in entry:
+        theirs = f" ({entry['peer_ended']})" if "peer_ended" in entry else ""
+        out.append(f"of {entry['running']} running, {entry['ended']} had ended by then{theirs}")
+    if "peer_name" in entry:
+        took = f"{_number(entry['us'])} us a layer ({_number(entry['peer_us'])})"
+        out.append(f"{took}, {entry['call_of_read']:.0%} of read; kt_kernel's {entry['peer_name']}")
+    if "pairs" in entry:
+        out.append(f"{entry['pairs']} pairs, quartiles {entry['quartile_low']:.1f} to {entry['quartile_high']:.1f}")
+    if "outside_native_ms" in entry:
+        out.append(f"{entry['outside_native_ms']:.2f} of {entry['step_ms']:.1f} ms")
+    if (runs := len(entry["all_ours"])) > 1 and "pairs" not in entry:
+        out.append(f"{runs} repetitions")
+    return out
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def insert(page: str, name: str, machine: str, table: str) -> str:
+    """The page with the section of the results `name` replaced, or added behind the last one."""
+    begin, end = (f"<!-- results of {name}: {word} -->" for word in ("begin", "end"))
+    before, found, behind = page.partition(begin)
+    if found:
+        _, closed, after = behind.partition(end)
+        if not closed:
+            raise ValueError(f"the page has {begin} without its end")
+        return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return f"{page.rstrip()}\n\n## {machine}\n\n{begin}\n\n{table}\n\n{end}\n"
+
+
+def main() -> None:
+    docs, folder = ROOT / "docs", ROOT / "benchmarks" / "results"
+    files = [Path(word) for word in sys.argv[1:]] or sorted(folder.glob("cpu*.json"))
+    page = docs / "performance.md"
+    for results in files:
+        data, image = json.loads(results.read_text()), f"roofline-{results.stem}.svg"
+        machine = data["machine"]
+        title = f"Results: {machine['cpu'].partition(',')[0]}, {machine['threads']} threads"
+        page.write_text(insert(page.read_text(), results.name, title, render(data, image)))
+        if svg := plot(data):
+            (docs / image).write_text(svg)
+        print(f"{page.relative_to(ROOT)} from {results.name}: {len(data['rows'])} rows")
+
+
+if __name__ == "__main__":
+    main()

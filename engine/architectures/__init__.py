@@ -1,0 +1,1 @@
+"""Model families: one record each, and what reading them shares. Torch-free."""

@@ -1,0 +1,95 @@
+"""Typed reading of configuration fields: each wrong value is refused by name. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import ModelFileError
+from engine.model.config import ModelConfig
+
+_LIMIT = 1 << 31
+_MISSING = object()
+
+
+class Fields:
+    """A mapping from a file, read field by field. `where` begins each message, `joint` is between it and the name."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, joint: str = ": ") -> None:
+        self.values, self.where, self.joint = values, where, joint
+
+    def error(self, name: str, problem: str) -> ModelFileError:
+        return ModelFileError(f"{self.where}{self.joint}{name} {problem}", name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, `default` where it is absent or null."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: Any = _MISSING, least: int = 1) -> int:
+        value = self.get(name, default)
+        if value is _MISSING:
+            raise self.error(name, "is missing")
+        if type(value) is not int or not least <= value < _LIMIT:
+            raise self.error(name, f"is {value!r}; allowed is an integer from {least} to {_LIMIT - 1}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING, above: float = 0.0) -> float:
+        value = self.get(name, default)
+        if value is _MISSING:
+            raise self.error(name, "is missing")
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= above:
+            raise self.error(name, f"is {value!r}; allowed is a finite number above {above:g}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if type(value) is not bool:
+            raise self.error(name, f"is {value!r}; allowed is true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.get(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, f"is {value!r}; allowed is a string")
+        return value
+
+    def token(self, name: str, vocab_size: int) -> int | None:
+        """A token id, None if absent."""
+        value = self.get(name)
+        if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
+            raise self.error(name, f"is {value!r}; allowed is a token id from 0 to {vocab_size - 1}")
+        return value
+
+    def tokens(self, name: str, vocab_size: int) -> tuple[int, ...] | None:
+        """One token id or a list of them; None if absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        for item in values:
+            if type(item) is not int or not 0 <= item < vocab_size:
+                raise self.error(name, f"holds {item!r}; allowed are token ids from 0 to {vocab_size - 1}")
+        return tuple(dict.fromkeys(values))
+
+
+def check_config(config: ModelConfig, where: str) -> ModelConfig:
+    """What must hold between fields. Returns the config."""
+
+    def refuse(name: str, problem: str) -> ModelFileError:
+        return ModelFileError(f"{where}: {name} {problem}", name)
+
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise refuse(
+            "num_attention_heads",
+            f"is {config.num_attention_heads}, not a multiple of num_key_value_heads {config.num_key_value_heads}",
+        )
+    if config.head_dim % 2:
+        raise refuse("head_dim", f"is {config.head_dim}; rotary embedding needs an even number")
+    if config.num_experts and config.num_experts_per_tok > config.num_experts:
+        raise refuse("num_experts_per_tok", f"is {config.num_experts_per_tok} of {config.num_experts} experts")
+    for layer in config.mlp_only_layers:
+        if not 0 <= layer < config.num_hidden_layers:
+            raise refuse("mlp_only_layers", f"names layer {layer}; layers are 0 to {config.num_hidden_layers - 1}")
+    return config

@@ -1,0 +1,167 @@
+"""What the families' readers of GGUF metadata share. Torch-free.
+
+Where the metadata is silent, what llama.cpp does holds: the head is tied when there is no `output.weight`, and every
+end-of-turn token the vocabulary marks as control ends a generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from engine.architectures.fields import Fields, check_config
+from engine.errors import ModelFileError
+from engine.model.config import ModelConfig, RopeScaling
+from engine.weights.gguf.header import GGUFArray
+
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>")
+_CONTROL = 3  # tokenizer.ggml.token_type
+_SOFTMAX = 1  # expert_gating_func
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """What a GGUF file says of its model: `tensors` are names and C-order shapes, `types` the types that occur, `where`
+    begins messages. Keys of the architecture are read without their prefix, through `fields`."""
+
+    architecture: str
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, tuple[int, ...]]
+    types: Collection[str]
+    where: str
+
+    @cached_property
+    def fields(self) -> Fields:
+        return Fields(_own(self.metadata, self.architecture), f"{self.where}: {self.architecture}", ".")
+
+
+def config_of_gguf(
+    file: GGUFModel,
+    *,
+    architecture: str,
+    norm_topk_prob: bool,
+    qk_norm: bool,
+    shared_expert_intermediate_size: int = 0,
+) -> ModelConfig:
+    """`norm_topk_prob` holds where the file has no `expert_weights_norm`. Raises ModelFileError."""
+    fields, tensors, where = file.fields, file.tensors, file.where
+    _refuse_unsupported(fields, bool(shared_expert_intermediate_size))
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        raise ModelFileError(f"{where}: tensor token_embd.weight is missing or not two-dimensional", "model")
+    vocab = embedding[0]
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    layers, experts_used = fields.integer("block_count"), fields.integer("expert_used_count")
+    forward = fields.integer("feed_forward_length", 0, least=0)
+    inner = fields.integer("expert_feed_forward_length", forward // experts_used)
+    head = fields.integer("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(name, head) != head:
+            raise fields.error(name, f"is {fields.get(name)}; it must equal the head size {head}")
+    positions = fields.integer("context_length")
+    tokenizer = Fields(file.metadata, where)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=fields.integer("attention.head_count_kv", heads),
+        head_dim=head,
+        num_experts=fields.integer("expert_count"),
+        num_experts_per_tok=experts_used,
+        moe_intermediate_size=inner,
+        intermediate_size=forward or inner,
+        norm_topk_prob=fields.boolean("expert_weights_norm", norm_topk_prob),
+        rms_norm_eps=_float32(fields.number("attention.layer_norm_rms_epsilon")),
+        rope_theta=_float32(fields.number("rope.freq_base", 10000.0)),
+        rope_scaling=_rope_scaling(fields, positions),
+        max_position_embeddings=positions,
+        qk_norm=qk_norm,
+        shared_expert_intermediate_size=shared_expert_intermediate_size,
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        tie_word_embeddings="output.weight" not in tensors,
+        decoder_sparse_step=1,
+        mlp_only_layers=tuple(i for i in range(min(layers, len(tensors))) if f"blk.{i}.ffn_gate.weight" in tensors),
+        bos_token_id=tokenizer.token("tokenizer.ggml.bos_token_id", vocab),
+        eos_token_ids=_end_tokens(tokenizer, vocab),
+        dtype="float32" if set(file.types) == {"F32"} else "bfloat16",
+    )
+    return check_config(config, where)
+
+
+def _own(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The architecture's keys without their prefix. A per-layer array of equal values counts as the value."""
+    own: dict[str, Any] = {}
+    for key, value in metadata.items():
+        if not key.startswith(f"{architecture}."):
+            continue
+        if isinstance(value, GGUFArray) and not value.holds_strings and len(value):
+            numbers = value.numpy()
+            value = value[0] if (numbers == numbers[0]).all() else f"an array of {len(value)} differing values"
+        own[key.removeprefix(f"{architecture}.")] = value
+    return own
+
+
+def _refuse_unsupported(fields: Fields, shared_expert: bool) -> None:
+    allowed: dict[str, tuple[Any, ...]] = {
+        "attention.sliding_window": (0,),
+        "expert_gating_func": (_SOFTMAX,),
+        "expert_weights_scale": (0.0, 1.0),
+        "expert_shared_count": (0, 1) if shared_expert else (0,),
+        "expert_group_count": (0, 1),
+        "leading_dense_block_count": (0,),
+        "nextn_predict_layers": (0,),
+        "rope.scaling.yarn_ext_factor": (1.0,),
+        "rope.scaling.yarn_log_multiplier": (0.0,),
+        "rope.scaling.alpha": (0.0,),
+    }
+    for name, values in allowed.items():
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise fields.error(name, f"is {value!r}; allowed is {' or '.join(map(str, values))}")
+    if not shared_expert and fields.get("expert_shared_feed_forward_length") not in (None, 0):
+        raise fields.error("expert_shared_feed_forward_length", "is set, but this architecture has no shared expert")
+
+
+def _rope_scaling(fields: Fields, positions: int) -> RopeScaling | None:
+    """llama.cpp takes an absent type as linear and an absent or zero factor as 1."""
+    kind = fields.text("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise fields.error("rope.scaling.type", f"is {kind!r}; allowed are none, linear and yarn")
+    factor = fields.number("rope.scaling.factor", fields.get("rope.scale_linear", 0.0), above=-1e-9) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    extra_attention = fields.number("rope.scaling.attn_factor", 1.0)
+    attention = None if extra_attention == 1.0 else extra_attention * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position_embeddings=fields.integer("rope.scaling.original_context_length", positions),
+        attention_factor=attention,
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+    )
+
+
+def _end_tokens(fields: Fields, vocab: int) -> tuple[int, ...]:
+    """eos, eot and eom of the metadata, and the control tokens that a chat's turns end with."""
+    named = (fields.token(f"tokenizer.ggml.{kind}_token_id", vocab) for kind in ("eos", "eot", "eom"))
+    ends = [token for token in named if token is not None]
+    texts, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    if isinstance(texts, GGUFArray) and isinstance(kinds, GGUFArray) and not kinds.holds_strings:
+        control = np.flatnonzero(kinds.numpy()[: min(len(texts), vocab)] == _CONTROL)
+        ends += [int(token) for token in control if texts[int(token)] in _END_TEXTS]
+    return tuple(dict.fromkeys(ends))
+
+
+def _float32(value: float) -> float:
+    """The shortest decimal that a stored float32 stands for: 1e-06, not 9.999999974752427e-07."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,51 @@
+"""The model families that can be served, and how a model on disk finds its own. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from engine.architectures.base import Architecture
+from engine.architectures.fields import Fields
+from engine.architectures.gguf import GGUFModel
+from engine.architectures.qwen2_moe import QWEN2_MOE
+from engine.architectures.qwen3_moe import QWEN3_MOE
+from engine.errors import ModelFileError
+from engine.model.config import ModelConfig
+
+ARCHITECTURES: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE)
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """The family that `config` was read by."""
+    return next(family for family in ARCHITECTURES if family.name == config.architecture)
+
+
+def config_from_hf(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
+) -> ModelConfig:
+    """From config.json in the spelling of transformers 4 or 5. `generation` is generation_config.json; its bos and eos
+    ids go before the config's. Raises ModelFileError."""
+    fields = Fields(config, where)
+    kind, classes = fields.get("model_type"), fields.get("architectures", [])
+    for family in ARCHITECTURES:
+        if kind == family.name and classes in ([], [family.model_class]):
+            return family.read_hf(fields, Fields(generation or {}, "generation_config.json"))
+    allowed = ", ".join(f"{family.model_class} ({family.name})" for family in ARCHITECTURES)
+    raise fields.error("architectures", f"is {classes!r} with model_type {kind!r}; these can be served: {allowed}")
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[int, ...]],
+    types: Collection[str] = (),
+    where: str = "GGUF",
+) -> ModelConfig:
+    """`tensors` are the file's tensor names and C-order shapes, `types` the types that occur (all F32: the model's
+    dtype is float32, otherwise bfloat16). Raises ModelFileError."""
+    name = metadata.get("general.architecture")
+    for family in ARCHITECTURES:
+        if name == family.gguf:
+            return family.read_gguf(GGUFModel(name, metadata, tensors, types, where))
+    allowed = ", ".join(family.gguf for family in ARCHITECTURES)
+    raise ModelFileError(f"{where}: general.architecture is {name!r}; these can be served: {allowed}", "model")

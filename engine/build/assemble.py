@@ -1,0 +1,128 @@
+"""From a plan to a running engine: load the weights, put the parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.attention.base import BLOCK_SIZE
+from engine.build.backends import make_backends
+from engine.build.plan import EnginePlan, plan_engine
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.diagnostics.profile import Profiler
+from engine.experts.kt.backend import NO_EXPERT_LORA
+from engine.graphs.blockers import graph_blocker
+from engine.lora.adapters import Adapters
+from engine.lora.process import AdapterReader
+from engine.messages import FromEngine, Ready
+from engine.model.load import Loader, Progress
+from engine.steps.runner import ModelRunner
+from scheduler.config import SchedulerConfig
+from scheduler.policy.drafts import NgramProposer
+from scheduler.scheduler import Scheduler
+
+_EAGER_MLPS = (
+    "it has dense MLPs of its own, which no CUDA graph holds: steps with a row of it are launched kernel by kernel"
+)
+
+
+def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress) -> EngineCore:
+    """Load the weights and put the parts together."""
+    config, source, model_config = plan.config, plan.source, plan.source.config
+    backends = make_backends(plan)
+    if "flashinfer" in plan.placement.used(".self_attn"):
+        stage = "Attention kernels (compiled at the first start, a few minutes)"
+        progress(stage, 0, 1)
+        for layer in range(model_config.num_hidden_layers):
+            backends.attention(layer)
+        progress(stage, 1, 1)
+    model = Loader(source, backends, plan.token_budget).model(progress)
+    tracing = bool(config.profile_dir)
+    runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
+    runner.spare_cpus = backends.spare_cpus
+    if backends.cache is not None:
+        runner.notes += backends.cache.report()
+    runner.notes += [note for attention in model.attention_backends for note in attention.notes]
+    if backends.device.type == "cuda":
+        runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
+    _pad_decode(runner, plan, progress)
+    if plan.num_drafts and runner.padded is not None:
+        runner.notes.append("steps with draft tokens run without CUDA graphs")
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=plan.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=plan.token_budget,
+            max_model_len=plan.max_model_len,
+            max_queue=config.max_queue,
+            num_adapter_slots=config.max_adapter_slots,
+            eos_token_ids=model_config.eos_token_ids,
+            prefix_caching=config.prefix_caching,
+            itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
+            mixed_chunk=plan.mixed_chunk,
+        ),
+        NgramProposer(plan.num_drafts) if plan.num_drafts else None,
+    )
+    profiler = None
+    if config.profile_dir:
+        kv_bytes = sum(b.kv_bytes_per_token for b in model.attention_backends)
+        profiler = Profiler(config.profile_dir, source, kv_bytes)
+    return EngineCore(
+        scheduler,
+        runner,
+        Adapters(
+            model_config,
+            model_name(config),
+            AdapterReader(),
+            model.set_adapter,
+            max_rank=config.max_adapter_rank,
+            base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
+            budget=plan.adapter_budget,
+            extra_mlps_note=_EAGER_MLPS if runner.padded is not None and config.cuda_graphs == "auto" else "",
+            no_expert_lora=NO_EXPERT_LORA if "kt" in plan.placement.used(".mlp.experts") else "",
+        ),
+        send,
+        overlap=backends.device.type == "cuda" and not plan.num_drafts if config.overlap is None else config.overlap,
+        check_integrity=config.check_integrity,
+        profiler=profiler,
+    )
+
+
+def _pad_decode(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> None:
+    """Decode steps in padded sizes: as CUDA graphs where that is possible, one by one where it is asked for."""
+    config = plan.config
+    if config.cuda_graphs == "off" or (config.cuda_graphs == "auto" and runner.device.type == "cpu"):
+        return
+    if config.cuda_graphs == "auto" and (why := graph_blocker(runner.model)):
+        runner.notes.append(f"CUDA graphs: none, {why}")
+        return
+    padded = runner.pad_decode(config.max_num_seqs, config.max_adapter_slots, plan.num_blocks)
+    if config.cuda_graphs == "auto":
+        with runner.computing():
+            padded.capture(progress)
+    kind = "CUDA graphs" if config.cuda_graphs == "auto" else "padded decode steps, without CUDA graphs"
+    runner.notes.append(f"{kind}: {len(padded.buckets)} sizes up to {padded.buckets[-1]} rows")
+
+
+def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
+    """The whole way. Adapters given at start are planned for; the api loads them."""
+    plan = plan_engine(config)
+    plan.memory.check(config.force_memory_plan)
+    core = assemble(plan, send, progress)
+    model = plan.source.config
+    ready = Ready(
+        model_name=model_name(config),
+        vocab_size=model.vocab_size,
+        max_model_len=plan.max_model_len,
+        bos_token_id=model.bos_token_id,
+        eos_token_ids=list(model.eos_token_ids),
+        lines=[*plan.lines, *core.runner.notes],
+    )
+    return core, ready
+
+
+def model_name(config: EngineConfig) -> str:
+    path = Path(config.model)
+    return config.served_model_name or (path.stem if path.suffix == ".gguf" else path.resolve().name)

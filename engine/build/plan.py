@@ -1,0 +1,240 @@
+"""What an engine will be, decided before a byte of weights is read: backends, precision, step sizes, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.attention.base import BLOCK_SIZE
+from engine.build.placement import Placement, choose, find_machine, kt_method, native_limits
+from engine.build.precision import Precision, choose_precision
+from engine.build.unused import unused_settings
+from engine.config import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, NATIVE_BATCHED_TOKENS, EngineConfig, check_settings
+from engine.errors import UserError
+from engine.experts.native import scratch_bytes
+from engine.lora.budget import AdapterBudget
+from engine.memory.gpu import adapter_copies, expert_items, gpu_items, gpu_memory, hot_expert_bytes
+from engine.memory.limits import cpu_memory
+from engine.memory.plan import Inputs, Item, MemoryPlan, plan_memory
+from engine.memory.stated import STATED
+from engine.memory.units import parse_bytes
+from engine.weights.open import open_model
+from engine.weights.store import WeightSource
+from native import available as native_available
+
+_F32 = 4
+
+MAX_DRAFTS = 8
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """`config` is what was asked for; everything computed from it stands here."""
+
+    config: EngineConfig
+    source: WeightSource
+    placement: Placement
+    precision: Precision
+    memory: MemoryPlan
+    token_budget: int  # tokens of a step at most, and so its rows
+    threads: int | None = None  # of the CPU pool, as asked for; None: it chooses
+    hot_expert_bytes: int = 0  # GPU memory for the experts of a hybrid backend
+    mixed_chunk: int | None = None  # prefill tokens beside decode rows at most; None: the token budget alone decides
+
+    @property
+    def max_model_len(self) -> int:
+        return self.memory.max_model_len
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache that requests may have."""
+        return self.memory.kv_tokens // BLOCK_SIZE
+
+    @property
+    def cache_blocks(self) -> int:
+        """All blocks of the KV cache: padding rows write to one more."""
+        return self.num_blocks + 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of a decode row, at most."""
+        return draft_tokens(self.config)
+
+    @property
+    def torch_threads(self) -> int:
+        """Threads for torch where it computes on the CPU."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    @property
+    def expert_quantise(self) -> str | None:
+        """What unquantised experts are held as on the native kernels: the flag, or what the rules say."""
+        return self.config.quantise or self.placement.quantise
+
+    @property
+    def lines(self) -> list[str]:
+        unused = unused_settings(self.config, self.source, self.placement)
+        return [*self.placement.lines, *unused, *self.memory.render().splitlines()]
+
+    @property
+    def adapter_budget(self) -> AdapterBudget:
+        """A plan that is forced limits nothing that was not asked for."""
+        config, forced = self.config, self.config.force_memory_plan and self.memory.short
+        limit = None if forced and config.adapter_memory is None else self.memory.adapter_bytes
+        narrow = set(self.placement.used("_proj")) <= {"native", "gpu"}
+        element = self.precision.weights.itemsize if narrow else _F32
+        return AdapterBudget(limit, config.max_adapter_slots, element, _slot_copies(self.placement).get("CPU", 0))
+
+    def without_streaming(self) -> EnginePlan:
+        """The same, but no experts are streamed to the GPU for long prefill chunks."""
+        choices = {
+            name: replace(choice, options={**choice.options, "prefill_threshold": 0})
+            for name, choice in self.placement.choices.items()
+        }
+        return replace(self, placement=replace(self.placement, choices=choices))
+
+
+def plan_engine(config: EngineConfig) -> EnginePlan:
+    """Open the files, choose the backends, plan the memory. Reads headers only. UserError for settings that cannot
+    be."""
+    draft_tokens(config)
+    check_settings(config)
+    if config.adapters and not config.max_adapter_slots:
+        raise UserError("--adapters with --max-adapter-slots 0: allowed is 1 or more", "max_adapter_slots")
+    source = open_model(config.model, config.gguf)
+    placement = choose(config, source.config, find_machine(config, source.config))
+    budgets, mixed = _token_budgets(config, placement)
+    for tokens in budgets:
+        plan = _plan(config, source, placement, tokens)
+        if not plan.memory.short:
+            break
+    return replace(plan, mixed_chunk=mixed)
+
+
+def _token_budgets(config: EngineConfig, placement: Placement) -> tuple[list[int], int | None]:
+    """(token budgets of a step, of which the first that fits is taken; prefill tokens beside decode rows)."""
+    asked, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    if asked is not None:
+        if asked < seqs:
+            raise UserError(
+                f"max_num_batched_tokens is {asked}, must be at least max_num_seqs ({seqs}): every running request "
+                "needs room for one token in a step",
+                field="max_num_batched_tokens",
+            )
+        return [asked], None
+    least = max(CPU_BATCHED_TOKENS, seqs)
+    if computes_chunks(placement):
+        return [max(GPU_BATCHED_TOKENS, seqs), least], None
+    if placement.device == "cpu" and placement.used(".mlp.experts") == ["native"]:
+        return [max(NATIVE_BATCHED_TOKENS, seqs), least], CPU_BATCHED_TOKENS
+    return [least], None
+
+
+def computes_chunks(placement: Placement) -> bool:
+    """Whether a GPU computes long prefill chunks' experts, so that steps of many tokens are worth their memory."""
+    return placement.device != "cpu" and (placement.streams_prefill or "gpu" in placement.used(".mlp.experts"))
+
+
+def _plan(config: EngineConfig, source: WeightSource, placement: Placement, token_budget: int) -> EnginePlan:
+    precision, threads, hot = choose_precision(config, placement), pool_threads(config), 0
+    quantise = config.quantise or placement.quantise
+    inputs = Inputs(
+        config,
+        source,
+        STATED,
+        lambda layer: _planned_backend(placement, layer),
+        placement.used("_proj")[0],
+        element_bytes=precision.weights.itemsize,
+        activation_bytes=precision.activations.itemsize,
+        kv_token_bytes=source.config.kv_bytes_per_token(precision.kv.itemsize),
+        token_budget=token_budget,
+        cpu=cpu_memory(),
+        gpu=None if placement.device == "cpu" else gpu_memory(placement.device),
+        adapter_copies=_slot_copies(placement),
+        kt_method=kt_method(config, placement),
+        expert_quantise=quantise,
+        scratch=lambda tokens: _scratch_bytes(config, source, precision, tokens, threads, quantise),
+        native=native_available()[0] and not native_limits(source.config),
+    )
+    if inputs.gpu is not None:
+        experts, element = placement.used(".mlp.experts"), precision.activations.itemsize
+        extra = gpu_items(config, source.config, element, placement.device, placement.used(".self_attn")[0])
+        extra += expert_items(
+            config, source.config, token_budget, element, placement.device, experts, placement.streams_prefill
+        )
+        if "hybrid" in experts:
+            hot = _hot_bytes(inputs, placement, extra)
+            extra.append(Item(inputs.gpu.name, "hot experts", hot))
+        inputs = replace(inputs, extra=tuple(extra))
+    memory = plan_memory(inputs)
+    return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot)
+
+
+def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item]) -> int:
+    """What was asked for, by the flag or the rules, or a share of what `items` leave free."""
+    config, gpu = inputs.config, inputs.main
+    asked = str(config.gpu_expert_memory or placement.expert_option("gpu_memory", "auto"))
+    if asked != "auto":
+        return parse_bytes(asked, "gpu_expert_memory")
+    weights = inputs.stated.weight_bytes(inputs)
+    element, sequences = inputs.element_bytes, config.max_num_seqs
+    return hot_expert_bytes(inputs.source.config, weights, inputs.token_budget, sequences, element, gpu, items)
+
+
+def pool_threads(config: EngineConfig) -> int | None:
+    """What was asked for, if it makes sense here."""
+    most = 4 * len(os.sched_getaffinity(0))
+    if config.cpu_threads is not None and not 1 <= config.cpu_threads <= most:
+        raise UserError(f"--cpu-threads {config.cpu_threads}: 1 to {most} on this machine", field="cpu_threads")
+    return config.cpu_threads
+
+
+def draft_tokens(config: EngineConfig) -> int:
+    """What --speculate asks for, 0 without it."""
+    if config.speculate is None:
+        return 0
+    kind, _, count = config.speculate.partition(":")
+    if kind != "ngram" or count not in map(str, range(1, MAX_DRAFTS + 1)):
+        raise UserError(
+            f"--speculate {config.speculate!r}: ngram:K is expected, K from 1 to {MAX_DRAFTS}", field="speculate"
+        )
+    if config.overlap:
+        raise UserError("--speculate needs each step's tokens before the next one: leave out --overlap", "overlap")
+    return int(count)
+
+
+def _slot_copies(placement: Placement) -> dict[str, int]:
+    if placement.device == "cpu":
+        return {"CPU": 1}
+    return adapter_copies(placement.used(".mlp.experts"), placement.streams_prefill, placement.device)
+
+
+def _scratch_bytes(
+    config: EngineConfig,
+    source: WeightSource,
+    precision: Precision,
+    rows: int,
+    threads: int | None,
+    quantise: str | None,
+) -> int:
+    """Of the layer whose experts' formats take most."""
+    return max(
+        scratch_bytes(
+            source.experts(layer),
+            source.config,
+            rows,
+            plain=precision.weights,
+            quantise=quantise,
+            rank=config.max_adapter_rank if config.max_adapter_slots else 0,
+            isa=config.isa or "",
+            deterministic=config.deterministic,
+            threads=threads,
+        )
+        for layer in source.config.sparse_layers
+    )
+
+
+def _planned_backend(placement: Placement, layer: int) -> str:
+    """The backend of a layer's experts as the memory plan knows it: "gpu" is whatever holds them all there."""
+    choice = placement.choices[f"model.layers.{layer}.mlp.experts"]
+    return "gpu" if choice.backend == "reference" and choice.device != "cpu" else choice.backend

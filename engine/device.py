@@ -1,0 +1,41 @@
+"""Small arrays between the host and a GPU, in stream order and without waiting; on a CPU, plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float] | np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[n], or an array's shape; on a CPU it may share the array's memory. The pinned copy is not reused before the GPU
+    has read it (torch's host allocator sees to that)."""
+    made = torch.as_tensor(values, dtype=dtype)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A host copy that is valid once the stream has got here (see `Arrival`)."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
+
+
+class Arrival:
+    """The point that the current stream has been given work up to; `wait` returns when it is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()

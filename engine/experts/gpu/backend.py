@@ -1,0 +1,113 @@
+"""Routed experts on a GPU that holds them all, with many adapters in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from engine.errors import AdapterError, ExpertBackendError
+from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
+from engine.experts.gpu.layout import Sizes, frames_of, lora_blocks
+from engine.experts.stream import on_stream
+from engine.lora.adapter import ExpertLora
+from engine.lora.ranks import padded_rank
+from engine.model.config import ModelConfig
+from engine.weights.store import ExpertStore
+
+
+class GpuExperts(ExpertBackend):
+    """Weights in the activations' type. Everything that changes between steps is read from device tables, so that a
+    captured post serves any rows and adapters. `max_slots`, `max_rank`: of adapters; `max_rows`: of any buffers."""
+
+    buffers_on = "cuda"
+    follows_stream = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_slots: int,
+        max_rank: int,
+    ) -> None:
+        self._sizes = Sizes.of(config)
+        self._dtype = dtype
+        self._device = device
+        self._numbers = {layer: number for number, layer in enumerate(config.sparse_layers)}
+        self._compute = GpuCompute(
+            self._sizes, dtype, device, max_rows=max_rows, max_rank=max_rank, max_slots=max_slots
+        )
+        self._slots = SlotTables.allocate(len(self._numbers), max_slots + 1, device)
+        self._layers: dict[int, LayerTables] = {}
+        self._blocks: dict[tuple[int, int], torch.Tensor] = {}  # (layer, slot): LoRA that tables point to
+        self._lora = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights on the GPU."""
+        return sum(t.frames.numel() * t.frames.element_size() for t in self._layers.values())
+
+    def load_layer(self, layer: int, store: ExpertStore) -> None:
+        frames = frames_of(store, self._sizes, self._dtype).to(self._device)
+        slots, experts = self._compute.max_slots, self._sizes.experts
+        place = torch.arange(experts, dtype=torch.int32, device=self._device).repeat(slots, 1)
+        address = torch.zeros(slots, experts, dtype=torch.int64, device=self._device)
+        self._layers[layer] = LayerTables(frames, place, address)
+
+    def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
+        if not 1 <= slot < self._compute.max_slots:
+            raise ExpertBackendError(f"slot {slot}: allowed are 1 to {self._compute.max_slots - 1}")
+        largest = max((lora.rank for lora in (layers or {}).values()), default=0)
+        rank = padded_rank(largest) if largest else 0
+        if rank > self._compute.max_rank:
+            raise AdapterError(f"expert LoRA of rank {largest}; --max-adapter-rank is {self._compute.max_rank}")
+        for layer, tables in self._layers.items():
+            tables.lora_address[slot] = 0
+            self._blocks.pop((layer, slot), None)
+            lora = (layers or {}).get(layer)
+            if lora is not None:
+                self._put(layer, tables, slot, lora, rank)
+        self._slots.ranks[slot] = rank
+        if self._device.type == "cuda":  # the step that comes next may run on another stream
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _put(self, layer: int, tables: LayerTables, slot: int, lora: ExpertLora, rank: int) -> None:
+        host, present = lora_blocks(lora, self._sizes, self._dtype, rank)
+        blocks = host.to(self._device)
+        self._blocks[layer, slot] = blocks
+        steps = torch.arange(self._sizes.experts) * blocks.shape[1] * blocks.element_size()
+        tables.lora_address[slot] = ((blocks.data_ptr() + steps) * present).to(self._device)
+        scales = torch.tensor([lora.gate_scale, lora.up_scale, lora.down_scale])
+        self._slots.scales[self._numbers[layer], slot] = scales.to(self._device)
+
+    def bind(self, layer: int, buffers: ExpertBuffers) -> ExpertTask:
+        if layer not in self._layers:
+            raise ExpertBackendError(f"layer {layer} has no experts loaded (loaded: {sorted(self._layers)})")
+        if buffers.hidden.dtype != self._dtype or buffers.hidden.device.type != self._device.type:
+            got = f"{buffers.hidden.dtype} on {buffers.hidden.device}"
+            raise ExpertBackendError(f"hidden is {got}; the gpu experts take {self._dtype} on {self._device}")
+        self._compute.prepare(buffers.max_rows)
+        return ExpertTask(layer, buffers, None)
+
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
+        self._lora = lora
+
+    def post(self, task: ExpertTask, stream: Any = None) -> None:
+        with on_stream(stream, self._device):
+            b = task.buffers
+            self._compute.run(
+                b, self._layers[task.layer], self._slots, self._numbers[task.layer], b.out, lora=self._lora
+            )
+
+    def wait(self, task: ExpertTask, stream: Any = None) -> None:
+        """The stream's own order does it."""
+
+    def close(self) -> None:
+        """No step may be in flight."""
+        self._layers.clear()
+        self._blocks.clear()

@@ -1,0 +1,123 @@
+"""Where experts on the GPU come from: the CPU backend's own packed memory, pinned in place.
+
+shard s of a layer | gate: expert 0's panels of s, expert 1's ... | up | down |      (native/src/experts/layer.hpp)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import torch
+
+from engine.errors import ExpertBackendError
+from engine.experts.capabilities import PackedWeights
+from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.unpack import PANEL, panel_bytes, unpack
+
+
+class PackedLayer:
+    """A loaded layer's packed memory as torch tensors that do not own it: uint8 [E, bytes] per projection and shard."""
+
+    def __init__(self, layer: Any, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.formats: list[str] = layer.formats
+        self._owner = layer
+        self._unpin: weakref.finalize[..., PackedLayer] | None = None
+        self.shards: list[torch.Tensor] = []  # whole shards
+        self.parts: list[list[torch.Tensor]] = [[], [], []]  # by projection, then shard
+        for shard in range(layer.shards):
+            address, size = layer.shard(shard)
+            memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+            self.shards.append(memory)
+            at = 0
+            for projection, (rows, inner) in enumerate(self._shapes):
+                pairs = rows // 32
+                panels = (pairs * (shard + 1) // layer.shards - pairs * shard // layer.shards) * 2
+                bytes_ = panels * panel_bytes(self.formats[projection], inner)
+                if bytes_ == 0:  # more shards than pairs of panels
+                    continue
+                self.parts[projection].append(memory[at : at + sizes.experts * bytes_].view(sizes.experts, bytes_))
+                at += sizes.experts * bytes_
+
+    @property
+    def _shapes(self) -> list[tuple[int, int]]:
+        h, i = self.sizes.hidden, self.sizes.inner
+        return [(i, h), (i, h), (h, i)]
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(part.shape[1] for parts in self.parts for part in parts)
+
+    def copy_experts(self, first: int, last: int, frames: torch.Tensor, staging: torch.Tensor) -> None:
+        """Experts [first, last) to `frames` [n, frame] on the current stream, packed bytes through `staging` (uint8,
+        at least (last - first) * expert_bytes). Asynchronous if the memory is pinned."""
+        count, at = last - first, 0
+        for projection, (rows, inner) in enumerate(self._shapes):
+            size = rows * inner
+            target = frames[:, projection * size : (projection + 1) * size].view(count, rows, inner)
+            row, form = 0, self.formats[projection]
+            for part in self.parts[projection]:
+                bytes_ = part.shape[1]
+                there = staging[at : at + count * bytes_].view(count, bytes_)
+                at += count * bytes_
+                there.copy_(part[first:last], non_blocking=True)
+                some = bytes_ // panel_bytes(form, inner) * PANEL
+                values = unpack(there.view(-1), form, inner, frames.dtype).view(count, some, inner)
+                target[:, row : row + some].copy_(values)
+                row += some
+
+    def pin(self) -> None:
+        """Let the GPU read the memory directly; it stays pinned until `unpin`, or until nobody has this object."""
+        if self._unpin is not None and self._unpin.alive:
+            return
+        pinned: list[int] = []
+        # The layer is held until its memory is no longer pinned, then given back: never the other way round.
+        self._unpin = weakref.finalize(self, _unpin, pinned, self._owner)
+        self._unpin.atexit = False  # the driver does it for a process that ends
+        for memory in self.shards:
+            code = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+            if code:
+                self.unpin()
+                raise ExpertBackendError(f"pinning {memory.numel()} bytes of experts: CUDA error {code}")
+            pinned.append(memory.data_ptr())
+
+    def unpin(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unpin(addresses: list[int], owner: Any) -> None:
+    for address in addresses:
+        _cudart().cudaHostUnregister(address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class PackedSource:
+    """All loaded layers; pinned if the device is a GPU, until `close` or until nobody has the source."""
+
+    def __init__(self, packed: PackedWeights, sizes: Sizes, device: torch.device) -> None:
+        self._packed = packed
+        self._sizes = sizes
+        self._pin = device.type == "cuda"
+        self._layers: dict[int, PackedLayer] = {}
+
+    def add(self, layer: int) -> PackedLayer:
+        if layer not in self._layers:
+            made = PackedLayer(self._packed.layers[layer], self._sizes)
+            if self._pin:
+                made.pin()
+            self._layers[layer] = made
+        return self._layers[layer]
+
+    def __getitem__(self, layer: int) -> PackedLayer:
+        return self._layers[layer]
+
+    def close(self) -> None:
+        for layer in self._layers.values():
+            layer.unpin()
+        self._layers.clear()

@@ -1,0 +1,146 @@
+"""Hot experts on the GPU, the rest on the CPU, at the same time; both with adapters.
+
+    post   CPU: the row's experts that are not on the GPU      GPU: those that are, while the CPU computes
+    wait   out = both parts
+
+Which experts are hot follows the routing (policy.py); they move between steps (mover.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from engine.errors import UserError
+from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.capabilities import HotPart, PackedWeights, PartialTasks, needed
+from engine.experts.gpu.compute import LayerTables
+from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.parts import GpuParts
+from engine.experts.hybrid.mover import Mover, Tables
+from engine.experts.hybrid.policy import HotPolicy
+from engine.experts.stream import on_stream
+from engine.lora.adapter import ExpertLora
+from engine.model.config import ModelConfig
+from engine.weights.store import ExpertStore
+
+
+class HybridExperts(ExpertBackend):
+    """`inner` computes the rest and offers partial tasks and packed weights. `budget_bytes` of GPU memory hold experts
+    and their LoRA; UserError if not even one expert fits."""
+
+    buffers_on = "cuda"
+    follows_stream = True
+
+    def __init__(
+        self,
+        inner: ExpertBackend,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        budget_bytes: int,
+        max_rows: int,
+        max_slots: int,
+        max_rank: int,
+        policy: HotPolicy | None = None,
+    ) -> None:
+        self._inner = inner
+        self._rest = needed(inner, PartialTasks)
+        self.parts = GpuParts.make(
+            config,
+            needed(inner, PackedWeights),
+            dtype,
+            device,
+            max_rows=max_rows,
+            max_slots=max_slots,
+            max_rank=max_rank,
+        )
+        sizes = self.parts.sizes
+        self._device = device
+        self._numbers = {layer: number for number, layer in enumerate(config.sparse_layers)}
+        experts = len(self._numbers) * sizes.experts
+        frames = min(budget_bytes // (sizes.frame * dtype.itemsize), experts * (1 + max_slots))
+        if frames < 1:
+            raise UserError(
+                f"--gpu-expert-memory {budget_bytes} bytes: one expert takes {sizes.frame * dtype.itemsize}",
+                field="gpu_expert_memory",
+            )
+        self._frames = torch.empty(frames, sizes.frame, dtype=dtype, device=device)
+        self._tables = Tables.allocate(len(self._numbers), max_slots + 1, sizes.experts, device)
+        self.mover = Mover(
+            sizes,
+            config.sparse_layers,
+            self._frames,
+            self._tables,
+            self.parts.source,
+            self.parts.adapters,
+            policy,
+        )
+        self._extra: dict[int, torch.Tensor] = {}  # by id of the buffers
+        self._lora = True
+
+    @staticmethod
+    def scratch_bytes(sizes: Sizes, rows: int) -> int:
+        """What buffers of so many rows take on the GPU: its own part of each row."""
+        return rows * sizes.hidden * 4
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the GPU."""
+        return self._frames.numel() * self._frames.element_size() + self.parts.compute.num_bytes
+
+    @property
+    def offers(self) -> tuple[object, ...]:
+        return (self.parts,)
+
+    def place(self, layer: int) -> torch.Tensor:
+        """int32 [E] on the device: frame of each expert for base rows, -1 if the CPU computes it."""
+        return self._tables.place[self._numbers[layer], 0]
+
+    def load_layer(self, layer: int, store: ExpertStore) -> None:
+        self._inner.load_layer(layer, store)
+        self.parts.source.add(layer)
+
+    def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
+        """The CPU serves the slot from now on; hot experts follow as their LoRA arrives."""
+        self._inner.set_adapter(slot, layers)
+        self.parts.adapters.put(slot, layers)
+
+    def bind(self, layer: int, buffers: ExpertBuffers) -> ExpertTask:
+        task = self._inner.bind(layer, buffers)
+        if id(buffers) not in self._extra:
+            self._extra[id(buffers)] = torch.zeros(buffers.hidden.shape, dtype=torch.float32, device=self._device)
+            self.parts.compute.prepare(buffers.max_rows)
+        return task
+
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
+        self._inner.begin_step(rows, lora=lora, eager=eager, slots=slots)
+        self._lora = lora
+        if rows > 0:
+            self.mover.step()
+
+    def check(self) -> None:
+        self._inner.check()
+
+    def post(self, task: ExpertTask, stream: Any = None) -> None:
+        number, b = self._numbers[task.layer], task.buffers
+        hot = self._hot(task)
+        self._rest.post(task, hot, stream)
+        layer = LayerTables(self._frames, hot.place, self._tables.address[number])
+        with on_stream(stream, self._device):
+            self.parts.compute.run(b, layer, self._tables.slots, number, hot.extra, lora=self._lora)
+
+    def wait(self, task: ExpertTask, stream: Any = None) -> None:
+        self._rest.wait(task, self._hot(task), stream)
+
+    def _hot(self, task: ExpertTask) -> HotPart:
+        number = self._numbers[task.layer]
+        return HotPart(self._tables.place[number], self._tables.uses[number], self._extra[id(task.buffers)])
+
+    def close(self) -> None:
+        """No step may be in flight."""
+        self.parts.source.close()
+        self._inner.close()

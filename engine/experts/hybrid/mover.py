@@ -1,0 +1,267 @@
+"""Moves hot experts and their LoRA into GPU memory, between steps and in the order of the compute stream.
+
+    begin_step  evicted experts leave the tables  ->  event  ->  side stream copies newcomers into their frames
+    later       a copy has ended                  ->  the newcomer enters the tables
+
+Tables change only here, before a step is launched, so a step sees one state in all its kernels. What a step in flight
+still reads is overwritten only by copies that wait for the event behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.experts.gpu.adapters import HostAdapter, HostAdapters
+from engine.experts.gpu.compute import SlotTables
+from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.source import PackedSource
+from engine.experts.hybrid.memory import FrameMemory
+from engine.experts.hybrid.policy import HotPolicy
+
+INTERVAL = 4  # steps between two looks at the uses
+SWAP_STEPS = 128  # all frames can be exchanged in so many steps
+_UNSEEN = 1e-6  # average of an expert before any use: idle frames fill up all the same
+
+
+@dataclass(frozen=True)
+class Tables:
+    """On the device: place int32 and address int64 [layers, slots, E], uses int32 [layers, E]."""
+
+    place: torch.Tensor
+    address: torch.Tensor
+    uses: torch.Tensor
+    slots: SlotTables
+
+    @classmethod
+    def allocate(cls, layers: int, slots: int, experts: int, device: torch.device) -> Tables:
+        return cls(
+            torch.full((layers, slots, experts), -1, dtype=torch.int32, device=device),
+            torch.zeros(layers, slots, experts, dtype=torch.int64, device=device),
+            torch.zeros(layers, experts, dtype=torch.int32, device=device),
+            SlotTables.allocate(layers, slots, device),
+        )
+
+
+@dataclass
+class _Arrival:
+    """Copies under way on the side stream: an expert (frame -1: it is here already) and LoRA blocks of slots."""
+
+    expert: int
+    frame: int
+    lora: dict[int, tuple[HostAdapter, int]] = field(default_factory=dict)  # slot -> (whose, first value)
+    done: Any = None  # event; None where copies are synchronous
+
+
+class Mover:
+    """`layers`: the model's numbers of the layers, in the order of the tables' first axis."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        layers: list[int],
+        frames: torch.Tensor,
+        tables: Tables,
+        source: PackedSource,
+        adapters: HostAdapters,
+        policy: HotPolicy | None = None,
+    ) -> None:
+        self._sizes = sizes
+        self._layers = layers
+        self._frames = frames
+        self._tables = tables
+        self._source = source
+        self._adapters = adapters
+        self._gpu = frames.is_cuda
+        cuda: Any = torch.cuda
+        experts = len(layers) * sizes.experts
+        self.policy = policy or HotPolicy(experts)
+        self.policy.average += _UNSEEN
+        self.memory = FrameMemory(frames.shape[0], frames.shape[1])
+        slots = tables.place.shape[1]
+        self._frame_of = torch.full((experts,), -1, dtype=torch.int32)  # of experts in the tables
+        self._address = torch.zeros(experts, slots, dtype=torch.int64)
+        self._needs = torch.zeros(experts, slots, dtype=torch.bool)  # the slot's adapter has LoRA in the expert
+        self._arrivals: list[_Arrival] = []
+        self._loaded: dict[int, HostAdapter] = {}  # by slot, as the tables have it
+        self._lora_at: dict[tuple[int, int], int] = {}  # (slot, expert) -> first value
+        self._steps = 0
+        self._seen = torch.zeros(experts, dtype=torch.int32)
+        self._reading: tuple[torch.Tensor, Any, int] | None = None
+        self._read_at = 0  # step of the counts seen last
+        self._staging: torch.Tensor | None = None
+        self._side: Any = cuda.Stream(frames.device) if self._gpu else None
+        self._dirty = False
+
+    @property
+    def resident(self) -> int:
+        """Experts in the tables."""
+        return int((self._frame_of >= 0).sum())
+
+    def step(self) -> None:
+        """Before a launch, on the compute stream."""
+        for slot in self._adapters.take_changed():
+            self._change_slot(slot)
+        self._land()
+        starts: list[_Arrival] = []
+        if self._steps % INTERVAL == 0:
+            self._read_uses()
+            starts = self._decide()
+        self._steps += 1
+        if self._dirty:
+            self._publish()
+        if starts:
+            self._start(starts)
+
+    # ---- state
+
+    def _change_slot(self, slot: int) -> None:
+        """No step in flight uses the slot: its blocks are free at once."""
+        self.memory.close_slot(slot)
+        for key in [key for key in self._lora_at if key[0] == slot]:
+            del self._lora_at[key]
+        self._address[:, slot] = 0
+        self._needs[:, slot] = False
+        adapter = self._adapters.get(slot)
+        self._loaded.pop(slot, None)
+        if adapter is not None:
+            self._loaded[slot] = adapter
+            self.memory.open_slot(slot, adapter.block_bytes // self._frames.element_size())
+            needs = self._needs[:, slot].view(len(self._layers), -1)
+            for number, layer in enumerate(self._layers):
+                if layer in adapter.present:
+                    needs[number] = adapter.present[layer]
+                    self._tables.slots.scales[number, slot] = torch.tensor(adapter.scales[layer]).to(
+                        self._frames.device
+                    )
+        self._tables.slots.ranks[slot] = adapter.rank if adapter else 0
+        self._dirty = True
+
+    def _land(self) -> None:
+        while self._arrivals and (self._arrivals[0].done is None or self._arrivals[0].done.query()):
+            arrival = self._arrivals.pop(0)
+            if arrival.frame >= 0:
+                self._frame_of[arrival.expert] = arrival.frame
+            for slot, (adapter, at) in arrival.lora.items():
+                if self._loaded.get(slot) is adapter and self._lora_at.get((slot, arrival.expert)) == at:
+                    address = self._frames.data_ptr() + at * self._frames.element_size()
+                    self._address[arrival.expert, slot] = address
+            self._dirty = True
+
+    def _evict(self, expert: int) -> None:
+        frame = int(self._frame_of[expert])
+        self._frame_of[expert] = -1
+        self._address[expert] = 0
+        for arrival in [a for a in self._arrivals if a.expert == expert]:
+            self._arrivals.remove(arrival)  # the side stream writes in order: its frame may be given to the next
+            frame = arrival.frame if arrival.frame >= 0 else frame
+        for slot, number in [key for key in self._lora_at if key[1] == expert]:
+            self.memory.give_lora(slot, self._lora_at.pop((slot, number)))
+        self.memory.give(frame)
+        self._dirty = True
+
+    def _decide(self) -> list[_Arrival]:
+        most = -(-self.memory.frames * INTERVAL // SWAP_STEPS)
+        room = self._room_for_lora()
+        moves = self.policy.moves(self.memory.frames - self.memory.lora_frames - room, most)
+        for expert in moves.evict:
+            self._evict(expert)
+        starts = [_Arrival(expert, self.memory.take()) for expert in moves.admit]
+        for arrival in starts:
+            self._add_lora(arrival)
+        return starts + self._missing_lora(most)
+
+    def _missing(self) -> torch.Tensor:
+        """bool [experts]: here, without the LoRA of some adapter."""
+        return (self._needs & (self._address == 0)).any(1) & (self._frame_of >= 0)
+
+    def _room_for_lora(self) -> int:
+        """Frames to keep free for LoRA; if some is missing and there is no place, the coldest expert makes room."""
+        if self.memory.lora_frames >= self.memory.frames // 2 or not self._missing().any():
+            return 0
+        if not self.memory.num_free:
+            for expert in self.policy.drop(1):
+                self._evict(expert)
+        return 1
+
+    def _add_lora(self, arrival: _Arrival) -> None:
+        for slot, adapter in self._loaded.items():
+            wanted = bool(self._needs[arrival.expert, slot]) and (slot, arrival.expert) not in self._lora_at
+            if not wanted or not self.memory.can_take_lora(slot):
+                continue
+            at = self.memory.take_lora(slot)
+            self._lora_at[slot, arrival.expert] = at
+            arrival.lora[slot] = (adapter, at)
+
+    def _missing_lora(self, most: int) -> list[_Arrival]:
+        """LoRA of experts that are here already, for adapters that came later."""
+        heat = torch.where(self._missing(), self.policy.average, -1.0)
+        hottest, numbers = heat.topk(min(4 * most, heat.numel()))
+        starts = [_Arrival(int(n), -1) for n, value in zip(numbers, hottest, strict=True) if value >= 0]
+        for arrival in starts:
+            self._add_lora(arrival)
+        return [arrival for arrival in starts if arrival.lora]
+
+    # ---- the device
+
+    def _read_uses(self) -> None:
+        """Counts of some steps ago: nothing here waits for the GPU."""
+        if self._reading is not None:
+            host, event, steps = self._reading
+            if event is not None and not event.query():
+                return
+            uses = host.flatten() - self._seen
+            self._seen = host.flatten().clone()
+            self.policy.observe(uses.float(), max(steps - self._read_at, 1))
+            self._read_at = steps
+        host = torch.empty(self._tables.uses.shape, dtype=torch.int32, pin_memory=self._gpu)
+        host.copy_(self._tables.uses, non_blocking=True)
+        self._reading = (host, self._record(), self._steps)
+
+    def _record(self) -> Any:
+        if not self._gpu:
+            return None
+        cuda: Any = torch.cuda
+        event = cuda.Event()
+        event.record()
+        return event
+
+    def _publish(self) -> None:
+        layers, slots, experts = self._tables.place.shape
+        here = self._frame_of[:, None] >= 0
+        place = torch.where(here & (~self._needs | (self._address != 0)), self._frame_of[:, None], -1)
+        for table, host in ((self._tables.place, place), (self._tables.address, self._address)):
+            there = host.view(layers, experts, slots).transpose(1, 2).contiguous()
+            table.copy_(there.pin_memory() if self._gpu else there, non_blocking=True)
+        self._dirty = False
+
+    def _start(self, starts: list[_Arrival]) -> None:
+        if self._side is None:
+            self._copy(starts)
+        else:
+            self._side.wait_event(self._record())
+            with torch.cuda.stream(self._side):
+                self._copy(starts)
+        self._arrivals += starts
+
+    @torch.inference_mode(False)  # memory that is written to in and out of that mode
+    def _staging_for(self, size: int) -> torch.Tensor:
+        if self._staging is None or self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=torch.uint8, device=self._frames.device)
+        return self._staging
+
+    def _copy(self, starts: list[_Arrival]) -> None:
+        flat = self._frames.view(-1)
+        for arrival in starts:
+            number, expert = divmod(arrival.expert, self._sizes.experts)
+            layer = self._layers[number]
+            if arrival.frame >= 0:
+                source = self._source[layer]
+                frame = self._frames[arrival.frame : arrival.frame + 1]
+                source.copy_experts(expert, expert + 1, frame, self._staging_for(source.expert_bytes))
+            for adapter, at in arrival.lora.values():
+                block = adapter.blocks[layer][expert]
+                flat[at : at + block.numel()].copy_(block, non_blocking=True)
+            arrival.done = self._record()

@@ -1,0 +1,1 @@
+"""Structured output: grammars compiled, cached and followed, a mask per token."""

@@ -1,0 +1,71 @@
+"""An adapter on its way from the process that read it to the engine: tensors in a sealed memory file, the rest beside.
+
+The file cannot change or shrink once it is sealed, so the engine may map it and no copy is made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.errors import EngineError
+from engine.lora.adapter import AdapterWeights, ExpertLora
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT = 64
+
+_Parts = tuple[AdapterWeights, dict[int, ExpertLora]]
+
+
+def pack(weights: AdapterWeights) -> tuple[bytes, int]:
+    """(all but the tensors, a sealed memory file with them). Takes `weights.experts` apart as it goes, so that little
+    more than one copy exists. OSError if the file would pass RLIMIT_FSIZE."""
+    file = os.memfd_create("adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    end = 0
+
+    def place(value: Any) -> Any:
+        nonlocal end
+        if not isinstance(value, torch.Tensor):
+            raise NotImplementedError(f"{type(value).__name__} in an adapter")
+        content = memoryview(value.contiguous().view(torch.uint8).reshape(-1).numpy().data)
+        start, at = end, 0
+        while at < len(content):
+            at += os.pwrite(file, content[at:], start + at)
+        end = -(-(start + at) // _ALIGNMENT) * _ALIGNMENT
+        return _NAMES[value.dtype], list(value.shape), start
+
+    encode = msgspec.msgpack.Encoder(enc_hook=place).encode
+    experts = {layer: msgspec.Raw(encode(weights.experts.pop(layer))) for layer in list(weights.experts)}
+    head = encode((weights, experts))
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+    return head, file
+
+
+def unpack(head: bytes, file: int) -> AdapterWeights:
+    """What `pack` packed; tensors are private views of the file, which may be closed. EngineError if it is not sealed
+    or does not hold what `head` says."""
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise EngineError("an adapter was handed over in memory that may change")
+    size = os.fstat(file).st_size
+    # private: kernels before 6.7 refuse shared mappings of what is sealed against writing
+    memory = mmap.mmap(file, size, access=mmap.ACCESS_COPY) if size else bytearray(1)
+
+    def find(kind: type, value: Any) -> Any:
+        dtype, shape, start = value
+        return torch.frombuffer(memory, dtype=_DTYPES[dtype], count=prod(shape), offset=start).reshape(shape)
+
+    try:
+        weights: AdapterWeights
+        weights, experts = msgspec.msgpack.decode(head, type=_Parts, dec_hook=find)
+    except (msgspec.DecodeError, ValueError, RuntimeError, LookupError, TypeError) as error:
+        raise EngineError(f"an adapter was not handed over as it was read: {error}") from error
+    weights.experts = experts
+    return weights

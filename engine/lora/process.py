@@ -1,0 +1,220 @@
+"""Adapters are read in processes of their own: whatever a folder holds, it costs its reader and not the engine.
+
+    engine ──fork server (torch imported once, at the first load)──fork──> reader: limits itself, reads, checks
+       ^──────────────── bytes of the files; then the reason, or tensors in sealed memory ──────┘
+
+Every load gets a fresh fork with limits of memory, processor time, descriptors and time, by the size of its files.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.errors import AdapterError, EngineError, UserError
+from engine.lora.adapter import AdapterWeights
+from engine.lora.budget import AdapterBudget, AdapterSize
+from engine.lora.files import NO_MEMORY, out_of_memory
+from engine.lora.handover import pack, unpack
+from engine.lora.reader import read_adapter
+from engine.model.config import ModelConfig
+
+_DESCRIPTORS = 64
+_MAX_MESSAGE = 64 << 20  # a name and a place for each tensor
+_MAX_REASON = 4000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one load; what files of some size may take beside, at speeds that slow disks and processors reach."""
+
+    wall_s: float = 60.0
+    cpu_s: float = 10.0
+    memory_bytes: int = 1 << 30  # a header of 32 MiB as objects, and room to stack and pad a layer
+    wall_bytes_per_s: float = 20e6
+    cpu_bytes_per_s: float = 50e6
+    memory_per_byte: int = 4
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Arguments of `read_adapter`, and the `budget` that it must fit beside those that are `held`."""
+
+    path: str
+    name: str
+    config: ModelConfig
+    expert_scaling: str | None = None
+    max_rank: int | None = None
+    base: str | None = None
+    budget: AdapterBudget = AdapterBudget()  # noqa: RUF009 - it is immutable
+    held: list[AdapterSize] = field(default_factory=list)
+
+
+class _Opened(msgspec.Struct, tag=True):
+    num_bytes: int
+
+
+class _Refused(msgspec.Struct, tag=True):
+    reason: str
+    field: str | None
+
+
+class _Read(msgspec.Struct, tag=True):
+    """A handle of the tensors' file follows."""
+
+    head: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Opened | _Refused | _Read).decode
+
+
+class AdapterReader:
+    """`read` is for one thread at a time; `close` may come from another and ends a read that is in progress."""
+
+    def __init__(self, limits: Limits = Limits()) -> None:
+        self._limits = limits
+        self._context = multiprocessing.get_context("forkserver")
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._closed = False
+
+    def read(self, request: ReadRequest) -> AdapterWeights:
+        """UserError with the reason, whatever went wrong with the folder; EngineError if no process can be started."""
+        ours, theirs = self._context.Pipe()
+        self._context.set_forkserver_preload([__name__])
+        process = self._context.Process(target=_main, args=(theirs, request, self._limits), daemon=True)
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            raise EngineError(f"adapter {request.name!r}: no process to read it can be started: {error}") from error
+        theirs.close()
+        self._process = process
+        try:
+            with ours:
+                return self._receive(ours, request.name)
+        except (EOFError, OSError):
+            process.join()
+            raise self._ended(request.name, process.exitcode) from None
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            self._process = None
+
+    def close(self) -> None:
+        self._closed = True
+        if (process := self._process) is not None:
+            with suppress(ValueError):  # it has ended meanwhile
+                process.kill()
+
+    def _receive(self, reader: Connection, name: str) -> AdapterWeights:
+        began, allowed_s = time.monotonic(), self._limits.wall_s
+        while True:
+            left = began + allowed_s - time.monotonic()
+            if not reader.poll(max(left, 0)):
+                raise AdapterError(f"adapter {name!r}: reading it took longer than {allowed_s:.0f} s")
+            match _decode(reader.recv_bytes(_MAX_MESSAGE)):
+                case _Opened(num_bytes):
+                    allowed_s += num_bytes / self._limits.wall_bytes_per_s
+                case _Refused(reason, at):
+                    raise UserError(reason, at) if at != "lora_path" else AdapterError(reason)
+                case _Read(head):
+                    file = recv_handle(reader)
+                    try:
+                        return unpack(head, file)
+                    finally:
+                        os.close(file)
+
+    def _ended(self, name: str, status: int | None) -> Exception:
+        if self._closed:
+            return EngineError(f"adapter {name!r}: the engine ends")
+        if status == -signal.SIGXCPU:
+            return AdapterError(f"adapter {name!r}: reading it took more processor time than files of its size may")
+        if status == -signal.SIGKILL:
+            return AdapterError(f"adapter {name!r}: the process that read it was killed, probably for want of memory")
+        return AdapterError(f"adapter {name!r}: the process that read it ended (status {status})")
+
+
+def _main(engine: Connection, request: ReadRequest, limits: Limits) -> None:
+    """The reader's life, in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides
+    os.nice(10)  # running requests come first
+    torch.set_num_threads(1)
+    limit_this_process(limits)
+
+    def opened(num_bytes: int) -> None:
+        request.budget.check(request.name, request.held, AdapterSize(num_bytes, 0))
+        _limit_work(limits, num_bytes, request.budget.room(request.held))
+        engine.send_bytes(_encode(_Opened(num_bytes)))
+
+    answer: _Refused | _Read
+    file = None
+    try:
+        weights = read_adapter(
+            request.path,
+            request.config,
+            name=request.name,
+            expert_scaling=request.expert_scaling,
+            max_rank=request.max_rank,
+            base=request.base,
+            opened=opened,
+        )
+        head, file = pack(weights)
+        answer = _Read(head)
+    except UserError as error:
+        answer = _Refused(_readable(str(error)), error.field)
+    except Exception as error:  # noqa: BLE001 - whatever it was, it was caused by this folder
+        answer = _Refused(f"adapter {request.name!r}: {_reason(error)}", "lora_path")
+    engine.send_bytes(_encode(answer))
+    if file is not None:
+        send_handle(engine, file, None)
+
+
+def limit_this_process(limits: Limits = Limits()) -> Callable[[int], None]:
+    """For a process that only reads an adapter: processor time (SIGXCPU ends it), memory and descriptors. What is
+    returned wants the bytes of the weight files, and allows what they need."""
+    _limit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit_work(limits, 0, None)
+    return lambda num_bytes: _limit_work(limits, num_bytes, None)
+
+
+def _limit_work(limits: Limits, num_bytes: int, room: int | None) -> None:
+    """For files of so many bytes. `room` is what the adapter may take in the end, None if that is not bounded."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, used + limits.memory_bytes + max(limits.memory_per_byte * num_bytes, room or 0))
+    _limit(resource.RLIMIT_CPU, int(time.process_time() + limits.cpu_s + num_bytes / limits.cpu_bytes_per_s) + 1)
+    if room is not None:
+        _limit(resource.RLIMIT_FSIZE, room)
+
+
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _reason(error: Exception) -> str:
+    if out_of_memory(error) or (isinstance(error, OSError) and error.errno == errno.EFBIG):
+        return f"it {NO_MEMORY}"
+    traceback.print_exc()
+    return _readable(f"it cannot be read: {type(error).__name__}: {error}")
+
+
+def _readable(text: str) -> str:
+    """Names in files may be long, or hold surrogates that no message can carry."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."

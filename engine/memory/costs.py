@@ -1,0 +1,54 @@
+"""What a model's steps, its loading and its adapters take, whatever the backends. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    pass
+
+_BF16, _F32 = 2, 4
+TYPICAL_RANK = 16  # of an adapter, where none is known
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt")
+
+
+def buffer_bytes(config: ModelConfig, rows: int, sequences: int, *, experts: bool = True) -> int:
+    """A step's activations and logits, float32, a few copies of each alive at a time. `experts`: those inside the
+    experts too; the native backend states its own."""
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    inner = config.intermediate_size
+    if experts:
+        inner = max(inner, config.num_experts_per_tok * (config.moe_intermediate_size + config.hidden_size))
+    inner += config.shared_expert_intermediate_size
+    per_row = 6 * config.hidden_size + 2 * heads * config.head_dim + 2 * inner
+    return _F32 * (rows * per_row + 3 * sequences * config.vocab_size)
+
+
+def loading_bytes(config: ModelConfig) -> int:
+    """The largest stage between file and backend: one layer's experts in bf16, or the embedding in float32."""
+    experts = config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size * _BF16
+    return max(experts if config.sparse_layers else 0, config.vocab_size * config.hidden_size * _F32)
+
+
+def adapter_bytes_per_rank(config: ModelConfig) -> int:
+    """A bf16 adapter on attention and every expert, the shared one too, per unit of rank."""
+    hidden, head, shared = config.hidden_size, config.head_dim, config.shared_expert_intermediate_size
+    q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+    attention = 2 * (hidden + q) + 2 * (hidden + kv)
+    experts = config.num_experts * 3 * (hidden + config.moe_intermediate_size)
+    experts += 3 * (hidden + shared) if shared else 0
+    return _BF16 * (config.num_hidden_layers * attention + len(config.sparse_layers) * experts)
+
+
+def file_bytes(path: str) -> int:
+    """Weight files of an adapter's folder, or a file's size; 0 if there is nothing (loading it says why)."""
+    try:
+        place = Path(path).expanduser()
+        if not place.is_dir():
+            return place.stat().st_size if place.is_file() else 0
+        return sum(p.stat().st_size for p in place.iterdir() if p.suffix in _WEIGHT_FILES and p.is_file())
+    except (OSError, RuntimeError, ValueError):  # no home, too long, a NUL, vanished meanwhile
+        return 0

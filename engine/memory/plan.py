@@ -1,0 +1,281 @@
+"""What goes where and whether it fits, before a byte of weights is read. Torch-free.
+
+>>> plan = plan_memory(Inputs(config, source, statements, ...))
+>>> print(plan.render()); plan.check(config.force_memory_plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.config import KV_BLOCK_TOKENS, EngineConfig
+from engine.errors import MemoryPlanError, UserError
+from engine.memory.costs import TYPICAL_RANK, adapter_bytes_per_rank, buffer_bytes, file_bytes, loading_bytes
+from engine.memory.limits import Memory
+from engine.memory.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from engine.weights.store import WeightSource
+
+_TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
+_LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
+_CPU_KV_SHARE, _GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
+_RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
+_AGAIN = ("", "once more", "twice more")  # by copies
+
+
+@dataclass(frozen=True)
+class Item:
+    device: str
+    label: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `adapter_bytes`
+    is what loaded adapters may take on the CPU, those at start included. `notes` are printed;
+    `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
+
+    devices: list[Memory]
+    items: list[Item]
+    kv_tokens: int
+    max_model_len: int
+    adapter_bytes: int
+    notes: list[str]
+    remedies: list[str]
+
+    def needed(self, device: Memory) -> int:
+        return sum(item.num_bytes for item in self.items if item.device == device.name)
+
+    @property
+    def short(self) -> list[Memory]:
+        """The devices on which it does not fit."""
+        return [device for device in self.devices if self.needed(device) > device.free_bytes]
+
+    def render(self) -> str:
+        """A table for a terminal."""
+        rows: list[tuple[str, str]] = []
+        for device in self.devices:
+            free, limit = format_bytes(device.free_bytes), format_bytes(device.limit_bytes)
+            rows.append((f"memory plan, {device.name}: {free} free of {limit}", ""))
+            rows += [(f"  {i.label}", format_bytes(i.num_bytes)) for i in self.items if i.device == device.name]
+            over = self.needed(device) - device.free_bytes
+            verdict = f"  needed, {format_bytes(over)} too much" if over > 0 else "  needed"
+            rows.append((verdict, format_bytes(self.needed(device))))
+        left = max(len(label) for label, size in rows if size)
+        right = max(len(size) for _, size in rows)
+        lines = [f"{label:<{left}}  {size:>{right}}" if size else label for label, size in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def check(self, force: bool) -> None:
+        """Raise MemoryPlanError if a device is short, unless `force`."""
+        if force or not self.short:
+            return
+        lines = []
+        for device in self.short:
+            need, free = format_bytes(self.needed(device)), format_bytes(device.free_bytes)
+            largest = sorted((i for i in self.items if i.device == device.name), key=lambda i: -i.num_bytes)[:3]
+            what = ", ".join(f"{item.label} {format_bytes(item.num_bytes)}" for item in largest)
+            lines.append(f"{device.name}: {need} needed, {free} free ({what})")
+        advice = "would fit: " + "; or ".join(self.remedies) if self.remedies else "no setting makes it fit"
+        raise MemoryPlanError(
+            f"the model does not fit. {'; '.join(lines)}. {advice}. "
+            "--force-memory-plan starts anyway (where memory grows with use, for instance).",
+            "force_memory_plan",
+        )
+
+
+@dataclass(frozen=True)
+class Statements:
+    """What the backends state (engine/memory/stated.py), for inputs that a remedy may have changed."""
+
+    expert_bytes: Callable[[Inputs, int], int]  # a layer's routed experts
+    weight_bytes: Callable[[Inputs], int]  # all other weights
+    notes: Callable[[Inputs], list[str]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """With `gpu`, dense weights, KV cache and step buffers lie there, and the experts of layers on "gpu"; all else is
+    on the CPU."""
+
+    config: EngineConfig
+    source: WeightSource
+    stated: Statements
+    expert_backend: Callable[[int], str]  # by sparse layer
+    linear_backend: str
+    element_bytes: int  # of an unquantised weight
+    activation_bytes: int
+    kv_token_bytes: int  # of a position in the KV cache
+    token_budget: int  # of a step
+    cpu: Memory
+    gpu: Memory | None
+    adapter_copies: Mapping[str, int]  # of an adapter in a slot by device, beside what was read of it
+    kt_method: str
+    expert_quantise: str | None  # what native experts make of unquantised weights
+    extra: tuple[Item, ...] = ()  # what backends need besides
+    scratch: Callable[[int], int] | None = None  # of native experts by rows; None: estimated with the step's buffers
+    native: bool = True  # whether the native backends can serve the model here
+
+    @property
+    def main(self) -> Memory:
+        """Where everything but CPU experts lies."""
+        return self.gpu or self.cpu
+
+
+def plan_memory(inputs: Inputs) -> MemoryPlan:
+    """UserError for settings that contradict one another."""
+    plan = _plan(inputs)
+    return replace(plan, remedies=_remedies(inputs, plan)) if plan.short else plan
+
+
+def _plan(inputs: Inputs) -> MemoryPlan:
+    config, source, main, cpu = inputs.config, inputs.source, inputs.main, inputs.cpu
+    items = [*_expert_items(inputs), *inputs.extra]
+    items.append(Item(main.name, "dense weights", inputs.stated.weight_bytes(inputs)))
+    adapters = _adapter_items(inputs)
+    items += adapters
+    rows = inputs.token_budget
+    kinds = {inputs.expert_backend(layer) for layer in source.config.sparse_layers}
+    stated = inputs.scratch is not None and bool(kinds & {"native", "hybrid"})
+    inside = not (stated and kinds == {"native"} and inputs.gpu is None)
+    buffers = buffer_bytes(source.config, rows, config.max_num_seqs, experts=inside)
+    items.append(Item(main.name, f"step buffers, {rows} tokens", buffers))
+    if stated and inputs.scratch is not None:
+        items.append(Item(cpu.name, f"expert scratch, {rows} tokens", inputs.scratch(rows)))
+    items.append(Item(cpu.name, "while loading, one layer", loading_bytes(source.config)))
+    devices = [cpu] if inputs.gpu is None else [inputs.gpu, cpu]
+    items += [Item(d.name, "reserve", max(_RESERVE, int(_RESERVE_SHARE * d.limit_bytes))) for d in devices]
+    used = sum(item.num_bytes for item in items if item.device == main.name)
+    share = _CPU_KV_SHARE if inputs.gpu is None else _GPU_KV_SHARE
+    per_token = inputs.kv_token_bytes
+    tokens, length, notes = _cache(inputs, int(share * max(main.free_bytes - used, 0)) // per_token)
+    items.append(Item(main.name, f"KV cache, {tokens} tokens", tokens * per_token))
+    left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
+    room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
+    room += max(left, 0) if config.adapter_memory is None else 0
+    each = format_bytes(TYPICAL_RANK * adapter_bytes_per_rank(source.config))
+    again = [
+        _AGAIN[min(n, 2)] + (f" on {device}" if inputs.gpu else "") for device, n in inputs.adapter_copies.items() if n
+    ]
+    notes += inputs.stated.notes(inputs)
+    notes.append(
+        f"loaded adapters may take {format_bytes(room)}; one of rank {TYPICAL_RANK} on all projections takes {each}, "
+        f"and {' and '.join(again)} in a slot"
+    )
+    return MemoryPlan(devices, items, tokens, length, room, notes, [])
+
+
+def _adapter_items(inputs: Inputs) -> list[Item]:
+    """What was asked for on the CPU, or the adapters at start: as they are read, and again in slots. On a GPU, those in
+    slots of experts that lie there."""
+    config, cpu, gpu = inputs.config, inputs.cpu, inputs.gpu
+    files = sorted((file_bytes(text.partition("=")[2]) for text in config.adapters), reverse=True)
+    label, in_slots = f"adapters at start, {len(files)}", sum(files[: config.max_adapter_slots])
+    there = 0 if gpu is None else inputs.adapter_copies.get(gpu.name, 0) * in_slots
+    items = [Item(gpu.name, label, there)] if gpu is not None and there else []
+    if config.adapter_memory is not None:
+        return [*items, Item(cpu.name, "adapters", parse_bytes(config.adapter_memory, "adapter_memory"))]
+    held = sum(files) + inputs.adapter_copies.get(cpu.name, 0) * in_slots
+    return [*items, Item(cpu.name, label, held)] if files else items
+
+
+def _expert_items(inputs: Inputs) -> list[Item]:
+    """One item per backend; its layers need not be neighbours."""
+    sizes: dict[str, list[int]] = {}
+    for layer in inputs.source.config.sparse_layers:
+        backend = inputs.expert_backend(layer)
+        size = inputs.stated.expert_bytes(inputs, layer)
+        sizes.setdefault(backend, []).append(size)
+    items = []
+    for backend, layers in sizes.items():
+        device = inputs.main if backend == "gpu" else inputs.cpu
+        items.append(Item(device.name, f"experts, {len(layers)} layers on {backend}", sum(layers)))
+    return items
+
+
+def _cache(inputs: Inputs, affordable: int) -> tuple[int, int, list[str]]:
+    """(tokens of the cache, max_model_len, notes). `affordable` tokens fit."""
+    config, model = inputs.config, inputs.source.config
+    longest = model.max_position_embeddings
+    length = config.max_model_len or longest
+    if not 1 <= length <= max(longest, model.stretched_positions):
+        raise UserError(f"max_model_len is {length}; this model allows 1 to {longest}", "max_model_len")
+    asked = _asked_tokens(inputs)
+    if asked is not None:
+        if config.max_model_len is not None and asked < length:
+            raise UserError(f"max_model_len is {length}, but the KV cache is set to {asked} tokens", "max_model_len")
+        tokens = asked
+    else:
+        wanted = max(config.max_num_seqs * min(length, _TYPICAL_LEN), length)
+        tokens = _blocks(max(min(wanted, affordable), min(wanted, _LEAST_TOKENS)))
+        if config.max_model_len is not None:
+            tokens = max(tokens, _blocks(length))
+    if tokens >= length:
+        return tokens, length, []
+    return tokens, tokens, [f"max_model_len is {tokens} instead of the model's {length}: the KV cache holds no more"]
+
+
+def _asked_tokens(inputs: Inputs) -> int | None:
+    """The cache's size if it was set, in whole blocks."""
+    config = inputs.config
+    if config.kv_cache_tokens is not None and config.kv_cache_memory is not None:
+        raise UserError("kv_cache_tokens and kv_cache_memory are both given; one sets the size", "kv_cache_memory")
+    if config.kv_cache_tokens is not None:
+        if config.kv_cache_tokens < 1:
+            raise UserError(f"kv_cache_tokens is {config.kv_cache_tokens}; allowed is 1 or more", "kv_cache_tokens")
+        return _blocks(config.kv_cache_tokens)
+    if config.kv_cache_memory is None:
+        return None
+    per_block = KV_BLOCK_TOKENS * inputs.kv_token_bytes
+    size = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
+    if size < per_block:
+        raise UserError(
+            f"kv_cache_memory is {config.kv_cache_memory}; one block of {KV_BLOCK_TOKENS} tokens takes "
+            f"{per_block} bytes",
+            "kv_cache_memory",
+        )
+    return size // per_block * KV_BLOCK_TOKENS
+
+
+def _blocks(tokens: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+
+
+def _remedies(inputs: Inputs, plan: MemoryPlan) -> list[str]:
+    """Each setting that alone would make it fit, by planning with it."""
+    config = inputs.config
+    trials: list[tuple[str, Inputs]] = []
+
+    def trial(text: str, inputs: Inputs = inputs, **settings: object) -> None:
+        trials.append((text, replace(inputs, config=replace(config, **settings))))  # type: ignore[arg-type]
+
+    over = plan.needed(inputs.main) - inputs.main.free_bytes
+    per_token = inputs.kv_token_bytes
+    tokens = (plan.kv_tokens - -(-over // per_token)) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    if tokens >= KV_BLOCK_TOKENS:
+        trial(f"--kv-cache-tokens {tokens}", kv_cache_tokens=tokens, kv_cache_memory=None, max_model_len=None)
+    if inputs.activation_bytes > 2:
+        kv = inputs.source.config.kv_bytes_per_token(2) if config.kv_cache_dtype == "auto" else inputs.kv_token_bytes
+        if config.kv_cache_dtype != "float32":  # which takes float32 rows
+            bf16 = replace(inputs, element_bytes=2, activation_bytes=2, kv_token_bytes=kv)
+            trial("--dtype bfloat16", bf16, dtype="bfloat16")
+    if inputs.token_budget > (fewer := max(128, config.max_num_seqs)):
+        trial(f"--max-num-batched-tokens {fewer}", replace(inputs, token_budget=fewer))
+    if config.adapters:
+        trial("fewer --adapters", adapters=[])
+    if config.adapter_memory is not None:
+        trial("a smaller --adapter-memory", adapter_memory=None)
+    if inputs.native:
+        native = replace(inputs, expert_backend=lambda _: "native")
+        trial("--expert-backend native", native)
+        if inputs.gpu is None:
+            trial("--expert-backend native --linear-backend native", replace(native, linear_backend="native"))
+    for method in ("AMXInt8", "AMXInt4"):
+        kt = replace(inputs, expert_backend=lambda _: "kt", kt_method=method)
+        trial(f"--expert-backend kt --kt-method {method}", kt)
+    return [text for text, changed in trials if not _plan(changed).short]

@@ -1,0 +1,98 @@
+"""What the backends state that weights take, each by its name in a placement; before anything is loaded."""
+
+from __future__ import annotations
+
+from math import prod
+
+from engine.experts.kt import guard as kt
+from engine.experts.native import layer_bytes as native_layer_bytes
+from engine.linear import native as native_linear
+from engine.memory.plan import Inputs, Statements
+from engine.memory.units import format_bytes
+from engine.weights.layout import EMBED, ROUTERS
+from engine.weights.packed import packed_bytes, plain_format, repacks
+from engine.weights.store import WeightTensor
+
+_F32 = 4
+_ROUTERS = tuple(f"{name}.weight" for name in ROUTERS)
+_ON_NATIVE = ("native", "hybrid")
+
+
+def expert_bytes(inputs: Inputs, layer: int) -> int:
+    """A layer's routed experts."""
+    store, backend = inputs.source.experts(layer), inputs.expert_backend(layer)
+    if backend == "kt":
+        return kt.layer_bytes(store, inputs.source.config, inputs.kt_method)
+    if backend in _ON_NATIVE:
+        return native_layer_bytes(store, inputs.element_bytes, inputs.expert_quantise)
+    return store.num_weights * inputs.element_bytes
+
+
+def weight_bytes(inputs: Inputs) -> int:
+    """Everything but routed experts: norms as activations, routers in float32, projections as the linear backend holds
+    them. The embedding is a table as wide as activations (a bf16 one as weights), unless the native kernels hold it as
+    the file does. A tied head is a projection of its own, which may serve as the embedding."""
+    source, total = inputs.source, 0
+    for name in source.names():
+        tensor = source.tensor(name)
+        if name.endswith(_ROUTERS):
+            total += prod(tensor.shape) * _F32
+        elif name == EMBED:
+            total += _embedding_bytes(inputs, tensor)
+        elif len(tensor.shape) == 2:
+            total += _linear_bytes(inputs, tensor)
+        else:
+            total += prod(tensor.shape) * inputs.activation_bytes
+    return total + (_linear_bytes(inputs, source.tensor(EMBED)) if source.config.tie_word_embeddings else 0)
+
+
+def _linear_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
+    if inputs.linear_backend == "native":
+        return native_linear.weight_bytes(tensor, inputs.element_bytes, inputs.config.quantise)
+    return prod(tensor.shape) * inputs.element_bytes
+
+
+def _embedding_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
+    if inputs.linear_backend == "native":
+        tied, quantise = inputs.source.config.tie_word_embeddings, inputs.config.quantise
+        form = native_linear.embedding_bytes(tensor, inputs.element_bytes, quantise, tied)
+        if form is not None:
+            return form
+    return prod(tensor.shape) * (inputs.element_bytes if tensor.type == "BF16" else inputs.activation_bytes)
+
+
+def dequantised_notes(inputs: Inputs) -> list[str]:
+    """Per type that the native kernels have no packed format for: how many tensors of it they hold dequantised, and
+    what that costs."""
+    tensors: dict[str, int] = {}
+    more: dict[str, int] = {}
+
+    def add(tensor: WeightTensor, count: int, extra: int) -> None:
+        tensors[tensor.type] = tensors.get(tensor.type, 0) + count
+        more[tensor.type] = more.get(tensor.type, 0) + extra
+
+    source = inputs.source
+    for layer in source.config.sparse_layers:
+        if inputs.expert_backend(layer) in _ON_NATIVE:
+            store = source.experts(layer)
+            for projection, held in store.projections():
+                tensor = store.expert(projection, 0)
+                if tensor.quantised and not repacks(tensor.type):
+                    packed = packed_bytes(tensor, plain_format(inputs.element_bytes, inputs.expert_quantise))
+                    count = len(held) if isinstance(held, list) else 1
+                    add(tensor, count, store.num_experts * (packed - tensor.num_bytes))
+    if inputs.linear_backend == "native":
+        names = [n for n in source.names() if n != EMBED and not n.endswith(_ROUTERS)]
+        names += [EMBED] if source.config.tie_word_embeddings else []
+        for tensor in map(source.tensor, names):
+            if len(tensor.shape) == 2 and tensor.quantised and not repacks(tensor.type):
+                packed = packed_bytes(tensor, plain_format(inputs.element_bytes, inputs.config.quantise))
+                add(tensor, 1, packed - tensor.num_bytes)
+    return [
+        f"{count} tensors of type {type} are dequantised when loading, there is no packed format for it: "
+        f"{format_bytes(more[type])} more than in the file"
+        for type, count in sorted(tensors.items())
+    ]
+
+
+STATED = Statements(expert_bytes, weight_bytes, dequantised_notes)

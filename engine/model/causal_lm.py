@@ -1,0 +1,167 @@
+"""A decoder with routed experts over a flat token batch: requests of any adapter, prefill chunks beside decode rows.
+
+embed -> L x [norm, qkv, (QK-norm), rope, paged attention, o, norm, router, experts (+ shared) | dense MLP] -> norm
+-> lm_head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from engine.attention.base import BatchLayout
+from engine.errors import ExpertBackendError
+from engine.experts.capabilities import ExpertCounters
+from engine.linear.base import Linear, LoraBatch
+from engine.linear.embedding import Embedding
+from engine.lora.adapter import AdapterWeights, ExtraMlp
+from engine.model.config import ModelConfig
+from engine.model.layers import Layer, SparseMlp
+from engine.model.step import StepInput, StepOutput, Want
+from engine.ops.base import Ops
+from engine.steps.sampling import greedy_tokens
+
+
+class CausalLM:
+    """Built by `engine.model.load`. `linears` maps module names to projections, for adapters.
+
+    A step: `begin_step`, `plan`, `forward` (this one or another executor's), and `check` when it has ended.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        embedding: Embedding,
+        layers: list[Layer],
+        final_norm: torch.Tensor,
+        lm_head: Linear,
+        linears: dict[str, Linear],
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.linears = linears
+        self.device = embedding.device
+        self.dtype = final_norm.dtype  # of activations; the embedding may be held otherwise
+        self.slots_with_extra_mlps: set[int] = set()
+        self.attention_backends = list({id(layer.attention): layer.attention for layer in layers}.values())
+        self.sparse = {layer.index: layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)}
+        self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in self.sparse.values()}.values())
+        buffers = [mlp.task.buffers for mlp in self.sparse.values()]
+        self.expert_buffers = list({id(b): b for b in buffers}.values())
+
+    # ---- a step
+
+    def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
+        """Before a step is launched or captured: `ExpertBackend.begin_step` of all."""
+        for backend in self.expert_backends:
+            backend.begin_step(rows, lora=lora, eager=eager, slots=slots)
+
+    def plan(self, batch: BatchLayout) -> None:
+        """The host's part of a step."""
+        for backend in self.attention_backends:
+            backend.plan(batch)
+
+    def forward(self, step: StepInput) -> StepOutput:
+        """The device's part of a planned step."""
+        self.fill_slots(step.ids.shape[0], step.lora, step.bsz)
+        residual = self.embed(step.ids)
+        delta: torch.Tensor | None = None
+        for layer in self.layers:
+            x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
+            delta = self._attend(layer, x, step)
+            if step.observe:
+                step.observe(f"model.layers.{layer.index}.self_attn", delta)
+            x = layer.mlp.enter(self.ops, layer, residual, delta, step)
+            delta = layer.mlp.output(self.ops, x, step.lora, step.trace)
+            if step.observe:
+                step.observe(f"model.layers.{layer.index}.mlp", delta)
+        hidden = self.ops.add_rms_norm(residual, delta, self.final_norm)
+        return self.output(hidden if step.keep is None else hidden[step.keep], step.want)
+
+    def check(self) -> None:
+        """Once for each begun step, when it has ended: raises the first of its experts' errors."""
+        errors = []
+        for backend in self.expert_backends:
+            try:
+                backend.check()
+            except ExpertBackendError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    # ---- its parts
+
+    def fill_slots(self, rows: int, lora: LoraBatch | None, bsz: torch.Tensor | None = None) -> None:
+        """Fill what the expert buffers hold for all layers of a step: the row count and the rows' adapter slots."""
+        count = torch.full((1,), rows, dtype=torch.int32, device=self.device) if bsz is None else bsz
+        slots = torch.zeros(rows, dtype=torch.int32, device=self.device) if lora is None else lora.slots
+        for b in self.expert_buffers:
+            # in stream order: the step before may still be reading them
+            b.bsz.copy_(count, non_blocking=True)
+            b.slots[:rows].copy_(slots, non_blocking=True)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> fresh [T, H] in the activations' dtype."""
+        return self.embedding(ids).to(self.dtype)
+
+    def output(self, hidden: torch.Tensor, want: Want) -> StepOutput:
+        """From the hidden states after the final norm, [K, H]."""
+        if want is Want.HIDDEN:
+            return StepOutput(hidden)
+        logits = self.logits(hidden)
+        return StepOutput(hidden, logits) if want is Want.LOGITS else StepOutput(hidden, greedy=greedy_tokens(logits))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] -> float32 [rows, V]."""
+        return self.lm_head(hidden, None).float()
+
+    def _attend(self, layer: Layer, x: torch.Tensor, step: StepInput) -> torch.Tensor:
+        heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+        q, k, v = (
+            part.view(-1, count, dim)
+            for part, count in zip(layer.qkv(x, step.lora), (heads, kv_heads, kv_heads), strict=True)
+        )
+        q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, step.batch.positions)
+        return layer.o(layer.attention.forward(layer.index, q, k, v).flatten(1), step.lora)
+
+    @property
+    def expert_counters(self) -> list[ExpertCounters]:
+        """Of those expert backends that count."""
+        found = (backend.capability(ExpertCounters) for backend in self.expert_backends)
+        return [counters for counters in found if counters is not None]
+
+    # ---- adapters
+
+    def set_adapter(self, slot: int, adapter: AdapterWeights | None) -> None:
+        """Make a slot hold an adapter, or nothing. No step in flight may use the slot. On a GPU it is there when this
+        returns; what other threads launch meanwhile is not held up."""
+        pairs = adapter.linears if adapter else {}
+        for name, linear in self.linears.items():
+            linear.set_adapter(slot, pairs.get(name))
+        extra = adapter.extra_mlps if adapter else {}
+        for index, mlp in self.sparse.items():
+            mlp.extra.pop(slot, None)
+            if index in extra:
+                mlp.extra[slot] = [_to(m, self.final_norm) for m in extra[index]]
+        if extra:
+            self.slots_with_extra_mlps.add(slot)
+        else:
+            self.slots_with_extra_mlps.discard(slot)
+        for backend in self.expert_backends:
+            backend.set_adapter(slot, adapter.experts if adapter else None)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self) -> None:
+        for backend in self.expert_backends:
+            backend.close()
+
+
+def _to(mlp: ExtraMlp, like: torch.Tensor) -> ExtraMlp:
+    return ExtraMlp(*(t.to(like.device, like.dtype) for t in (mlp.gate, mlp.up, mlp.down)))

@@ -1,0 +1,66 @@
+"""`engine.ops.base.Ops` on Triton kernels: few launches, so that little time passes between products."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.ops.rope import Rope
+
+
+class GpuOps:
+    """bf16 or float32 tensors on one GPU. Computed in float32, rounded where `TorchOps` rounds."""
+
+    def __init__(self, eps: float, rope: Rope) -> None:
+        self.eps = eps
+        self.rope = rope
+        self._kernels: Any = importlib.import_module("engine.ops.gpu_kernels")
+
+    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, table)
+
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        into = torch.empty_like(residual) if out is None else out
+        done: torch.Tensor = self._kernels.add_rms_norm(residual, delta, weight, self.eps, into)
+        return done
+
+    def qk_norm_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rope = self.rope
+        out: tuple[torch.Tensor, torch.Tensor] = self._kernels.qk_norm_rope(
+            q, k, q_weight, k_weight, positions, rope.cos, rope.sin, self.eps
+        )
+        return out
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._kernels.silu_mul(gate, up)
+        return out
+
+    def add_gated(self, base: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._kernels.add_gated(base, x, gate)
+        return out
+
+    def route(
+        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of equal probabilities the lower expert comes first."""
+        if out is None:
+            weights = torch.empty((logits.shape[0], top_k), dtype=torch.float32, device=logits.device)
+            out = weights, torch.empty_like(weights, dtype=torch.int64)
+        self._kernels.route(logits, normalise, *out)
+        return out

@@ -1,0 +1,80 @@
+"""Rotary position embedding, NeoX style, with its scaling types (linear, dynamic NTK, YaRN).
+
+Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071). The numbers equal transformers' rope utilities.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.errors import ModelFileError
+from engine.model.config import ModelConfig, RopeScaling
+
+
+def inverse_frequencies(config: ModelConfig, max_len: int) -> tuple[torch.Tensor, float]:
+    """Angles per position, float32 [head_dim / 2], and the factor that cos and sin are multiplied by.
+
+    `dynamic` depends on the length of a sequence; cached keys cannot be rotated again, so one base serves all: the
+    trained one if `max_len` stays within the trained length, else the one for `max_len`.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    plain = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None or scaling.kind == "default":
+        return plain, 1.0
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    trained = scaling.original_max_position_embeddings or config.max_position_embeddings
+    if scaling.kind == "dynamic":
+        if max_len <= trained:
+            return plain, 1.0
+        stretch = scaling.factor * max_len / trained - (scaling.factor - 1)
+        theta = config.rope_theta * stretch ** (config.head_dim / (config.head_dim - 2))
+        return 1.0 / (theta**exponents), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(config, scaling, plain, trained)
+    raise ModelFileError(
+        f"rope scaling {scaling.kind!r} is not supported: linear, dynamic and yarn are", field="rope_scaling"
+    )
+
+
+def _yarn(config: ModelConfig, scaling: RopeScaling, plain: torch.Tensor, trained: int) -> tuple[torch.Tensor, float]:
+    dim, base = config.head_dim, config.rope_theta
+
+    def dim_of(rotations: float) -> float:  # the dimension that turns this often over the trained length
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.extra.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    keep = 1 - ramp  # 1 where the frequency is fast enough to be left alone
+    factor = scaling.factor
+
+    def mscale(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    attention = scaling.attention_factor
+    if attention is None:
+        top, bottom = scaling.extra.get("mscale"), scaling.extra.get("mscale_all_dim")
+        attention = mscale(factor, top) / mscale(factor, bottom) if top and bottom else mscale(factor)
+    return plain / factor * (1 - keep) + plain * keep, float(attention)
+
+
+class Rope:
+    """cos and sin of every position up to `max_len`, float32 [max_len, head_dim / 2]."""
+
+    def __init__(self, config: ModelConfig, max_len: int, device: torch.device) -> None:
+        frequencies, factor = inverse_frequencies(config, max_len)
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+        self.cos = (angles.cos() * factor).to(device)
+        self.sin = (angles.sin() * factor).to(device)
+
+    def apply(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate x [T, heads, head_dim] to its positions [T], in float32; returns x's dtype."""
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

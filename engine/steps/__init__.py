@@ -1,0 +1,1 @@
+"""A step from plan to tokens: inputs, the runner, masks, sampling."""

@@ -1,0 +1,157 @@
+"""A step's inputs as arrays on the host, built once from its plan, for plain and padded steps alike.
+
+plan    row A: 1 token    row B: tokens 32 33 34    row C: 1 token and 2 drafts
+tokens  A                 B32 B33 B34               C C' C"
+kept    A                         B34               C C' C"     what sampling needs
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.attention.base import BLOCK_SIZE, BatchLayout
+from engine.device import to_device
+from engine.linear.base import LoraBatch
+from engine.linear.segments import Groups, Segments
+from scheduler.plan import StepPlan, StepRow
+
+Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """T tokens of R rows. Row r owns tokens [row_starts[r], row_starts[r + 1]) and of the kept ones
+    [kept_starts[r], kept_starts[r + 1])."""
+
+    row_starts: Array  # [R + 1]
+    context_lens: Array  # [R]
+    block_tables: list[tuple[int, ...]]  # R
+    ids: Array  # [T]; 0 where the token is still on the device
+    sources: Array  # [T]: its place there, among the tokens last sampled; -1: it is in `ids`
+    positions: Array  # [T]
+    slot_mapping: Array  # [T]: block * BLOCK_SIZE + offset
+    adapters: Array  # [T]: adapter slot, 0 = base
+    kept: Array  # [K], rising: the tokens after which something is sampled
+    kept_starts: Array  # [R + 1]
+
+    @classmethod
+    def of(cls, plan: StepPlan, sampled: Mapping[str, int]) -> StepArrays:
+        """`sampled`: by request id, the place of a token that the step before is still to deliver."""
+        rows = plan.rows
+        starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+        lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
+        samples = np.fromiter((row.num_samples for row in rows), np.int64, len(rows))
+        slots = np.fromiter((row.adapter_slot for row in rows), np.int64, len(rows))
+        row_starts, ends = _offsets(lengths), starts + lengths
+        positions = _ranges(starts, lengths)
+        ids, sources = _ids(rows, row_starts, sampled)
+        return cls(
+            row_starts=row_starts,
+            context_lens=ends,
+            block_tables=plan.block_tables,
+            ids=ids,
+            sources=sources,
+            positions=positions,
+            slot_mapping=_slot_mapping(plan, starts, ends, positions),
+            adapters=np.repeat(slots, lengths),
+            kept=_ranges(row_starts[1:] - samples, samples),
+            kept_starts=_offsets(samples),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def last_kept(self) -> Array:
+        """Of each row that samples: which of the kept tokens is its last."""
+        return self.kept_starts[1:][np.diff(self.kept_starts) > 0] - 1
+
+    def layout(self, device: torch.device) -> BatchLayout:
+        return BatchLayout(
+            row_starts=self.row_starts.tolist(),
+            context_lens=self.context_lens.tolist(),
+            block_tables=self.block_tables,
+            positions=to_device(self.positions, torch.int64, device),
+            slot_mapping=to_device(self.slot_mapping, torch.int64, device),
+        )
+
+    def token_ids(self, sampled: torch.Tensor) -> torch.Tensor:
+        """int64 [T] on the device of `sampled`, where tokens that the host does not know are copied from it."""
+        ids = to_device(self.ids, torch.int64, sampled.device)
+        targets = np.flatnonzero(self.sources >= 0)
+        if len(targets):
+            places = to_device(self.sources[targets], torch.int64, sampled.device)
+            # a negative one was not sampled: its request ends before this step does
+            ids[to_device(targets, torch.int64, sampled.device)] = sampled[places].clamp(min=0)
+        return ids
+
+    def lora(self, device: torch.device) -> LoraBatch | None:
+        """None for a batch of the base alone."""
+        if not self.adapters.any():
+            return None
+        groups, segments = Groups.of(self.adapters), None
+        if device.type == "cuda":
+            order, tiles = (to_device(part, torch.int32, device) for part in (groups.order, groups.tiles))
+            segments = Segments(order, tiles)
+        return LoraBatch(to_device(self.adapters, torch.int32, device), groups.tokens(device), segments)
+
+
+class TokenCounts:
+    """A request's distinct tokens, and how often each occurs in its output, counted as that grows."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.output: Counter[int] = Counter()
+        self._prompt = np.unique(np.array(prompt, np.int64))
+        self._new = dict.fromkeys(prompt, False)  # by token: whether it occurs in the output alone
+        self._counted = 0
+
+    def update(self, output: list[int]) -> None:
+        added = output[self._counted :]
+        self.output.update(added)
+        self._counted = len(output)
+        for token in added:
+            self._new.setdefault(token, True)
+
+    @property
+    def seen(self) -> Array:
+        """The distinct tokens of prompt and output."""
+        new = np.fromiter((token for token in self.output if self._new[token]), np.int64)
+        return np.concatenate((self._prompt, new))
+
+
+def _offsets(lengths: Array) -> Array:
+    """[n] -> [n + 1]: 0, and the sums so far."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+
+
+def _ranges(starts: Array, lengths: Array) -> Array:
+    """start, start + 1, ... of each, one after the other."""
+    return np.arange(lengths.sum()) + np.repeat(starts - _offsets(lengths)[:-1], lengths)
+
+
+def _ids(rows: list[StepRow], row_starts: Array, sampled: Mapping[str, int]) -> tuple[Array, Array]:
+    ids, sources = np.zeros(row_starts[-1], np.int64), np.full(row_starts[-1], -1, np.int64)
+    for row, (begin, end) in zip(rows, pairwise(row_starts.tolist()), strict=True):
+        drafts = end - len(row.drafts)
+        known = row.request.tokens(row.start, row.start + drafts - begin)
+        ids[begin : begin + len(known)] = known
+        ids[drafts:end] = row.drafts
+        if len(known) < drafts - begin:  # one: the step before is about to sample it
+            sources[drafts - 1] = sampled[row.request.request_id]
+    return ids, sources
+
+
+def _slot_mapping(plan: StepPlan, starts: Array, ends: Array, positions: Array) -> Array:
+    first, counts = starts // BLOCK_SIZE, -(-ends // BLOCK_SIZE) - starts // BLOCK_SIZE
+    cuts = zip(plan.block_tables, first.tolist(), (first + counts).tolist(), strict=True)
+    blocks = np.fromiter(chain.from_iterable(table[a:b] for table, a, b in cuts), np.int64, counts.sum())
+    place = positions // BLOCK_SIZE + np.repeat(_offsets(counts)[:-1] - first, ends - starts)
+    return blocks[place] * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -1,0 +1,311 @@
+"""Runs a step plan: fills the inputs, runs the model, samples.
+
+launch_forward(plan, masks) -> InFlight     launch_sample(step, masks)     tokens(step) -> the new ones of each row
+
+On a GPU the first two only launch: on a stream of the runner's own, without waiting for it. `tokens` waits for its
+step alone, not for what was launched after it.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.device import Arrival, to_device, to_host
+from engine.errors import EngineError
+from engine.graphs.padded import PaddedDecode
+from engine.messages import TokenLogprobs
+from engine.model.causal_lm import CausalLM
+from engine.model.native_executor import choose_executor
+from engine.model.step import StepInput, Trace, Want
+from engine.steps.inputs import StepArrays, TokenCounts
+from engine.steps.masks import NO_MASKS, Masks, Words, allowed_words
+from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, is_greedy, sample
+from scheduler.plan import StepPlan, StepRow
+from scheduler.request import Request
+
+if TYPE_CHECKING:
+    from native import _native
+
+_LOGPROB_ROWS = 64  # prompt log-probabilities are computed this many positions at a time: [64, V] float32
+
+
+@dataclass
+class InFlight:
+    """A launched step. Its K kept tokens are those after which something is sampled, the rows' one after the other."""
+
+    plan: StepPlan
+    arrays: StepArrays
+    hidden: torch.Tensor | None = None  # [T, H] if all of it is wanted, else [K, H]; None for a padded step
+    logits: torch.Tensor | None = None  # float32 [>= K, V], where `greedy` does not do without
+    greedy: torch.Tensor | None = None  # int64 [K] already, if all of them are greedy
+    tokens: torch.Tensor | None = None  # int64 [K] on the host, valid once `arrival` has come
+    arrival: Arrival | None = None
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # by request id, once the tokens are there
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of positions start + 1 ...
+    pending: PendingLogprobs | None = None
+    pending_prompts: list[tuple[str, list[PendingLogprobs]]] = field(default_factory=list)
+    trace: Trace | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    launched_s: float = 0.0  # time.monotonic
+    errors: dict[int, Exception] = field(default_factory=dict)  # by kept token: why nothing was sampled after it
+    failed: dict[str, Exception] = field(default_factory=dict)  # by request id, once the tokens are there
+
+    @property
+    def samples(self) -> list[tuple[StepRow, int]]:
+        """Of each kept token its row, and how many drafts of the row are up to it."""
+        return [(row, drafts) for row in self.plan.rows for drafts in range(row.num_samples)]
+
+
+class ModelRunner:
+    """What it needs of a request is in the plan; all it keeps is counts. `max_rows` requests at most are in a step."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        seed: int,
+        tracing: bool = False,
+        pool: _native.WorkerPool | None = None,
+        *,
+        max_rows: int,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.device = device
+        self.seed = seed
+        self.tracing = tracing
+        self.executor = choose_executor(model)
+        self.padded: PaddedDecode | None = None
+        self.keep_all = False  # hidden states of every token, for who compares logits of whole prompts
+        self.notes: list[str] = []  # logged at start: how steps run
+        self.spare_cpus: list[int] = []  # where the engine's own thread belongs beside a pinned pool of threads
+        self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)  # of the last step that sampled
+        self._places: dict[str, int] = {}  # by request id, in `sampled`
+        self._counts: WeakKeyDictionary[Request, TokenCounts] = WeakKeyDictionary()  # where penalties need them
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the weights were loaded on another stream
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def pad_decode(self, max_rows: int, adapter_slots: int, scratch_block: int) -> PaddedDecode:
+        """Run decode steps in padded sizes from now on; `capture` of what is returned, in `computing`, makes graphs."""
+        self.padded = PaddedDecode(
+            self.model, self.executor, max_rows, adapter_slots, scratch_block, self.sampled, self.tracing
+        )
+        return self.padded
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """No gradients, the runner's stream, the CPU pool's workers spinning."""
+        if self.pool is not None:
+            self.pool.begin_step()
+        try:
+            with self._launching():
+                yield
+        finally:
+            if self.pool is not None:
+                self.pool.end_step()
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """No gradients, the runner's stream."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            yield
+
+    def launch_forward(self, plan: StepPlan, masks: Masks = NO_MASKS) -> InFlight:
+        """`masks` of the requests that have some: which tokens they allow is asked when the step is sampled."""
+        launched_s = time.monotonic()
+        padded = self.padded if self.padded and self.padded.takes(plan) else None
+        with self.computing():
+            slots = {row.adapter_slot for row in plan.rows} - {0}
+            self.model.begin_step(plan.num_tokens, lora=bool(slots), eager=padded is None, slots=slots)
+            try:
+                step = self._launch(plan, padded, masks)
+            except Exception:
+                self.model.check()  # says why, if an expert backend knows
+                raise
+        step.launched_s = launched_s
+        return step
+
+    def launch_sample(self, step: InFlight, masks: Masks = NO_MASKS) -> None:
+        """Sample every row that samples; also what was asked of log-probabilities. The logits are there already, so the
+        CPU pool's workers stay asleep (but for a prompt's log-probabilities, which wake them)."""
+        began = time.perf_counter()
+        done = step.greedy is not None and self._stream is None  # torch's code is not touched then: caches are cold
+        with nullcontext() if done else self._launching():
+            try:
+                self._sample(step, masks)
+            except Exception:
+                self.model.check()
+                raise
+        step.phases["sample_s"] = time.perf_counter() - began
+
+    def tokens(self, step: InFlight) -> list[list[int]]:
+        """Waits for the step. One list per row of the plan: the drafts that were sampled, from the first on, and the
+        token after them; empty for a row that samples nothing or is among `step.failed`. Raises what failed in it."""
+        if step.arrival is not None:
+            step.arrival.wait()
+        self.model.check()
+        if step.pending is not None:
+            for (row, _), logprobs in zip(step.samples, step.pending.read(), strict=True):
+                if logprobs is not None:
+                    step.logprobs.setdefault(row.request.request_id, []).append(logprobs)
+        for request_id, parts in step.pending_prompts:
+            step.prompt_logprobs[request_id] = [x for part in parts for x in part.read() if x is not None]
+        sampled = [] if step.tokens is None else step.tokens.tolist()
+        kept = pairwise(step.arrays.kept_starts.tolist())
+        return [_accepted(step, row, sampled[a:b], a) for row, (a, b) in zip(step.plan.rows, kept, strict=True)]
+
+    def _launch(self, plan: StepPlan, padded: PaddedDecode | None, masks: Masks) -> InFlight:
+        began = time.perf_counter()
+        arrays = StepArrays.of(plan, self._places)
+        step = InFlight(plan, arrays)
+        greedy = all(is_greedy(row.request.sampling) and not _masks(masks, row, i) for row, i in step.samples)
+        if padded:
+            built = time.perf_counter()
+            step.trace = padded.launch(arrays)
+            step.logits = padded.logits
+            step.greedy = padded.greedy[: len(arrays.kept)] if greedy else None
+        else:
+            given = self._input(step, greedy)
+            built = time.perf_counter()
+            self.model.plan(given.batch)
+            out = self.executor.forward(given)
+            step.hidden, step.logits, step.greedy, step.trace = out.hidden, out.logits, out.greedy, given.trace
+            if given.want is Want.HIDDEN and len(arrays.kept):  # all of the prompt's are wanted too
+                step.logits = self.model.logits(out.hidden[to_device(arrays.kept, torch.int64, self.device)])
+        step.phases = {"prepare_s": built - began, "forward_s": time.perf_counter() - built}
+        return step
+
+    def _input(self, step: InFlight, greedy: bool) -> StepInput:
+        arrays, keep, want = step.arrays, step.arrays.kept, Want.HIDDEN
+        every = self.keep_all or any(row.request.sampling.prompt_logprobs is not None for row in step.plan.rows)
+        if len(keep) == 0:
+            keep = np.zeros(1, np.int64)  # any one: the step is run for its keys and values
+        elif not every:
+            want = Want.GREEDY if greedy else Want.LOGITS
+        return StepInput(
+            ids=arrays.token_ids(self.sampled),
+            batch=arrays.layout(self.device),
+            lora=arrays.lora(self.device),
+            keep=None if every or len(keep) == arrays.num_tokens else to_device(keep, torch.int64, self.device),
+            want=want,
+            trace=Trace() if self.tracing else None,
+        )
+
+    def _sample(self, step: InFlight, masks: Masks) -> None:
+        samples = step.samples
+        if samples:
+            tokens = step.greedy
+            if tokens is None:
+                if step.logits is None:
+                    raise RuntimeError("a step that samples has tokens or logits")
+                rows = []
+                for i, (row, drafts) in enumerate(samples):
+                    rows.append(self._sample_row(row, drafts))
+                    try:
+                        rows[-1].words = self._allowed(row, drafts, masks)
+                    except Exception as error:  # noqa: BLE001 - a mask ends its own request with the error, no other
+                        step.errors[i] = error
+                out = sample(step.logits[: len(samples)], rows)
+                step.errors = out.errors | step.errors
+                top = [row.request.sampling.logprobs for row, _ in samples]
+                tokens, step.pending = out.tokens, PendingLogprobs(out.logits, out.tokens, top)
+            step.tokens = self._deliver(step, tokens)
+        sampling = (row.request.request_id for row in step.plan.rows if row.samples)
+        self._places = {request_id: i for i, request_id in enumerate(sampling)}
+        for i, row in enumerate(step.plan.rows):
+            count = row.request.sampling.prompt_logprobs
+            if count is not None and row.start + 1 < len(row.request.prompt):
+                step.pending_prompts.append((row.request.request_id, self._prompt_logprobs(step, i, row, count)))
+        step.arrival = Arrival(self.device)
+
+    def _deliver(self, step: InFlight, tokens: torch.Tensor) -> torch.Tensor:
+        """Put each row's last one into `sampled`, for the next step; returns all on the host, valid once the step's
+        arrival has come. Padded steps read and write `sampled` where it is, so there it is copied from and to."""
+        index, last = step.arrays.last_kept, tokens
+        if len(index) < len(tokens):
+            last = tokens[to_device(index, torch.int64, self.device)]
+        if self.padded is None:
+            self.sampled = last
+            return to_host(tokens)
+        if last.data_ptr() != self.padded.greedy.data_ptr():  # a padded step itself has put them there
+            self.sampled[: len(last)].copy_(last.clamp(min=0))
+        return tokens.clone() if self.device.type == "cpu" else to_host(tokens)
+
+    def _allowed(self, row: StepRow, drafts: int, masks: Masks) -> Words | None:
+        """The tokens that may follow the row's last one and so many of its drafts; None: all."""
+        if not _masks(masks, row, drafts):
+            return None
+        output = [*row.request.output, *row.drafts[:drafts]]
+        return allowed_words(masks[row.request.request_id], output, self.model.config.vocab_size)
+
+    def _sample_row(self, row: StepRow, drafts: int) -> SampleRow:
+        """What follows the row's last token but for its drafts, and so many of these."""
+        request = row.request
+        p = request.sampling
+        seen: NDArray[np.int64] = np.zeros(0, np.int64)
+        output: Counter[int] = Counter()
+        if p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
+            counts = self._counts.get(request) or self._counts.setdefault(request, TokenCounts(request.prompt))
+            counts.update(request.output)
+            seen, output = counts.seen, counts.output
+            if drafts:
+                proposed = row.drafts[:drafts]
+                seen, output = np.union1d(seen, np.array(proposed)), output + Counter(proposed)
+        return SampleRow(
+            params=p,
+            seed=self.seed ^ zlib.crc32(request.request_id.encode()) if p.seed is None else p.seed,
+            position=row.start + row.num_tokens - len(row.drafts) + drafts,
+            seen=seen,
+            output=output,
+        )
+
+    def _prompt_logprobs(self, step: InFlight, index: int, row: StepRow, top: int) -> list[PendingLogprobs]:
+        """Of the prompt's tokens at positions start + 1 ... start + num_tokens, as far as the prompt goes."""
+        prompt = row.request.prompt
+        targets = prompt[row.start + 1 : row.start + row.num_tokens + 1]
+        out: list[PendingLogprobs] = []
+        if step.hidden is None:
+            raise RuntimeError("a step that reads a prompt has hidden states")
+        for at in range(0, len(targets), _LOGPROB_ROWS):
+            part = to_device(targets[at : at + _LOGPROB_ROWS], torch.int64, self.device)
+            first = int(step.arrays.row_starts[index]) + at
+            logits = self.model.logits(step.hidden[first : first + len(part)])
+            out.append(PendingLogprobs(logits, part, [top] * len(part)))
+        return out
+
+
+def _masks(masks: Masks, row: StepRow, drafts: int) -> bool:
+    """Whether something may be forbidden after the row's last token and so many of its drafts."""
+    given = masks.get(row.request.request_id)
+    if not given:
+        return False
+    num_output = row.start + row.num_tokens - len(row.drafts) - len(row.request.prompt) + drafts
+    return any(mask.applies(num_output) for mask in given)
+
+
+def _accepted(step: InFlight, row: StepRow, sampled: list[int], first: int) -> list[int]:
+    """`sampled` after the row's last token and after each of its drafts, the kept tokens from `first` on."""
+    for i, token in enumerate(sampled):
+        error = step.errors.get(first + i)
+        if error is None and token == NOT_FINITE:
+            error = EngineError("the model's logits are not finite")
+        if error is not None:
+            step.failed[row.request.request_id] = error
+            return []
+        if i == len(row.drafts) or token != row.drafts[i]:
+            return sampled[: i + 1]
+    return []

@@ -1,1 +1,0 @@
-"""Configurations as files spell them. Torch-free."""

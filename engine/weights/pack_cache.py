@@ -1,0 +1,177 @@
+"""Packed weights on disk, so that a model is repacked once: a folder per model, in it a file per projection and one
+per layer's experts.
+
+    | magic, header length | JSON header | zeros to 4096 | packed memory, shard by shard |
+
+The header names the layout's version, the weights' shape and formats, a hash of the source and a checksum of what
+follows. A file that differs in anything is rebuilt, never trusted; it is replaced in one step (rename). Nothing is
+ever deleted: folders of other models, or of this one before its files changed, are named in a note.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.memory.units import format_bytes
+from engine.weights.store import WeightTensor
+
+if TYPE_CHECKING:
+    from native import _native
+
+MAGIC = b"KTPACK1\n"
+HEADER_BYTES = 4096
+SUFFIX = ".ktpack"
+SAMPLES, SAMPLE_BYTES = 8, 4096  # of each tensor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackKey:
+    """What a packed matrix, or a layer's experts, depends on. `name` is the file's."""
+
+    name: str
+    layout: int
+    shape: tuple[int, ...]
+    formats: tuple[str, ...]
+    shards: int
+    source: str
+
+    def header(self, checksum: int) -> bytes:
+        fields = {**self.__dict__, "checksum": checksum}
+        text = json.dumps(fields, sort_keys=True).encode()
+        return (MAGIC + len(text).to_bytes(8, "little") + text).ljust(HEADER_BYTES, b"\0")
+
+
+def model_folder(root: Path, name: str, identity: str) -> Path:
+    """`root`/NAME-HASH for the state of a model's files that `identity` tells from others."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "model"
+    return root / f"{plain[:100]}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+class PackCache:
+    """`folder` is made when first written to, `identity` tells one state of the model's files from another. A disk
+    that is full or read-only costs the cache, not the start: the first failure to write is noted and the last try."""
+
+    def __init__(self, folder: Path, identity: str = "") -> None:
+        self.folder = folder
+        self.identity = identity
+        self.notes: list[str] = []
+        self._writes = True
+        self._outdated = False
+        self._read, self._packed = 0, 0  # bytes
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}{SUFFIX}"
+
+    def source_hash(self, weights: Iterable[WeightTensor]) -> str:
+        """Of the tensors' names, types, sizes and evenly spaced samples of their bytes, and of `identity`."""
+        digest = hashlib.sha256(self.identity.encode())
+        for weight in weights:
+            digest.update(f"{weight.name} {weight.type} {weight.shape}".encode())
+            last = max(0, weight.num_bytes - SAMPLE_BYTES)
+            for i in range(SAMPLES):
+                start = last * i // (SAMPLES - 1)
+                digest.update(weight.data[start : start + SAMPLE_BYTES].tobytes())
+        return digest.hexdigest()
+
+    def read(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> bool:
+        """Fills an ExpertLayer or PackedLinear; False (and it may hold anything) if there is no good file."""
+        path = self.path(key.name)
+        try:
+            with path.open("rb") as file:
+                header = file.read(HEADER_BYTES)
+                checksum = _checksum(header)
+                if checksum is None or header != key.header(checksum):
+                    return self._stale(path, "its header", every=False)
+                if os.fstat(file.fileno()).st_size != HEADER_BYTES + packed.num_bytes:
+                    return self._stale(path, "its size")
+                if packed.read(pool, file.fileno(), HEADER_BYTES) != checksum:
+                    return self._stale(path, "its checksum")
+        except FileNotFoundError:
+            return False
+        except (OSError, RuntimeError) as error:
+            return self._stale(path, str(error))
+        return True
+
+    def _stale(self, path: Path, why: str, *, every: bool = True) -> bool:
+        """`every`: to be said of each file; settings and versions make all of them stale at once."""
+        log.log(
+            logging.WARNING if every or not self._outdated else logging.DEBUG,
+            "packed weights %s do not match (%s): packing again%s",
+            path,
+            why,
+            "" if every else ", and all like it",
+        )
+        self._outdated = self._outdated or not every
+        return False
+
+    def write(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> None:
+        if not self._writes:
+            return
+        path = self.path(key.name)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                checksum = packed.write(pool, file.fileno(), HEADER_BYTES)
+                file.write(key.header(checksum))
+            partial.replace(path)
+        except (OSError, RuntimeError) as error:
+            self._writes = False
+            note = f"packed weights are not cached in {self.folder}: {error}; the next start packs them again"
+            self.notes.append(f"{note} (--pack-cache names another folder, or off)")
+            log.warning("%s", note)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def load(self, key: PackKey, make: Callable[[], Any], pack: Callable[[Any], None], pool: _native.WorkerPool) -> Any:
+        """Something made by `make`, filled from the cache or by `pack` (and then cached)."""
+        made = make()
+        if self.read(key, made, pool):
+            self._read += made.num_bytes
+            return made
+        made = make()  # a bad file may have left anything in the first, padding included
+        pack(made)
+        self._packed += made.num_bytes
+        self.write(key, made, pool)
+        return made
+
+    def report(self) -> list[str]:
+        """What the start got from the cache, what went wrong, and what else lies beside it."""
+        done = f"{format_bytes(self._read)} read, {format_bytes(self._packed)} packed"
+        return [f"packed weights, {self.folder}: {done}", *self.notes, *self._others()]
+
+    def _others(self) -> list[str]:
+        try:
+            others = [f for f in self.folder.parent.iterdir() if f != self.folder and any(f.glob(f"*{SUFFIX}"))]
+            size = sum(file.stat().st_size for other in others for file in other.glob(f"*{SUFFIX}"))
+        except OSError:
+            return []
+        if not others:
+            return []
+        names = ", ".join(sorted(other.name for other in others)[:4]) + (", ..." if len(others) > 4 else "")
+        return [
+            f"{self.folder.parent} also holds {format_bytes(size)} of packed weights of other models, or of other "
+            f"states of this one's files ({names}); delete what is not needed"
+        ]
+
+
+def _checksum(header: bytes) -> int | None:
+    """The header's checksum, if it can be read at all; everything else is compared whole."""
+    size = int.from_bytes(header[len(MAGIC) : len(MAGIC) + 8], "little")
+    try:
+        value = json.loads(header[len(MAGIC) + 8 : len(MAGIC) + 8 + size])["checksum"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return value if isinstance(value, int) else None

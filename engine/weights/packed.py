@@ -1,0 +1,35 @@
+"""The native kernels' packed format of a stored tensor (native/src/packing/format.hpp), and what it takes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from engine.weights.store import WeightTensor
+
+QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # by what `quantise` says; the same as Q8_0 and Q4_1
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def plain_format(element_bytes: int, quantise: str | None) -> str:
+    """How unquantised weights are packed; `element_bytes`: of one that is not made smaller."""
+    return QUANTISED_FORMATS[quantise] if quantise else "f32" if element_bytes == 4 else "bf16"
+
+
+def repacks(kind: str) -> bool:
+    """Whether a type is quantised and has a packed format of its own, which holds it without loss. Other quantised
+    types are dequantised and then held as unquantised weights are."""
+    native: Any = importlib.import_module("native._native")
+    return kind not in _FLOATS and bool(native.has_source_type(kind))
+
+
+def packed_format(kind: str, plain: str) -> str:
+    """`plain`: of unquantised weights."""
+    native: Any = importlib.import_module("native._native")
+    return str(native.format_of(kind)) if repacks(kind) else plain
+
+
+def packed_bytes(weight: WeightTensor, plain: str) -> int:
+    """Of a matrix [out, in]."""
+    native: Any = importlib.import_module("native._native")
+    return int(native.packed_size(packed_format(weight.type, plain), *weight.shape))

@@ -1,0 +1,145 @@
+"""A Hugging Face folder with safetensors as a WeightSource: one file or shards with an index, the experts one by one
+(`mlp.experts.3.gate_proj.weight`, as on the hub) or stacked (`mlp.experts.gate_up_proj`, transformers 5 in memory)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from engine.errors import ModelFileError
+from engine.model.config import ModelConfig
+from engine.weights.checks import Found, refuse_extra, require
+from engine.weights.gguf.source import split_gate_up
+from engine.weights.json_file import read_json
+from engine.weights.layout import HEAD, dense_tensors, expert_shape
+from engine.weights.safetensors.file import SafetensorsFile, open_safetensors
+from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # follows from the configuration; old checkpoints store it
+_PROJECTIONS = ("gate", "up", "down")
+
+
+class SafetensorsSource(WeightSource):
+    """Raises ModelFileError unless every tensor is there, readable and of the right shape. As in transformers, a
+    head that is stored is used even where the configuration says tied."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self.folder = folder
+        self._files: dict[str, SafetensorsFile] = {}  # tensor name -> its file
+        for file in _open_files(folder):
+            for name in file.tensors:
+                if name in self._files:
+                    raise ModelFileError(
+                        f"{file.path}: tensor {name} is also in {self._files[name].path.name}", "model"
+                    )
+                self._files[name] = file
+        self.config = dataclasses.replace(
+            config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in self._files
+        )
+        self._dense = dense_tensors(self.config)
+        self._check()
+
+    def tensor(self, name: str) -> WeightTensor:
+        if name not in self._dense:
+            raise KeyError(name)
+        return self._stored(name)
+
+    def has(self, name: str) -> bool:
+        return name in self._dense
+
+    def experts(self, layer: int) -> ExpertStore:
+        if not self.config.is_sparse(layer):
+            raise KeyError(f"layer {layer} has no routed experts")
+        if self._fused(layer):
+            gate, up = split_gate_up(self._stored(_fused_name(layer, "gate_up")))
+            return ExpertStore(layer, gate, up, self._stored(_fused_name(layer, "down")))
+        gate, up, down = (
+            [self._stored(_expert_name(layer, i, p)) for i in range(self.config.num_experts)] for p in _PROJECTIONS
+        )
+        return ExpertStore(layer, gate, up, down)
+
+    def names(self) -> list[str]:
+        return [name for name in self._files if name in self._dense]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.tensors[name].num_bytes for name, file in self._files.items())
+
+    @property
+    def paths(self) -> list[Path]:
+        return sorted({file.path for file in self._files.values()})
+
+    def _stored(self, name: str) -> WeightTensor:
+        file = self._files[name]
+        return WeightTensor(name, file.tensors[name].shape, file.tensors[name].type, file.data(name))
+
+    def _fused(self, layer: int) -> bool:
+        return _fused_name(layer, "gate_up") in self._files
+
+    def _check(self) -> None:
+        found = {n: Found(f.tensors[n].shape, f.tensors[n].type, f.path) for n, f in self._files.items()}
+        needed = dict(self._dense)
+        for layer in self.config.sparse_layers:
+            experts = self.config.num_experts
+            if self._fused(layer):
+                shapes = {p: expert_shape(self.config, p) for p in ("gate_up", "down")}
+                needed |= {_fused_name(layer, p): (experts, *shape) for p, shape in shapes.items()}
+            else:
+                shapes = {p: expert_shape(self.config, p) for p in _PROJECTIONS}
+                needed |= {_expert_name(layer, i, p): shapes[p] for i in range(experts) for p in _PROJECTIONS}
+        for name, shape in needed.items():
+            require(name, shape, found, self.folder)
+        for layer in self.config.sparse_layers:
+            self._check_types(layer, found)
+        refuse_extra((n for n in found.keys() - needed.keys() if not _DERIVED.fullmatch(n)), self.folder)
+
+    def _check_types(self, layer: int, found: dict[str, Found]) -> None:
+        """All experts of a projection must be of one type: backends read them as one array."""
+        if self._fused(layer):
+            return
+        for projection in _PROJECTIONS:
+            first = found[_expert_name(layer, 0, projection)]
+            for index in range(1, self.config.num_experts):
+                other = found[_expert_name(layer, index, projection)]
+                if other.type != first.type:
+                    raise ModelFileError(
+                        f"{other.path}: tensor {_expert_name(layer, index, projection)} has type {other.type}, "
+                        f"expert 0 has {first.type}; the experts of a layer must be of one type",
+                        "model",
+                    )
+
+
+def _expert_name(layer: int, expert: int, projection: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+
+
+def _fused_name(layer: int, projection: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{projection}_proj"
+
+
+def _open_files(folder: Path) -> list[SafetensorsFile]:
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return [open_safetensors(folder / SINGLE)]
+        raise ModelFileError(f"{folder}: neither {SINGLE} nor {INDEX} is there", "model")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFileError(f"{index}: weight_map is missing or empty", "model")
+    files: dict[str, SafetensorsFile] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelFileError(f"{index}: tensor {tensor} is said to be in {name!r}, not a file name", "model")
+        if name not in files:
+            if not (folder / name).is_file():
+                raise ModelFileError(f"{folder / name}: this file is named by {INDEX} and missing", "model")
+            files[name] = open_safetensors(folder / name)
+        if tensor not in files[name].tensors:
+            raise ModelFileError(f"{folder / name}: tensor {tensor} should be here by {INDEX}", "model")
+    for file in files.values():
+        unlisted = file.tensors.keys() - weight_map.keys()
+        if unlisted:
+            raise ModelFileError(f"{file.path}: tensor {min(unlisted)} is not named by {INDEX}", "model")
+    return list(files.values())

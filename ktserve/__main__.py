@@ -1,0 +1,60 @@
+"""Start one of our programs, wherever it is typed.
+
+    ktserve ...                                      the command line (the installed script calls `main`)
+    python PATH/ktserve/__main__.py engine ...       the engine process, started by the api
+    python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
+    python -m ktserve loadtests ...                  the load test
+
+Python searches the working directory or the script's folder first, then PYTHONPATH, then what is installed: a user's
+folder named `engine`, `api` or `rules` would be imported instead of ours. Here the first of them is not searched, and
+our packages are found beside this file alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+_ROOT = str(Path(__file__).resolve().parents[1])
+_PACKAGES = frozenset({"api", "demo", "engine", "ktserve", "loadtests", "native", "rules", "scheduler"})
+
+
+class OurPackages:
+    """Finds our packages in `_ROOT` and leaves every other module to the finders behind it."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [_ROOT]) if name in _PACKAGES else None
+
+
+def main() -> int:
+    """Run the program that `sys.argv` names; returns its exit status."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
+        del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"  # for interpreters that this one starts, from Python 3.11 on
+    sys.path.insert(0, _ROOT)  # processes that are forked or spawned from this one search its path without the finder
+    sys.meta_path.insert(0, OurPackages)
+    program, arguments = sys.argv[1:2], sys.argv[2:]
+    if program == ["engine"]:
+        from engine.main import main as engine
+
+        return engine(arguments)
+    if program == ["prompts"]:
+        from api.prepare.process import main as prompts
+
+        prompts(arguments)
+    if program == ["loadtests"]:
+        from loadtests.run import main as loadtests
+
+        return loadtests(arguments)
+    from api.cli.main import main as command_line
+
+    return command_line()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

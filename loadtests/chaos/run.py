@@ -1,0 +1,136 @@
+"""Minutes of chaos against a server of its own: floods, hang-ups, half-open and slow clients, bad bodies, adapter churn
+with broken folders, engine kills and freezes. Ends with status 1 if a promise of docs/robustness.md was broken.
+
+    make chaos [ARGS="--minutes 2 --seed 7"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import random
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from demo.paths import demo_adapters
+from loadtests.chaos.actors import ACTORS, PATIENT, Attack, observer
+from loadtests.chaos.server import serving
+from loadtests.chaos.watch import Held, answers, held, ready
+from loadtests.chaos.wire import Target
+
+_ADMIN, _KEYS = "chaos-admin", ("chaos-flood", "chaos-patient")
+_SERVE = (
+    *("--max-num-seqs", "16", "--max-queue", "64", "--kv-cache-tokens", "16384", "--max-adapter-slots", "4"),
+    *("--engine-hang-s", "6", "--log-level", "warning", "--pack-cache", "off", "--request-timeout-s", "60"),
+    "--allow-any-adapter-path",
+)
+_SETTLE_S = 60.0
+_METRICS_FACTOR = 2.0  # outcomes and models that had not occurred before
+_MEMORY_FACTOR = 1.5
+_LOG_BYTES_A_MINUTE = 256 * 1024
+_SPARE_MIB = 64.0  # of an allocator, on top of the factor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="file for the summary, as Markdown")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="ktchaos-") as folder:
+        summary, broken = asyncio.run(_chaos(args.minutes, args.seed, Path(folder)))
+    print(summary)
+    if args.out:
+        args.out.write_text(summary + "\n", encoding="utf-8")
+    for line in broken:
+        print(f"broken: {line}")
+    return 1 if broken else 0
+
+
+async def _chaos(minutes: float, seed: int, folder: Path) -> tuple[str, list[str]]:
+    keys = folder / "keys"
+    keys.write_text("".join(f"{key}={key}\n" for key in _KEYS))
+    with serving(folder / "server.log", [*_SERVE, "--api-keys-file", str(keys)], _ADMIN) as (pid, admin):
+        target, other = (dataclasses.replace(admin, key=key) for key in _KEYS)
+        models = ["demo", *demo_adapters()]
+        server = psutil.Process(pid)
+        first_answers = await answers(target, models)
+        before = await held(server, admin)
+        attack = Attack(
+            target, other, admin, server, models, demo_adapters()["pirate"], folder, random.Random(seed),
+            asyncio.get_running_loop().time() + minutes * 60,
+        )  # fmt: skip
+        health_s: list[float] = []
+        await asyncio.gather(*(actor(attack) for actor in ACTORS), observer(attack, health_s))
+        serves = await ready(target, _SETTLE_S)
+        after = await _settled(server, admin)
+        last_answers = await answers(target, models)
+        log_bytes = (folder / "server.log").stat().st_size
+    broken = _broken(attack, before, after, serves, first_answers == last_answers)
+    if log_bytes > _LOG_BYTES_A_MINUTE * max(minutes, 1):
+        broken.append(f"the log has {log_bytes} bytes")
+    title = f"{minutes:g} minutes, seed {seed}"
+    return _summary(attack, title, before, after, health_s, log_bytes, first_answers == last_answers), broken
+
+
+async def _settled(server: psutil.Process, target: Target) -> Held:
+    """What is held once nothing runs any more, or after a minute."""
+    for _ in range(int(_SETTLE_S)):
+        now = await held(server, target)
+        if not (now.running or now.waiting or now.blocks_used or now.slots_used):
+            break
+        await asyncio.sleep(1)
+    await asyncio.sleep(5)  # connections that the attackers left are closed
+    return await held(server, target)
+
+
+def _broken(attack: Attack, before: Held, after: Held, serves: bool, same: bool) -> list[str]:
+    checks = {
+        f"{attack.tally.total('never')} requests never ended": attack.tally.total("never") == 0,
+        "the server did not serve again": serves,
+        "greedy answers differ": same,
+        "requests are left": after.running == after.waiting == 0,
+        "blocks are left": after.blocks_used == 0,
+        "adapter slots are left": after.slots_used == 0,
+        "the api's memory grew": after.api_mib <= before.api_mib * _MEMORY_FACTOR + _SPARE_MIB,
+        "the engine's memory grew": after.engine_mib <= before.engine_mib * _MEMORY_FACTOR + _SPARE_MIB,
+        "descriptors are left": after.files <= before.files + 16,
+        "threads are left": after.threads <= before.threads + 16,
+        "/metrics grew": after.metrics_kib <= before.metrics_kib * _METRICS_FACTOR,
+        "a tenant within its share was refused": not attack.tally.ends.get(PATIENT, Counter())["429"],
+        "internal errors": not any("500" in end.split() for ends in attack.tally.ends.values() for end in ends),
+    }
+    return [what for what, holds in checks.items() if not holds]
+
+
+def _summary(
+    attack: Attack, title: str, before: Held, after: Held, health_s: list[float], log_bytes: int, same: bool
+) -> str:
+    lines = [f"{title}: {attack.tally.total():,} requests", "", "| requests | how they ended |", "|---|---|"]
+    for actor, ends in sorted(attack.tally.ends.items()):
+        shown = ", ".join(f"{count:,} x {end}" for end, count in sorted(ends.items(), key=lambda item: -item[1]))
+        lines.append(f"| {actor} | {shown} |")
+    lines += ["", "| held | before | after |", "|---|---|---|"]
+    lines += [f"| {name} | {value:.0f} | {after.rows()[name]:.0f} |" for name, value in before.rows().items()]
+    kinds = sorted(set(attack.deaths))
+    deaths = ", ".join(f"{kind} {attack.deaths.count(kind)} times" for kind in kinds) or "left alone"
+    health_ms = [1000 * value for value in sorted(health_s)]
+    high_ms, same_or_not = health_ms[int(len(health_ms) * 0.99)], "the same" if same else "DIFFERENT"
+    lines += [
+        "",
+        f"The engine was {deaths}. `/health`: median {statistics.median(health_ms):.0f} ms, 99% < {high_ms:.0f} ms, "
+        f"longest {health_ms[-1]:.0f} ms (attackers and server share the CPUs). Log: {log_bytes / 1024:.0f} KiB. "
+        f"Greedy answers before and after: {same_or_not}.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,650 @@
+"""CPU kernels: worker pool, packed weights, experts, attention, linear."""
+
+from collections.abc import Sequence
+
+LAYOUT_VERSION: int = 2
+
+PANEL: int = 16
+
+BLOCK: int = 32
+
+class PackedFormat:
+    """
+    How a panel of PANEL (16) output rows lies in memory: | scales, padded to 64 bytes | quants |.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def unit(self) -> int:
+        """k of a unit of scales; the inner size is a multiple of it."""
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales of a unit: d f16 [16] comes first."""
+
+    @property
+    def quant_bytes(self) -> int:
+        """Bytes of quants of a block of BLOCK (32) k."""
+
+    @property
+    def bias(self) -> int:
+        """Subtracted from the unsigned quants."""
+
+    @property
+    def group(self) -> int:
+        """k that share a scale; 0: no scales."""
+
+    @property
+    def upper_bits(self) -> int:
+        """
+        Bits above the low nibbles, in planes behind a block's 256 bytes of nibbles.
+        """
+
+    @property
+    def minimum_offset(self) -> int:
+        """Offset in a unit's scales of m or dmin, f16 [16]; 0: none."""
+
+    @property
+    def step_offset(self) -> int:
+        """
+        Offset in a unit's scales of the 8-bit factors of d, [unit / group][16]; 0: none.
+        """
+
+    @property
+    def minimum_step_offset(self) -> int:
+        """
+        Offset in a unit's scales of the 8-bit factors of dmin, [unit / group][16]; 0: none.
+        """
+
+    def scales_size(self, k: int) -> int:
+        """Bytes of a panel's scales, padded: where its quants begin."""
+
+    def panel_size(self, k: int) -> int:
+        """Bytes of a panel whose rows hold k values."""
+
+def packed_formats() -> dict[str, PackedFormat]:
+    """Every packed format by name."""
+
+def has_source_type(type: str) -> bool:
+    """Whether a GGML type has a packed format."""
+
+def format_of(type: str) -> str:
+    """
+    The packed format that holds a GGML type without loss (F32, F16, BF16: bf16).
+    """
+
+def packed_size(format: str, n: int, k: int) -> int:
+    """Bytes of a packed matrix [n, k]."""
+
+def check_pack(type: str, format: str, n: int, k: int) -> None:
+    """ValueError unless a [n, k] of the type can be packed so."""
+
+def pack(pool: WorkerPool, type: str, format: str, data: int, n: int, k: int, out: int) -> None:
+    """
+    Packs a matrix [n, k] of a GGML type from address `data` to address `out` (64-byte aligned).
+    """
+
+def unpack(format: str, packed: int, k: int, first: int, last: int, out: int) -> None:
+    """Float32 values of rows [first, last) of a packed matrix."""
+
+def dot(isa: str, format: str, w: int, n: int, k: int, x: int, rows: int, out: int) -> None:
+    """
+    out [rows, n padded to 16] float32 = x [rows, k] float32 times packed [n, k]; one thread.
+    """
+
+def best_isa() -> str:
+    """Newest instruction set of this machine, or 'none'."""
+
+def choose_isa(name: str = "") -> str:
+    """
+    The instruction set a name or KTSERVE_ISA selects. ValueError if unknown or newer than the machine.
+    """
+
+class WorkerPool:
+    """Threads that share out numbered work items; the caller is worker 0."""
+
+    def __init__(
+        self, groups: Sequence[Sequence[int]], pin: bool = False, spin_us: int = 2000, nodes: Sequence[int] = []
+    ) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def nodes(self) -> list[int]:
+        """The memory node of each group; -1: not known."""
+
+    def group_of(self, worker: int) -> int: ...
+    def begin_step(self) -> None: ...
+    def end_step(self) -> None: ...
+    def trace(self, items: int, work_us: float = 0.0, fail: int = -1) -> list[int]:
+        """The worker that ran each work item; work item `fail` raises."""
+
+    def latencies(self, calls: int, gap_us: float = 0.0) -> list[float]:
+        """Seconds of each of `calls` empty jobs, after `gap_us` without work."""
+
+def futex_wakes(calls: int, gap_us: float = 0.0) -> list[float]:
+    """
+    Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.
+    """
+
+class Task:
+    """Work that a bridge replays."""
+
+class IdleTask(Task):
+    """Sleeps, then fails if `error` is not empty."""
+
+    def __init__(self, seconds: float = 0.0, error: str = "") -> None: ...
+
+class Bridge:
+    """Runs tasks whenever a stream posts a number in their channel's word."""
+
+    def __init__(self, pool: WorkerPool, words: int, capacity: int, spin_us: int = 5000, nap_us: int = 2000) -> None:
+        """
+        `words`: address of int64 [3][capacity], zero: posted, done (2 n + failed), expired.
+        """
+
+    def add(self, task: Task) -> int:
+        """The channel of a task."""
+
+    @property
+    def channels(self) -> int: ...
+    @property
+    def parked(self) -> bool: ...
+    def wake(self) -> None:
+        """Announces posts, so that the poller is awake for the first of them."""
+
+    def post(self, channel: int) -> int:
+        """A stream's part on the CPU: the number posted."""
+
+    def wait(self, channel: int, timeout_s: float) -> int:
+        """For what was posted last: 0 done, 1 failed, 2 expired."""
+
+    def take_failures(self) -> list[tuple[int, int, str]]:
+        """
+        (channel, number, message) of what failed or expired since the last call.
+        """
+
+    def drive(self, channels: Sequence[int], rounds: int, timeout_s: float = 10.0) -> list[float]:
+        """
+        A thread in a stream's place: seconds of each round of post and wait over the channels.
+        """
+
+    def close(self) -> None:
+        """Ends the poller."""
+
+class ExpertLayer:
+    """One layer's routed experts, packed, and their adapters."""
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        formats: Sequence[str],
+        shards: int = 1,
+        nodes: Sequence[int] = [],
+    ) -> None:
+        """`nodes`: the memory node of each shard, or none."""
+
+    def load(self, pool: WorkerPool, projection: int, type: str, first: int, data: Sequence[int]) -> None:
+        """
+        Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows.
+        """
+
+    def set_lora(
+        self,
+        pool: WorkerPool,
+        slot: int,
+        rank: int,
+        bf16: bool,
+        a: Sequence[int],
+        b: Sequence[int],
+        scales: Sequence[float],
+    ) -> None:
+        """
+        Copies an adapter into a slot: addresses of A [E, r, in] and B [E, out, r] of gate, up, down.
+        """
+
+    def clear_lora(self, slot: int) -> None: ...
+    def dequantise(self, projection: int, expert: int, out: int) -> None:
+        """Float32 [out, in] of one expert."""
+
+    def shard(self, shard: int) -> tuple[int, int]:
+        """Address and bytes of a NUMA shard's memory."""
+
+    def write(self, pool: WorkerPool, file: int, offset: int) -> int:
+        """Writes the packed memory to a file descriptor; its checksum."""
+
+    def read(self, pool: WorkerPool, file: int, offset: int) -> int:
+        """Fills the packed memory from a file; the checksum of what came."""
+
+    @property
+    def shards(self) -> int: ...
+    @property
+    def formats(self) -> list[str]:
+        """Packed formats of gate, up, down."""
+
+    @property
+    def choices(self) -> list[int]:
+        """How often rows have chosen each expert in all tasks so far."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+def expert_scratch_bytes(
+    isa: str,
+    deterministic: bool,
+    pool: Sequence[int],
+    hidden: int,
+    intermediate: int,
+    formats: Sequence[str],
+    rows: int,
+    top_k: int,
+    rank: int,
+) -> int:
+    """
+    The most scratch memory that a MoeRunner takes for calls of up to `rows` rows. pool: workers of each node; rank: the largest of the adapters, 0: none.
+    """
+
+class MoeRunner:
+    """Computes expert tasks on a pool, one at a time."""
+
+    def __init__(self, pool: WorkerPool, isa: str = "", deterministic: bool = False) -> None: ...
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def weight_bytes_read(self) -> int:
+        """
+        Bytes of base weights that all calls so far have gone through: an expert's once for all rows of a work item, whatever adapters they have.
+        """
+
+    @property
+    def isa(self) -> str: ...
+
+class MoeTask(Task):
+    """A layer over a set of buffers; replayed with whatever bsz says."""
+
+    def __init__(
+        self,
+        runner: MoeRunner,
+        layer: ExpertLayer,
+        *,
+        bsz: int,
+        ids: int,
+        weights: int,
+        slots: int,
+        hidden: int,
+        out: int,
+        max_rows: int,
+        top_k: int,
+        bf16: bool,
+    ) -> None:
+        """
+        Addresses of bsz int32 [1], ids int64 [max_rows, top_k] (-1: skipped), weights float32 [max_rows, top_k], slots int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32.
+        """
+
+    def run(self) -> None:
+        """Computes `out`. ValueError for a bsz, id or slot out of range."""
+
+class PagedAttention:
+    """Paged causal attention; owns the KV blocks of all layers."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        *,
+        layers: int,
+        num_blocks: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        is_bf16: bool,
+        isa: str = "",
+        float_rows: bool = False,
+    ) -> None:
+        """
+        is_bf16: the cache, and q, k, v and out unless float_rows; float32 otherwise. ValueError for a shape that the kernels do not take.
+        """
+
+    @property
+    def cache_bytes(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    def plan(
+        self, row_starts: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> None:
+        """
+        Lay out a step. ValueError if a table is short or names a block that is not there.
+        """
+
+    def forward(
+        self,
+        layer: int,
+        tokens: int,
+        *,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        """
+        Of the planned tokens: k, v into their blocks, then out = softmax(q k / sqrt(head_dim)) v. Addresses of rows [tokens, heads, head_dim] (k, v: kv_heads); strides from token to token in elements.
+        """
+
+def linear_format(source: str) -> str:
+    """
+    The packed format that holds a GGML type without loss (F32 and F16: rounded to bf16), or ''.
+    """
+
+class PackedLinear:
+    """One projection's packed weights and its adapters by slot."""
+
+    def __init__(self, format: str, n: int, k: int, shards: int = 1, bias: int = 0, nodes: Sequence[int] = []) -> None:
+        """`nodes`: the memory node of each shard, or none."""
+
+    def load(self, pool: WorkerPool, source: str, data: int, data_bytes: int) -> None:
+        """Packs [n, k] of a GGML type."""
+
+    def write(self, pool: WorkerPool, file: int, offset: int) -> int:
+        """Writes the packed memory to a file descriptor; its checksum."""
+
+    def read(self, pool: WorkerPool, file: int, offset: int) -> int:
+        """Fills the packed memory from a file; the checksum of what came."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def shards(self) -> int: ...
+    def first_panel(self, shard: int) -> int: ...
+    def rows(self, pool: WorkerPool, ids: int, count: int, out: int) -> None:
+        """
+        Float32 [count, k] at `out`: the weights of the outputs listed as int64.
+        """
+
+    def set_adapter(self, slot: int, a: int, b: int, is_bf16: bool, rank: int, scale: float) -> None:
+        """
+        A [rank, k] and B [n, rank], both bf16 or both float32, copied into a slot (1 or more) that no call in flight uses.
+        """
+
+    def clear_adapter(self, slot: int) -> None: ...
+    @property
+    def has_adapters(self) -> bool: ...
+
+class LinearRunner:
+    """Runs projections that share an input."""
+
+    def __init__(self, pool: WorkerPool, isa: str = "", deterministic: bool = False) -> None: ...
+    @property
+    def deterministic(self) -> bool: ...
+    def run(
+        self,
+        linear: PackedLinear,
+        *,
+        x: int,
+        stride: int,
+        rows: int,
+        is_bf16: bool,
+        slots: int,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        """
+        out [rows, n] = x [rows, k] W^T (+ bias) (+ adapters), bf16 or float32 as x; strides in elements. slots: int32 [rows], 0 = base; address 0: base rows only.
+        """
+
+    def run_many(
+        self,
+        linears: Sequence[PackedLinear],
+        *,
+        x: int,
+        stride: int,
+        rows: int,
+        is_bf16: bool,
+        slots: int,
+        outs: Sequence[int],
+        out_strides: Sequence[int],
+    ) -> None:
+        """
+        The same for projections that share x; each has its own out and stride.
+        """
+
+def read_bandwidth(pool: WorkerPool, bytes: int, repeats: int = 5, isa: str = "") -> float:
+    """Bytes per second that all workers read."""
+
+def peak_operations(pool: WorkerPool, type: str, repeats: int = 5, isa: str = "") -> float:
+    """
+    Operations per second of all workers on registers: 'f32', 'bf16' or 'int8'.
+    """
+
+class Ops:
+    """
+    Row operations over a pool. Addresses and strides (in elements); bf16 or float32.
+    """
+
+    def __init__(self, pool: WorkerPool, isa: str = "") -> None: ...
+    def norm(
+        self,
+        *,
+        x: int,
+        x_stride: int,
+        residual: int,
+        residual_stride: int,
+        weight: int,
+        weight_bf16: bool,
+        out: int,
+        out_stride: int,
+        rows: int,
+        dim: int,
+        eps: float,
+        is_bf16: bool,
+    ) -> None:
+        """
+        out [rows, dim] = RMS norm of x, or (residual given) of residual += x. weight: [dim], bf16 or float32.
+        """
+
+    def qk_norm_rope(
+        self,
+        *,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        q_weight: int,
+        k_weight: int,
+        weight_bf16: bool,
+        cos: int,
+        sin: int,
+        positions: int,
+        table_rows: int,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        is_bf16: bool,
+    ) -> None:
+        """
+        In place: QK-norm and rotation of q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]. Weights [head_dim]; cos, sin float32 [table_rows, head_dim / 2]; positions int64 [tokens].
+        """
+
+    def silu_mul(
+        self,
+        *,
+        gate: int,
+        gate_stride: int,
+        up: int,
+        up_stride: int,
+        out: int,
+        out_stride: int,
+        rows: int,
+        dim: int,
+        is_bf16: bool,
+    ) -> None:
+        """out [rows, dim] = silu(gate) * up."""
+
+    def add_gated(
+        self,
+        *,
+        base: int,
+        base_stride: int,
+        x: int,
+        x_stride: int,
+        gate: int,
+        out: int,
+        out_stride: int,
+        rows: int,
+        dim: int,
+        is_bf16: bool,
+    ) -> None:
+        """out = base + sigmoid(gate) x, by row."""
+
+    def router_topk(
+        self,
+        *,
+        logits: int,
+        stride: int,
+        rows: int,
+        experts: int,
+        top_k: int,
+        renormalise: bool,
+        ids: int,
+        weights: int,
+        is_bf16: bool,
+    ) -> None:
+        """
+        ids int64 and weights float32 [rows, top_k]: the largest of softmax(logits [rows, experts]), falling; renormalise: divided by their sum.
+        """
+
+    def embed(
+        self, *, ids: int, rows: int, table: int, vocab: int, dim: int, out: int, out_stride: int, element_bytes: int
+    ) -> None:
+        """
+        out [rows, dim] = table[ids], ids int64 [rows]. ValueError for an id out of range.
+        """
+
+    def argmax(self, *, logits: int, stride: int, rows: int, n: int, out: int, is_bf16: bool) -> None:
+        """
+        out int64 [rows]: the place of each largest of logits [rows, n], as torch.argmax finds it.
+        """
+
+class ExpertsFailed(RuntimeError):
+    pass
+
+class Rotation:
+    """Tables of cosines and sines, float32 [rows, head_dim / 2]."""
+
+    def __init__(self, cos: int, sin: int, rows: int) -> None: ...
+
+class Decoder:
+    """
+    A model's layers: the attention half of one, or all of them in one call.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        linear: LinearRunner,
+        attention: PagedAttention,
+        rotation: Rotation,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        top_k: int,
+        normalise: bool,
+        eps: float,
+        is_bf16: bool,
+        weight_bf16: bool,
+    ) -> None:
+        """
+        normalise: the top-k weights are divided by their sum. is_bf16: activations, weight_bf16: norm weights; float32 otherwise. ValueError for sizes that do not fit.
+        """
+
+    def add_layer(
+        self,
+        *,
+        input_norm: int,
+        post_norm: int,
+        q_norm: int,
+        k_norm: int,
+        q: PackedLinear,
+        k: PackedLinear,
+        v: PackedLinear,
+        o: PackedLinear,
+        router: PackedLinear | None,
+    ) -> None:
+        """
+        The next layer. Addresses of norm weights [hidden] and [head_dim], which must outlive the decoder; projections. router: None in a layer without experts. ValueError for a projection whose size does not fit.
+        """
+
+    def set_experts(self, layer: int, experts: Task) -> None:
+        """A layer's experts, bound to the memory that set_head names."""
+
+    def set_dense(self, layer: int, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None:
+        """The MLP of a layer without a router."""
+
+    def set_shared(
+        self, layer: int, gate: PackedLinear, up: PackedLinear, down: PackedLinear, expert_gate: PackedLinear
+    ) -> None:
+        """The shared expert beside a layer's experts."""
+
+    def set_head(
+        self,
+        final_norm: int,
+        lm_head: PackedLinear,
+        *,
+        bsz: int,
+        ids: int,
+        weights: int,
+        slots: int,
+        hidden: int,
+        out: int,
+        max_rows: int,
+    ) -> None:
+        """
+        What follows the layers, and the memory that every layer's experts read and write: bsz int32 [1], ids int64 [max_rows, top_k], weights float32 [max_rows, top_k], slots int32 [max_rows], hidden and out [max_rows, hidden].
+        """
+
+    def attend(
+        self,
+        layer: int,
+        *,
+        tokens: int,
+        residual: int,
+        delta: int,
+        delta_stride: int,
+        positions: int,
+        slots: int,
+        hidden: int,
+        ids: int,
+        weights: int,
+    ) -> None:
+        """
+        The attention half of a layer: residual [tokens, hidden] += delta (0: nothing), then the attention; hidden [tokens, hidden], normalised, and with a router ids int64 and weights float32 [tokens, top_k]. positions: int64 [tokens]; slots: int32 [tokens], 0: base rows only. delta_stride in elements.
+        """
+
+    def run(
+        self,
+        *,
+        tokens: int,
+        residual: int,
+        positions: int,
+        slots: int,
+        keep: int,
+        kept: int,
+        hidden: int,
+        greedy: int,
+        seen: int,
+    ) -> float:
+        """
+        All layers over residual [tokens, hidden], which is overwritten, and the final norm: hidden [kept, hidden] of the rows keep (int64 [kept], rising; 0: all). greedy: int64 [kept], each row's greedy token, or 0. seen: int64, the chosen experts [rows, top_k] of each layer that has some, or 0. Returns the seconds spent in experts. ExpertsFailed for what experts throw, ValueError for all else.
+        """

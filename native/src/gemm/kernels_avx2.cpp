@@ -1,0 +1,304 @@
+// Dot products on AVX2 + FMA + F16C. The tile is that of the AVX-512 kernels at half the width: one panel of 16
+// outputs is two registers (lo: rows 0-7, hi: 8-15), up to three activation rows share each load of weights.
+//
+//    8-bit sums: vpmaddubsw + vpmaddwd. Its 16-bit step cannot overflow below 7 bits (63 * 127 * 2 < 2^15); full int8
+//    weights go in as |w| * sign(x, w), at most 128 * 127 * 2 < 2^15, and then need no bias taken off.
+//    bf16: pairs are widened to two float32 vectors; even k first, then odd k, each a fused multiply-add.
+//
+// Integer sums, scales and the order of additions equal those of AVX-512, so quantised results agree bit for bit. Tiles
+// are not written on simd16.hpp as the rows are: the number of registers shapes them, and one was 10% slower on it.
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "gemm/kernels.hpp"
+#include "gemm/prefetch.hpp"
+#include "gemm/rows.hpp"
+
+namespace ktserve {
+namespace {
+
+struct Pair {
+  __m256 lo, hi;
+};
+
+__m256i load(const uint8_t* p) {
+  return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+inline __attribute__((always_inline)) int32_t word(const uint8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+
+Pair half_scales(const uint8_t* p) {
+  return {_mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+}
+
+template <bool Signed>
+Pair byte_scales(const uint8_t* p) {
+  const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i upper = _mm_srli_si128(bytes, 8);
+  if constexpr (Signed) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(upper))};
+  }
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(upper))};
+}
+
+Pair times(Pair a, Pair b) {
+  return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+
+// Half h (0: rows 0-7, 1: rows 8-15) of vector j of a block.
+template <Format F>
+inline __attribute__((always_inline)) __m256i quants(const uint8_t* block, int j, int h) {
+  if constexpr (info(F).quant_bytes == 512) return load(block + 64 * j + 32 * h);
+  __m256i v = load(block + 64 * (j & 3) + 32 * h);
+  if (j >= 4) v = _mm256_srli_epi16(v, 4);
+  v = _mm256_and_si256(v, _mm256_set1_epi8(15));
+  constexpr int bits = upper_bits(F);
+  if constexpr (bits != 0) {
+    constexpr int each = 8 / bits;
+    const int shift = bits * (j % each);
+    __m256i upper = load(block + 256 + 64 * (j / each) + 32 * h);
+    upper = shift < 4 ? _mm256_slli_epi16(upper, 4 - shift) : _mm256_srli_epi16(upper, shift - 4);
+    v = _mm256_or_si256(v, _mm256_and_si256(upper, _mm256_set1_epi8(((1 << bits) - 1) << 4)));
+  }
+  return v;
+}
+
+template <Format F>
+inline __attribute__((always_inline)) Pair scale_of(const uint8_t* meta, int64_t b, int g) {
+  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes);
+  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
+  if constexpr (F == Format::k6)
+    return times(half_scales(super), byte_scales<true>(super + info(F).steps + 16 * (b % 8 * 2 + g)));
+  return times(half_scales(super), byte_scales<false>(super + info(F).steps + 16 * (b % 8)));
+}
+
+template <Format F>
+inline __attribute__((always_inline)) Pair minimum_of(const uint8_t* meta, int64_t b) {
+  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes + kMinimum);
+  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
+  const Pair m = times(half_scales(super + kMinimum), byte_scales<false>(super + info(F).min_steps + 16 * (b % 8)));
+  return {_mm256_sub_ps(_mm256_setzero_ps(), m.lo), _mm256_sub_ps(_mm256_setzero_ps(), m.hi)};
+}
+
+template <Format F>
+inline __attribute__((always_inline)) __m256i dot4(__m256i sum, __m256i u, __m256i x) {
+  __m256i products;
+  if constexpr (F == Format::i8) {
+    const __m256i w = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
+    products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  } else {
+    products = _mm256_maddubs_epi16(u, x);
+  }
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+
+// What a tile reads and writes: a panel and rows of its own. Blocks [part.first, part.first + part.count) of k are
+// added to `out`, where sums wait, exactly, from one part of k to the next.
+struct Tile {
+  const uint8_t* w;
+  int64_t k;
+  const uint8_t* x;
+  int64_t stride;
+  float* out;
+  int64_t out_stride;
+  Part part;
+};
+
+template <int M>
+inline __attribute__((always_inline)) void begin(Pair (&f)[M], const Tile& t) {
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    const float* at = t.out + m * t.out_stride;
+    f[m] = t.part.first == 0 ? Pair{_mm256_setzero_ps(), _mm256_setzero_ps()}
+                             : Pair{_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)};
+  }
+}
+
+template <int M>
+inline __attribute__((always_inline)) void end(const Pair (&f)[M], const Tile& t) {
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    _mm256_storeu_ps(t.out + m * t.out_stride, f[m].lo);
+    _mm256_storeu_ps(t.out + m * t.out_stride + 8, f[m].hi);
+  }
+}
+
+template <Format F, int M, bool Alone>
+void tile(const Tile& t) {
+  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  constexpr int steps = 8 / groups;
+  const RowLayout row = row_layout(F, t.k);
+  const int64_t stride = t.stride;
+  const uint8_t* const w = t.w;
+  const uint8_t* q = w + meta_size(F, t.k) + t.part.first * info(F).quant_bytes;
+  const uint8_t* x = t.x + t.part.first * kBlock;
+  const uint8_t* scales = t.x + row.scale + t.part.first * 4;
+  const uint8_t* inits = t.x + row.init + t.part.first * groups * 4;
+  const uint8_t* sums = t.x + row.sum + t.part.first * 4;
+  Pair f[M];
+  begin(f, t);
+  Prefetch<2, lines_of<F>(M, 1, 2, Alone)> next(w + panel_size(F, t.k), panel_size(F, t.k), t.k / kBlock, t.part);
+  for (int64_t b = t.part.first; b < t.part.first + t.part.count; ++b) {
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; ++g) {
+      __m256i lo[M], hi[M];
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        lo[m] = _mm256_setzero_si256();
+        if constexpr (info(F).bias != 0 && F != Format::i8) {
+          lo[m] = _mm256_set1_epi32(word(inits + m * stride + g * 4));
+        }
+        hi[m] = lo[m];
+      }
+#pragma GCC unroll 8
+      for (int j = g * steps; j < (g + 1) * steps; ++j) {
+        if (j % 4 == 0) next.advance();
+        const __m256i a = quants<F>(q, j, 0);
+        const __m256i c = quants<F>(q, j, 1);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+          const __m256i v = _mm256_set1_epi32(word(x + m * stride + 4 * j));
+          lo[m] = dot4<F>(lo[m], a, v);
+          hi[m] = dot4<F>(hi[m], c, v);
+        }
+      }
+      const Pair scale = scale_of<F>(w, b, g);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const __m256 xs = _mm256_castsi256_ps(_mm256_set1_epi32(word(scales + m * stride)));
+        f[m].lo = _mm256_fmadd_ps(_mm256_cvtepi32_ps(lo[m]), _mm256_mul_ps(scale.lo, xs), f[m].lo);
+        f[m].hi = _mm256_fmadd_ps(_mm256_cvtepi32_ps(hi[m]), _mm256_mul_ps(scale.hi, xs), f[m].hi);
+      }
+    }
+    if constexpr (info(F).minima) {
+      const Pair minimum = minimum_of<F>(w, b);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const __m256 sum = _mm256_castsi256_ps(_mm256_set1_epi32(word(sums + m * stride)));
+        f[m].lo = _mm256_fmadd_ps(minimum.lo, sum, f[m].lo);
+        f[m].hi = _mm256_fmadd_ps(minimum.hi, sum, f[m].hi);
+      }
+      sums += 4;
+    }
+    q += info(F).quant_bytes;
+    x += kBlock;
+    scales += 4;
+    inits += groups * 4;
+  }
+  end(f, t);
+}
+
+__m256 even(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+}
+__m256 odd(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+}
+
+template <int M, bool Alone>
+void tile_bf16(const Tile& t) {
+  constexpr int64_t pairs = kBlock / 2;
+  Pair f[M];
+  begin(f, t);
+  const int64_t size = panel_size(Format::bf16, t.k);
+  Prefetch<pairs, lines_of<Format::bf16>(M, 1, pairs, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  const int64_t last = (t.part.first + t.part.count) * pairs;
+  for (int64_t i = t.part.first * pairs; i < last; ++i) {
+    next.advance();
+    const __m256i lo = load(t.w + i * 64);
+    const __m256i hi = load(t.w + i * 64 + 32);
+    const __m256 lo_even = even(lo), lo_odd = odd(lo), hi_even = even(hi), hi_odd = odd(hi);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const __m256i v = _mm256_set1_epi32(word(t.x + m * t.stride + i * 4));
+      f[m].lo = _mm256_fmadd_ps(lo_odd, odd(v), _mm256_fmadd_ps(lo_even, even(v), f[m].lo));
+      f[m].hi = _mm256_fmadd_ps(hi_odd, odd(v), _mm256_fmadd_ps(hi_even, even(v), f[m].hi));
+    }
+  }
+  end(f, t);
+}
+
+template <int M, bool Alone>
+void tile_f32(const Tile& t) {
+  Pair f[M];
+  begin(f, t);
+  const int64_t size = panel_size(Format::f32, t.k);
+  Prefetch<32, lines_of<Format::f32>(M, 1, 32, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
+  const int64_t last = end_of_part < t.k ? end_of_part : t.k;
+  for (int64_t i = t.part.first * kBlock; i < last; ++i) {
+    next.advance();
+    const __m256 lo = _mm256_castsi256_ps(load(t.w + i * 64));
+    const __m256 hi = _mm256_castsi256_ps(load(t.w + i * 64 + 32));
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + m * t.stride + i * 4)));
+      f[m].lo = _mm256_fmadd_ps(lo, v, f[m].lo);
+      f[m].hi = _mm256_fmadd_ps(hi, v, f[m].hi);
+    }
+  }
+  end(f, t);
+}
+
+template <Format F, int M, bool Alone>
+void tile_for(const Tile& t) {
+  if constexpr (F == Format::bf16)
+    tile_bf16<M, Alone>(t);
+  else if constexpr (F == Format::f32)
+    tile_f32<M, Alone>(t);
+  else
+    tile<F, M, Alone>(t);
+}
+
+// A tile of so many rows, alone with its panel or one of several.
+template <Format F>
+void tile_of(int64_t rows, const Tile& t) {
+  const bool alone = t.part.tiles == 1;
+  if (rows == 1) return tile_for<F, 1, true>(t);
+  if (rows == 2) return alone ? tile_for<F, 2, true>(t) : tile_for<F, 2, false>(t);
+  return alone ? tile_for<F, 3, true>(t) : tile_for<F, 3, false>(t);
+}
+
+template <Format F>
+void dot_format(const DotArgs& a) {
+  constexpr int64_t most = 3;
+  constexpr int64_t at_once = 16384 / info(F).quant_bytes;  // so the first-level cache keeps weights for all tiles
+  const int64_t blocks = padded_k(a.k) / kBlock;
+  const int64_t tiles = (a.rows + most - 1) / most;
+  const int64_t step = tiles == 1 ? blocks : at_once;
+  for (int64_t p = 0; p < a.panels; ++p) {
+    const uint8_t* w = a.w + p * panel_size(F, a.k);
+    for (int64_t first = 0; first < blocks; first += step) {
+      const int64_t count = blocks - first < step ? blocks - first : step;
+      for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t row = a.rows * i / tiles;
+        tile_of<F>(a.rows * (i + 1) / tiles - row, {w,
+                                                    a.k,
+                                                    a.x + row * a.x_stride,
+                                                    a.x_stride,
+                                                    a.out + row * a.out_stride + p * kPanel,
+                                                    a.out_stride,
+                                                    {first, count, i, tiles}});
+      }
+    }
+  }
+}
+
+void dot(const DotArgs& a) {
+  with_format(a.format, [&](auto f) { dot_format<decltype(f)::value>(a); });
+}
+
+}  // namespace
+
+const Kernels& kernels_avx2() {
+  static constexpr Kernels table = avx2::row_kernels(Isa::avx2, dot);
+  return table;
+}
+
+}  // namespace ktserve

@@ -1,0 +1,126 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "gemm/kernels.hpp"
+#include "packing/pack.hpp"
+#include "runtime/address.hpp"
+#include "runtime/arena.hpp"
+#include "runtime/isa.hpp"
+#include "runtime/pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ktserve {
+namespace {
+
+void pack(WorkerPool& pool, const std::string& type, const std::string& format, uintptr_t data, int64_t n, int64_t k,
+          uintptr_t out) {
+  const SourceType& source = source_type(type);
+  const Format target = format_named(format);
+  check_pack(source, target, n, k);
+  constexpr int64_t step = 8;
+  pool.parallel_for((panels_of(n) + step - 1) / step, [&](int64_t item, int) {
+    const int64_t first = item * step;
+    const int64_t last = std::min(first + step, panels_of(n));
+    pack_panels(source, target, at<const uint8_t>(data), n, k, first, last,
+                at<uint8_t>(out) + first * panel_size(target, k));
+  });
+}
+
+// out[rows, panels * 16] = x[rows, k] (float32) times the packed matrix, on one thread.
+void dot(const std::string& isa, const std::string& format, uintptr_t w, int64_t n, int64_t k, uintptr_t x,
+         int64_t rows, uintptr_t out) {
+  const Kernels& table = kernels(choose_isa(isa));
+  const Format f = format_named(format);
+  const int64_t stride = table.row_bytes(f, k);
+  Arena scratch(static_cast<size_t>(stride * std::max<int64_t>(rows, 1)));
+  for (int64_t r = 0; r < rows; ++r) {
+    table.pack_f32(f, at<const float>(x) + r * k, k, 0, k, scratch.data() + r * stride);
+  }
+  table.dot(
+      {f, at<const uint8_t>(w), panels_of(n), k, scratch.data(), stride, rows, at<float>(out), panels_of(n) * kPanel});
+}
+
+// A row of kFormatInfo.
+struct PackedFormat {
+  Format format;
+  const FormatInfo& of() const { return info(format); }
+};
+
+void bind_format(nb::module_& module) {
+  const auto get = [](auto member) { return [member](const PackedFormat& f) { return f.of().*member; }; };
+  nb::class_<PackedFormat>(
+      module, "PackedFormat",
+      "How a panel of PANEL (16) output rows lies in memory: | scales, padded to 64 bytes | quants |.")
+      .def_prop_ro("name", get(&FormatInfo::name))
+      .def_prop_ro("unit", get(&FormatInfo::unit), "k of a unit of scales; the inner size is a multiple of it.")
+      .def_prop_ro("scale_bytes", get(&FormatInfo::meta_bytes), "Bytes of scales of a unit: d f16 [16] comes first.")
+      .def_prop_ro("quant_bytes", get(&FormatInfo::quant_bytes), "Bytes of quants of a block of BLOCK (32) k.")
+      .def_prop_ro("bias", get(&FormatInfo::bias), "Subtracted from the unsigned quants.")
+      .def_prop_ro("group", get(&FormatInfo::group), "k that share a scale; 0: no scales.")
+      .def_prop_ro(
+          "upper_bits", [](const PackedFormat& f) { return upper_bits(f.format); },
+          "Bits above the low nibbles, in planes behind a block's 256 bytes of nibbles.")
+      .def_prop_ro(
+          "minimum_offset", [](const PackedFormat& f) { return f.of().minima ? kMinimum : 0; },
+          "Offset in a unit's scales of m or dmin, f16 [16]; 0: none.")
+      .def_prop_ro("step_offset", get(&FormatInfo::steps),
+                   "Offset in a unit's scales of the 8-bit factors of d, [unit / group][16]; 0: none.")
+      .def_prop_ro("minimum_step_offset", get(&FormatInfo::min_steps),
+                   "Offset in a unit's scales of the 8-bit factors of dmin, [unit / group][16]; 0: none.")
+      .def(
+          "scales_size", [](const PackedFormat& f, int64_t k) { return meta_size(f.format, k); }, "k"_a,
+          "Bytes of a panel's scales, padded: where its quants begin.")
+      .def(
+          "panel_size", [](const PackedFormat& f, int64_t k) { return panel_size(f.format, k); }, "k"_a,
+          "Bytes of a panel whose rows hold k values.");
+  module.def(
+      "packed_formats",
+      [] {
+        nb::typed<nb::dict, nb::str, PackedFormat> table;
+        for (int f = 0; f < kFormats; ++f) table[kFormatInfo[f].name] = PackedFormat{static_cast<Format>(f)};
+        return table;
+      },
+      "Every packed format by name.");
+}
+
+}  // namespace
+
+void bind_pack(nb::module_& module) {
+  const auto free_gil = nb::call_guard<nb::gil_scoped_release>();
+  module.attr("LAYOUT_VERSION") = kLayoutVersion;
+  module.attr("PANEL") = kPanel;
+  module.attr("BLOCK") = kBlock;
+  bind_format(module);
+  module.def("has_source_type", &has_source_type, "type"_a, "Whether a GGML type has a packed format.");
+  module.def(
+      "format_of", [](const std::string& type) { return info(source_type(type).format).name; }, "type"_a,
+      "The packed format that holds a GGML type without loss (F32, F16, BF16: bf16).");
+  module.def(
+      "packed_size",
+      [](const std::string& format, int64_t n, int64_t k) { return packed_size(format_named(format), n, k); },
+      "format"_a, "n"_a, "k"_a, "Bytes of a packed matrix [n, k].");
+  module.def(
+      "check_pack",
+      [](const std::string& type, const std::string& format, int64_t n, int64_t k) {
+        check_pack(source_type(type), format_named(format), n, k);
+      },
+      "type"_a, "format"_a, "n"_a, "k"_a, "ValueError unless a [n, k] of the type can be packed so.");
+  module.def("pack", &pack, "pool"_a, "type"_a, "format"_a, "data"_a, "n"_a, "k"_a, "out"_a, free_gil,
+             "Packs a matrix [n, k] of a GGML type from address `data` to address `out` (64-byte aligned).");
+  module.def(
+      "unpack",
+      [](const std::string& format, uintptr_t packed, int64_t k, int64_t first, int64_t last, uintptr_t out) {
+        unpack_rows(format_named(format), at<const uint8_t>(packed), k, first, last, at<float>(out));
+      },
+      "format"_a, "packed"_a, "k"_a, "first"_a, "last"_a, "out"_a, free_gil,
+      "Float32 values of rows [first, last) of a packed matrix.");
+  module.def("dot", &dot, "isa"_a, "format"_a, "w"_a, "n"_a, "k"_a, "x"_a, "rows"_a, "out"_a, free_gil,
+             "out [rows, n padded to 16] float32 = x [rows, k] float32 times packed [n, k]; one thread.");
+}
+
+}  // namespace ktserve

@@ -1,0 +1,42 @@
+// From files' weights to the packed layout and back. Scalar code: it runs once, and the disk cache keeps the result.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "packing/format.hpp"
+#include "packing/half.hpp"
+
+namespace ktserve {
+
+// A source type by its GGML name ("F32", "F16", "BF16", "Q8_0", ...): how its rows lie in the file.
+struct SourceType {
+  const char* name;
+  int64_t block;  // values of a block
+  int64_t block_bytes;
+  Format format;              // the packed format that holds it without loss (F32, F16: rounded to bf16)
+  int64_t scales_at, scales;  // where a block's half-precision scales and minima lie, and how many
+};
+
+// Throws std::invalid_argument if the name is unknown or has no packed format.
+const SourceType& source_type(const std::string& name);
+bool has_source_type(const std::string& name);
+Format format_named(const std::string& name);
+
+// Throws std::invalid_argument unless source -> target is the type's own format or F32/F16/BF16 -> bf16, f32, i8, i4m.
+void check_pack(const SourceType& source, Format target, int64_t n, int64_t k);
+
+// Packs panels [first, last) of a matrix [n, k] whose rows begin at `data`; `out` is panel `first`. Throws
+// std::invalid_argument that names row and values where a value, or a scale of a block, is NaN or infinite (or is so as
+// bf16): kernels that quantise or add integers would make finite nonsense of it.
+void pack_panels(const SourceType& source, Format target, const uint8_t* data, int64_t n, int64_t k, int64_t first,
+                 int64_t last, uint8_t* out);
+
+// The float32 values of rows [first, last) of a packed matrix (rows of [k]), as GGUF's own formulas give them.
+void unpack_rows(Format format, const uint8_t* packed, int64_t k, int64_t first, int64_t last, float* out);
+
+// LoRA B [n, rank] float32 or bf16 -> panels of [rank][16], as bf16 (each value times scale) or as float32.
+void pack_lora_b(const void* b, bool bf16, int64_t n, int64_t rank, float scale, uint16_t* out);
+void pack_lora_b_f32(const void* b, bool bf16, int64_t n, int64_t rank, float* out);
+
+}  // namespace ktserve

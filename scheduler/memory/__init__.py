@@ -1,0 +1,1 @@
+"""What a running request holds: KV blocks, cached prefixes, adapter slots."""

@@ -1,0 +1,169 @@
+"""KV blocks: who holds them, which are free, and in which order free ones are given away.
+
+free   --take/grow-->  held (by n requests or in-flight steps)  --release-->  free
+A free block keeps its content, and stays findable, until it is given to somebody else: least recently freed first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from scheduler.errors import IntegrityError
+from scheduler.memory.prefix import PrefixCache
+from scheduler.request import Request
+
+
+class Match(NamedTuple):
+    """The blocks in the cache that a waiting request could begin with."""
+
+    blocks: list[int]
+    num_tokens: int  # positions that need not be computed
+    num_free: int  # of the blocks, those that are free now
+    rewrite: bool  # the last block is complete but for its last position, which is computed again
+
+
+class BlockManager:
+    """`num_blocks` blocks of `block_size` positions; writes only Request.blocks, block_hashes and num_published.
+
+    A findable block is never written: a request writes only blocks it got from `grow`, or the last one of a full
+    hit, which `take` makes unfindable first.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.cache = PrefixCache(block_size)
+        self._caching = prefix_caching
+        self._holders = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_free_cached = 0  # free blocks that are still findable
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, request: Request) -> Match:
+        """The longest cached beginning of prompt and output that leaves at least the last token to compute."""
+        blocks: list[int] = []
+        if not self._looks_up(request):
+            return Match(blocks, 0, 0, False)
+        total = len(request.prompt) + len(request.output)
+        for index in range(total // self.block_size):
+            block = self.cache.find(self.cache.content(request, index))
+            if block is None:
+                break
+            blocks.append(block)
+        num_tokens = len(blocks) * self.block_size
+        rewrite = num_tokens == total
+        if rewrite and self._holders[blocks[-1]]:
+            blocks.pop()  # others read it: compute the whole block elsewhere
+            num_tokens -= self.block_size
+            rewrite = False
+        elif rewrite:
+            num_tokens -= 1
+        return Match(blocks, num_tokens, sum(not self._holders[block] for block in blocks), rewrite)
+
+    def next_hash(self, request: Request, match: Match) -> bytes | None:
+        """Hash of the first full block that the match lacks; None if a hit would not help."""
+        index = len(match.blocks)
+        total = len(request.prompt) + len(request.output)
+        if not self._looks_up(request) or (index + 1) * self.block_size >= total:
+            return None
+        return self.cache.content(request, index).hash
+
+    def hashes(self, request: Request, start: int, end: int) -> list[bytes]:
+        """Of the blocks that computing positions [start, end), whose tokens are known, completes."""
+        if not self._caching:
+            return []
+        return [self.cache.content(request, i).hash for i in range(start // self.block_size, end // self.block_size)]
+
+    def take(self, request: Request, match: Match) -> None:
+        """Make a match the beginning of the request's blocks."""
+        for block in match.blocks:
+            if not self._holders[block]:
+                del self._free[block]
+                self.num_free_cached -= 1
+            self._holders[block] += 1
+        request.blocks = list(match.blocks)
+        request.num_published = len(match.blocks)
+        if match.rewrite:
+            self.cache.discard(match.blocks[-1])
+            request.num_published -= 1
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Give the request blocks for `num_tokens` positions; all of them or (False) none."""
+        need = self.blocks_for(num_tokens) - len(request.blocks)
+        if need > len(self._free):
+            return False
+        for _ in range(need):
+            block, _ = self._free.popitem(last=False)
+            self.num_free_cached -= block in self.cache
+            self.cache.discard(block)
+            self._holders[block] = 1
+            request.blocks.append(block)
+        return True
+
+    def trim(self, request: Request, num_tokens: int) -> None:
+        """Take back the blocks beyond `num_tokens` positions, which no step in flight may read."""
+        need = self.blocks_for(num_tokens)
+        self.release(request.blocks[need:])
+        del request.blocks[need:]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take one holder away from each. Tail first, so that beginnings, which more requests share, live longest."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block] < 0:
+                raise IntegrityError(f"block {block} was released more often than it was taken")
+            if not self._holders[block]:
+                self._free[block] = None
+                if block in self.cache:
+                    self.num_free_cached += 1
+                else:
+                    self._free.move_to_end(block, last=False)  # nobody can find it: it goes first
+
+    def publish(self, request: Request) -> list[int]:
+        """Make the request's full, launched blocks of known tokens findable; returns those that became so."""
+        known = min(request.num_computed, len(request.prompt) + len(request.output))
+        published = []
+        if self._caching:
+            for index in range(request.num_published, known // self.block_size):
+                if self.cache.insert(request.blocks[index], self.cache.content(request, index)):
+                    published.append(request.blocks[index])
+                request.num_published = index + 1
+        return published
+
+    def unpublish(self, block: int) -> None:
+        if block in self._free:
+            self.num_free_cached -= block in self.cache
+            self._free.move_to_end(block, last=False)
+        self.cache.discard(block)
+
+    def _looks_up(self, request: Request) -> bool:
+        # prompt log-probabilities need every position's logits
+        return self._caching and request.sampling.prompt_logprobs is None
+
+    def problems(self, holders: Iterable[Sequence[int]]) -> list[str]:
+        """What contradicts `holders`, the block lists of all requests and in-flight steps."""
+        counts = [0] * self.num_blocks
+        for blocks in holders:
+            for block in blocks:
+                counts[block] += 1
+        found = [
+            f"block {block} has {have} holders, {want} are known"
+            for block, (have, want) in enumerate(zip(self._holders, counts, strict=True))
+            if have != want
+        ]
+        found += [
+            f"block {block} is {'free' if block in self._free else 'not free'} with {count} holders"
+            for block, count in enumerate(counts)
+            if (block in self._free) == bool(count)
+        ]
+        if self.num_free_cached != sum(block in self.cache for block in self._free):
+            found.append(f"{self.num_free_cached} free blocks are said to be findable")
+        return found + self.cache.problems()

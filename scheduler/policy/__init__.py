@@ -1,0 +1,1 @@
+"""Who runs next and how much: fairness, shares, waiting, drafts, the cost of a step."""

@@ -1,0 +1,89 @@
+"""The screenshots of docs/page.md: `python -m testing.page_shots URL`, of a server with the demo model."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from testing.browser import Browser, Keys, browser
+from testing.waiting import PATIENCE_S
+
+DOCS = Path(__file__).parent.parent / "docs" / "page"
+STORY = "Tell me a story about a fox."
+
+
+def shoot(page: Browser, name: str) -> None:
+    picture = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
+    (DOCS / f"{name}.png").write_bytes(base64.b64decode(picture))
+
+
+def ask(page: Browser, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press(Keys.ENTER)
+    ended = "return !document.querySelector('.answer.working') && !!document.querySelector('.answer')"
+    page.until(lambda: page.script(ended), "the answer did not end")
+
+
+def compare(page: Browser) -> None:
+    page.click("#add-column")
+    page.click("#add-column")
+    ask(page, "What is the capital of France?")
+    ask(page, STORY)
+
+
+def probabilities(page: Browser) -> None:
+    page.click("#open-settings")
+    page.click("[data-field=logprobs]")
+    ask(page, STORY)
+    page.script("document.querySelectorAll('.tokens span')[9].focus()")
+
+
+def live(page: Browser, url: str) -> None:
+    """With a dozen long answers on their way."""
+    models = [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]]
+    stop = threading.Event()
+
+    def chat(number: int) -> None:
+        body = {"model": models[number % len(models)], "messages": [{"role": "user", "content": STORY}]}
+        while not stop.is_set():
+            httpx.post(
+                f"{url}/v1/chat/completions", json={**body, "max_tokens": 400, "ignore_eos": True}, timeout=PATIENCE_S
+            )
+
+    threads = [threading.Thread(target=chat, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    page.find("#tab-live").click()
+    shown = "return document.querySelectorAll('#rows tr').length >= 3"
+    page.until(lambda: page.script(shown), "no batch is shown")
+    time.sleep(25)  # for the lines over time
+    page.until(lambda: page.script(shown), "no batch is shown")
+    shoot(page, "live")
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def main(url: str) -> None:
+    DOCS.mkdir(exist_ok=True)
+    with browser() as page:
+        page.open(url)
+        compare(page)
+        shoot(page, "compare")
+        page.open(url, dark=True)
+        probabilities(page)
+        shoot(page, "probabilities")
+        page.open(url, dark=True)
+        live(page, url)
+        page.open(url, 390, 844)
+        compare(page)
+        shoot(page, "phone")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

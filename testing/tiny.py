@@ -1,0 +1,270 @@
+"""Tiny random models and the files they are stored in, for every test that needs one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+# Where a block's float16 scale and minimum lie, and the minimum that centres random quants (per unit of scale).
+_SCALE_AT: dict[str, tuple[int, int | None, float]] = {
+    "Q4_0": (0, None, 0),
+    "Q4_1": (0, 2, -7.5),
+    "Q5_0": (0, None, 0),
+    "Q5_1": (0, 2, -15.5),
+    "Q8_0": (0, None, 0),
+    "Q2_K": (80, 82, 1.5),
+    "Q3_K": (108, None, 0),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+    "Q6_K": (208, None, 0),
+    "IQ1_S": (0, None, 0),
+    "IQ2_XXS": (0, None, 0),
+    "IQ2_XS": (0, None, 0),
+    "IQ2_S": (0, None, 0),
+    "IQ3_XXS": (0, None, 0),
+    "IQ3_S": (0, None, 0),
+    "IQ4_NL": (0, None, 0),
+    "IQ4_XS": (0, None, 0),
+    "TQ1_0": (52, None, 0),
+    "TQ2_0": (64, None, 0),
+}
+QUANTISABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0")
+CRAFTED = (
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "IQ3_S",
+    "IQ3_XXS",
+    "IQ2_S",
+    "IQ2_XS",
+    "IQ2_XXS",
+    "IQ1_S",
+)
+
+
+_SHARED = {"shared_expert_intermediate_size": 96, "norm_topk_prob": False}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 32}),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, _SHARED),
+}
+GGUF_NAMES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+
+
+def tiny_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, family: str = "qwen3_moe", **config: Any
+) -> PreTrainedModel:
+    """A random model in eval mode whose logits differ clearly between tokens. `config` overrides fields of the family's
+    configuration; K-quants need hidden_size and moe_intermediate_size to be multiples of 256, Q8_0 of 32."""
+    make_config, make_model, own = FAMILIES[family]
+    fields: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "rope_theta": 10000.0,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make_model(make_config(**(fields | own | config)))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.normal_(1.0, 0.1)
+                elif name.endswith(".bias"):
+                    parameter.normal_(0.0, 0.1)
+                elif "embed_tokens" in name and not model.config.tie_word_embeddings:
+                    parameter.normal_(0.0, 1.0)
+                else:
+                    parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+    return model.to(dtype).eval()
+
+
+def save_hf(model: PreTrainedModel, folder: Path, sharded: bool = False, fused: bool = False) -> None:
+    """config.json, generation_config.json and safetensors: one file or several with an index, experts one by one
+    (as on the hub) or stacked (as in transformers' memory)."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(folder, save_original_format=not fused, max_shard_size=size // 3 if sharded else size * 2)
+
+
+def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
+    """{parameter of the transformers model or `<layer>.<projection>` of fused experts: name in a GGUF file}."""
+    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if not model.config.tie_word_embeddings:
+        names["lm_head.weight"] = "output.weight"
+    parts = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_expert.up_proj": "ffn_up_shexp",
+        "mlp.shared_expert.down_proj": "ffn_down_shexp",
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    }
+    for name, _ in model.named_parameters():
+        fields = name.split(".", 3)
+        if len(fields) < 4:
+            continue
+        layer, rest = fields[2], fields[3]
+        if rest == "mlp.experts.gate_up_proj":
+            names[f"{layer}.gate"] = f"blk.{layer}.ffn_gate_exps.weight"
+            names[f"{layer}.up"] = f"blk.{layer}.ffn_up_exps.weight"
+        elif rest == "mlp.experts.down_proj":
+            names[f"{layer}.down"] = f"blk.{layer}.ffn_down_exps.weight"
+        else:
+            part, suffix = rest.rsplit(".", 1)
+            names[name] = f"blk.{layer}.{parts[part]}.{suffix}"
+    return names
+
+
+def random_blocks(shape: tuple[int, ...], type: str, seed: int, std: float = 0.05) -> np.ndarray:
+    """Valid random blocks [*shape[:-1], bytes of a row] of a quantised type, whose values have about `std`."""
+    kind = gguf.GGMLQuantizationType[type]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise ValueError(f"{type} needs rows of a multiple of {block}, not {shape[-1]}")
+    at, minimum_at, centre = _SCALE_AT[type]
+    blocks = np.random.default_rng(seed).integers(0, 256, (math.prod(shape) // block, size), dtype=np.uint8)
+
+    def scale(d: float) -> None:
+        blocks[:, at : at + 2] = np.array([d], np.float16).view(np.uint8)
+        if minimum_at is not None:
+            blocks[:, minimum_at : minimum_at + 2] = np.array([d * centre], np.float16).view(np.uint8)
+
+    scale(1.0)
+    scale(std / float(gguf.quants.dequantize(blocks, kind).std()))
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def encode(values: torch.Tensor, type: str, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+    """(the array as GGUFWriter takes it, the float32 values it stands for). Types that the gguf package cannot
+    quantise get random blocks of about the same spread: the values are then those of the blocks."""
+    kind = gguf.GGMLQuantizationType[type]
+    array = values.detach().float().contiguous().numpy()
+    if type in QUANTISABLE:
+        data = gguf.quants.quantize(array, kind)
+    else:
+        data = random_blocks(array.shape, type, seed, std=float(array.std()))
+    return data, torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).reshape(values.shape)
+
+
+def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    """The keys that llama.cpp's converter writes for the family, without the tokenizer."""
+    rope = config.rope_parameters
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if (head_dim := getattr(config, "head_dim", None)) is not None:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        writer.add_expert_shared_feed_forward_length(shared)
+    if rope["rope_type"] in ("yarn", "linear"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    eos = config.eos_token_id
+    if eos is not None:
+        writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
+    if config.bos_token_id is not None:
+        writer.add_bos_token_id(config.bos_token_id)
+
+
+def save_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    expert_type: str | dict[str, str] = "Q8_0",
+    dense_type: str = "Q8_0",
+    split: int | None = None,
+    types: dict[str, str] | None = None,
+    metadata: dict[str, Any] | None = None,
+    vectors: bool = False,
+) -> PreTrainedModel:
+    """Write the model as llama.cpp's converter would (norms, biases, routers F32) and return, in float32, the model
+    that the file holds: `model` up to quantisation, or random in tensors of types that only exist as blocks.
+
+    `expert_type` is one type or {"gate": ..., "up": ..., "down": ...}; `types` sets single tensors by GGUF name;
+    `split` is the most tensors per file (the files are then named `<stem>-00001-of-0000N.gguf`); `metadata` adds
+    or replaces string, number, bool or list values; `vectors`: a projection to one value is stored as a vector.
+    """
+    held = copy.deepcopy(model).float()
+    state = dict(held.named_parameters())
+    writer = gguf.GGUFWriter(path, GGUF_NAMES[model.config.model_type], split_max_tensors=split or 0)
+    gguf_metadata(writer, model.config)
+    for key, value in (metadata or {}).items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    for seed, (name, stored) in enumerate(gguf_tensors(model).items()):
+        layer, _, projection = name.partition(".")
+        if layer.isdigit():
+            fused = state[f"model.layers.{layer}.mlp.experts.{'down_proj' if projection == 'down' else 'gate_up_proj'}"]
+            half = fused.shape[1] // 2
+            part = {"gate": fused[:, :half], "up": fused[:, half:], "down": fused}[projection]
+            kind = expert_type if isinstance(expert_type, str) else expert_type[projection]
+        else:
+            part = state[name]
+            kind = "F32" if part.ndim == 1 or name.endswith("gate.weight") else dense_type
+        kind = (types or {}).get(stored, kind)
+        data, values = encode(part, kind, seed)
+        with torch.no_grad():
+            part.copy_(values)
+        if vectors and part.ndim == 2 and part.shape[0] == 1:
+            data = data[0]
+        writer.add_tensor(stored, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held

@@ -1,0 +1,212 @@
+"""Half-open, slow and silent connections, and floods of them: others are served meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from testing.waiting import eventually
+from tests.api.conftest import Running, serving
+
+BODY = b'{"model":"tiny","prompt":"ab"}'
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+LIMITS = ("--max-connections", "40", "--max-connections-per-address", "30", "--header-timeout-s", "2")
+LIMITS += ("--body-timeout-s", "2", "--send-timeout-s", "2")
+
+
+@pytest.fixture(scope="module")
+def strict(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    adapters = ("--adapters", "slow=/x", "--adapters", "burst=/y")
+    with serving(model_dir, tmp_path_factory.mktemp("strict"), *LIMITS, *adapters) as running:
+        yield running
+
+
+def connect(server: Running, source: str = "127.0.0.2") -> socket.socket:
+    port = httpx.URL(server.url).port
+    assert port is not None
+    return socket.create_connection(("127.0.0.1", port), timeout=30, source_address=(source, 0))
+
+
+def served(server: Running) -> None:
+    """From another address, and at once: it need not wait until the attacker's time is up."""
+    response = httpx.post(f"{server.url}/v1/completions", content=BODY, timeout=20)
+    assert response.status_code == 200 and response.json()["choices"][0]["text"] == "ab"
+
+
+def closed(connection: socket.socket) -> bytes:
+    """What came until the server closed the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+def half_open(connection: socket.socket) -> None:
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+
+
+def silent(connection: socket.socket) -> None:
+    pass
+
+
+def one_byte_short(connection: socket.socket) -> None:
+    connection.sendall(HEAD % len(BODY) + BODY[:-1])
+
+
+def garbage(connection: socket.socket) -> None:
+    connection.sendall(b"\x16\x03\x01\x00\xff\r\n\r\n")
+
+
+def body_never_read(connection: socket.socket) -> None:
+    connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{")
+
+
+def pipelined(connection: socket.socket) -> None:
+    connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"GET /ver")
+
+
+def hung_up(connection: socket.socket) -> None:
+    connection.sendall(HEAD % 1000 + BODY)
+    connection.close()
+
+
+ATTACKS: list[Callable[[socket.socket], None]] = [
+    half_open, silent, one_byte_short, garbage, body_never_read, pipelined, hung_up,
+]  # fmt: skip
+
+
+def descriptors(server: Running) -> int:
+    return psutil.Process(server.process.pid).num_fds()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_flood_from_one_address(strict: Running, attack: Callable[[socket.socket], None]) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(120):
+            connection = stack.enter_context(connect(strict))
+            with contextlib.suppress(ConnectionError):  # it had to make room, or was refused
+                attack(connection)
+            if number % 30 == 29:
+                served(strict)
+        assert descriptors(strict) < 120
+    served(strict)
+
+
+def test_a_mixed_flood_from_many_addresses(strict: Running) -> None:
+    draw = random.Random(1)
+    with contextlib.ExitStack() as stack:
+        for number in range(300):
+            connection = stack.enter_context(connect(strict, f"127.0.0.{draw.randint(2, 9)}"))
+            with contextlib.suppress(ConnectionError):
+                draw.choice([half_open, silent, garbage, pipelined])(connection)
+            if number % 50 == 49:
+                served(strict)
+    served(strict)
+    assert "Traceback" not in strict.stderr
+
+
+@pytest.mark.parametrize(
+    ("attack", "answer"),
+    [(half_open, b"408"), (silent, b""), (one_byte_short, b"408"), (body_never_read, b"404"), (pipelined, b"200")],
+)
+def test_each_connection_ends(strict: Running, attack: Callable[[socket.socket], None], answer: bytes) -> None:
+    with connect(strict) as connection:
+        attack(connection)
+        assert answer in closed(connection)
+
+
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nX-Slow: ", HEAD % 10_000])
+def test_a_trickle_is_cut_off(strict: Running, start: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(start)
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):
+            while True:
+                connection.sendall(b"a")
+                time.sleep(0.05)
+        assert time.monotonic() - began > 1
+
+
+def test_a_client_that_does_not_read_is_cut_off(strict: Running) -> None:
+    body = b'{"model":"burst","prompt":[%s],"max_tokens":1500,"n":64,"logprobs":20,"ignore_eos":true,"stream":true}'
+    body %= b",".join([b"104"] * 100)
+    before = len(strict.received("Submit"))
+    with connect(strict) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(HEAD % len(body) + body)
+        strict.wait_for("Submit", before + 64)
+        served(strict)
+        peer = connection.getsockname()[1]
+
+        def gone() -> bool:
+            held = psutil.Process(strict.process.pid).net_connections()
+            return not any(each.raddr and each.raddr.port == peer for each in held)
+
+        eventually(gone, "the connection that nobody reads is still open")
+
+
+def test_busy_connections_are_left_alone(strict: Running) -> None:
+    """A flood of half-open ones takes nobody's answer away, not even from its own address."""
+    body = b'{"model":"slow","prompt":"' + b"a" * 60 + b'","max_tokens":60}'
+    with connect(strict) as busy, contextlib.ExitStack() as stack:
+        before = len(strict.received("Submit"))
+        busy.sendall(HEAD % len(body) + body)
+        strict.wait_for("Submit", before + 1)
+        for _ in range(100):
+            half_open(stack.enter_context(connect(strict)))
+        answer = b""
+        while b"finish_reason" not in answer:
+            data = busy.recv(65536)
+            assert data, answer
+            answer += data
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_hang_ups_are_no_tracebacks_and_few_lines(strict: Running) -> None:
+    stream = b'{"model":"slow","prompt":"abcdefgh","stream":true}'
+    for number in range(200):
+        with connect(strict) as connection:
+            if number % 4 == 0:
+                connection.sendall(HEAD % len(stream) + stream)
+                assert connection.recv(10)
+            elif number % 4 == 1:
+                connection.sendall(HEAD % len(stream) + stream[:10])
+            elif number % 4 == 2:
+                garbage(connection)
+            else:
+                connection.sendall(b"GET /hea")
+    served(strict)
+    text = strict.stderr
+    assert "Traceback" not in text
+    assert len(re.findall("Invalid HTTP request", text)) <= 100
+
+
+def test_bodies_that_are_held_are_bounded(model_dir: Path, tmp_path: Path) -> None:
+    """Large bodies one byte short: beyond the bound they are refused, and small requests are served."""
+    limit = 2**20
+    with serving(model_dir, tmp_path, "--max-body-bytes", str(limit), "--body-timeout-s", "20") as server:
+        before = psutil.Process(server.process.pid).memory_info().rss
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(connect(server)) for _ in range(40)]
+            for connection in connections:
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(HEAD % limit + b"a" * (limit - 1))
+            served(server)
+            assert psutil.Process(server.process.pid).memory_info().rss - before < 40 * limit
+            refused = 0
+            for connection in connections:
+                connection.settimeout(0.2)
+                with contextlib.suppress(TimeoutError, ConnectionResetError):
+                    refused += b"503" in connection.recv(4096)
+            assert refused
+        served(server)

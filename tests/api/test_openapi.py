@@ -1,0 +1,92 @@
+"""The OpenAPI document against the server: what it allows is answered, what it forbids is refused, all as it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from api.errors import ApiError
+from api.http.openapi import body_schema
+from api.http.parsing import Notes, parse
+from api.http.protocol import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
+from testing.waiting import PATIENCE_S
+from tests.api.conftest import Running
+from tests.api.test_fields import CHANGES, OF_CHAT, OF_COMPLETIONS, body
+
+CHECKS = [not_a_server_error, content_type_conformance, status_code_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def schema(server: Running) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def test_every_endpoint_keeps_to_the_document(server: Running, schema: Any) -> None:
+    """Of requests that the document allows and, where there is a body, forbids."""
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) > 15
+    for operation in operations:
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            if mode is GenerationMode.NEGATIVE and not operation.body:
+                continue
+
+            @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(operation.as_strategy(generation_mode=mode))
+            def check(case: Any) -> None:
+                response = case.call(base_url=server.url, timeout=PATIENCE_S)
+                case.validate_response(response, checks=CHECKS)
+
+            check()
+
+
+def test_the_document_says_how_to_send_keys(server: Running) -> None:
+    document = server.http.get("/openapi.json").json()
+    assert {"bearer": []} in document["security"] and {"header": []} in document["security"]
+    assert {} in document["security"]  # this server asks for none
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert "422" not in operation["responses"] and operation["responses"], path
+
+
+@pytest.mark.parametrize(("kind", "own"), [(ChatRequest, OF_CHAT), (CompletionRequest, OF_COMPLETIONS)])
+def test_what_works_is_allowed(kind: Any, own: dict[str, Any]) -> None:
+    validator = Draft202012Validator(body_schema(kind))
+    for name, fields in {**CHANGES, **own}.items():
+        if set(fields) <= set(kind.model_fields):
+            assert validator.is_valid(json.loads(body(kind, **fields))), name
+    for value in (None, ["a", "b"], "a"):
+        assert validator.is_valid(json.loads(body(kind, stop=value)))
+    assert validator.is_valid(json.loads(body(kind, temperature="0.7", top_k=8.0, user="me", n_predict=3, seed=None)))
+    assert not validator.is_valid(json.loads(body(kind, stop=5)))
+    assert not validator.is_valid(json.loads(body(kind, use_beam_search=True)))
+
+
+WRONG = st.sampled_from([{"a": 1}, [[]], "x y", -7.5, True])
+
+
+@given(st.sampled_from([ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest]), st.data())
+def test_what_is_forbidden_is_refused(kind: Any, data: Any) -> None:
+    """Each field with a value that the document forbids: parsing refuses it too."""
+    schema = body_schema(kind)
+    name = data.draw(st.sampled_from(sorted(schema["properties"])))
+    value = data.draw(WRONG)
+    if Draft202012Validator(schema["properties"][name]).is_valid(value):
+        return
+    least = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x"}
+    content = {key: least[key] for key in schema["required"]} | {name: value}
+    with pytest.raises(ApiError) as caught:
+        parse(kind, json.dumps(content).encode(), Notes("warn"))
+    assert caught.value.status == 400

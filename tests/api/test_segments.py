@@ -1,0 +1,199 @@
+"""Reasoning, calls and text of an answer: whatever it holds and however it comes in pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.text.calls.formats import FORMATS, HERMES, ToolFormat, format_named
+from api.text.deltas import Delta, Reasoning, Text, ToolArguments, ToolStart, joined, text_of
+from api.text.segments import Layout, Segments
+from testing.waiting import PATIENCE_S
+
+FRAGMENTS = [
+    *("<think>", "</think>", "<thi", "nk>", "</th", "<", ">", "/"),
+    *("<tool_call>", "</tool_call>", "<tool_", "call>", "[TOOL_CALLS]", "[TOOL", "<|python_tag|>", "<|python"),
+    *('{"name": "f", "arguments": {"a": "b"}}', '{"name"', ": ", '"f"', ', "arguments"', '{"a": 1, "b": [1, {}]}'),
+    *('{"arguments": "{}", "name": "g"}', '{"parameters": null, "name": "h"}', '{"x": 1}', '{"type": "function", '),
+    *("{", "}", "[", "]", '"', "\\", ",", ";", "\n", " ", " " * 40, "\n" * 40, "text", "é👋"),
+    *("<function=", "f>", "<parameter=a>", "</parameter>", "</function>", "<function=f>", "<para", "x" * 300, "1"),
+]
+LAYOUTS = st.builds(
+    lambda thinking, tools, most: Layout(thinks=thinking is not None, thinking=bool(thinking), tools=tools,
+                                          parameters={"f": {"a": {"type": "integer"}}}, max_calls=most),
+    st.sampled_from([None, False, True]),
+    st.sampled_from([None, *FORMATS]),
+    st.sampled_from([None, 1, 2]),
+)  # fmt: skip
+TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=25).map("".join)
+
+
+def read(layout: Layout, parts: list[str]) -> list[Delta]:
+    ids = map(str, itertools.count())
+    segments = Segments(layout, new_id=lambda: next(ids))
+    deltas = [delta for part in parts for delta in segments.push(part)]
+    return joined([*deltas, *segments.finish()])
+
+
+@settings(max_examples=2000, deadline=None)
+@given(TEXTS, LAYOUTS, st.data())
+def test_any_cut_gives_the_same_deltas(text: str, layout: Layout, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read(layout, [text])
+    assert read(layout, parts) == whole
+    assert read(layout, list(text)) == whole
+
+
+@settings(max_examples=500, deadline=None)
+@given(TEXTS, LAYOUTS)
+def test_calls_are_well_formed_and_numbered(text: str, layout: Layout) -> None:
+    """A call's start comes before its arguments, calls come one after another, there are not too many."""
+    starts = 0
+    for delta in read(layout, [text]):
+        match delta:
+            case ToolStart(index, _, name):
+                assert index == starts and name
+                starts += 1
+            case ToolArguments(index):
+                assert index == starts - 1
+    assert layout.max_calls is None or starts <= layout.max_calls
+    assert layout.tools is not None or starts == 0
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(), LAYOUTS)
+def test_text_without_markers_is_text(text: str, layout: Layout) -> None:
+    if layout.thinking or (layout.tools is not None and layout.tools.bare and text.lstrip().startswith("{")):
+        return
+    if any(marker in text for marker in ("<think>", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")):
+        return
+    assert text_of(read(layout, [text])) == text
+
+
+_NAMES = st.from_regex(r"[a-zA-Z_][\w-]{0,20}", fullmatch=True)
+_STRINGS = st.one_of(st.text(max_size=20), st.sampled_from(["</tool_call>", '"}', "<tool_call>", "</parameter", "\\"]))
+_VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), _STRINGS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_STRINGS, inner, max_size=3)),
+    max_leaves=8,
+)
+_CALLS = st.lists(st.tuples(_NAMES, st.dictionaries(_STRINGS, _VALUES, max_size=4)), min_size=1, max_size=3)
+_PLAIN = st.text("abc é\n", max_size=20).map(str.strip)
+
+
+def written(tools: ToolFormat, calls: list[tuple[str, dict[str, Any]]], indent: int | None) -> str:
+    objects = [json.dumps({"name": name, "arguments": arguments}, indent=indent) for name, arguments in calls]
+    match tools.name:
+        case "hermes":
+            return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+        case "mistral":
+            return f"[TOOL_CALLS][{', '.join(objects)}]"
+        case "llama3":
+            return "; ".join(one.replace('"arguments"', '"parameters"', 1) for one in objects)
+    raise AssertionError(tools.name)
+
+
+@settings(max_examples=500, deadline=None)
+@given(_CALLS, _PLAIN, _PLAIN, st.sampled_from(["hermes", "mistral", "llama3"]), st.sampled_from([None, 2]))
+def test_what_templates_write_is_read_back(
+    calls: list[tuple[str, dict[str, Any]]], reasoning: str, content: str, name: str, indent: int | None
+) -> None:
+    tools = format_named(name)
+    content = "" if tools.bare else content
+    text = f"<think>\n{reasoning}\n</think>\n\n{content}\n{written(tools, calls, indent)}"
+    deltas = read(Layout(thinks=True, tools=tools), [text])
+    assert "".join(delta.text for delta in deltas if isinstance(delta, Reasoning)) == reasoning
+    assert text_of(deltas) == content
+    assert collected(deltas) == calls
+
+
+def collected(deltas: list[Delta]) -> list[tuple[str, Any]]:
+    names = [delta.name for delta in deltas if isinstance(delta, ToolStart)]
+    texts = ["" for _ in names]
+    for delta in deltas:
+        if isinstance(delta, ToolArguments):
+            texts[delta.index] += delta.text
+    return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
+
+
+_SCALARS = {
+    "string": st.text("abc<\"' \n", max_size=20).filter(lambda t: t == t.strip("\n")),
+    "integer": st.integers(),
+    "boolean": st.booleans(),
+    "object": st.dictionaries(st.text("ab", max_size=2), st.integers()),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_xml_calls_are_read_by_their_schemas(data: st.DataObject) -> None:
+    calls, parameters, text = [], {}, ""
+    for number in range(data.draw(st.integers(1, 3))):
+        kinds = data.draw(st.dictionaries(_NAMES, st.sampled_from(list(_SCALARS)), max_size=3))
+        arguments = {key: data.draw(_SCALARS[kind]) for key, kind in kinds.items()}
+        parameters[f"f{number}"] = {key: {"anyOf": [{"type": kind}]} for key, kind in kinds.items()}
+        calls.append((f"f{number}", arguments))
+        values = [
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+            for key, value in arguments.items()
+        ]
+        text += f"<tool_call>\n<function=f{number}>\n{''.join(values)}</function>\n</tool_call>\n"
+    layout = Layout(tools=format_named("qwen3_coder"), parameters=parameters)
+    assert collected(read(layout, [text])) == calls
+    assert collected(read(layout, list(text))) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"x"',
+        "<tool_call>no call</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        "<tool_call>",
+        "<tool_",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    deltas = read(Layout(tools=HERMES), ["so: ", text])
+    assert text_of(deltas) == f"so: {text}".replace(": <tool_call>", ":<tool_call>") and len(deltas) == 1
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    segments = Segments(Layout(tools=HERMES), new_id=lambda: "id")
+    text = '<tool_call>\n{"name": "f", "arguments": {"city": "Ber'
+    assert joined(segments.push(text)) == [ToolStart(0, "id", "f"), ToolArguments(0, '{"city": "Ber')]
+    assert joined(segments.push('lin"}')) == [ToolArguments(0, 'lin"}')]
+    assert joined([*segments.push("}\n</tool_call>"), *segments.finish()]) == []
+
+
+def test_a_call_that_breaks_off_in_a_string_ends_at_its_marker() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "b\n</tool_call>\ndone'
+    assert read(Layout(tools=HERMES), [text])[-1] == Text("\ndone")
+
+
+def test_reasoning_can_be_left_out_and_left_open() -> None:
+    assert read(Layout(thinks=True, thinking=True), ["hm\n</think>\n\nyes"]) == [Reasoning("hm"), Text("yes")]
+    assert read(Layout(thinks=True, thinking=True), ["hm"]) == [Reasoning("hm")]
+    assert read(Layout(thinks=True, show_reasoning=False), ["<think>hm</think>yes"]) == [Text("yes")]
+    assert read(Layout(thinks=True), ["yes, <think>"]) == [Text("yes, <think>")]
+
+
+@pytest.mark.parametrize("piece", ['<tool_call>{"', "<tool_call>", '{"name": "f"', "\n", " ", "<function=", "<"])
+def test_no_text_takes_long(piece: str) -> None:
+    """Work grows with the length of the text: nothing is read again and again."""
+    began = time.monotonic()
+    for tools in FORMATS:
+        for opened in ("", tools.opens, f"{tools.opens}<function=f><parameter=a>"):
+            segments = Segments(Layout(thinks=True, tools=tools))
+            segments.push(opened)
+            for _ in range(20_000):
+                segments.push(piece)
+            segments.finish()
+    assert time.monotonic() - began < PATIENCE_S

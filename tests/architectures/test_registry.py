@@ -1,0 +1,71 @@
+"""Model families: all that is known of one is in its own file, and an unknown one is refused with those that work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import engine.architectures.registry as registry
+from engine.architectures.registry import ARCHITECTURES, config_from_gguf, config_from_hf
+from engine.errors import ModelFileError
+from engine.lora.formats.linears import linear_sizes
+from testing.tiny import FAMILIES, GGUF_NAMES, tiny_model
+
+ROOT = Path(registry.__file__).parents[2]
+
+
+def test_a_familys_knowledge_is_in_one_place() -> None:
+    """No other source file of these names a family."""
+    own = {Path(registry.__file__), *(ROOT / f"engine/architectures/{family.name}.py" for family in ARCHITECTURES)}
+    names = "|".join(
+        name for f in ARCHITECTURES for name in (f.name, f.gguf, f.model_class.removesuffix("ForCausalLM"))
+    )
+    sources = [path for folder in ("engine", "rules", "scheduler") for path in (ROOT / folder).rglob("*.py")]
+    assert own < set(sources) and len(sources) > 100
+    naming = [
+        path.relative_to(ROOT) for path in sources if path not in own and re.search(names, path.read_text(), re.I)
+    ]
+    assert naming == []
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", None, 7, ["qwen3_moe"]])
+def test_an_unknown_family_is_refused_with_those_that_work(kind: object) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        config_from_hf({"model_type": kind, "architectures": ["Other"]})
+    assert repr(kind) in str(caught.value) and caught.value.field == "architectures"
+    with pytest.raises(ModelFileError) as stored:
+        config_from_gguf({"general.architecture": kind}, {})
+    assert repr(kind) in str(stored.value)
+    for family in ARCHITECTURES:
+        assert f"{family.model_class} ({family.name})" in str(caught.value) and family.gguf in str(stored.value)
+
+
+def test_families_are_told_apart() -> None:
+    for read in (lambda f: f.name, lambda f: f.gguf, lambda f: f.model_class):
+        assert len({read(family) for family in ARCHITECTURES}) == len(ARCHITECTURES)
+    assert {family.name: family.gguf for family in ARCHITECTURES} == GGUF_NAMES
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES, ids=lambda family: family.name)
+def test_modules_are_those_of_transformers(family: registry.Architecture) -> None:
+    """Names, shapes and biases; every projection of a layer is a target of LoRA, and every target occurs."""
+    assert family.name in FAMILIES
+    model = tiny_model(0, family=family.name, num_hidden_layers=3, mlp_only_layers=[1])
+    config = config_from_hf(model.config.to_dict())
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters() if ".experts." not in name}
+    ours, targets = {}, set()
+    for layer in range(3):
+        for module in family.modules(config, layer):
+            at = f"model.layers.{layer}.{module.name}"
+            ours |= {f"{at}.weight": module.shape} if module.shape else {}
+            ours |= {f"{at}.bias": module.shape[:1]} if module.bias else {}
+            if module.kind == "linear":
+                targets.add(module.name)
+                assert linear_sizes(config, at) == module.shape[::-1]
+    assert ours == {name: shape for name, shape in theirs.items() if name.startswith("model.layers.")}
+    assert targets == set(family.lora_targets)
+    names = [name for name, _ in family.module_classes(config)]
+    assert len(set(names)) == len(names)
+    assert all(name.rpartition(".")[0] in {*names[:at], "model.layers", ""} for at, name in enumerate(names))

@@ -1,0 +1,122 @@
+"""`--speculate`: the same tokens and log-probabilities as without, in fewer steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from engine.build.plan import plan_engine
+from engine.config import EngineConfig
+from engine.errors import UserError
+from engine.messages import Finished, StopFound
+from scheduler.request import ThinkingBudget
+from testing.harness import Harness
+from testing.tiny import save_hf, tiny_model
+from tests.engine.test_lora_serving import Family
+from tests.engine.test_parity import BACKENDS, prompts
+
+SHAPES = [{}, {"num_experts": 16, "head_dim": 32, "num_attention_heads": 2}, {"tie_word_embeddings": True}]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> list[Family]:
+    return [Family(tmp_path_factory.mktemp("family"), count=1, **shape) for shape in SHAPES]
+
+
+def requests(draw) -> list[tuple[list[int], dict]]:
+    """Prompts that repeat themselves and ones that do not; greedy, drawn, penalised and masked rows."""
+    made = []
+    for _i in range(draw(st.integers(1, 4))):
+        prompt = prompts(draw(st.integers(0, 99)), [draw(st.integers(1, 20))])[0] * draw(st.integers(1, 3))
+        options = draw(
+            st.fixed_dictionaries(
+                {"max_tokens": st.integers(1, 24)},
+                optional={
+                    "temperature": st.sampled_from([0.3, 1.0]),
+                    "seed": st.integers(0, 9),
+                    "repetition_penalty": st.sampled_from([0.5, 1.2]),
+                    "frequency_penalty": st.just(0.7),
+                    "logit_bias": st.just({5: 3.0}),
+                    "logprobs": st.integers(0, 2),
+                    "bad_words": st.just(((5, 5), (9,))),
+                    "allowed_token_ids": st.just(tuple(range(5, 12))),
+                    "stop_token_ids": st.just((7, 11)),
+                    "thinking": st.builds(
+                        ThinkingBudget, st.integers(0, 9), st.just(None), st.just(6), st.just((8, 6))
+                    ),
+                },
+            )
+        )
+        if "stop_token_ids" in options:
+            options["min_tokens"] = min(options["max_tokens"], draw(st.integers(0, 6)))
+        made.append((prompt, options | {"adapter": draw(st.sampled_from([None, "adapter-0"]))}))
+    return made
+
+
+@BACKENDS
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), shape=st.integers(0, 2), k=st.integers(1, 8), budget=st.sampled_from([8, 64]))
+def test_tokens_are_those_of_one_token_a_step(families, backend, data, shape, k, budget):
+    asked = requests(data.draw)
+    runs = []
+    for speculate in (None, f"ngram:{k}"):
+        engine = families[shape].engine(speculate=speculate, max_num_seqs=4, max_num_batched_tokens=budget, **backend)
+        rids = [engine.submit(prompt, **options) for prompt, options in asked]
+        results = engine.run()
+        runs.append([results[rid] for rid in rids])
+        stats = engine.core.stats()
+        assert stats["accepted_tokens"] <= stats["drafted_tokens"]
+        engine.close()
+    for plain, drafted in zip(*runs, strict=True):
+        assert isinstance(plain.end, Finished)
+        ends = [replace(run.end, stop_logprobs=None) for run in (plain, drafted)]  # equal within rounding, as all are
+        assert plain.tokens == drafted.tokens and ends[0] == ends[1]
+        assert [(p.chosen.token, p.chosen.rank) for p in plain.logprobs] == [
+            (d.chosen.token, d.chosen.rank) for d in drafted.logprobs
+        ]
+        for one, other in zip(plain.logprobs, drafted.logprobs, strict=True):
+            assert one.chosen.logprob == pytest.approx(other.chosen.logprob, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_hf(tiny_model(5), path)
+    return path
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps(folder):
+    steps = []
+    for speculate in (None, "ngram:4"):
+        engine = Harness(folder, speculate=speculate)
+        # one token again and again, whatever the model says: every draft is right once it has been seen
+        engine.generate([[3, 4, 5]], max_tokens=40, allowed_token_ids=(9,))
+        steps.append(engine.core.stats()["steps"])
+        drafted = engine.core.stats()
+        engine.close()
+    assert steps[0] == 40 and steps[1] <= 14
+    assert drafted["accepted_tokens"] == drafted["drafted_tokens"] > 24
+
+
+def test_a_stop_string_ends_within_a_run_of_drafts(folder):
+    engine = Harness(folder, speculate="ngram:4")
+    rid = engine.submit([3, 4, 5], max_tokens=40, allowed_token_ids=(9,))
+    engine.until(lambda: len(engine.results[rid].tokens) > 8)
+    engine.core.handle(StopFound(request_id=rid, num_tokens=7))
+    engine.run()
+    end = engine.results[rid].end
+    assert isinstance(end, Finished) and (end.reason, end.output_tokens) == ("stop", 7)
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", ["ngram", "ngram:", "ngram:0", "ngram:9", "ngram:+1", "ngram: 1", "draft:2", "4", ""])
+def test_what_cannot_be_is_refused(folder, wrong):
+    with pytest.raises(UserError, match=r"ngram:K is expected, K from 1 to 8"):
+        plan_engine(EngineConfig(model=str(folder), speculate=wrong))
+
+
+def test_it_excludes_overlap(folder):
+    with pytest.raises(UserError, match="leave out --overlap"):
+        plan_engine(EngineConfig(model=str(folder), speculate="ngram:2", overlap=True))

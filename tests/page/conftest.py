@@ -1,0 +1,43 @@
+"""A browser and a server over the fake engine, which answers with what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import Running, serving
+from tests.api.conftest import model_dir as model_dir
+
+pytest.importorskip("selenium", reason="selenium is not installed")
+
+from testing.browser import Browser, browser, why_not
+
+ADAPTERS = ("reverse", "gated", "fail", "silent", "refuse")
+
+
+@pytest.fixture(scope="session")
+def window() -> Iterator[Browser]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def echo(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    flags = [flag for name in ADAPTERS for flag in ("--adapters", f"{name}=/fake/{name}")]
+    folder = tmp_path_factory.mktemp("page")
+    with serving(model_dir, folder, *flags, gate=str(folder / "gate")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(window: Browser, echo: Running) -> Iterator[Browser]:
+    """The page, just opened. Whatever a test does, nothing breaks the policy and nothing leaves the origin."""
+    window.open(echo.url)
+    window.until(lambda: window.text("#state") == "ready", "the page is not ready")
+    yield window
+    assert not [line for line in window.logs() if "Content Security" in line or "Uncaught" in line]
+    assert window.origins() <= {echo.url}
