@@ -139,11 +139,12 @@ def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list
             shown = flag.replace("_", "-")
             note(args, f"warning: --{shown}: others can read the key in the list of processes; use {replacement}")
     engine, serve, notes = resolve(args, environment())
-    logging.basicConfig(stream=sys.stderr, level=serve.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(RateLimit())
-        if serve.log_format == "json":
-            handler.setFormatter(JsonFormatter())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RateLimit())
+    handler.setFormatter(
+        JsonFormatter() if serve.log_format == "json" else logging.Formatter("%(levelname)s %(name)s: %(message)s")
+    )
+    logging.basicConfig(level=serve.log_level.upper(), handlers=[handler])
     if serve.access_log and serve.log_level == "warning":
         notes.append("note: --access-log changes nothing: --log-level warning leaves its lines out")
     if not serve.access_log:
