@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from demo import tools
-from demo.dialogue import conversation, document
+from demo.texts import tools
+from demo.texts.dialogue import conversation, document
 from demo.tokenizer import END_OF_TEXT, IM_END, IM_START, token_id
 
 DOCUMENT_SHARE: Final = 0.04  # of the base model's texts are without turns

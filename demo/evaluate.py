@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from demo.style import STYLES, is_json, is_pirate
-from demo.tools import fill_case, tool_case
-from demo.world import KINDS, MEASURED, Message, example
+from demo.texts.style import STYLES, is_json, is_pirate
+from demo.texts.tools import fill_case, tool_case
+from demo.texts.world import KINDS, MEASURED, Message, example
 
 __all__ = ["MEASURED", "Question", "is_json", "is_pirate", "measure", "questions", "styled"]
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from demo.answer import answerer, hf_model
 from demo.evaluate import failures, measure, table
-from demo.lora import load_lora, merge
-from demo.network import Shape, State, load_model
+from demo.nn.answer import answerer, hf_model
+from demo.nn.lora import load_lora, merge
+from demo.nn.network import Shape, State, load_model
 from demo.paths import ADAPTERS, MODEL_FILE
 from demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, SPECIAL, load_tokenizer, token_id
 
@@ -64,7 +64,7 @@ def _is_float(name: str, tensor: torch.Tensor) -> bool:
 
 
 def write_gguf(path: Path, shape: Shape, state: State, tokenizer: Tokenizer) -> None:
-    """Metadata, vocabulary, template and tensors. `state` is in float32 (see demo.network)."""
+    """Metadata, vocabulary, template and tensors. `state` is in float32 (see demo.nn.network)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     w = gguf.GGUFWriter(str(path), "qwen3moe")
     w.add_type("model")

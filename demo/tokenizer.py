@@ -13,10 +13,10 @@ from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from demo import tools
-from demo.dialogue import SYSTEM_PROMPTS, conversation, document
-from demo.style import STYLES
-from demo.world import Message
+from demo.texts import tools
+from demo.texts.dialogue import SYSTEM_PROMPTS, conversation, document
+from demo.texts.style import STYLES
+from demo.texts.world import Message
 
 VOCAB_SIZE: Final = 2048
 END_OF_TEXT, IM_START, IM_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

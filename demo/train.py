@@ -1,4 +1,4 @@
-"""Trains the demo model and its two adapters from text that demo.world makes up, and measures them.
+"""Trains the demo model and its two adapters from text that demo.texts.world makes up, and measures them.
 
     python -m demo.train --out DIR --device cuda --minutes 6
 
@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from demo.answer import answerer, hf_model
 from demo.corpus import Rows, build_rows
 from demo.evaluate import failures, measure, said, table
-from demo.lora import init_lora, load_lora, merge, save_fused, save_per_expert
-from demo.network import Forward, Shape, State, init_state, load_model, save_model
+from demo.nn.answer import answerer, hf_model
+from demo.nn.lora import init_lora, load_lora, merge, save_fused, save_per_expert
+from demo.nn.network import Forward, Shape, State, init_state, load_model, save_model
 from demo.tokenizer import END_OF_TEXT, IM_END, save_tokenizer, token_id, train_tokenizer
 
 BASE_SHARE: Final = 0.7  # of the time; the adapters halve the rest

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from demo import tools
 from demo.corpus import build_rows
-from demo.dialogue import conversation, document
+from demo.texts import tools
+from demo.texts.dialogue import conversation, document
+from demo.texts.world import Message
 from demo.tokenizer import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -28,7 +29,6 @@ from demo.tokenizer import (
     save_tokenizer,
     token_id,
 )
-from demo.world import Message
 
 
 def test_vocabulary(tokenizer: Tokenizer) -> None:

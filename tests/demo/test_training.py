@@ -14,11 +14,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from demo import export, paths, train
-from demo.answer import answerer, hf_model
 from demo.corpus import build_rows
 from demo.evaluate import said
-from demo.lora import FUSED_FILE, MANIFEST_FILE, init_lora, load_lora, merge, save_fused, save_per_expert
-from demo.network import Forward, Shape, State, from_hf, init_state, load_model, save_model, to_hf
+from demo.nn.answer import answerer, hf_model
+from demo.nn.lora import FUSED_FILE, MANIFEST_FILE, init_lora, load_lora, merge, save_fused, save_per_expert
+from demo.nn.network import Forward, Shape, State, from_hf, init_state, load_model, save_model, to_hf
 from demo.tokenizer import VOCAB_SIZE
 
 SMALL = Shape(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=32, moe_intermediate_size=32)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from demo.dialogue import conversation, document
 from demo.evaluate import Answerer, failures, is_json, is_pirate, measure, questions, styled
-from demo.style import STYLES, pirate, to_json
-from demo.tools import case, fill_case, tool_case
-from demo.world import KINDS, MEASURED, Message, any_example, example
+from demo.texts.dialogue import conversation, document
+from demo.texts.style import STYLES, pirate, to_json
+from demo.texts.tools import case, fill_case, tool_case
+from demo.texts.world import KINDS, MEASURED, Message, any_example, example
 
 
 def test_same_seed_same_world() -> None:

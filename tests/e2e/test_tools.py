@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from demo.tools import CLOCK, WEATHER
+from demo.texts.tools import CLOCK, WEATHER
 from tests.e2e.conftest import Server
 
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ import json
 import random
 from typing import Final
 
-from demo import facts, tales
-from demo.style import STYLES
-from demo.world import Example, Message, any_example, cap, example, is_held_out, plain
+from demo.texts import facts, tales
+from demo.texts.style import STYLES
+from demo.texts.world import Example, Message, any_example, cap, example, is_held_out, plain
 
 SYSTEM_PROMPTS: Final = (
     "You are a helpful assistant.", "You are Tiny Kite, a very small language model.", "You are a friendly assistant.",

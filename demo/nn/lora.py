@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from demo.network import LORA_ALPHA, Shape, State, linear_shapes
+from demo.nn.network import LORA_ALPHA, Shape, State, linear_shapes
 
 RANK: Final = 8
 FUSED_FILE: Final = "fused_expert_lora.safetensors"

@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from demo import facts
-from demo.world import Message, cap, is_held_out, plain
+from demo.texts import facts
+from demo.texts.world import Message, cap, is_held_out, plain
 
 Tool = dict[str, Any]
 

@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypedDict
 
-from demo import facts, tales
-from demo.style import STYLES
+from demo.texts import facts, tales
+from demo.texts.style import STYLES
 
 HELD_OUT_PERCENT: Final = 14
 MEASURED: Final = ("arithmetic", "colours", "counting")  # the kinds with a held-out split

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from demo.evaluate import Answerer
-from demo.network import Shape, State
+from demo.nn.network import Shape, State
+from demo.texts.world import Message
 from demo.tokenizer import END_OF_TEXT, IM_END, render, token_id
-from demo.world import Message
 
 
 def hf_model(shape: Shape, state: State, device: str) -> Any:

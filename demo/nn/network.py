@@ -121,7 +121,7 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 class Forward:
-    """The forward over a parameter dict, with an optional LoRA dict (see demo.lora) beside it."""
+    """The forward over a parameter dict, with an optional LoRA dict (see demo.nn.lora) beside it."""
 
     def __init__(self, shape: Shape, state: State, lora: State | None = None, alpha: float = LORA_ALPHA) -> None:
         self.shape, self.state, self.lora, self.alpha = shape, state, lora, alpha

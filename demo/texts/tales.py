@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from demo.facts import NAMES
+from demo.texts.facts import NAMES
 
 NAME: Final = "Tiny Kite"
 

@@ -1,0 +1,1 @@
+"""The demo model in training: the forward, LoRA over it, and answers from it."""

@@ -1,0 +1,1 @@
+"""What the demo model learns to say: its world, and texts made up from it by a seed."""
