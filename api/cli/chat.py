@@ -15,10 +15,11 @@ from api.client.client import EngineClient
 from api.client.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
 from api.client.stream import Inbox
 from api.config import ServeConfig
-from api.http.generation import Answers, Choice
-from api.http.meter import Meter
+from api.http.answers.generation import Answers, Choice
+from api.http.answers.meter import Meter
+from api.http.bodies.generation import ChatOptions
+from api.http.bodies.sampling import sampling_params
 from api.http.metrics import Metrics
-from api.http.protocol import ChatOptions, sampling_params
 from api.prepare.prompts import tokenizer_of
 from api.text.output import Output
 from api.text.tokenizer import Tokenizer

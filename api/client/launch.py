@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from api.client.client import EngineClient
 from api.client.process import ENGINE_COMMAND
 from api.config import ServeConfig
-from api.http.parsing import readable
-from api.http.protocol import ChatOptions
+from api.http.bodies.generation import ChatOptions
+from api.http.fields.parsing import readable
 from api.prepare.job import TextSettings
 from engine.config import EngineConfig
 from engine.errors import UserError

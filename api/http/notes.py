@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.http.protocol import REQUEST_ID
+from api.http.bodies.values import REQUEST_ID
 from api.logs import current_request
 from api.tracing import current_trace
 

@@ -7,8 +7,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from api.http.fields import Field, Status, fields_of
-from api.http.protocol import NUMBER, Body, OllamaOptions, StreamOptions
+from api.http.bodies.dialects import OllamaOptions
+from api.http.bodies.generation import StreamOptions
+from api.http.bodies.values import NUMBER, Body
+from api.http.fields.field import Field, Status
+from api.http.fields.tables import fields_of
 
 _NULL = {"type": "null"}
 _OPENAI_ERROR = {

@@ -26,7 +26,8 @@ from api.http.connections import Config, Connections
 from api.http.dialects.errors import error_response
 from api.http.notes import RequestNotes
 from api.http.openapi import document
-from api.http.routes import batches, chat, completions, files, messages, models, ollama, page, responses, system
+from api.http.routes import batches, files, models, page, system
+from api.http.routes.generate import chat, completions, messages, ollama, responses
 from api.http.service import Service
 from api.http.wire import ClientGoneError
 from api.version import project_version

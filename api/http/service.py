@@ -18,13 +18,14 @@ from api.client.client import EngineClient
 from api.client.stream import Inbox
 from api.config import ServeConfig
 from api.errors import ApiError, bad_request
+from api.http.answers.generation import Answers, Choice
+from api.http.answers.meter import Meter
+from api.http.answers.stored import ResponseStore
+from api.http.bodies.generation import ChatOptions, CompletionOptions
+from api.http.bodies.sampling import check_vocabulary, sampling_params
 from api.http.caller import caller_of
-from api.http.generation import Answers, Choice
-from api.http.meter import Meter
 from api.http.metrics import Metrics
 from api.http.notes import UnknownFields, note
-from api.http.protocol import ChatOptions, CompletionOptions, check_vocabulary, sampling_params
-from api.http.stored import ResponseStore
 from api.http.wire import Bodies, until_gone
 from api.prepare.job import Job, Kind, Prepared, Reading
 from api.prepare.pool import PromptPool

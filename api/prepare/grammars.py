@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from api.errors import bad_request
-from api.http.structured import StructuredOutput, grammar_of
+from api.http.bodies.structured import StructuredOutput, grammar_of
 from engine.errors import UserError
 from engine.grammar.compile import check
 from engine.messages import GrammarSpec

@@ -10,23 +10,13 @@ from typing import Any
 import msgspec
 
 from api.errors import ApiError, bad_request
+from api.http.bodies.dialects import MessagesRequest, OllamaChatRequest, OllamaGenerateRequest, ResponsesRequest
+from api.http.bodies.generation import ChatOptions, ChatRequest, CompletionOptions, CompletionRequest
+from api.http.bodies.sampling import check_vocabulary
+from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
+from api.http.bodies.values import MAX_CHOICES, Body
 from api.http.dialects import anthropic, ollama, responses
-from api.http.parsing import Notes, parse, parse_object
-from api.http.protocol import (
-    MAX_CHOICES,
-    Body,
-    ChatOptions,
-    ChatRequest,
-    CompletionOptions,
-    CompletionRequest,
-    DetokenizeRequest,
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-    check_vocabulary,
-)
+from api.http.fields.parsing import Notes, parse, parse_object
 from api.prepare.chat import Chats
 from api.prepare.grammars import Grammars
 from api.prepare.job import Job, Kind, Prepared, Reading, TextSettings

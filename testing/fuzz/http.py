@@ -24,7 +24,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from api.http.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from api.http.bodies.generation import ChatRequest, CompletionRequest
+from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
 from loadtests.chaos.wire import Target
 from testing.fuzz.mutate import mutated
 

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.errors import ApiError
+from api.http.answers.generation import Update
+from api.http.answers.stored import ResponseStore, Stored
+from api.http.bodies.dialects import MessagesRequest, OllamaChatRequest, ResponsesRequest
 from api.http.dialects import anthropic as messages_form
 from api.http.dialects import ollama as ollama_form
 from api.http.dialects import responses as responses_form
 from api.http.dialects.blocks import Blocks, Change, Kind
 from api.http.dialects.responses import ResponsesFront
-from api.http.generation import Update
-from api.http.parsing import parse
-from api.http.protocol import MessagesRequest, OllamaChatRequest, ResponsesRequest
-from api.http.stored import ResponseStore, Stored
+from api.http.fields.parsing import parse
 from api.text.deltas import Reasoning, Text, ToolArguments, ToolStart
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import Running, serving

@@ -12,20 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.errors import ApiError
-from api.http.fields import Field, Status, fields_of
-from api.http.parsing import Notes, parse
-from api.http.protocol import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
+from api.http.bodies.dialects import (
     MessagesRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
     ResponsesRequest,
-    StreamOptions,
 )
-from api.http.reference import PAGE, updated
+from api.http.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
+from api.http.bodies.values import Body
+from api.http.fields.field import Field, Status
+from api.http.fields.parsing import Notes, parse
+from api.http.fields.reference import PAGE, updated
+from api.http.fields.tables import fields_of
 from tests.api.conftest import Running, serving
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
@@ -134,7 +133,7 @@ def test_the_supported_fields_are_the_models(kind: type[Body]) -> None:
 
 def test_the_page_is_current() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == updated(page), "run python -m api.http.reference"
+    assert page == updated(page), "run python -m api.http.fields.reference"
     assert page.count("| supported |") > 40
 
 

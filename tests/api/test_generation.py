@@ -11,11 +11,11 @@ import pytest
 
 from api.client.stream import EngineUnavailable, Inbox, OpenRequest
 from api.errors import ApiError
-from api.http import streaming
-from api.http.generation import Answers, Choice, Update
-from api.http.meter import Meter
+from api.http.answers import streaming
+from api.http.answers.generation import Answers, Choice, Update
+from api.http.answers.meter import Meter
+from api.http.answers.streaming import EventStream, Front
 from api.http.metrics import Metrics
-from api.http.streaming import EventStream, Front
 from api.text.detokenize import ByteDetokenizer
 from api.text.output import Output
 from api.text.stops import StopStrings

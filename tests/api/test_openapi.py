@@ -19,9 +19,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from api.errors import ApiError
+from api.http.bodies.dialects import MessagesRequest, ResponsesRequest
+from api.http.bodies.generation import ChatRequest, CompletionRequest
+from api.http.fields.parsing import Notes, parse
 from api.http.openapi import body_schema
-from api.http.parsing import Notes, parse
-from api.http.protocol import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import Running
 from tests.api.test_fields import CHANGES, OF_CHAT, OF_COMPLETIONS, body

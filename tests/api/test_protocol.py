@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.errors import ApiError
-from api.http.parsing import parse
-from api.http.protocol import ChatRequest, CompletionRequest, derived_seed, sampling_params
+from api.http.bodies.generation import ChatRequest, CompletionRequest
+from api.http.bodies.sampling import derived_seed, sampling_params
+from api.http.fields.parsing import parse
 from api.text.messages import normalise
 from engine.messages import Submit, encode
 

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api.client.stream import Inbox, OpenRequest
 from api.errors import ApiError
-from api.http.generation import Answers, Choice
-from api.http.meter import Meter
+from api.http.answers.generation import Answers, Choice
+from api.http.answers.meter import Meter
 from api.http.metrics import Metrics
 from api.text.output import Output
 from engine import messages as m

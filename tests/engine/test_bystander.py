@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from api.errors import ApiError
-from api.http.parsing import parse
-from api.http.protocol import ChatRequest, sampling_params
+from api.http.bodies.generation import ChatRequest
+from api.http.bodies.sampling import sampling_params
+from api.http.fields.parsing import parse
 from engine.messages import Cancelled, Failed, Finished, Refused, Submit, decode_to_engine, encode
 from testing.harness import Harness, Result
 from testing.tiny import tiny_model

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from api.errors import ApiError, bad_request, shortened
+from api.http.answers.generation import Answers, Update
+from api.http.answers.streaming import Front
+from api.http.bodies.dialects import MessagesRequest
 from api.http.dialects.blocks import Block, Blocks, Change, Kind, blocks_of
 from api.http.dialects.content import kind_of, string_in, text_in, unsupported
-from api.http.generation import Answers, Update
-from api.http.protocol import MessagesRequest
-from api.http.streaming import Front
 
 _PARTS = ("text", "tool_use", "tool_result", "thinking")
 _ERRORS = {

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from api.errors import ApiError, bad_request
+from api.http.answers.generation import Answers, Update
+from api.http.answers.streaming import Front
+from api.http.bodies.dialects import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from api.http.dialects.blocks import Blocks, blocks_of
-from api.http.generation import Answers, Update
-from api.http.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
-from api.http.streaming import Front
 from api.text.deltas import Delta, Reasoning, text_of
 
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

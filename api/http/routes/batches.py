@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from api.batches.service import expires_after
 from api.batches.store import Store
+from api.http.bodies.values import Body
+from api.http.fields.parsing import parse
 from api.http.openapi import described
-from api.http.parsing import parse
-from api.http.protocol import Body
 from api.http.routes.common import service_of, tenant_of
 from api.http.routes.files import batches_of, listing, page
 from api.http.wire import json_response

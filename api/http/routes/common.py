@@ -8,12 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.answers.generation import Answers
+from api.http.answers.streaming import EventStream, Front
+from api.http.bodies.generation import ChatOptions, CompletionOptions
 from api.http.caller import caller_of
-from api.http.generation import Answers
 from api.http.notes import answer_id
-from api.http.protocol import ChatOptions, CompletionOptions
 from api.http.service import Service
-from api.http.streaming import EventStream, Front
 from api.http.wire import json_response, until_gone
 from api.prepare.job import Prepared
 from api.prepare.prompts import unpacked

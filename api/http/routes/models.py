@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import bad_request
-from api.http.adapters import load, unload
+from api.http.bodies.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from api.http.fields.parsing import parse
 from api.http.openapi import described
-from api.http.parsing import parse
-from api.http.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from api.http.routes.common import check_admin, service_of, tenant_of
+from api.http.routes.loading import load, unload
 from api.http.service import Service
 from api.http.wire import json_response
 

@@ -9,8 +9,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from api.client.stream import EngineUnavailable
 from api.errors import ApiError
+from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
 from api.http.openapi import described
-from api.http.protocol import DetokenizeRequest, TokenizeRequest
 from api.http.routes.common import check_admin, service_of, tenant_of
 from api.http.wire import json_response
 from api.prepare.job import Kind

@@ -10,12 +10,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.generation import Answers, Update
-from api.http.logprobs import completion_logprobs, prompt_logprobs
+from api.http.answers.generation import Answers, Update
+from api.http.answers.logprobs import completion_logprobs, prompt_logprobs
+from api.http.answers.streaming import Front, event
+from api.http.bodies.generation import CompletionOptions, CompletionRequest
 from api.http.openapi import described
-from api.http.protocol import CompletionOptions, CompletionRequest
 from api.http.routes.common import head_of, respond, service_of, tenant_of
-from api.http.streaming import Front, event
 from api.prepare.job import Kind
 from api.prepare.prompts import unpacked
 from api.text.tokenizer import Tokenizer

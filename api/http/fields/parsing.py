@@ -12,8 +12,11 @@ import msgspec
 from pydantic import ValidationError
 
 from api.errors import ApiError, bad_request, shortened
-from api.http.fields import Field, Status, fields_of
-from api.http.protocol import Body, OllamaOptions, StreamOptions
+from api.http.bodies.dialects import OllamaOptions
+from api.http.bodies.generation import StreamOptions
+from api.http.bodies.values import Body
+from api.http.fields.field import Field, Status
+from api.http.fields.tables import fields_of
 
 _MAX_FIELDS = 256
 _MAX_NAME = 100  # characters of a field's name that are looked at and shown

@@ -8,7 +8,7 @@ from typing import Any
 
 from api.client.stream import EngineUnavailable, Event, Inbox, OpenRequest, merged
 from api.errors import ApiError
-from api.http.meter import Meter
+from api.http.answers.meter import Meter
 from api.text.deltas import Delta, joined, text_of
 from api.text.output import Output
 from engine import messages as m

@@ -9,15 +9,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.bodies.dialects import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from api.http.bodies.generation import CompletionOptions
 from api.http.dialects.ollama import OllamaFront
+from api.http.fields.parsing import parse
 from api.http.openapi import described
-from api.http.parsing import parse
-from api.http.protocol import (
-    CompletionOptions,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-)
 from api.http.routes.common import model_of, open_chat, respond, service_of, tenant_of
 from api.http.service import Service
 from api.http.wire import json_response

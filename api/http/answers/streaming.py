@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError
-from api.http.generation import Answers, Update
+from api.http.answers.generation import Answers, Update
 from api.http.wire import ClientGoneError, as_api_error, until_gone
 from engine.errors import EngineError, UserError
 

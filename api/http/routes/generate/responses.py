@@ -10,12 +10,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.answers.stored import Stored
+from api.http.bodies.dialects import ResponsesRequest
 from api.http.dialects.responses import ResponsesFront
 from api.http.notes import answer_id
 from api.http.openapi import described
-from api.http.protocol import ResponsesRequest
 from api.http.routes.common import model_of, open_chat, respond, service_of, tenant_of
-from api.http.stored import Stored
 from api.http.wire import json_response
 from api.prepare.job import Kind
 

@@ -1,4 +1,4 @@
-"""The tables of docs/api.md, written from the table of fields: `python -m api.http.reference` rewrites the page."""
+"""The tables of docs/api.md, made from the tables of fields: `python -m api.http.fields.reference` rewrites them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from api.http.fields import TABLES, Field, Status
-from api.http.protocol import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
+from api.http.bodies.dialects import (
     MessagesRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
     ResponsesRequest,
-    StreamOptions,
 )
+from api.http.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
+from api.http.bodies.values import Body
+from api.http.fields.field import Field, Status
+from api.http.fields.tables import TABLES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 _MODELS: dict[str, type[Body]] = {
     "every generating endpoint": ChatRequest,
     "/v1/chat/completions": ChatRequest,

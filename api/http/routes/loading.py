@@ -7,7 +7,7 @@ import os
 
 from api.config import ServeConfig
 from api.errors import ApiError
-from api.http.protocol import LoadAdapterRequest
+from api.http.bodies.adapters import LoadAdapterRequest
 from api.http.service import Service
 from engine import messages as m
 

@@ -6,10 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.bodies.dialects import MessagesRequest
+from api.http.bodies.generation import ChatOptions
 from api.http.dialects.anthropic import MessagesFront
 from api.http.notes import answer_id
 from api.http.openapi import described
-from api.http.protocol import ChatOptions, MessagesRequest
 from api.http.routes.common import model_of, open_chat, respond, service_of, tenant_of
 from api.http.wire import json_response
 from api.prepare.job import Kind

@@ -1,0 +1,1 @@
+"""From updates of the engine to what a client reads."""

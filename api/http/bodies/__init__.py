@@ -1,0 +1,1 @@
+"""What clients may send: one model of each body."""

@@ -1,0 +1,96 @@
+"""Bodies of Anthropic's, OpenAI's Responses and Ollama's endpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from api.http.bodies.values import (
+    INT32,
+    INT64,
+    MAX_TOOLS,
+    MIN_TOP_P,
+    Body,
+    Integer,
+    Messages,
+    Number,
+    Penalty,
+    PositiveCount,
+    Stops,
+    StopString,
+    Temperature,
+)
+
+
+class MessagesRequest(Body):
+    """Anthropic's Messages. `max_tokens` may be left out, as for a count of tokens."""
+
+    model: str | None = None
+    messages: Messages
+    max_tokens: PositiveCount | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[StopString] = Field(default=[], max_length=16)
+    stream: bool = False
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
+    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class ResponsesRequest(Body):
+    """OpenAI's Responses."""
+
+    model: str | None = None
+    input: str | Messages
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Field(max_length=200)] | None = None
+    store: bool = True
+    stream: bool = False
+    max_output_tokens: PositiveCount | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, str] = Field(default={}, max_length=16)
+
+
+class OllamaOptions(Body):
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), Number] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64), Integer] | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=INT32), Integer] | None = None
+    stop: Stops = Field(default=[])
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10), Number] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+class _OllamaRequest(Body):
+    model: str | None = None
+    stream: bool = True
+    format: str | dict[str, Any] | None = None
+    think: bool | None = None
+    options: OllamaOptions | None = None
+
+
+class OllamaChatRequest(_OllamaRequest):
+    messages: Messages
+    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
+
+
+class OllamaGenerateRequest(_OllamaRequest):
+    prompt: Annotated[str, Field(min_length=1)]
+    system: str | None = None
+    raw: bool = False
+
+
+class OllamaShowRequest(Body):
+    model: str | None = None

@@ -1,0 +1,1 @@
+"""What becomes of every field that clients send."""

@@ -1,0 +1,1 @@
+"""The endpoints that generate, each in its form over one core."""
