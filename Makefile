@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input
-SOURCES := ktserve api engine scheduler native rules loadtests demo benchmarks testing tests
+SOURCES := ktserve api engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat setup test lint format load chaos fuzz bench-cpu bench-gpu sanitize clean

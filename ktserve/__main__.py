@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-_PACKAGES = frozenset({"api", "demo", "engine", "ktserve", "loadtests", "native", "rules", "scheduler"})
+_PACKAGES = frozenset({"api", "demo", "engine", "ktserve", "loadtests", "native", "rules", "scheduler", "training"})
 
 
 class OurPackages:

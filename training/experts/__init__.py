@@ -1,0 +1,1 @@
+"""The routed experts' forward and backward pass, and their LoRA."""
