@@ -71,9 +71,19 @@ class Tokenizer:
         strings stay text unless `trust_control_tokens`. Raises TemplateError."""
         if self.template is None:
             raise UserError("the model has no chat template", "messages")
-        guards = "" if trust_control_tokens else self._guards
-        (messages, variables), stand_ins = hide((messages, variables), guards)
+        given = (messages, variables)
+        (messages, variables), stand_ins = self.guarded(given, trust_control_tokens=trust_control_tokens)
         return Rendered(self.template.render(messages, variables=variables, **how), stand_ins)
+
+    def guarded(self, values: Any, *, trust_control_tokens: bool) -> tuple[Any, dict[str, str]]:
+        """A client's values as a template may have them: no control token can be read out of their strings, unless
+        `trust_control_tokens`. With them the stand-ins that a Rendered of them needs."""
+        return hide(values, "" if trust_control_tokens else self._guards)
+
+    @property
+    def control_tokens(self) -> Mapping[int, str]:
+        """Ids and texts of the tokens that no client's text becomes."""
+        return self._control
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:
         """Token ids of a template's text: control tokens where the template wrote them, text elsewhere."""

@@ -1,0 +1,83 @@
+"""Settings that contradict one another. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from training.config.document import Settings, Value
+from training.config.errors import ConfigError
+from training.config.fields import TrainConfig
+
+# Of each pair one may be given, whatever its value; an override of one takes the place of the other.
+EXCLUSIVE = (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"), ("val_size", "eval_dataset"))
+_OFF = {"max_steps": ("-1",), "warmup_steps": ("0",), "warmup_ratio": ("0", "0.0"), "val_size": ("0", "0.0")}
+# Settings that mean nothing unless another one has one of some values.
+_NEEDS: tuple[tuple[str, str, tuple[object, ...]], ...] = (
+    ("eval_steps", "eval_strategy", ("steps",)),
+    ("save_steps", "save_strategy", ("steps",)),
+    ("early_stopping_steps", "eval_strategy", ("steps", "epoch")),
+    ("pref_beta", "stage", ("dpo",)),
+    ("pref_loss", "stage", ("dpo",)),
+    ("pref_ftx", "stage", ("dpo",)),
+    ("dpo_label_smoothing", "stage", ("dpo",)),
+    ("mask_history", "stage", ("sft",)),
+    ("train_on_prompt", "stage", ("sft",)),
+    ("dpo_label_smoothing", "pref_loss", ("sigmoid",)),
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def check_written(settings: Settings) -> None:
+    """ConfigError if both of an exclusive pair are written, neither as "off"."""
+    for pair in EXCLUSIVE:
+        given = [name for name in pair if name in settings and not _is_off(name, settings[name])]
+        if len(given) == 2:
+            first, second = (settings[name] for name in given)
+            raise second.error(f"{given[1]} contradicts {given[0]} in {first.where}: leave one of them out", given[1])
+
+
+def _is_off(name: str, value: Value) -> bool:
+    return value.data is None or value.data in _OFF.get(name, ())
+
+
+def check_run(run: TrainConfig, where: Mapping[str, str], source: str) -> None:
+    """ConfigError for values that do not go together. `where`: of the settings that were written."""
+
+    def wrong(name: str, message: str) -> ConfigError:
+        return ConfigError(f"{where.get(name, source)}: {message}", name)
+
+    for name, other, allowed in _NEEDS:
+        value = getattr(run, other)
+        if name in where and value not in allowed:
+            wanted = " or ".join(map(str, allowed))
+            raise wrong(name, f"{name} means something only with {other}: {wanted}; {other} is {value}")
+    if not _NAME.fullmatch(run.adapter_name):
+        raise wrong("adapter_name", f"adapter name {run.adapter_name!r}: letters, digits, '.', '_' and '-' are allowed")
+    if not run.dataset and not run.adapters:
+        raise wrong("dataset", "dataset is missing")
+    if "all" in run.lora_target and len(run.lora_target) > 1:
+        raise wrong("lora_target", "lora_target: all stands alone")
+    if not run.lora_target:
+        raise wrong("lora_target", "lora_target is empty: all, or names of projections")
+    if run.packing and run.stage == "dpo":
+        raise wrong("packing", "packing contradicts stage: dpo, whose rows are pairs")
+    if run.train_on_prompt and run.mask_history:
+        raise wrong("mask_history", "mask_history contradicts train_on_prompt")
+    if run.val_size > 1 and run.val_size != int(run.val_size):
+        raise wrong("val_size", f"val_size is {run.val_size}: a share below 1, or a whole number of samples")
+    if run.eval_strategy != "no" and not run.eval_dataset and not run.val_size:
+        raise wrong("eval_strategy", f"eval_strategy: {run.eval_strategy} needs eval_dataset or val_size")
+    if run.eval_strategy == "no" and (run.eval_dataset or run.val_size):
+        name = "eval_dataset" if run.eval_dataset else "val_size"
+        raise wrong(name, f"{name} is never used with eval_strategy: no; allowed is steps or epoch")
+
+
+def check_adapters(config: TrainConfig, value: Value) -> None:
+    """ConfigError unless the entries can be trained together."""
+    names = [run.adapter_name for run in config.adapters]
+    for name in names:
+        if names.count(name) > 1:
+            raise value.error(f"two adapters are named {name}", "adapters")
+    if config.stage == "dpo":
+        raise value.error("adapters contradicts stage: dpo, which trains one adapter", "adapters")
