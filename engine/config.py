@@ -59,10 +59,18 @@ class EngineConfig:
     """What the engine process needs to know. Sent to it as JSON when it starts."""
 
     # ---- model
-    model: str = option("", "Hugging Face folder, or a .gguf file or folder", group="Model", aliases=("model_path",))
+    model: str = option(
+        "",
+        "Hugging Face folder, or a .gguf file or folder; or null:step_ms=1,row_us=0,token_us=0,answer=64,load_ms=0: "
+        "no model, a step takes so long and each of its rows and tokens so much more, answers are so many "
+        "fixed words, an adapter takes so long into its slot",
+        group="Model",
+        aliases=("model_path",),
+    )
     gguf: str | None = option(
         None,
-        "GGUF file or folder with the weights, if the model folder holds only config and tokenizer",
+        "GGUF file or folder with the weights, if the model folder holds only config and tokenizer; of null: that with "
+        "the vocabulary (default: the demo model's)",
         group="Model",
         aliases=("gguf_path",),
     )

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.diagnostics.live import live
 from engine.diagnostics.profile import Profiler
@@ -33,9 +34,9 @@ from engine.messages import (
     Tokens,
     UnloadAdapter,
 )
+from engine.steps.base import Launched, Runner
 from engine.steps.limits import check_sampling
 from engine.steps.masks import TokenMask, masks_of
-from engine.steps.runner import InFlight, ModelRunner
 from scheduler.plan import AdmissionError, Event, EventKind, StepPlan
 from scheduler.request import BASE, Request
 from scheduler.scheduler import Scheduler
@@ -61,7 +62,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner[Any],
         adapters: Adapters,
         send: Callable[[FromEngine], None],
         *,
@@ -79,7 +80,7 @@ class EngineCore:
         self._live: dict[str, _Live] = {}
         self._masks: dict[str, list[TokenMask]] = {}  # of live requests that have some
         self._grammars = Grammars(runner.model.config.vocab_size, scheduler.config.eos_token_ids)
-        self._in_flight: InFlight | None = None
+        self._in_flight: Launched | None = None
         self._schedule_s = 0.0
         self._drain: tuple[int, float] | None = None  # call_id, when to give up
         self._steps = 0
@@ -249,15 +250,16 @@ class EngineCore:
             "adapters_known": len(self.adapters.infos()),
         }
 
-    def _launch(self, plan: StepPlan) -> InFlight | None:
+    def _launch(self, plan: StepPlan) -> Launched | None:
         self._grammars.look_ahead(plan)
         try:
-            return self.runner.launch_forward(plan, self._masks)
+            launched: Launched = self.runner.launch_forward(plan, self._masks)
+            return launched
         except Exception as error:  # noqa: BLE001 - whatever a step raises ends its requests, not the server
             self._fail(plan, error)
             return None
 
-    def _sample(self, step: InFlight) -> bool:
+    def _sample(self, step: Launched) -> bool:
         self._grammars.look_ahead(step.plan)
         try:
             self.runner.launch_sample(step, self._masks)
@@ -266,7 +268,7 @@ class EngineCore:
             return False
         return True
 
-    def _commit(self, step: InFlight) -> None:
+    def _commit(self, step: Launched) -> None:
         try:
             tokens = self.runner.tokens(step)
         except Exception as error:  # noqa: BLE001 - as in _launch; on a GPU a kernel's fault surfaces here
@@ -317,7 +319,7 @@ class EngineCore:
         if event is not None:
             self._emit([event], None)
 
-    def _emit(self, events: list[Event], step: InFlight | None) -> None:
+    def _emit(self, events: list[Event], step: Launched | None) -> None:
         for event in events:
             rid = event.request.request_id
             live = self._live[rid]
@@ -338,12 +340,12 @@ class EngineCore:
         asked = live.request.sampling.prompt_logprobs is not None
         return asked and not live.prompt_sent and event.kind is EventKind.FINISHED
 
-    def _stop_logprobs(self, event: Event, step: InFlight | None) -> TokenLogprobs | None:
+    def _stop_logprobs(self, event: Event, step: Launched | None) -> TokenLogprobs | None:
         """Of the token that ended a request: it was sampled after those of the event."""
         logprobs = step.logprobs.get(event.request.request_id) if step and event.stop_token is not None else None
         return logprobs[len(event.tokens)] if logprobs else None
 
-    def _tokens(self, live: _Live, event: Event, step: InFlight | None) -> Tokens:
+    def _tokens(self, live: _Live, event: Event, step: Launched | None) -> Tokens:
         request, prompt = live.request, None
         if request.sampling.prompt_logprobs is not None and not live.prompt_sent:
             live.prompt_sent = True

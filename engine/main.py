@@ -10,6 +10,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.null.settings import is_null
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +52,11 @@ def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:
     process = EngineProcess(address, heartbeat)
 
     def build(*args):  # type: ignore[no-untyped-def]  # torch is imported only once the socket is bound
+        if is_null(config.model):
+            from engine.null.build import build_null
+
+            return build_null(config, args[1])
+
         from engine.build.assemble import build
 
         core, ready = build(*args)

@@ -20,16 +20,22 @@ from api.prepare.job import TextSettings
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.messages import Loading, Ready
+from engine.null.settings import is_null, null_settings
 from engine.weights.json_file import read_json
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def with_demo(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
-    """Without a model, the demo in the repository and its adapters are served; the lines say so."""
+    """Without a model, the demo in the repository and its adapters are served; the lines say so. The null engine speaks
+    the demo's vocabulary if no other is named."""
+    from demo.paths import demo_adapters, demo_model
+
+    if is_null(config.model):
+        null_settings(config.model)
+        config.gguf = config.gguf or str(demo_model())
     if config.model:
         return config, []
-    from demo.paths import demo_adapters, demo_model
 
     try:
         config.model = str(demo_model())
@@ -62,8 +68,11 @@ def text_settings(engine: EngineConfig, serve: ServeConfig) -> TextSettings:
     if not serve.skip_tokenizer and serve.tokenizer:
         model = str(existing(serve.tokenizer, "tokenizer"))
     elif not serve.skip_tokenizer:
-        model = str(existing(engine.model, "model"))
         gguf = str(existing(engine.gguf, "gguf")) if engine.gguf else None
+        if is_null(engine.model):
+            model, gguf = gguf, None
+        else:
+            model = str(existing(engine.model, "model"))
     return TextSettings(
         model,
         gguf,
@@ -84,7 +93,7 @@ def existing(path: str, field: str) -> Path:
 
 def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[str, Any], list[str]]:
     """The sampling settings that the model's author recommends (generation_config.json), and a line about them."""
-    if serve.generation_config == "none":
+    if serve.generation_config == "none" or (serve.generation_config == "auto" and is_null(engine.model)):
         return {}, []
     if serve.generation_config == "auto":
         model = Path(engine.model)

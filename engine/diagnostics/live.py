@@ -6,14 +6,14 @@ import time
 
 from engine.lora.adapters import Adapters
 from engine.messages import Live, LiveRow
-from engine.model.causal_lm import CausalLM
+from engine.steps.base import Model
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
 _SERVICE = "tenant_service/"
 
 
-def live(scheduler: Scheduler, adapters: Adapters, model: CausalLM) -> Live:
+def live(scheduler: Scheduler, adapters: Adapters, model: Model) -> Live:
     """Reads counters that are kept anyway; to be called between steps."""
     stats = scheduler.stats()
     names = {info.uid: info.name for info in adapters.infos()}

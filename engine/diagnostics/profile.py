@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import msgspec
 
 from engine.errors import UserError
-from engine.steps.runner import InFlight
+from engine.steps.base import Launched
 from engine.weights.store import WeightSource
 
 log = logging.getLogger("ktserve")
@@ -44,7 +44,7 @@ class Profiler:
         self._thread = threading.Thread(target=self._write, name="profiler", daemon=True)
         self._thread.start()
 
-    def step(self, step: InFlight, total_s: float, schedule_s: float) -> None:
+    def step(self, step: Launched, total_s: float, schedule_s: float) -> None:
         """A committed step. `bytes` counts weights of touched experts and dense layers as stored, and KV read."""
         rows, touched = step.plan.rows, step.trace.experts_touched if step.trace else []
         kv = sum(row.start + row.num_tokens for row in rows) * self._kv_bytes_per_token

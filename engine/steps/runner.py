@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from engine.device import Arrival, to_device, to_host
 from engine.errors import EngineError
 from engine.graphs.padded import PaddedDecode
-from engine.messages import TokenLogprobs
 from engine.model.causal_lm import CausalLM
 from engine.model.native_executor import choose_executor
 from engine.model.step import StepInput, Trace, Want
+from engine.steps.base import Launched
 from engine.steps.inputs import StepArrays, TokenCounts
 from engine.steps.masks import NO_MASKS, Masks, Words, allowed_words
 from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, is_greedy, sample
@@ -42,25 +42,18 @@ _LOGPROB_ROWS = 64  # prompt log-probabilities are computed this many positions 
 
 
 @dataclass
-class InFlight:
+class InFlight(Launched):
     """A launched step. Its K kept tokens are those after which something is sampled, the rows' one after the other."""
 
-    plan: StepPlan
-    arrays: StepArrays
+    arrays: StepArrays = field(kw_only=True)
     hidden: torch.Tensor | None = None  # [T, H] if all of it is wanted, else [K, H]; None for a padded step
     logits: torch.Tensor | None = None  # float32 [>= K, V], where `greedy` does not do without
     greedy: torch.Tensor | None = None  # int64 [K] already, if all of them are greedy
     tokens: torch.Tensor | None = None  # int64 [K] on the host, valid once `arrival` has come
     arrival: Arrival | None = None
-    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # by request id, once the tokens are there
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of positions start + 1 ...
     pending: PendingLogprobs | None = None
     pending_prompts: list[tuple[str, list[PendingLogprobs]]] = field(default_factory=list)
-    trace: Trace | None = None
-    phases: dict[str, float] = field(default_factory=dict)  # seconds
-    launched_s: float = 0.0  # time.monotonic
     errors: dict[int, Exception] = field(default_factory=dict)  # by kept token: why nothing was sampled after it
-    failed: dict[str, Exception] = field(default_factory=dict)  # by request id, once the tokens are there
 
     @property
     def samples(self) -> list[tuple[StepRow, int]]:
@@ -171,7 +164,7 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, padded: PaddedDecode | None, masks: Masks) -> InFlight:
         began = time.perf_counter()
         arrays = StepArrays.of(plan, self._places)
-        step = InFlight(plan, arrays)
+        step = InFlight(plan, arrays=arrays)
         greedy = all(is_greedy(row.request.sampling) and not _masks(masks, row, i) for row, i in step.samples)
         if padded:
             built = time.perf_counter()

@@ -1,0 +1,66 @@
+"""What the engine's loop asks of whoever runs its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from engine.messages import TokenLogprobs
+from engine.steps.masks import NO_MASKS, Masks
+from scheduler.plan import StepPlan
+
+if TYPE_CHECKING:
+    from engine.experts.capabilities import ExpertCounters
+    from engine.model.config import ModelConfig
+    from engine.model.step import Trace
+
+
+@dataclass
+class Launched:
+    """A step under way; what is told by request id is there once its tokens are."""
+
+    plan: StepPlan
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of positions start + 1 ...
+    failed: dict[str, Exception] = field(default_factory=dict)
+    trace: Trace | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    launched_s: float = 0.0  # time.monotonic
+
+
+class Model(Protocol):
+    """What the loop itself asks of a model."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def expert_counters(self) -> Sequence[ExpertCounters]: ...
+
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Launched)
+
+
+class Runner(Protocol[S]):
+    """Runs steps: `launch_forward`, `launch_sample`, then `tokens`, each once a step and in that order. `notes` are
+    logged at start; `spare_cpus`, if there are any, are where the engine's own thread belongs."""
+
+    notes: list[str]
+    spare_cpus: list[int]
+
+    @property
+    def model(self) -> Model: ...
+
+    def launch_forward(self, plan: StepPlan, masks: Masks = NO_MASKS) -> S:
+        """`masks` of the requests that have some."""
+        ...
+
+    def launch_sample(self, step: S, masks: Masks = NO_MASKS) -> None: ...
+
+    def tokens(self, step: S) -> list[list[int]]:
+        """Waits for the step. One list per row of the plan: the drafts that were sampled, from the first on, and the
+        token after them; empty for a row that samples nothing or is among `step.failed`. Raises what failed in it."""
+        ...
