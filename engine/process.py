@@ -23,6 +23,7 @@ from engine.messages import (
     Loading,
     Ready,
     Reply,
+    Several,
     Shutdown,
     ToEngine,
     decode_to_engine,
@@ -50,6 +51,7 @@ class EngineProcess:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         self._socket.bind(address)
         self._parent = os.getppid()
+        self._unsent: list[FromEngine] = []
         self._stop = False
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the api decides
         signal.signal(signal.SIGTERM, self._on_term)
@@ -65,6 +67,7 @@ class EngineProcess:
             self.send(FatalError(message=f"{type(error).__name__}: {error}", user=False, detail=traceback.format_exc()))
             return self._close(1)
         self.send(ready)
+        self._flush()
         status = 0
         try:
             self._loop(core)
@@ -75,7 +78,13 @@ class EngineProcess:
         return self._close(status)
 
     def send(self, message: FromEngine) -> None:
-        self._socket.send(encode(message))
+        """It goes with the others of this step."""
+        self._unsent.append(message)
+
+    def _flush(self) -> None:
+        if self._unsent:
+            messages, self._unsent = self._unsent, []
+            self._socket.send(encode(messages[0] if len(messages) == 1 else Several(messages=messages)))
 
     def _loop(self, core: EngineCore) -> None:
         gc.collect()
@@ -90,6 +99,7 @@ class EngineProcess:
                         return
                     core.handle(message)
                 worked = core.step()
+            self._flush()
 
     def _receive(self, timeout_s: float) -> list[ToEngine]:
         """All that has arrived; waits up to `timeout_s` for the first."""
@@ -114,11 +124,13 @@ class EngineProcess:
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self.send(Loading(stage=stage, done=done, total=total))
+        self._flush()
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
         self._stop = True
 
     def _close(self, status: int) -> int:
+        self._flush()
         self._heartbeat.stop()
         self._socket.close()
         self._context.term()

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+import uvloop
 from rich.console import Console
 
 from api.cli.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
@@ -156,7 +157,7 @@ def _serve(args: argparse.Namespace, console: Console) -> int:
     from api.cli.serve import serve
 
     engine, config, notes = _settings(args)
-    return asyncio.run(serve(engine, config, notes, console))
+    return uvloop.run(serve(engine, config, notes, console))
 
 
 def _chat(args: argparse.Namespace, console: Console) -> int:

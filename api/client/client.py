@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from api.client.link import EngineLink
 from api.client.process import ENGINE_COMMAND, SocketDir
@@ -61,7 +61,7 @@ class EngineClient:
         self._max_open = max_open or 4 * (config.max_num_seqs + config.max_queue)
         self._max_restarts = max_restarts
         self._hang_s = hang_s
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._link: EngineLink | None = None
         self._dir = SocketDir()
         self._open: dict[str, OpenRequest] = {}

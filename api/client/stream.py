@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 from engine import messages as m
@@ -28,6 +29,8 @@ class Inbox:
         self._error: EngineUnavailable | None = None
         self._closed = False
         self._waiter: asyncio.Future[None] | None = None
+        self._give_up_s = 0.0  # when the reader wants to go on without an event, in the loop's time
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, event: Event) -> None:
         self._events.append(event)
@@ -41,6 +44,8 @@ class Inbox:
         """The reader wants no more: it gets nothing from now on, without waiting."""
         self._closed = True
         self._events.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         self._wake()
 
     async def take(self, timeout_s: float | None = None) -> list[Event]:
@@ -56,13 +61,32 @@ class Inbox:
     async def _wait(self, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        if timeout_s is not None:
+            self._give_up_s = loop.time() + timeout_s
+            self._set_timer(loop)
+        else:
+            self._give_up_s = math.inf
         try:
             await self._waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer serves many waits: set and cancelled for every event, timers would cost more than events."""
+        if self._timer is not None and self._timer.when() > self._give_up_s:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = loop.call_at(self._give_up_s, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiter is None or self._give_up_s == math.inf:
+            return
+        if loop.time() >= self._give_up_s:
+            self._wake()
+        else:
+            self._set_timer(loop)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -40,6 +40,7 @@ class Tokenizer:
         self._normalised_control = any(added[i].normalized for i in self._special)
         self._guards = guarding_characters(list(self._control.values()), "".join(template.strings) if template else "")
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._token_bytes: dict[int, bytes] = {}  # of those asked for
         self._most_bytes = self._bytes_of_longest_token(added.values())
 
     @property
@@ -143,10 +144,14 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token; b"" for an id that the tokenizer does not know (vocabularies are padded)."""
+        if (known := self._token_bytes.get(token)) is not None:
+            return known
         text = self._backend.id_to_token(token)
         if text is None:
             return b""
-        return token_bytes(text) if self._byte_level else self.decode([token], skip_special_tokens=False).encode()
+        found = token_bytes(text) if self._byte_level else self.decode([token], skip_special_tokens=False).encode()
+        self._token_bytes[token] = found
+        return found
 
     def vocabulary(self) -> SetVocabulary | None:
         """The bytes of every token, for grammars. Added tokens are no text there. None where a token's text depends on

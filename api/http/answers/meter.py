@@ -34,6 +34,7 @@ class Meter:
         self._request, self._trace = current_request.get(), current_trace.get()
         self._began = self._last = time.monotonic()
         self._ttft_s: float | None = None
+        self._itl = metrics.itl.labels(tenant)
 
     def delivered(self, tokens: int, queued_s: float) -> None:
         """So many output tokens have come. `queued_s`: what of the time before the first was spent in the queue."""
@@ -47,9 +48,8 @@ class Meter:
             self._metrics.ttft.labels(tenant).observe(self._ttft_s)
             self._metrics.queue.labels(tenant).observe(queued_s)
             tokens, since_last = tokens - 1, 0.0  # those that came with the first
-        itl = self._metrics.itl.labels(tenant)
         for _ in range(tokens):
-            itl.observe(since_last / tokens)
+            self._itl.observe(since_last / tokens)
         self._last = now
 
     def ended(self, outcome: str, *, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
