@@ -14,10 +14,11 @@ from scheduler.errors import IntegrityError
 from scheduler.memory.blocks import BlockManager, Match
 from scheduler.memory.slots import AdapterSlots
 from scheduler.plan import StepPlan, StepRow
+from scheduler.policy.deadlines import Deadlines
 from scheduler.policy.drafts import Proposer
 from scheduler.policy.fairness import Fairness
 from scheduler.policy.waiting import Entry, WaitingQueue, entry
-from scheduler.request import AdapterKey, Request, Status, is_background
+from scheduler.request import AdapterKey, Request, Status
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Core:
         self.config = config
         self.proposer = proposer
         self.requests: dict[str, Request] = {}
+        self.deadlines = Deadlines(self.requests)
         self.running: list[Entry] = []  # by rank
         self.waiting = WaitingQueue()
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
@@ -56,6 +58,7 @@ class Core:
         request.rank = now + request.priority * self.config.aging_s
         self.num_arrived += 1
         self.requests[request.request_id] = request
+        self.deadlines.add(request)
         self.slots.add_user(request.adapter)
         self.waiting.add(request)
 
@@ -156,7 +159,7 @@ class Core:
     @property
     def num_live_waiting(self) -> int:
         """Requests that wait and are not background work."""
-        return sum(self.fairness[name].num_waiting for name in self.waiting.accounts() if not is_background(name))
+        return self.waiting.num_live
 
     @property
     def blocks_are_held(self) -> bool:

@@ -117,7 +117,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Event]:
         """Cancel the requests whose deadline has passed."""
-        late = [r for r in self._core.requests.values() if r.deadline is not None and r.deadline <= now]
+        late = self._core.deadlines.take_late(now)
         return [self._end(request, EventKind.CANCELLED, "timeout") for request in late]
 
     # ---- steps

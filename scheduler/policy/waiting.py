@@ -18,6 +18,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._lists: dict[str, dict[AdapterKey, list[Entry]]] = {}
         self._count = 0
+        self.num_live = 0  # those that are not background work
 
     def __len__(self) -> int:
         return self._count
@@ -31,6 +32,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         insort(self._lists.setdefault(request.account, {}).setdefault(request.adapter, []), entry(request))
         self._count += 1
+        self.num_live += not request.background
 
     def remove(self, request: Request) -> None:
         adapters = self._lists[request.account]
@@ -41,6 +43,7 @@ class WaitingQueue:
             if not adapters:
                 del self._lists[request.account]
         self._count -= 1
+        self.num_live -= not request.background
 
     def accounts(self) -> list[str]:
         return list(self._lists)

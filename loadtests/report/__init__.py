@@ -1,0 +1,1 @@
+"""Plots and pages of measured runs, without anything from elsewhere."""
