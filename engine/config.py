@@ -97,9 +97,12 @@ class EngineConfig:
     max_adapter_rank: int = option(64, "largest rank that is accepted", group="Adapters", limits=(1, 4096))
     adapter_memory: str | None = option(
         None,
-        "host memory for loaded adapters (e.g. 8GiB), their copies in slots included; a load that would take more is "
-        "refused; default: what the memory plan leaves free",
+        "host memory for adapters (e.g. 8GiB), their copies in slots included; those that do not fit are read again "
+        "when they are wanted; default: what the memory plan leaves free",
         group="Adapters",
+    )
+    pinned_adapters: list[str] = option(  # noqa: RUF009 - a field specifier
+        [], "NAME of a start-up adapter that stays in host memory; may be repeated", group="Adapters", many=True
     )
     expert_scaling: str | None = option(
         None,

@@ -13,9 +13,11 @@ from engine.diagnostics.live import live
 from engine.diagnostics.profile import Profiler
 from engine.errors import KtserveError, UserError
 from engine.grammar.grammars import CompileFailed, Grammars
-from engine.lora.adapters import Adapters, Loaded, LoadFailed, Retiring, SlotFailed, SlotFilled
+from engine.lora.adapters import Adapters
+from engine.lora.version import Loaded, LoadFailed, Moved, Retiring, SlotFailed, SlotFilled
 from engine.messages import (
     Abort,
+    AdapterMoved,
     Cancelled,
     Drain,
     Failed,
@@ -175,7 +177,7 @@ class EngineCore:
 
     def _load_adapter(self, m: LoadAdapter) -> None:
         try:
-            self.adapters.load(m.call_id, m.name, m.path, m.replace, m.expert_scaling)
+            self.adapters.load(m.call_id, m.name, m.path, m.replace, m.expert_scaling, m.pinned)
         except UserError as error:
             self._refuse_call(m.call_id, 400, error)
 
@@ -217,6 +219,7 @@ class EngineCore:
                 self._commit(launched)
         if self.check_integrity:
             self.scheduler.check_integrity()
+            self.adapters.check_integrity()
         self._tend_drain()
         return plan is not None or before is not None
 
@@ -247,7 +250,7 @@ class EngineCore:
             "failed_steps": self._failed_steps,
             "experts_touched": self._experts_touched,
             "expert_layers": self._expert_layers,
-            "adapters_known": len(self.adapters.infos()),
+            **self.adapters.stats(),
         }
 
     def _launch(self, plan: StepPlan) -> Launched | None:
@@ -373,6 +376,8 @@ class EngineCore:
                     self._send(Reply(call_id=call_id, ok=True, adapter=info))
                 case LoadFailed(call_id, error):
                     self._refuse_call(call_id, 400 if isinstance(error, UserError) else 500, error)
+                case Moved(name, residency):
+                    self._send(AdapterMoved(name=name, residency=residency.value))
                 case Retiring(key):
                     self.scheduler.retire_adapter(key)
                 case SlotFilled(slot):

@@ -76,13 +76,15 @@ class StopFound(_Message, frozen=True):
 
 class LoadAdapter(_Message, frozen=True):
     """Read an adapter from disk and make it known under `name`. A name already known is replaced if `replace`,
-    else refused. `expert_scaling`: "alpha/r", "alpha/sqrt(r)" or "peft", where the files leave it open."""
+    else refused. `expert_scaling`: "alpha/r", "alpha/sqrt(r)" or "peft", where the files leave it open. `pinned`: it
+    stays in host memory; others are evicted when the least recently used, and read again when they are wanted."""
 
     call_id: int
     name: str
     path: str
     replace: bool = False
     expert_scaling: str | None = None
+    pinned: bool = False
 
 
 class UnloadAdapter(_Message, frozen=True):
@@ -153,6 +155,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     rank: int
     num_bytes: int
     warnings: list[str] = []
+    pinned: bool = False
 
 
 class Ready(_Message, frozen=True):
@@ -254,6 +257,13 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     expert_choices: dict[int, list[int]]  # by layer that is counted: how often rows chose each expert
 
 
+class AdapterMoved(_Message, frozen=True):
+    """Where the nearest copy of an adapter that serves is now."""
+
+    name: str
+    residency: str  # "disk", "host" or "slot"
+
+
 class Reply(_Message, frozen=True):
     call_id: int
     ok: bool
@@ -265,7 +275,7 @@ class Reply(_Message, frozen=True):
     live: Live | None = None
 
 
-FromEngine = Loading | Ready | FatalError | Tokens | Finished | Refused | Cancelled | Failed | Reply
+FromEngine = Loading | Ready | FatalError | Tokens | Finished | Refused | Cancelled | Failed | AdapterMoved | Reply
 
 
 class Several(_Message, frozen=True):

@@ -192,6 +192,10 @@ class Scheduler:
 
     # ---- adapters
 
+    def waits_for(self, adapter: AdapterKey) -> bool:
+        """Whether requests of the adapter are waiting."""
+        return self._core.waiting.has(adapter)
+
     def slot_loads(self) -> list[SlotLoad]:
         """Loads decided since the last call. Requests of such an adapter wait for `slot_loaded` or `slot_failed`."""
         return self._core.slots.take_loads()
@@ -259,6 +263,8 @@ class Scheduler:
             "drafted_tokens": self._num_drafted_tokens,
             "accepted_tokens": self._num_accepted_tokens,
             "adapter_uses": core.slots.num_uses,
+            "adapter_queries": core.slots.num_arrivals,
+            "adapter_hits": core.slots.num_hits,
             "adapter_slot_loads": core.slots.num_loads,
             "adapter_wait_s": core.slots.waited_s,
             "slots_total": len(core.slots.slots),

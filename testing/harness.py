@@ -13,7 +13,7 @@ from engine.build.assemble import assemble
 from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.lora.adapters import AdapterStatus
+from engine.lora.version import AdapterStatus
 from engine.messages import Cancelled, Failed, Finished, FromEngine, Refused, Reply, Submit, TokenLogprobs, Tokens
 from engine.process import THREADS_S
 from scheduler.request import SamplingParams

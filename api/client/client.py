@@ -55,6 +55,7 @@ class EngineClient:
         self.on_loading: Callable[[m.Loading], None] | None = None
         self.gave_up = asyncio.Event()
         self.adapters: dict[str, m.AdapterInfo] = {}
+        self.residency: dict[str, str] = {}  # of adapters: "disk", "host" or "slot"
         self.vocabulary: m.SetVocabulary | None = None  # what every engine is told of its tokens
         self.restarts = 0
         self._command = tuple(command)
@@ -186,11 +187,16 @@ class EngineClient:
     # ---- calls
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, expert_scaling: str | None = None
+        self, name: str, path: str, *, replace: bool = False, expert_scaling: str | None = None, pinned: bool = False
     ) -> m.AdapterInfo:
         """Raises CallRefused with the engine's reason, or EngineUnavailable."""
         message = m.LoadAdapter(
-            call_id=next(self._call_ids), name=name, path=path, replace=replace, expert_scaling=expert_scaling
+            call_id=next(self._call_ids),
+            name=name,
+            path=path,
+            replace=replace,
+            expert_scaling=expert_scaling,
+            pinned=pinned,
         )
         # a caller that goes away does not stop the load: what the engine did must be known here
         return await asyncio.shield(asyncio.create_task(self._load(message)))
@@ -209,6 +215,7 @@ class EngineClient:
     async def _unload(self, name: str) -> None:
         _checked(await self._call(m.UnloadAdapter(call_id=next(self._call_ids), name=name)))
         self.adapters.pop(name, None)
+        self.residency.pop(name, None)
         self._wanted.pop(name, None)
 
     async def stats(self, timeout_s: float = 2.0) -> dict[str, Any]:
@@ -303,6 +310,8 @@ class EngineClient:
             case m.Finished() | m.Refused() | m.Cancelled() | m.Failed():
                 if request := self._take(message.request_id):
                     request.inbox.put(message)
+            case m.AdapterMoved():
+                self.residency[message.name] = message.residency
             case m.Reply():
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
@@ -318,6 +327,7 @@ class EngineClient:
 
     def _became_ready(self, ready: m.Ready) -> None:
         self.ready, self.loading = ready, None
+        self.residency.clear()
         if self.vocabulary is not None:
             self._send(self.vocabulary)
         self._restoring = asyncio.create_task(self._restore(ready))
@@ -367,7 +377,14 @@ def startup_adapters(config: EngineConfig) -> dict[str, m.LoadAdapter]:
         if name in wanted:
             raise UserError(f"--adapters {text!r}: {name} is given already", "adapters")
         path = os.path.abspath(os.path.expanduser(path))
-        wanted[name] = m.LoadAdapter(call_id=0, name=name, path=path, expert_scaling=config.expert_scaling)
+        pinned = name in config.pinned_adapters
+        scaling = config.expert_scaling
+        wanted[name] = m.LoadAdapter(call_id=0, name=name, path=path, expert_scaling=scaling, pinned=pinned)
+    if unknown := [name for name in config.pinned_adapters if name not in wanted]:
+        names = ", ".join(wanted) or "none"
+        raise UserError(
+            f"--pinned-adapters {unknown[0]!r}: no adapter of --adapters; those are {names}", "pinned_adapters"
+        )
     return wanted
 
 

@@ -112,6 +112,12 @@ class Service:
         base = self.ready.model_name
         roots = {base: self.client.config.model or base}
         roots |= {name: info.path for name, info in self.client.adapters.items()}
+
+        def held(name: str) -> dict[str, Any]:
+            """Where the nearest copy of an adapter is."""
+            info = self.client.adapters.get(name)
+            return {} if info is None else {"residency": self.client.residency.get(name), "pinned": info.pinned}
+
         return [
             {
                 "id": name,
@@ -121,6 +127,7 @@ class Service:
                 "root": os.path.basename(os.path.normpath(root)) if self.keys.required else root,
                 "parent": None if name == base else base,
                 "max_model_len": tenant.context(self.ready.max_model_len),
+                **held(name),
             }
             for name, root in roots.items()
             if tenant.sees(name)

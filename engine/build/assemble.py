@@ -80,6 +80,7 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
             max_rank=config.max_adapter_rank,
             base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
             budget=plan.adapter_budget,
+            wanted=scheduler.waits_for,
             extra_mlps_note=_EAGER_MLPS if runner.padded is not None and config.cuda_graphs == "auto" else "",
             no_expert_lora=NO_EXPERT_LORA if "kt" in plan.placement.used(".mlp.experts") else "",
         ),

@@ -104,7 +104,7 @@ class ExpertBackend(ABC):
 
     @abstractmethod
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
-        """Put an adapter's expert LoRA (by layer) into a slot that no step in flight uses, or clear it (None).
+        """Copy an adapter's expert LoRA (by layer) into a slot that no step in flight uses, or clear it (None).
 
         Raises AdapterError if the backend has no per-row adapters and `layers` is not empty.
         """

@@ -38,7 +38,7 @@ class ReferenceExperts(ExpertBackend):
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         if layers:
-            self._adapters[slot] = layers
+            self._adapters[slot] = {layer: lora.copy() for layer, lora in layers.items()}
         else:
             self._adapters.pop(slot, None)
 

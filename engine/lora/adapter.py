@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -52,6 +52,10 @@ class ExpertLora:
         tensors = (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    def copy(self) -> ExpertLora:
+        names = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+        return replace(self, **{name: getattr(self, name).clone() for name in names})
+
     def slot_bytes(self, element_bytes: int) -> int:
         """Packed: rows of A in panels of 16, gate's and up's together."""
         experts, rank, hidden = self.gate_a.shape
@@ -81,6 +85,7 @@ class AdapterWeights:
     extra_mlps: dict[int, list[ExtraMlp]] = field(default_factory=dict)  # by layer; their mean is added
     warnings: list[str] = field(default_factory=list)
     path: str = ""
+    digest: bytes = b""  # of all that it computes with; equal for equal adapters (`engine.lora.handover`)
 
     @property
     def rank(self) -> int:

@@ -19,8 +19,8 @@ class AdapterSize(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterBudget:
-    """Every loaded adapter is kept as it was read; `slots` of them, the largest at worst, are copied into slots,
-    `copies` times (experts on the CPU that a GPU reads too have a pinned copy more).
+    """Adapters in host memory are kept as they were read; `slots` of all that are known, the largest at worst, are
+    copied into slots, `copies` times (experts on the CPU that a GPU reads too have a pinned copy more).
 
     limit_bytes None: no limit. `element_bytes`: of a number in a slot."""
 
@@ -29,23 +29,33 @@ class AdapterBudget:
     element_bytes: int = 2
     copies: int = 1
 
-    def needed(self, sizes: Sequence[AdapterSize]) -> int:
-        copies = sorted((size.slot for size in sizes), reverse=True)
-        return sum(size.read for size in sizes) + self.copies * sum(copies[: self.slots])
+    def needed(self, held: Sequence[AdapterSize], known: Sequence[AdapterSize]) -> int:
+        """Bytes with `held` in host memory and any of `known` in slots."""
+        copies = sorted((size.slot for size in known), reverse=True)
+        return sum(size.read for size in held) + self.copies * sum(copies[: self.slots])
 
-    def room(self, held: Sequence[AdapterSize]) -> int | None:
-        """Bytes that one more may have as it was read, at most."""
-        return None if self.limit_bytes is None else max(self.limit_bytes - self.needed(held), 0)
+    def fits(self, held: Sequence[AdapterSize], known: Sequence[AdapterSize]) -> bool:
+        return self.limit_bytes is None or self.needed(held, known) <= self.limit_bytes
 
-    def check(self, name: str, held: Sequence[AdapterSize], new: AdapterSize) -> None:
-        """UserError if `new` does not fit beside `held`."""
+    def room(self, kept: Sequence[AdapterSize], others: Sequence[AdapterSize]) -> int | None:
+        """Bytes that one more may have as it was read, at most, if all `others` are evicted for it."""
+        return None if self.limit_bytes is None else max(self.limit_bytes - self.needed(kept, [*kept, *others]), 0)
+
+    def check(
+        self, name: str, kept: Sequence[AdapterSize], others: Sequence[AdapterSize], new: AdapterSize, pinned: bool
+    ) -> None:
+        """UserError if `new` can never be served beside those that are never evicted (`kept`) and those that are
+        evicted when others want their room: if it, or one of the `others`, would not fit beside `kept`."""
         if self.limit_bytes is None:
             return
-        before, after = self.needed(held), self.needed([*held, new])
-        if after > self.limit_bytes:
+        kept, others = ([*kept, new], others) if pinned else (kept, [*others, new])
+        largest = sorted(others, key=lambda size: size.read)[-1:]
+        most = self.needed([*kept, *largest], [*kept, *others])
+        if most > self.limit_bytes:
             raise UserError(
-                f"adapter {name!r} needs {format_bytes(after - before)}, and {len(held)} loaded ones take "
-                f"{format_bytes(before)} of the {format_bytes(self.limit_bytes)} for adapters: unload one, or start "
-                "with more --adapter-memory",
+                f"adapter {name!r} ({format_bytes(new.read)}) would never fit: the adapters that stay in host memory "
+                f"({len(kept)}), the largest of the others and the copies in slots take {format_bytes(most)} of the "
+                f"{format_bytes(self.limit_bytes)} for adapters: pin fewer, unload one, or start with more "
+                "--adapter-memory",
                 "lora_path",
             )

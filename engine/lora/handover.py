@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from dataclasses import replace
+from hashlib import blake2b
 from math import prod
 from typing import Any
 
@@ -21,21 +23,24 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 64
+_DIGEST_BYTES = 16
 
-_Parts = tuple[AdapterWeights, dict[int, ExpertLora]]
+_Parts = tuple[msgspec.Raw, dict[int, ExpertLora], list[str], str, bytes]  # of an adapter: `pack`
 
 
 def pack(weights: AdapterWeights) -> tuple[bytes, int]:
     """(all but the tensors, a sealed memory file with them). Takes `weights.experts` apart as it goes, so that little
-    more than one copy exists. OSError if the file would pass RLIMIT_FSIZE."""
+    more than one copy exists. A digest of what the adapter computes goes with it: names of files and warnings are left
+    out. OSError if the file would pass RLIMIT_FSIZE."""
     file = os.memfd_create("adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    end = 0
+    end, digest = 0, blake2b(digest_size=_DIGEST_BYTES)
 
     def place(value: Any) -> Any:
         nonlocal end
         if not isinstance(value, torch.Tensor):
-            raise NotImplementedError(f"{type(value).__name__} in an adapter")
+            raise TypeError(f"an adapter holds a {type(value).__name__}")
         content = memoryview(value.contiguous().view(torch.uint8).reshape(-1).numpy().data)
+        digest.update(content)
         start, at = end, 0
         while at < len(content):
             at += os.pwrite(file, content[at:], start + at)
@@ -44,7 +49,9 @@ def pack(weights: AdapterWeights) -> tuple[bytes, int]:
 
     encode = msgspec.msgpack.Encoder(enc_hook=place).encode
     experts = {layer: msgspec.Raw(encode(weights.experts.pop(layer))) for layer in list(weights.experts)}
-    head = encode((weights, experts))
+    rest = encode(replace(weights, warnings=[], path=""))
+    digest.update(encode((rest, experts)))
+    head = encode((msgspec.Raw(rest), experts, weights.warnings, weights.path, digest.digest()))
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
     return head, file
 
@@ -63,9 +70,8 @@ def unpack(head: bytes, file: int) -> AdapterWeights:
         return torch.frombuffer(memory, dtype=_DTYPES[dtype], count=prod(shape), offset=start).reshape(shape)
 
     try:
-        weights: AdapterWeights
-        weights, experts = msgspec.msgpack.decode(head, type=_Parts, dec_hook=find)
+        rest, experts, warnings, path, digest = msgspec.msgpack.decode(head, type=_Parts, dec_hook=find)
+        weights = msgspec.msgpack.decode(rest, type=AdapterWeights, dec_hook=find)
     except (msgspec.DecodeError, ValueError, RuntimeError, LookupError, TypeError) as error:
         raise EngineError(f"an adapter was not handed over as it was read: {error}") from error
-    weights.experts = experts
-    return weights
+    return replace(weights, experts=experts, warnings=warnings, path=path, digest=digest)

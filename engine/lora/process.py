@@ -36,6 +36,7 @@ from engine.model.config import ModelConfig
 _DESCRIPTORS = 64
 _MAX_MESSAGE = 64 << 20  # a name and a place for each tensor
 _MAX_REASON = 4000
+_FILES_PER_BYTE = 4  # of an adapter: files hold headers and stale copies beside; the exact size is checked when known
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Arguments of `read_adapter`, and the `budget` that it must fit beside those that are `held`."""
+    """Arguments of `read_adapter`, and the `budget` that it must fit: `kept` and `others` as `AdapterBudget.check`
+    takes them."""
 
     path: str
     name: str
@@ -61,11 +63,19 @@ class ReadRequest:
     max_rank: int | None = None
     base: str | None = None
     budget: AdapterBudget = AdapterBudget()  # noqa: RUF009 - it is immutable
-    held: list[AdapterSize] = field(default_factory=list)
+    pinned: bool = False
+    kept: list[AdapterSize] = field(default_factory=list)
+    others: list[AdapterSize] = field(default_factory=list)
 
 
 class _Opened(msgspec.Struct, tag=True):
     num_bytes: int
+
+
+class _Measured(msgspec.Struct, tag=True):
+    """All is read and checked. The process waits for an answer before it takes memory that the engine keeps."""
+
+    size: AdapterSize
 
 
 class _Refused(msgspec.Struct, tag=True):
@@ -80,7 +90,7 @@ class _Read(msgspec.Struct, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Opened | _Refused | _Read).decode
+_decode = msgspec.msgpack.Decoder(_Opened | _Measured | _Refused | _Read).decode
 
 
 class AdapterReader:
@@ -92,8 +102,11 @@ class AdapterReader:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._closed = False
 
-    def read(self, request: ReadRequest) -> AdapterWeights:
-        """UserError with the reason, whatever went wrong with the folder; EngineError if no process can be started."""
+    def read(
+        self, request: ReadRequest, make_room: Callable[[AdapterSize], None] = lambda size: None
+    ) -> AdapterWeights:
+        """`make_room` gets the adapter's size when that is known; when it has returned, the memory is taken. UserError
+        with the reason, whatever went wrong with the folder; EngineError if no process can be started."""
         ours, theirs = self._context.Pipe()
         self._context.set_forkserver_preload([__name__])
         process = self._context.Process(target=_main, args=(theirs, request, self._limits), daemon=True)
@@ -105,7 +118,7 @@ class AdapterReader:
         self._process = process
         try:
             with ours:
-                return self._receive(ours, request.name)
+                return self._receive(ours, request.name, make_room)
         except (EOFError, OSError):
             process.join()
             raise self._ended(request.name, process.exitcode) from None
@@ -121,7 +134,7 @@ class AdapterReader:
             with suppress(ValueError):  # it has ended meanwhile
                 process.kill()
 
-    def _receive(self, reader: Connection, name: str) -> AdapterWeights:
+    def _receive(self, reader: Connection, name: str, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
         began, allowed_s = time.monotonic(), self._limits.wall_s
         while True:
             left = began + allowed_s - time.monotonic()
@@ -130,6 +143,11 @@ class AdapterReader:
             match _decode(reader.recv_bytes(_MAX_MESSAGE)):
                 case _Opened(num_bytes):
                     allowed_s += num_bytes / self._limits.wall_bytes_per_s
+                case _Measured(size):
+                    asked = time.monotonic()
+                    make_room(size)
+                    allowed_s += time.monotonic() - asked
+                    reader.send_bytes(b"")
                 case _Refused(reason, at):
                     raise UserError(reason, at) if at != "lora_path" else AdapterError(reason)
                 case _Read(head):
@@ -157,8 +175,9 @@ def _main(engine: Connection, request: ReadRequest, limits: Limits) -> None:
     limit_this_process(limits)
 
     def opened(num_bytes: int) -> None:
-        request.budget.check(request.name, request.held, AdapterSize(num_bytes, 0))
-        _limit_work(limits, num_bytes, request.budget.room(request.held))
+        budget, kept, others = request.budget, request.kept, request.others
+        budget.check(request.name, kept, others, AdapterSize(num_bytes // _FILES_PER_BYTE, 0), request.pinned)
+        _limit_work(limits, num_bytes, budget.room(kept, others))
         engine.send_bytes(_encode(_Opened(num_bytes)))
 
     answer: _Refused | _Read
@@ -173,6 +192,9 @@ def _main(engine: Connection, request: ReadRequest, limits: Limits) -> None:
             base=request.base,
             opened=opened,
         )
+        size = AdapterSize(weights.num_bytes, weights.slot_bytes(request.budget.element_bytes))
+        engine.send_bytes(_encode(_Measured(size)))
+        engine.recv_bytes()
         head, file = pack(weights)
         answer = _Read(head)
     except UserError as error:

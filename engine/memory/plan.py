@@ -268,6 +268,11 @@ def _remedies(inputs: Inputs, plan: MemoryPlan) -> list[str]:
         trial(f"--max-num-batched-tokens {fewer}", replace(inputs, token_budget=fewer))
     if config.adapters:
         trial("fewer --adapters", adapters=[])
+        if config.adapter_memory is None:
+            files = sorted((file_bytes(text.partition("=")[2]) for text in config.adapters), reverse=True)
+            copies = inputs.adapter_copies.get(inputs.cpu.name, 0) * sum(files[: config.max_adapter_slots])
+            least = f"{-(-(files[0] + copies) // (1 << 20))}MiB"  # the others are read again when they are wanted
+            trial(f"--adapter-memory {least}", adapter_memory=least)
     if config.adapter_memory is not None:
         trial("a smaller --adapter-memory", adapter_memory=None)
     if inputs.native:

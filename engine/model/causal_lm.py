@@ -164,4 +164,5 @@ class CausalLM:
 
 
 def _to(mlp: ExtraMlp, like: torch.Tensor) -> ExtraMlp:
-    return ExtraMlp(*(t.to(like.device, like.dtype) for t in (mlp.gate, mlp.up, mlp.down)))
+    """A copy: the one in host memory may be evicted."""
+    return ExtraMlp(*(t.to(like.device, like.dtype, copy=True) for t in (mlp.gate, mlp.up, mlp.down)))

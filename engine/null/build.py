@@ -15,6 +15,7 @@ from engine.core import EngineCore
 from engine.errors import ModelFileError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.adapters import Adapters
+from engine.lora.budget import AdapterSize
 from engine.lora.process import ReadRequest
 from engine.messages import FromEngine, Ready
 from engine.null.runner import NullModel, NullRunner
@@ -39,7 +40,7 @@ _USED = {
 class NullReader:
     """Every folder is an adapter without weights, whether it exists or not."""
 
-    def read(self, request: ReadRequest) -> AdapterWeights:
+    def read(self, request: ReadRequest, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
         return AdapterWeights(request.name, "null", path=request.path)
 
     def close(self) -> None:

@@ -52,6 +52,8 @@ class AdapterSlots:
         self._loads: list[SlotLoad] = []
         self._clock = 0
         self.num_uses = 0  # requests that began to run with an adapter
+        self.num_arrivals = 0  # requests with an adapter that came
+        self.num_hits = 0  # those of them whose adapter was in a slot
         self.num_loads = 0
         self.waited_s = 0.0  # of adapters, until a slot was theirs
 
@@ -86,6 +88,10 @@ class AdapterSlots:
 
     def add_user(self, adapter: AdapterKey) -> None:
         self._users[adapter] = self._users.get(adapter, 0) + 1
+        if adapter != BASE:
+            slot = self._where.get(adapter)
+            self.num_arrivals += 1
+            self.num_hits += slot is not None and slot.state is SlotState.READY
 
     def drop_user(self, adapter: AdapterKey) -> None:
         self._users[adapter] -= 1

@@ -68,6 +68,9 @@ class WaitingQueue:
                     ranks[adapter] = rank
         return ranks
 
+    def has(self, adapter: AdapterKey) -> bool:
+        return any(adapter in adapters for adapters in self._lists.values())
+
     def of_adapter(self, adapter: AdapterKey) -> list[Request]:
         found = [e for adapters in self._lists.values() for e in adapters.get(adapter, ())]
         return [request for _, _, request in sorted(found, key=lambda e: e[:2])]

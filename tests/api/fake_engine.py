@@ -77,9 +77,9 @@ class FakeEngine:
             line = {"pid": os.getpid(), "t": time.monotonic(), "type": type(message).__name__}
             print(json.dumps({**line, **msgspec.to_builtins(message, str_keys=True)}), file=self.log, flush=True)
 
-    def add_adapter(self, name: str, path: str, version: int = 1) -> m.AdapterInfo:
+    def add_adapter(self, name: str, path: str, version: int = 1, pinned: bool = False) -> m.AdapterInfo:
         uid = len(self.adapters) + 1
-        info = m.AdapterInfo(name, path, uid, version, "fake", 8, 1000, [])
+        info = m.AdapterInfo(name, path, uid, version, "fake", 8, 1000, [], pinned)
         self.adapters[name] = info
         return info
 
@@ -193,8 +193,9 @@ class FakeEngine:
             self.send(m.Reply(call_id=call, ok=False, error="already loaded", field="lora_name", status=409))
         else:
             old = self.adapters.get(message.name)
-            info = self.add_adapter(message.name, message.path, old.version + 1 if old else 1)
+            info = self.add_adapter(message.name, message.path, old.version + 1 if old else 1, message.pinned)
             self.send(m.Reply(call_id=call, ok=True, adapter=info))
+            self.send(m.AdapterMoved(name=message.name, residency="host"))
 
     def step(self) -> None:
         self.steps += 1

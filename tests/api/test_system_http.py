@@ -45,8 +45,12 @@ def test_an_adapters_life(server: Running, tmp_path: Path) -> None:
     assert answer.choices[0].text == "a"
     again = admin(server, "/v1/load_lora_adapter", lora_name="org/new", lora_path=str(tmp_path))
     assert again.status_code == 409 and again.json()["error"]["param"] == "lora_name"
-    replaced = admin(server, "/v1/load_lora_adapter", lora_name="org/new", lora_path=str(tmp_path), replace=True)
-    assert replaced.json()["version"] == 2
+    call = {"lora_name": "org/new", "lora_path": str(tmp_path), "replace": True, "pinned": True}
+    replaced = admin(server, "/v1/load_lora_adapter", **call)
+    assert replaced.json()["version"] == 2 and replaced.json()["pinned"] is True
+    shown = server.http.get("/v1/models/org/new").json()
+    assert (shown["residency"], shown["pinned"]) == ("host", True)
+    assert "residency" not in server.http.get("/v1/models/tiny").json()
     assert admin(server, "/v1/unload_lora_adapter", lora_name="org/new").status_code == 200
     assert admin(server, "/v1/unload_lora_adapter", lora_name="org/new").status_code == 404
     with pytest.raises(openai.NotFoundError):

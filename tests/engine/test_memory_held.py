@@ -6,6 +6,7 @@ import pytest
 
 from engine.linear.native import NativeLinear
 from engine.linear.reference import ReferenceLinear
+from engine.lora.budget import AdapterSize
 from engine.messages import LoadAdapter, Reply
 from native import available
 from testing.harness import Harness
@@ -67,21 +68,23 @@ def test_weights_cache_and_buffers_are_counted(tmp_path, settings, type, tied):
     engine.close()
 
 
-def test_one_adapter_too_many_is_refused(tmp_path):
+def test_an_adapter_that_never_fits_is_refused(tmp_path):
     family = Family(tmp_path, num_experts=4)
     engine = Harness(family.model_path)
     for name in ("adapter-0", "adapter-1"):
         engine.adapter(name, family.paths[name])
     adapters, budget = engine.core.adapters, engine.plan.adapter_budget
     assert budget.limit_bytes == engine.plan.memory.adapter_bytes > 1 << 20
-    needed = budget.needed([adapters._size(held.read) for held in adapters._held()])
+    weights = [adapters.weights(adapters.resolve(name)) for name in ("adapter-0", "adapter-1")]
+    sizes = [AdapterSize(each.num_bytes, each.slot_bytes(budget.element_bytes)) for each in weights]
+    needed = budget.needed(sizes[1:], sizes)  # the larger one in host memory, copies of both in slots
     engine.close()
     engine = Harness(family.model_path, adapter_memory=str(needed))
     for name in ("adapter-0", "adapter-1"):
         engine.adapter(name, family.paths[name])
     engine.core.handle(LoadAdapter(call_id=5, name="adapter-2", path=str(family.paths["adapter-2"])))
-    engine.until(lambda: engine.messages)
+    engine.until(lambda: any(isinstance(message, Reply) for message in engine.messages))
     (reply,) = [message for message in engine.messages if isinstance(message, Reply)]
     assert not reply.ok and reply.status == 400 and "--adapter-memory" in str(reply.error)
-    assert engine.generate([[1, 2, 3]], ["adapter-1"], max_tokens=2)
+    assert engine.generate([[1, 2, 3]] * 2, ["adapter-0", "adapter-1"], max_tokens=2)
     engine.close()

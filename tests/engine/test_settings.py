@@ -28,10 +28,10 @@ NUMBERS = [s for s in settings_of(EngineConfig) + settings_of(ServeConfig) if s.
 
 # Wherever these are given they are obeyed, or the engine does not start for another reason.
 ALWAYS = {
-    "model", "gguf", "served_model_name", "dtype", "max_model_len", "adapters", "max_adapter_slots", "rules", "device",
-    "attention_backend", "linear_backend", "max_num_seqs", "max_num_batched_tokens", "kv_cache_tokens",
-    "kv_cache_memory", "kv_cache_dtype", "prefix_caching", "max_queue", "itl_target_ms", "overlap", "seed", "speculate",
-    "profile_dir", "force_memory_plan", "deterministic", "check_integrity",
+    "model", "gguf", "served_model_name", "dtype", "max_model_len", "adapters", "pinned_adapters", "max_adapter_slots",
+    "rules", "device", "attention_backend", "linear_backend", "max_num_seqs", "max_num_batched_tokens",
+    "kv_cache_tokens", "kv_cache_memory", "kv_cache_dtype", "prefix_caching", "max_queue", "itl_target_ms", "overlap",
+    "seed", "speculate", "profile_dir", "force_memory_plan", "deterministic", "check_integrity",
 }  # fmt: skip
 # Setting -> (settings with which it has its effect, settings with which it has none)
 SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -14,10 +14,20 @@ from hypothesis import strategies as st
 
 from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
-from engine.lora.adapters import Adapters, AdapterStatus, Loaded, LoadFailed, Retiring, SlotFailed, SlotFilled
-from engine.lora.budget import AdapterBudget
+from engine.lora.adapters import Adapters
+from engine.lora.budget import AdapterSize
 from engine.lora.process import ReadRequest
 from engine.lora.reader import read_adapter
+from engine.lora.version import (
+    AdapterStatus,
+    Loaded,
+    LoadFailed,
+    Moved,
+    Residency,
+    Retiring,
+    SlotFailed,
+    SlotFilled,
+)
 from engine.messages import AdapterInfo
 from scheduler.plan import SlotLoad
 from scheduler.request import BASE, AdapterKey
@@ -34,12 +44,14 @@ class InThread:
         self.go.set()
         self._read = read or (lambda r: read_adapter(r.path, r.config, name=r.name, max_rank=r.max_rank))
 
-    def read(self, request: ReadRequest) -> AdapterWeights:
+    def read(self, request: ReadRequest, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
         self.began.set()
         assert self.go.wait(10)
         if self.broken is not None:
             raise self.broken
-        return self._read(request)
+        weights = self._read(request)
+        make_room(AdapterSize(weights.num_bytes, weights.slot_bytes(request.budget.element_bytes)))
+        return weights
 
     def close(self) -> None:
         self.go.set()
@@ -52,12 +64,19 @@ class Book(Adapters):
         self.reader: InThread = options.pop("reader", None) or InThread()
         super().__init__(CONFIG, "base", self.reader, fill, **options)
         self.seen: list = []
+        self.moves: list[tuple[str, Residency]] = []
         self._calls = 0
 
-    def start(self, name: str, path: Path | str, replace: bool = False) -> int:
+    def start(self, name: str, path: Path | str, replace: bool = False, pinned: bool = False) -> int:
         self._calls += 1
-        self.load(self._calls, name, str(path), replace)
+        self.load(self._calls, name, str(path), replace, pinned=pinned)
         return self._calls
+
+    def events(self) -> list:
+        """All but moves, which are kept apart."""
+        found = super().events()
+        self.moves += [(event.name, event.residency) for event in found if isinstance(event, Moved)]
+        return [event for event in found if not isinstance(event, Moved)]
 
     def take(self) -> list:
         """All events until nothing is in progress."""
@@ -68,17 +87,25 @@ class Book(Adapters):
         self.seen += events
         return events
 
-    def loaded(self, name: str, path: Path | str, replace: bool = False) -> AdapterKey:
-        call = self.start(name, path, replace)
+    def loaded(self, name: str, path: Path | str, replace: bool = False, pinned: bool = False) -> AdapterKey:
+        call = self.start(name, path, replace, pinned)
         event = self.take()[-1]
         assert isinstance(event, Loaded) and event.call_id == call, event
         return key_of(event.info)
 
-    def fails(self, name: str, path: Path | str, replace: bool = False) -> Exception:
-        call = self.start(name, path, replace)
+    def fails(self, name: str, path: Path | str, replace: bool = False, pinned: bool = False) -> Exception:
+        call = self.start(name, path, replace, pinned)
         (event,) = self.take()
         assert isinstance(event, LoadFailed) and event.call_id == call
         return event.error
+
+    def filled(self, key: AdapterKey, slot: int = 1) -> str:
+        """Put it into a slot; the reason if that fails."""
+        self.fill(SlotLoad(slot, key))
+        event = self.take()[-1]
+        assert event == SlotFilled(slot) or (isinstance(event, SlotFailed) and event.slot == slot)
+        self.check_integrity()
+        return "" if isinstance(event, SlotFilled) else event.reason
 
     @property
     def retiring(self) -> list[AdapterKey]:
@@ -240,38 +267,6 @@ def test_rank_limit(folder: Path) -> None:
     book = Book(max_rank=2)
     assert "rank 3 is over" in str(book.fails("a", folder))
     book.close()
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Nothing that serves is touched. (By the files, before they are read: tests/lora/test_process.py)"""
-    one, two = adapter(tmp_path / "one", seed=1), adapter(tmp_path / "two", seed=2)
-    sizes = Book()
-    weights = sizes.weights(sizes.loaded("a", one))
-    read, copy = weights.num_bytes, weights.slot_bytes(2)
-    sizes.close()
-    tight = Book(budget=AdapterBudget(2 * read + copy - 1, slots=1))
-    first = tight.loaded("a", one)
-    error = tight.fails("b", two)
-    assert isinstance(error, UserError) and error.field == "lora_path"
-    assert "adapter 'b' needs" in str(error) and "1 loaded ones take" in str(error) and "--adapter-memory" in str(error)
-    assert "--adapter-memory" in str(tight.fails("a", two, replace=True))  # both would be there for a while
-    assert tight.status("a") is AdapterStatus.READY and tight.status("b") is AdapterStatus.FAILED
-    tight.unload("a")
-    tight.release(first)
-    tight.take()
-    tight.loaded("b", two)
-    tight.close()
-    enough = Book(budget=AdapterBudget(2 * read + copy, slots=1))
-    for name, path in (("a", one), ("b", two), ("c", one)):  # what is being read counts when the next begins
-        enough.start(name, path)
-    assert [type(event) for event in enough.take()] == [Loaded, Loaded, LoadFailed]
-    enough.close()
-    for slots, fits in ((2, False), (1, True)):  # two copies, or one
-        book = Book(budget=AdapterBudget(2 * read + 2 * copy - 1, slots=slots))
-        book.loaded("a", one)
-        book.start("b", two)
-        assert isinstance(book.take()[0], Loaded) == fits
-        book.close()
 
 
 def test_our_fault_while_reading(book: Book, folder: Path) -> None:

@@ -215,6 +215,14 @@ def test_advice_is_tried(source: WeightSource, tmp_path: Path) -> None:
     adapters = plan(source, cpu=300 * MIB, adapters=[f"a={tmp_path}"])
     assert size(adapters, "adapters at start, 1") == 200 * MIB  # read, and in a slot
     assert adapters.remedies == ["fewer --adapters"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "adapter_model.safetensors").write_bytes(b"\0" * (60 * MIB))
+    both = [f"a={tmp_path}", f"b={other}"]
+    few = {"adapters": both, "max_adapter_slots": 1, "kv_cache_tokens": 64}
+    fits = next(cpu for cpu in range(200, 1000, 10) if not plan(source, cpu=cpu * MIB, **few).short)
+    evicting = plan(source, cpu=(fits - 20) * MIB, **few)
+    assert evicting.remedies == ["fewer --adapters", "--adapter-memory 200MiB"]
     hopeless = plan(source, cpu=10 * MIB)
     assert hopeless.remedies == []
     with pytest.raises(MemoryPlanError, match="no setting makes it fit"):

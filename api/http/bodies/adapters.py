@@ -15,6 +15,7 @@ class LoadAdapterRequest(Body):
     replace: bool = False
     load_inplace: bool = False  # vLLM's name for the same
     expert_scaling: Literal["alpha/r", "alpha/sqrt(r)", "peft"] | None = None
+    pinned: bool = False  # SGLang's name: it stays in host memory
 
 
 class UnloadAdapterRequest(Body):

@@ -21,6 +21,7 @@ async def load(service: Service, body: LoadAdapterRequest) -> m.AdapterInfo:
         await asyncio.to_thread(_allowed, body.lora_path, service.config),  # a file system may take its time
         replace=body.replace or body.load_inplace,
         expert_scaling=body.expert_scaling,
+        pinned=body.pinned,
     )
 
 

@@ -49,6 +49,7 @@ def router() -> APIRouter:
                 "format": info.format,
                 "rank": info.rank,
                 "num_bytes": info.num_bytes,
+                "pinned": info.pinned,
                 "warnings": info.warnings,
             }
         )
