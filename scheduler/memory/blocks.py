@@ -154,16 +154,12 @@ class BlockManager:
         for blocks in holders:
             for block in blocks:
                 counts[block] += 1
-        found = [
-            f"block {block} has {have} holders, {want} are known"
-            for block, (have, want) in enumerate(zip(self._holders, counts, strict=True))
-            if have != want
-        ]
-        found += [
-            f"block {block} is {'free' if block in self._free else 'not free'} with {count} holders"
-            for block, count in enumerate(counts)
-            if (block in self._free) == bool(count)
-        ]
+        found = []
+        for block, (have, want) in enumerate(zip(self._holders, counts, strict=True)):
+            if have != want:
+                found.append(f"block {block} has {have} holders, {want} are known")
+            if (block in self._free) == bool(want):
+                found.append(f"block {block} is {'free' if want else 'not free'} with {want} holders")
         if self.num_free_cached != sum(block in self.cache for block in self._free):
             found.append(f"{self.num_free_cached} free blocks are said to be findable")
         return found + self.cache.problems()

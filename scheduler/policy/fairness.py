@@ -8,6 +8,7 @@ Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,11 +77,13 @@ class Fairness:
 
     def problems(self, live: Sequence[Request], waiting: Sequence[Request]) -> list[str]:
         found = []
-        for name, tenant in self._tenants.items():
-            for field, requests in (("num_live", live), ("num_waiting", waiting)):
-                count = sum(request.account == name for request in requests)
-                if getattr(tenant, field) != count:
-                    found.append(f"tenant {name!r}: {field} is {getattr(tenant, field)}, {count} are known")
+        for field, requests in (("num_live", live), ("num_waiting", waiting)):
+            counts = Counter([request.account for request in requests])
+            found += [
+                f"tenant {name!r}: {field} is {getattr(tenant, field)}, {counts[name]} are known"
+                for name, tenant in self._tenants.items()
+                if getattr(tenant, field) != counts[name]
+            ]
         return found
 
     def _forget_idle(self) -> None:

@@ -164,9 +164,11 @@ class FakeEngine:
     def step(self) -> StepPlan | None:
         """Schedule and launch; then commit what depth leaves no room for."""
         plan = self.schedule()
-        while len(self.in_flight) > (self.depth if plan is not None else 0):
-            self.commit()
-        self.check()
+        if len(self.in_flight) > (depth := self.depth if plan is not None else 0):
+            while len(self.in_flight) > depth:
+                self.commit()
+            self.scheduler.check_integrity()
+        self.check_requests()
         return plan
 
     def schedule(self) -> StepPlan | None:
@@ -203,7 +205,8 @@ class FakeEngine:
         results = []
         size = self.config.block_size
         # reads see only what earlier steps wrote: a row never uses what another row of its step writes
-        snapshot = [list(block) for block in self.kv]
+        read = [table[(row.start - 1) // size] for row, table in zip(plan.rows, plan.block_tables, strict=True)]
+        snapshot = {block: list(self.kv[block]) for block in read}
         for row, table in zip(plan.rows, plan.block_tables, strict=True):
             adapter = self.resident[row.adapter_slot]
             assert adapter == row.request.adapter
@@ -254,6 +257,9 @@ class FakeEngine:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        self.check_requests()
+
+    def check_requests(self) -> None:
         known = {r.request_id for r in self.scheduler.requests()}
         assert known == set(self.submitted) - set(self.terminal)
 
