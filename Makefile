@@ -8,12 +8,13 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := ktserve api engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format load chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat setup test test-clients lint format load chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
 	@echo 'make chat       talk to the demo model in this terminal'
 	@echo 'make test       set everything up and run all tests'
+	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       a minute of locust against a server of its own; prints the table'
 	@echo 'make chaos      ten minutes of floods, hang-ups, broken bodies and folders, engine kills; prints how requests ended'
@@ -32,6 +33,9 @@ chat: setup
 # Two processes, a file at a time: half of the time goes into waiting.
 test: setup
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-clients: setup $(VENV)/.clients
+	@KTSERVE_TEST_CLIENTS=1 $(PY) -m pytest tests/clients $(ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check $(SOURCES)
@@ -91,6 +95,13 @@ $(VENV)/.packages: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'installing packages (a few minutes the first time) ...'
 	@$(PIP) install -qq --constraint constraints.txt scikit-build-core nanobind cmake ninja torch
 	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --config-settings=wheel.cmake=false --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.clients: pyproject.toml constraints.txt tests/clients/node/package.json | $(VENV)/.packages
+	@echo 'installing clients ...'
+	@$(PIP) install -qq --constraint constraints.txt $$($(PY) -m testing.extra clients)
+	@command -v npm >/dev/null && (cd tests/clients/node && npm install --no-package-lock --no-audit --no-fund --silent) \
+	  || echo 'npm is not here or failed: the clients of JavaScript will be skipped'
 	@touch $@
 
 # kt_kernel pins another torch in its metadata but does not use it; its wheel needs Linux x86-64 with glibc 2.35.

@@ -94,7 +94,7 @@ class Chats:
             raise bad_request(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
         _check_variables(variables)
         notes.unused += [f"chat_template_kwargs.{name}" for name in sorted(set(variables) - self._variables)]
-        written = normalise(messages)
+        written = normalise(messages, notes.found_unknown)
         if not self._tools_in_template:
             written = without_calls(written)
             if use is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from api.errors import ApiError, bad_request, shortened
+
+Unknown = Callable[[str, str], None]  # is told the name of a field that nobody knows, and where it stands
 
 _FIELDS = {"role", "content", "name", "reasoning_content", "tool_calls", "function_call", "tool_call_id"}
 _NOT_YET = {"audio", "refusal"}
@@ -15,13 +17,19 @@ _ROLES = {"system", "user", "assistant", "tool"}
 _MAX_CALLS = 1024  # of one message
 
 
-def normalise(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def refused(key: str, where: str) -> None:
+    """An `Unknown` that takes none. Raises ApiError."""
+    name = f"{where}.{key[:100]}"
+    raise bad_request(f"unknown field '{name}'", name, "unknown_field")
+
+
+def normalise(messages: Sequence[dict[str, Any]], unknown: Unknown = refused) -> list[dict[str, Any]]:
     """Content parts joined to text, `developer` as `system`, `function` as `tool`, arguments of calls as objects where
-    they are such, null fields left out. Raises ApiError 400 naming messages[i].field."""
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    they are such, null and unknown fields left out. Raises ApiError 400 naming messages[i].field."""
+    return [_message(message, f"messages[{i}]", unknown) for i, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, unknown: Unknown) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if value is not None}
     if "reasoning" in fields:  # another name of it
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
@@ -30,7 +38,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
             if fields[key] not in ([], ""):
                 raise _not_yet(f"{where}.{key}")
         elif key not in _FIELDS | _ECHOED:
-            raise _unknown(where, key)
+            unknown(key, where)
     given = fields.get("role")
     role = {"developer": "system", "function": "tool"}.get(given, given) if isinstance(given, str) else given
     if not isinstance(role, str) or role not in _ROLES:
@@ -38,7 +46,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}.role: 'system', 'user', 'assistant' or 'tool' is expected, got {shortened(given)}",
             f"{where}.role",
         )
-    result: dict[str, Any] = {"role": role, "content": _content(fields.get("content"), role, f"{where}.content")}
+    content = _content(fields.get("content"), role, f"{where}.content", unknown)
+    result: dict[str, Any] = {"role": role, "content": content}
     for key in ("name", "reasoning_content", "tool_call_id"):
         if key in fields:
             if not isinstance(fields[key], str):
@@ -94,17 +103,17 @@ def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     return value if isinstance(value, dict) else arguments
 
 
-def _content(content: Any, role: str, where: str) -> str:
+def _content(content: Any, role: str, where: str, unknown: Unknown) -> str:
     if isinstance(content, str):
         return content
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, list):
         raise bad_request(f"{where}: a text or a list of text parts is expected", where)
-    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return "".join(_part(part, f"{where}[{i}]", unknown) for i, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, unknown: Unknown) -> str:
     if not isinstance(part, dict) or "type" not in part:
         raise bad_request(f'{where}: {{"type": "text", "text": ...}} is expected', where)
     if part["type"] != "text":
@@ -113,15 +122,10 @@ def _part(part: Any, where: str) -> str:
         )
     if not isinstance(part.get("text"), str):
         raise bad_request(f"{where}.text: a text is expected", f"{where}.text")
-    unknown = [key for key, value in part.items() if key not in ("type", "text") and value is not None]
-    if unknown:
-        raise _unknown(where, unknown[0])
+    for key, value in part.items():
+        if key not in ("type", "text") and value is not None:
+            unknown(key, where)
     return str(part["text"])
-
-
-def _unknown(where: str, key: str) -> ApiError:
-    name = f"{where}.{key[:100]}"
-    return bad_request(f"unknown field '{name}'", name, "unknown_field")
 
 
 def _not_yet(where: str, what: str = "") -> ApiError:

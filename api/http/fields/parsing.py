@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from api.errors import ApiError, bad_request, shortened
 from api.http.bodies.dialects import OllamaOptions
 from api.http.bodies.generation import StreamOptions
 from api.http.bodies.values import Body
-from api.http.fields.field import Field, Status
+from api.http.fields.field import Status
 from api.http.fields.tables import fields_of
 
 _MAX_FIELDS = 256
@@ -36,6 +37,18 @@ class Notes:
     unknown: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
 
+    def found_unknown(self, key: str, where: str = "", known: Iterable[str] = ()) -> None:
+        """In a list it is noted once, whatever its place. Raises ApiError that names the nearest of `known`."""
+        prefix = where and f"{where}."
+        if self.unknown_fields == "reject":
+            near = difflib.get_close_matches(key[:_MAX_NAME], known, 1)
+            hint = f"; did you mean {prefix + near[0]!r}?" if near else ""
+            name = prefix + key[:_MAX_NAME]
+            raise bad_request(f"unknown field {name!r}{hint}", name, "unknown_field")
+        name = re.sub(r"\[\d+\]", "[]", prefix) + key[:_MAX_NAME]
+        if self.unknown_fields == "warn" and name not in self.unknown:
+            self.unknown.append(name)
+
 
 def parse(kind: type[_Model], raw: bytes, notes: Notes | None = None) -> _Model:
     """Raises ApiError 400 that names the first wrong field. `null` is the same as absent."""
@@ -48,7 +61,7 @@ def parse_object(kind: type[_Model], content: dict[str, Any], notes: Notes | Non
     body = _known(kind, _present(content), "", notes)
     for name, nested in _NESTED.items():
         if isinstance(options := body.get(name), dict):
-            body[name] = _known(nested, _present(options), f"{name}.", notes)
+            body[name] = _known(nested, _present(options), name, notes)
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -93,13 +106,13 @@ def _present(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
 
-def _known(kind: type[Body], body: dict[str, Any], prefix: str, notes: Notes) -> dict[str, Any]:
-    """The body's supported fields by their own names."""
-    table, kept = fields_of(kind), {}
+def _known(kind: type[Body], body: dict[str, Any], where: str, notes: Notes) -> dict[str, Any]:
+    """The supported fields of a body, or of the field `where` of one, by their own names."""
+    table, kept, prefix = fields_of(kind), {}, where and f"{where}."
     for key, value in body.items():
         known = table.get(key)
         if known is None:
-            _unknown(key, table, prefix, notes)
+            notes.found_unknown(key, where, table)
             continue
         if known.status is Status.SUPPORTED:
             kept[key] = value
@@ -114,16 +127,6 @@ def _known(kind: type[Body], body: dict[str, Any], prefix: str, notes: Notes) ->
         elif known.status is Status.NO_OP:
             notes.unused.append(prefix + key)
     return kept
-
-
-def _unknown(key: str, table: Mapping[str, Field], prefix: str, notes: Notes) -> None:
-    name = prefix + key[:_MAX_NAME]
-    if notes.unknown_fields == "reject":
-        near = difflib.get_close_matches(key[:_MAX_NAME], table, 1)
-        hint = f"; did you mean {prefix + near[0]!r}?" if near else ""
-        raise bad_request(f"unknown field {name!r}{hint}", name, "unknown_field")
-    if notes.unknown_fields == "warn":
-        notes.unknown.append(name)
 
 
 def readable(error: ValidationError) -> ApiError:

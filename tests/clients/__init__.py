@@ -1,0 +1,1 @@
+"""Stock clients against `ktserve serve` with the demo model: `make test-clients`."""

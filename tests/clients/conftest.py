@@ -1,0 +1,5 @@
+"""One server for all clients."""
+
+from tests.e2e.conftest import demo
+
+__all__ = ["demo"]
