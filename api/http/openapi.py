@@ -7,11 +7,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from api.http.bodies.dialects import OllamaOptions
-from api.http.bodies.generation import StreamOptions
 from api.http.bodies.values import NUMBER, Body
 from api.http.fields.field import Field, Status
-from api.http.fields.tables import fields_of
+from api.http.fields.tables import fields_of, parts_of
 
 _NULL = {"type": "null"}
 _OPENAI_ERROR = {
@@ -75,9 +73,8 @@ def body_schema(kind: type[Body]) -> dict[str, Any]:
 def _inlined(kind: type[Body]) -> dict[str, Any]:
     schema = kind.model_json_schema()
     nested = schema.pop("$defs", {})
-    for table in (StreamOptions, OllamaOptions):
-        if table.__name__ in nested:
-            nested[table.__name__] = {**body_schema(table), "additionalProperties": True}
+    for part in parts_of(kind).values():
+        nested[part.__name__] = {**body_schema(part), "additionalProperties": True}
 
     def inline(node: Any) -> Any:
         if isinstance(node, dict):

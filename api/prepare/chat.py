@@ -80,7 +80,8 @@ class Chats:
             parameters=parameters_of(body.use.tools) if body.use is not None and self._form.xml else {},
             max_calls=1 if body.use is not None and body.use.one else None,
         )
-        return Chat(rendered, layout, self._grammar(body.use, layout, answer), self._budget(body, layout, notes))
+        grammar = self._grammar(body, layout, answer, rendered)
+        return Chat(rendered, layout, grammar, self._budget(body, layout, grammar, notes))
 
     def rendered(
         self,
@@ -107,14 +108,14 @@ class Chats:
         """The template's variables: those of the request, and what its fields about reasoning mean here."""
         variables = dict(body.chat_template_kwargs)
         wanted = body.enable_thinking
+        if wanted is not None and not self._switch(variables, wanted):
+            notes.unused.append("enable_thinking")
         if body.reasoning_effort is not None:
             switched = body.reasoning_effort != "none"
             if "reasoning_effort" in self._variables:
                 variables.setdefault("reasoning_effort", body.reasoning_effort)
             elif not self._switch(variables, switched):
                 notes.unused.append("reasoning_effort")
-        if wanted is not None and not self._switch(variables, wanted):
-            notes.unused.append("enable_thinking")
         return variables
 
     def _switch(self, variables: dict[str, Any], thinking: bool) -> bool:
@@ -124,18 +125,32 @@ class Chats:
             variables.setdefault(name, thinking)
         return bool(names)
 
-    def _grammar(self, use: ToolUse | None, layout: Layout, answer: GrammarSpec | None) -> GrammarSpec | None:
-        """Of calls and answer; behind reasoning, if that is open."""
+    def _grammar(
+        self, body: ChatRequest, layout: Layout, answer: GrammarSpec | None, rendered: Rendered
+    ) -> GrammarSpec | None:
+        """Of calls and answer; behind reasoning, if that is open or may come first and can be told by its tokens."""
+        use = body.use
         spec = answer if use is None else grammar_of(use, self._form, answer)
-        if spec is None or not layout.thinking:
+        if spec is None or not (layout.thinking or self._may_think(body, rendered)):
             return spec
-        after = self._token(END_THINK)
-        if after is None:
+        begin, end = self._token(THINK), self._token(END_THINK)
+        if layout.thinking and end is None:
             message = "this model's end of reasoning is not one token, so what follows cannot be constrained"
             raise bad_request(f"{spec.field}: {message}; switch reasoning off", spec.field)
-        return msgspec.structs.replace(spec, after=after)
+        if begin is None or end is None:
+            return spec
+        return msgspec.structs.replace(spec, after=end, opens=None if layout.thinking else begin)
 
-    def _budget(self, body: ChatRequest, layout: Layout, notes: Notes) -> ThinkingBudget | None:
+    def _may_think(self, body: ChatRequest, rendered: Rendered) -> bool:
+        """Whether an answer may begin with reasoning: not where it is switched off, or the answer has begun."""
+        switches = [body.chat_template_kwargs.get(name) for name in _SWITCHES]
+        off = body.enable_thinking is False or body.reasoning_effort == "none" or False in switches
+        begun = body.continue_final_message or rendered.text.rstrip().endswith(END_THINK)
+        return self._thinks and not off and not begun
+
+    def _budget(
+        self, body: ChatRequest, layout: Layout, grammar: GrammarSpec | None, notes: Notes
+    ) -> ThinkingBudget | None:
         if body.thinking_token_budget is None:
             return None
         if not layout.thinks:
@@ -146,6 +161,8 @@ class Chats:
         if end is None or begin is None or end not in closing:
             message = f"thinking_token_budget needs a model in which {THINK} and {END_THINK} are one token each"
             raise bad_request(message, "thinking_token_budget", "unsupported_field")
+        if grammar is not None:  # what stands behind the end is the grammar's
+            closing = closing[: closing.index(end) + 1]
         return ThinkingBudget(body.thinking_token_budget, None if layout.thinking else begin, end, tuple(closing))
 
     def _token(self, text: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from api.http.bodies.sampling import check_vocabulary
 from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
 from api.http.bodies.values import MAX_CHOICES, Body
 from api.http.dialects import anthropic, ollama, responses
+from api.http.dialects.content import in_words, renamed
 from api.http.fields.parsing import Notes, parse, parse_object
 from api.prepare.chat import Chats
 from api.prepare.grammars import Grammars
@@ -68,15 +69,15 @@ class Preparer:
             case Kind.CHAT:
                 return self._chat(parse(ChatRequest, raw, notes), job, notes)
             case Kind.MESSAGES:
-                return self._chat_of(anthropic.chat_of(parse(MessagesRequest, raw, notes)), job, notes)
+                return self._chat_of(anthropic.chat_of(parse(MessagesRequest, raw, notes)), job, notes, anthropic.WORDS)
             case Kind.RESPONSES:
                 return self._response(parse(ResponsesRequest, raw, notes), job, notes)
             case Kind.OLLAMA_CHAT:
-                return self._chat_of(ollama.chat_of(parse(OllamaChatRequest, raw, notes)), job, notes)
+                return self._chat_of(ollama.chat_of(parse(OllamaChatRequest, raw, notes)), job, notes, ollama.WORDS)
             case Kind.OLLAMA_GENERATE:
                 body = parse(OllamaGenerateRequest, raw, notes)
                 if not body.raw:
-                    return self._chat_of(ollama.chat_of(body), job, notes)
+                    return self._chat_of(ollama.chat_of(body), job, notes, ollama.WORDS)
                 prepared = self._completion(parse_object(CompletionRequest, ollama.completion_of(body)), job)
                 return msgspec.structs.replace(prepared, is_raw=True)
             case Kind.COMPLETION:
@@ -90,19 +91,29 @@ class Preparer:
                 text = tokenizer.decode(given.tokens, skip_special_tokens=False)
                 return Prepared(_model(given.model), texts=[text])
 
-    def _chat_of(self, content: dict[str, Any], job: Job, notes: Notes) -> Prepared:
-        """Of a request in another form, as a chat's."""
+    def _chat_of(self, content: dict[str, Any], job: Job, notes: Notes, words: Mapping[str, str]) -> Prepared:
+        """Of a request in another form, as a chat's. `words`: what that form calls a chat's fields."""
         if isinstance(name := content.get("model"), str):
             content["model"] = name.removesuffix(":latest")
-        return self._chat(parse_object(ChatRequest, content), job, notes)
+        own = Notes(notes.unknown_fields)
+        try:
+            prepared = self._chat(parse_object(ChatRequest, content), job, own)
+        except ApiError as error:
+            raise in_words(error, words) from None
+        notes.unknown += own.unknown
+        notes.unused += [renamed(name, words) for name in own.unused]
+        if prepared.grammar is None:
+            return prepared
+        grammar = msgspec.structs.replace(prepared.grammar, field=renamed(prepared.grammar.field, words))
+        return msgspec.structs.replace(prepared, grammar=grammar)
 
     def _response(self, body: ResponsesRequest, job: Job, notes: Notes) -> Prepared:
         if body.previous_response_id is not None and job.history is None:
             return Prepared(b"", previous=body.previous_response_id)
         history = [] if job.history is None else msgspec.json.decode(job.history)
-        prepared = self._chat_of(responses.chat_of(body, history), job, notes)
+        prepared = self._chat_of(responses.chat_of(body, history), job, notes, responses.WORDS)
         messages = msgspec.json.encode([*history, *responses.messages_of(body)])
-        head = body.model_dump_json(exclude={"input", "stream", "model"}).encode()
+        head = body.model_dump_json(by_alias=True, exclude={"input", "stream", "model"}).encode()
         return msgspec.structs.replace(prepared, messages=messages, head=head)
 
     def _needed(self, param: str) -> Tokenizer:

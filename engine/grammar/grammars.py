@@ -81,14 +81,17 @@ class Grammars:
         """Raises UserError for a request that can have no grammar, or not this one's settings."""
         if self._tokenizer is None:
             raise UserError(f"structured output is not served: {self._unserved}", spec.field)
-        if spec.after is not None and not 0 <= spec.after < self._vocab_size:
-            raise UserError(f"token id {spec.after} is outside 0..{self._vocab_size - 1}", spec.field)
+        for token in (spec.after, spec.opens):
+            if token is not None and not 0 <= token < self._vocab_size:
+                raise UserError(f"token id {token} is outside 0..{self._vocab_size - 1}", spec.field)
+        if spec.opens is not None and spec.after is None:
+            raise UserError("reasoning that may begin has to end: `opens` needs `after`", spec.field)
         if sampling.ignore_eos:
             raise UserError("ignore_eos and a grammar exclude each other: where it ends, the output does", "ignore_eos")
 
     def open(self, request_id: str, spec: GrammarSpec) -> tuple[GrammarMask, bool]:
         """A mask for a new request, and whether it can be used at once; else `Compiled` or `CompileFailed` follows."""
-        mask, key = GrammarMask(spec.after), (spec.kind, spec.text)
+        mask, key = GrammarMask(spec.after, spec.opens), (spec.kind, spec.text)
         self._masks[request_id] = mask
         if (compiled := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)

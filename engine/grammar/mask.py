@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -36,12 +36,13 @@ class Ahead:
 
 
 class GrammarMask(TokenMask):
-    """`after`: the token behind which the grammar begins, None: at once. The matcher has seen the committed output;
-    drafts are tried and taken back."""
+    """`after`: the token behind which the grammar begins, None: at once. `opens`: only if this token comes first, else
+    at once. The matcher has seen the committed output; drafts are tried and taken back."""
 
-    def __init__(self, after: int | None) -> None:
+    def __init__(self, after: int | None, opens: int | None = None) -> None:
         self.matcher: LLMatcher | None = None  # once it is compiled
         self._after = after
+        self._opens = opens  # until the first token has come
         self._begin = 0 if after is None else None  # output tokens before the grammar, once it has begun
         self._seen = 0  # output tokens looked at
         self.ahead: Ahead | None = None
@@ -62,6 +63,10 @@ class GrammarMask(TokenMask):
         """The matcher, after the output's new tokens."""
         assert self.matcher is not None  # the request was held until then
         new, self._seen = list(output[self._seen :]), len(output)
+        if self._opens is not None and new:
+            if new[0] != self._opens:
+                self._begin = 0
+            self._opens = None
         if self._begin is None and self._after in new:
             new = new[new.index(self._after) + 1 :]
             self._begin = self._seen - len(new)
@@ -69,14 +74,30 @@ class GrammarMask(TokenMask):
             self.matcher.consume_tokens(new)
         return self.matcher
 
-    def places(self, drafts: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Where in `drafts` the grammar applies: after so many of them, and after each of the rest. None: nowhere."""
+    def places(self, drafts: Sequence[int]) -> Places:
+        """Where in `drafts` the grammar applies."""
         if self._begin is not None:
-            return 0, list(drafts)
-        if self._after in drafts:
-            start = drafts.index(self._after) + 1
-            return start, list(drafts[start:])
-        return None
+            return Places([(0, list(drafts))])
+        if self._opens is None:
+            return Places(self._behind(0, drafts))
+        if not drafts or drafts[0] != self._opens:
+            return Places([(0, list(drafts))], self._opens)
+        return Places([(0, []), *self._behind(1, drafts[1:])], self._opens)
+
+    def _behind(self, before: int, drafts: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """In drafts of which the first so many have been looked at."""
+        if self._after not in drafts:
+            return []
+        start = drafts.index(self._after) + 1
+        return [(before + start, list(drafts[start:]))]
+
+
+class Places(NamedTuple):
+    """`at`: the grammar begins to apply after so many drafts, and goes on with these. `also`: the token that may come
+    beside it in place of the first draft."""
+
+    at: list[tuple[int, list[int]]]
+    also: int | None = None
 
 
 def fill(executor: LLExecutor, masks: Sequence[tuple[GrammarMask, Sequence[int], Sequence[int]]], words: Words) -> None:
@@ -85,20 +106,25 @@ def fill(executor: LLExecutor, masks: Sequence[tuple[GrammarMask, Sequence[int],
     single: list[tuple[LLMatcher, int]] = []
     drafted: list[tuple[LLMatcher, int, list[int]]] = []
     row = 0
+    also: list[tuple[int, int]] = []
     for mask, output, drafts in masks:
         matcher = mask.follow(output)
-        if (place := mask.places(drafts)) is not None:
-            start, rest = place
+        places = mask.places(drafts)
+        for start, rest in places.at:
             if rest:
                 drafted.append((matcher, row + start, rest))
             else:
                 single.append((matcher, row + start))
+        if places.also is not None:
+            also.append((row, places.also))
         row += 1 + len(drafts)
     where, width = words.ctypes.data, words.shape[1] * words.itemsize
     if single:
         executor.unsafe_compute_mask_ptr(single, where, width, len(words))
     if drafted:
         executor.unsafe_compute_mask_ptr_with_draft_token(drafted, where, width, len(words))
+    for first, token in also:
+        words[first, token // 32] |= np.uint32(1 << token % 32)
 
 
 def all_ones(rows: int, vocab_size: int) -> Words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -12,122 +12,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.errors import ApiError
-from api.http.bodies.dialects import (
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaOptions,
-    ResponsesRequest,
-)
-from api.http.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
+from api.http.bodies.dialects import MessagesRequest, OllamaChatRequest, ResponsesRequest
+from api.http.bodies.generation import ChatRequest, CompletionRequest
 from api.http.bodies.values import Body
 from api.http.fields.field import Field, Status
 from api.http.fields.parsing import Notes, parse
 from api.http.fields.reference import PAGE, updated
-from api.http.fields.tables import fields_of
+from api.http.fields.tables import fields_of, names_of
+from tests.api.changes import CHANGES, LEAST, LEAST_PARTS, PARTS, PATHS, THOUGHT
 from tests.api.conftest import Running, serving
 
-MESSAGES = [{"role": "user", "content": "hello world"}]
-TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
-CALLS = [{"role": "user", "content": '<tool_call>{"name": "now"}</tool_call>' * 2}]
-THOUGHT = [{"role": "user", "content": "<think>Hm.</think>Yes."}]
-LEAST: dict[type[Body], dict[str, Any]] = {
-    ChatRequest: {"messages": MESSAGES},
-    CompletionRequest: {"prompt": "hello world"},
-}
-OTHERS = (StreamOptions, MessagesRequest, ResponsesRequest, OllamaChatRequest, OllamaGenerateRequest, OllamaOptions)
-PATHS = {ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
-
-# A value of each supported field that changes what the engine is sent or what the client gets; `with` what it needs.
-CHANGES: dict[str, dict[str, Any]] = {
-    "model": {"model": "reverse"},
-    "max_tokens": {"max_tokens": 3},
-    "max_completion_tokens": {"max_completion_tokens": 3},
-    "min_tokens": {"min_tokens": 2},
-    "temperature": {"temperature": 0.5},
-    "top_p": {"top_p": 0.5},
-    "top_k": {"top_k": 3},
-    "min_p": {"min_p": 0.5},
-    "seed": {"seed": 3},
-    "stop": {"stop": "wor"},
-    "stop_token_ids": {"stop_token_ids": [87]},
-    "include_stop_str_in_output": {"stop": "wor", "include_stop_str_in_output": True},
-    "n": {"n": 2},
-    "best_of": {"best_of": 2},
-    "presence_penalty": {"presence_penalty": 1},
-    "frequency_penalty": {"frequency_penalty": 1},
-    "repetition_penalty": {"repetition_penalty": 2},
-    "logit_bias": {"logit_bias": {"5": 1}},
-    "bad_words": {"bad_words": ["x"]},
-    "allowed_token_ids": {"allowed_token_ids": [5]},
-    "stream": {"stream": True},
-    "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
-    "ignore_eos": {"ignore_eos": True, "max_tokens": 9},
-    "skip_special_tokens": {"stop_token_ids": [2], "include_stop_str_in_output": True, "skip_special_tokens": False},
-    "return_token_ids": {"return_token_ids": True},
-    "prompt_logprobs": {"prompt_logprobs": 2},
-    "truncate_prompt_tokens": {"truncate_prompt_tokens": 2},
-    "add_special_tokens": {"add_special_tokens": False},
-    "cache_salt": {"cache_salt": "a"},
-    "request_id": {"request_id": "mine"},
-    "priority": {"priority": 3},
-    "response_format": {"response_format": {"type": "json_object"}},
-    "structured_outputs": {"structured_outputs": {"choice": ["a", "b"]}},
-    "guided_json": {"guided_json": {"type": "integer"}},
-    "guided_regex": {"guided_regex": "a+"},
-    "guided_choice": {"guided_choice": ["a", "b"]},
-    "guided_grammar": {"guided_grammar": 'root ::= "a"'},
-    "regex": {"regex": "a+"},
-    "ebnf": {"ebnf": 'root ::= "a"'},
-    "grammar": {"grammar": 'root ::= "a"'},
-    "json_schema": {"json_schema": '{"type": "integer"}'},
-    "messages": {"messages": [{"role": "user", "content": "x"}]},
-    "prompt": {"prompt": "x"},
-    "echo": {"echo": True},
-    "add_generation_prompt": {"add_generation_prompt": False},
-    "continue_final_message": {"continue_final_message": True},
-    "chat_template_kwargs": {"chat_template_kwargs": {"greeting": "ho"}},
-    "tools": {"tools": TOOLS},
-    "tool_choice": {"tools": TOOLS, "tool_choice": "none"},
-    "parallel_tool_calls": {"messages": CALLS, "model": "say", "tools": TOOLS, "parallel_tool_calls": False},
-    "functions": {"functions": [TOOLS[0]["function"]]},
-    "function_call": {"functions": [TOOLS[0]["function"]], "function_call": "none"},
-    "include_reasoning": {"messages": THOUGHT, "model": "say", "include_reasoning": False},
-    "reasoning_effort": {"reasoning_effort": "none"},
-    "enable_thinking": {"enable_thinking": False},
-    "thinking_token_budget": {"thinking_token_budget": 5},
-    "include_usage": {"stream": True, "stream_options": {"include_usage": True}},
-    "continuous_usage_stats": {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-}  # fmt: skip
-OF_CHAT = {
-    "logprobs": {"logprobs": True},
-    "top_logprobs": {"logprobs": True, "top_logprobs": 2},
-    "return_tokens_as_token_ids": {"logprobs": True, "return_tokens_as_token_ids": True},
-}
-OF_COMPLETIONS = {
-    "logprobs": {"logprobs": 2},
-    "return_tokens_as_token_ids": {"logprobs": 0, "return_tokens_as_token_ids": True},
-}
+NEWS = ("created", "created_at", "total_duration", "eval_duration")  # what differs between equal answers
+KINDS = {**LEAST, **LEAST_PARTS}
+ANYTHING = {"chat_template_kwargs", "guided_json", "json_schema", "tool_choice", "format", "schema"}  # any object
 
 
-def lines(*statuses: Status) -> list[Any]:
+def lines(*statuses: Status, kinds: Iterable[type[Body]] = KINDS) -> list[Any]:
     return [
         pytest.param(kind, field, id=f"{kind.__name__}-{field.name}")
-        for kind in LEAST
+        for kind in kinds
         for field in fields_of(kind).values()
         if field.status in statuses
     ]
 
 
 def body(kind: type[Body], **fields: Any) -> bytes:
-    return json.dumps({**LEAST[kind], **fields}).encode()
+    return json.dumps({**KINDS[kind], **fields}).encode()
 
 
-@pytest.mark.parametrize("kind", [*LEAST, *OTHERS])
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_the_supported_fields_are_the_models(kind: type[Body]) -> None:
     table = fields_of(kind)
-    assert {name for name, field in table.items() if field.status is Status.SUPPORTED} == set(kind.model_fields)
-    assert {field.of for field in table.values()} - {None} <= set(kind.model_fields)
+    assert {name for name, field in table.items() if field.status is Status.SUPPORTED} == names_of(kind)
+    assert {field.of for field in table.values()} - {None} <= names_of(kind)
     assert all(field.note for field in table.values())
 
 
@@ -172,35 +89,42 @@ def outcome(server: Running, kind: type[Body], **fields: Any) -> tuple[list[dict
     sent = [
         {k: v for k, v in line.items() if k not in ("request_id", "t", "pid")} for line in server.received("Submit")
     ]
-    pieces = answer.text.split("\n\n") if fields.get("stream") else [answer.text]
     shown = []
-    for piece in pieces:
-        text = piece.removeprefix("data: ")
+    for line in answer.text.splitlines():
+        text = line.removeprefix("data: ")
         parsed = json.loads(text) if text.startswith("{") else {}
-        parsed.pop("created", None)
+        for each in (parsed, parsed.get("response", {})):
+            if isinstance(each, dict):
+                for name in NEWS:
+                    each.pop(name, None)
         shown.append(parsed)
     return sent[before:], json.dumps(shown)
 
 
-@pytest.mark.parametrize(("kind", "field"), lines(Status.SUPPORTED))
+@pytest.mark.parametrize(("kind", "field"), lines(Status.SUPPORTED, kinds=LEAST))
 def test_supported_fields_change_something(plain: Running, kind: type[Body], field: Field) -> None:
-    changes = {**CHANGES, **(OF_CHAT if kind is ChatRequest else OF_COMPLETIONS)}[field.name]
+    if field.name == "previous_response_id":
+        outcome(plain, kind)  # keeps one of that name
+    changes = CHANGES[kind][field.name]
     without = {name: value for name, value in changes.items() if name != field.name}
     if field.name in LEAST[kind]:
         without[field.name] = LEAST[kind][field.name]
     assert outcome(plain, kind, **changes) != outcome(plain, kind, **without)
 
 
-@pytest.mark.parametrize("name", list(StreamOptions.model_fields))
-@pytest.mark.parametrize("kind", list(LEAST))
-def test_options_of_streams_change_something(plain: Running, kind: type[Body], name: str) -> None:
-    assert outcome(plain, kind, **CHANGES[name]) != outcome(plain, kind, stream=True)
+@pytest.mark.parametrize(("kind", "field"), lines(Status.SUPPORTED, kinds=PARTS))
+def test_supported_fields_of_parts_change_something(plain: Running, kind: type[Body], field: Field) -> None:
+    whole, name, before, after = PARTS[kind][field.name]
+    beside: dict[str, Any] = {"stream": True} if name == "stream_options" else {}
+    if field.name == "display":
+        beside = {"messages": THOUGHT, "model": "say"}
+    assert outcome(plain, whole, **beside, **{name: after}) != outcome(plain, whole, **beside, **{name: before})
 
 
 @pytest.mark.parametrize(("kind", "field"), lines(Status.SUPPORTED))
 def test_supported_fields_are_checked(kind: type[Body], field: Field) -> None:
     for wrong in ({"a": {"b": 1}}, [[{}]]):
-        if field.name in ("chat_template_kwargs", "guided_json", "json_schema") and isinstance(wrong, dict):
+        if field.name in ANYTHING and isinstance(wrong, dict):
             continue
         with pytest.raises(ApiError) as caught:
             parse(kind, body(kind, **{field.name: wrong}))
@@ -211,21 +135,22 @@ def test_supported_fields_are_checked(kind: type[Body], field: Field) -> None:
 def test_aliases_are_the_field(kind: type[Body], field: Field) -> None:
     name = field.of or ""
     extra = {"logprobs": True} if kind is ChatRequest and name == "top_logprobs" else {}
-    value = True if name == "include_stop_str_in_output" else 2
+    value = {"include_stop_str_in_output": True, "model": "x"}.get(name, 2)
+    other = "y" if name == "model" else value is not True
     assert parse(kind, body(kind, **extra, **{field.name: value})) == parse(kind, body(kind, **extra, **{name: value}))
     with pytest.raises(ApiError, match="differ"):
-        parse(kind, body(kind, **extra, **{field.name: value, name: value is not True}))
+        parse(kind, body(kind, **extra, **{field.name: value, name: other}))
 
 
 @pytest.mark.parametrize(("kind", "field"), lines(Status.NO_OP))
 def test_no_ops_are_taken_and_noted(kind: type[Body], field: Field) -> None:
-    for value in field.values or ("x", 1, {"a": "b"}, False):
+    for value in field.values or ("x", 1, {"a": "b"}, False, ["y"]):
         notes = Notes("reject")
         assert parse(kind, body(kind, **{field.name: value}), notes) == parse(kind, body(kind))
         assert notes.unused == [field.name]
-    if field.values:
+    for value in (["another"] if field.values else []) + [["y", one] for one in field.never]:
         with pytest.raises(ApiError) as caught:
-            parse(kind, body(kind, **{field.name: "another"}))
+            parse(kind, body(kind, **{field.name: value}))
         assert caught.value.param == field.name
 
 
@@ -262,6 +187,62 @@ def test_numbers_as_others_write_them(number: int, text: bool) -> None:
         with pytest.raises(ApiError) as caught:
             parse(ChatRequest, body(ChatRequest, top_k=wrong))
         assert caught.value.param == "top_k"
+
+
+def test_parts_of_bodies_follow_their_tables() -> None:
+    def wrong(**fields: Any) -> str | None:
+        with pytest.raises(ApiError) as caught:
+            parse(ResponsesRequest, body(ResponsesRequest, **fields))
+        return caught.value.param
+
+    assert wrong(reasoning={"colour": 1}) == "reasoning.colour"
+    assert wrong(text={"format": {"type": "text", "colour": 1}}) == "text.format.colour"
+    assert wrong(text={"format": {"type": "xml"}}) == "text.format.type"
+    notes = Notes("warn")
+    parse(ResponsesRequest, body(ResponsesRequest, reasoning={"summary": "auto", "colour": 1}), notes)
+    assert (notes.unused, notes.unknown) == (["reasoning.summary"], ["reasoning.colour"])
+
+
+def test_unknown_fields_of_messages(plain: Running) -> None:
+    part = {"type": "text", "text": "x", "cache_control": {}}
+    messages = [{"role": "user", "content": [part], "colour": 1}, {"role": "user", "content": "y", "colour": 2}]
+    answer = plain.http.post(PATHS[ChatRequest], content=body(ChatRequest, messages=messages))
+    assert answer.status_code == 200
+    for name in ("messages[].colour", "messages[].content[].cache_control"):
+        assert answer.headers["warnings"].count(f"unknown field '{name}' is ignored") == 1
+
+
+def test_grammars_begin_behind_reasoning(plain: Running) -> None:
+    """Which may come first with this template, unless it is switched off or the answer has begun."""
+
+    def sent(**fields: Any) -> dict[str, Any]:
+        (submit,), _ = outcome(plain, ChatRequest, guided_regex="a+", **fields)
+        return {name: submit["grammar"].get(name) is not None for name in ("after", "opens")}
+
+    behind, at_once = {"after": True, "opens": True}, {"after": False, "opens": False}
+    assert sent() == sent(enable_thinking=True) == sent(reasoning_effort="low") == behind
+    for off in ({"enable_thinking": False}, {"reasoning_effort": "none"}, {"continue_final_message": True}):
+        assert sent(**off) == at_once
+    assert sent(chat_template_kwargs={"enable_thinking": False}) == at_once
+    (submit,), _ = outcome(plain, ChatRequest, guided_regex="a+", thinking_token_budget=4)
+    assert submit["sampling"]["thinking"]["closing"][-1] == submit["sampling"]["thinking"]["end"]
+    (submit,), _ = outcome(plain, ChatRequest, thinking_token_budget=4)
+    assert submit["sampling"]["thinking"]["closing"][-1] != submit["sampling"]["thinking"]["end"]
+
+
+def test_errors_and_notes_are_in_the_words_of_the_form(plain: Running) -> None:
+    """Of what the chat's own checks say."""
+    schema = {"type": "json_schema", "schema": {"properties": {"a": {"type": "strin"}}}}
+    long = [{"role": "user", "content": "x" * 3000}]
+    for kind, fields, part in (
+        (MessagesRequest, {"output_config": {"format": schema}}, "output_config.format.schema: #/properties/a"),
+        (ResponsesRequest, {"text": {"format": schema}}, "text.format.schema: #/properties/a"),
+        (ResponsesRequest, {"input": long}, "your input resulted in"),
+        (OllamaChatRequest, {"format": schema["schema"]}, "format: #/properties/a"),
+        (OllamaChatRequest, {"options": {"num_predict": 0}}, "options.num_predict: "),
+    ):
+        answer = plain.http.post(PATHS[kind], content=body(kind, **fields))
+        assert answer.status_code == 400 and part in answer.text, answer.text
 
 
 def test_unknown_fields_are_noted_and_logged_once(plain: Running) -> None:

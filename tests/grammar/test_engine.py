@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.messages import Abort, Cancelled, Failed, Finished, GrammarSpec, Refused
-from tests.grammar.conftest import END, THOUGHT, Writer
+from tests.grammar.conftest import END, THINK, THOUGHT, Writer
 
 Start = Callable[..., Writer]
 SCHEMA = {
@@ -46,6 +46,25 @@ def test_modes_write_the_same_valid_tokens(start: Start, temperature: float) -> 
     assert written[0] == written[1] == written[2]
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+def test_reasoning_may_come_before_a_grammar(start: Start, thinks: bool) -> None:
+    spec = GrammarSpec("regex", "x+y", after=THOUGHT, opens=THINK)
+    bias = {THINK: 90.0 if thinks else -90.0, THOUGHT: 30.0}
+    written = []
+    for mode in MODES:
+        engine = start(**mode)
+        rids = [
+            engine.ask(spec, logit_bias=bias, presence_penalty=2.0, frequency_penalty=2.0, temperature=1.0, seed=seed)
+            for seed in range(4)
+        ]
+        engine.run()
+        written.append([engine.results[rid].tokens for rid in rids])
+        form = b"<think>.*</think>x+y" if thinks else b"x+y"
+        for rid in rids:
+            assert re.fullmatch(form, engine.text(rid), re.DOTALL)
+    assert written[0] == written[1] == written[2]
+
+
 def test_output_cut_inside_a_grammar_ended_by_length(writer: Writer) -> None:
     rid = writer.ask(GrammarSpec("regex", "a{50}"), max_tokens=7)
     writer.run()
@@ -63,6 +82,8 @@ def test_output_cut_inside_a_grammar_ended_by_length(writer: Writer) -> None:
         (GrammarSpec("json_schema", '{"type": "strin"}'), {}, "grammar"),
         (GrammarSpec("json_schema", "{"), {}, "grammar"),
         (GrammarSpec("regex", "a", after=300), {}, "grammar"),
+        (GrammarSpec("regex", "a", after=THOUGHT, opens=300), {}, "grammar"),
+        (GrammarSpec("regex", "a", opens=THINK), {}, "grammar"),
         (GrammarSpec("regex", "a"), {"ignore_eos": True}, "ignore_eos"),
     ],
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from api.http.bodies.structured import Schema
+from api.http.bodies.tools import Effort
 from api.http.bodies.values import (
     INT32,
     INT64,
     MAX_TOOLS,
     MIN_TOP_P,
     Body,
+    Count,
     Integer,
     Messages,
     Number,
@@ -21,6 +24,36 @@ from api.http.bodies.values import (
     StopString,
     Temperature,
 )
+
+
+class Thinking(Body):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] = "summarized"
+
+    @model_validator(mode="after")
+    def _budget_of_enabled(self) -> Thinking:
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise ValueError(f"budget_tokens belongs to type 'enabled' alone, got type {self.type!r}")
+        return self
+
+
+class SchemaFormat(Body):
+    """What the output is to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> SchemaFormat:
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise ValueError(f"a schema belongs to type 'json_schema' alone, got type {self.type!r}")
+        return self
+
+
+class OutputConfig(Body):
+    effort: Effort | None = None
+    format: SchemaFormat | None = None
 
 
 class MessagesRequest(Body):
@@ -37,7 +70,23 @@ class MessagesRequest(Body):
     top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
     tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None
+
+
+class ReasoningConfig(Body):
+    effort: Effort | None = None
+
+
+class TextFormat(SchemaFormat):
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    format: TextFormat | None = None
 
 
 class ResponsesRequest(Body):
@@ -55,8 +104,8 @@ class ResponsesRequest(Body):
     tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] = Field(default={}, max_length=16)
 
 
@@ -76,8 +125,8 @@ class OllamaOptions(Body):
 class _OllamaRequest(Body):
     model: str | None = None
     stream: bool = True
-    format: str | dict[str, Any] | None = None
-    think: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Effort | None = None
     options: OllamaOptions | None = None
 
 

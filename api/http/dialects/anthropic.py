@@ -11,11 +11,19 @@ import msgspec
 from api.errors import ApiError, bad_request, shortened
 from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import Front
-from api.http.bodies.dialects import MessagesRequest
+from api.http.bodies.dialects import MessagesRequest, OutputConfig, SchemaFormat
 from api.http.dialects.blocks import Block, Blocks, Change, Kind, blocks_of
-from api.http.dialects.content import kind_of, string_in, text_in, unsupported
+from api.http.dialects.content import kind_of, response_format, string_in, text_in, unsupported
 
 _PARTS = ("text", "tool_use", "tool_result", "thinking")
+WORDS = {  # of a chat's fields
+    "enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -51,10 +59,20 @@ def chat_of(body: MessagesRequest) -> dict[str, Any]:
         "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] or None,
         **_choice(body),
     }
-    if body.thinking is not None:
-        thinks = _thinks(body.thinking)
-        chat["chat_template_kwargs"] = {"enable_thinking": thinks}
+    if (thinking := body.thinking) is not None:
+        chat["enable_thinking"] = thinking.type != "disabled"
+        chat["include_reasoning"] = thinking.display != "omitted"
+        chat["thinking_token_budget"] = thinking.budget_tokens
+    config = body.output_config or OutputConfig()
+    chat["reasoning_effort"] = config.effort
+    chat["response_format"] = response_format(_one_format(body, config))
     return {name: value for name, value in chat.items() if value is not None}
+
+
+def _one_format(body: MessagesRequest, config: OutputConfig) -> SchemaFormat | None:
+    if body.output_format is not None and config.format is not None:
+        raise bad_request("output_format and output_config.format are one field; send one of them", "output_format")
+    return config.format or body.output_format
 
 
 def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -125,13 +143,6 @@ def _choice(body: MessagesRequest) -> dict[str, Any]:
     if kind not in choices:
         raise unsupported("tool_choice.type", kind, (*choices, "tool"))
     return {"tool_choice": choices[kind], **parallel}
-
-
-def _thinks(thinking: dict[str, Any]) -> bool:
-    kind = kind_of(thinking, "thinking")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise unsupported("thinking.type", kind, ("enabled", "adaptive", "disabled"))
-    return kind != "disabled"
 
 
 # ---- answers

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from api.errors import ApiError, bad_request, shortened
+from api.http.bodies.dialects import SchemaFormat
 
 
 def text_in(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
@@ -38,6 +39,31 @@ def string_in(part: dict[str, Any], key: str, where: str) -> str:
     return str(part[key])
 
 
+def response_format(wanted: SchemaFormat | None) -> dict[str, Any] | None:
+    """What a chat request calls it."""
+    if wanted is None or wanted.type == "text":
+        return None
+    schema = {"json_schema": {"schema": wanted.schema_}} if wanted.type == "json_schema" else {}
+    return {"type": wanted.type, **schema}
+
+
 def unsupported(where: str, kind: str, kinds: Sequence[str]) -> ApiError:
     expected = " or ".join(map(repr, kinds))
     return bad_request(f"{where}: {shortened(kind)} is not supported, only {expected}", where, "unsupported_field")
+
+
+def renamed(field: str, words: Mapping[str, str]) -> str:
+    """A chat's field in the words of another form; the first of them that fits."""
+    for name, other in words.items():
+        if field == name or field.startswith((f"{name}.", f"{name}[")):
+            return other + field.removeprefix(name)
+    return field
+
+
+def in_words(error: ApiError, words: Mapping[str, str]) -> ApiError:
+    """The error of a chat, of the request in another form that became it."""
+    if error.param is None:
+        return error
+    param = renamed(error.param, words)
+    message = error.message.replace(error.param, param)
+    return ApiError(error.status, message, param=param, code=error.code, retry_after_s=error.retry_after_s)

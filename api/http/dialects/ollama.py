@@ -17,6 +17,14 @@ from api.http.bodies.dialects import OllamaChatRequest, OllamaGenerateRequest, O
 from api.http.dialects.blocks import Blocks, blocks_of
 from api.text.deltas import Delta, Reasoning, text_of
 
+WORDS = {  # of a chat's fields
+    "enable_thinking": "think",
+    "reasoning_effort": "think",
+    "response_format.json_schema.schema": "format",
+    "response_format": "format",
+    "max_tokens": "options.num_predict",
+    "stop": "options.stop",
+}
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
@@ -30,8 +38,10 @@ def error_body(error: ApiError) -> dict[str, Any]:
 def chat_of(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
     """The same as a chat request. Raises ApiError that names the place."""
     chat = {"model": body.model, "stream": body.stream, **_options(body.options)}
-    if body.think is not None:
-        chat["chat_template_kwargs"] = {"enable_thinking": body.think}
+    if isinstance(body.think, str):
+        chat["reasoning_effort"] = body.think
+    elif body.think is not None:
+        chat["enable_thinking"] = body.think
     if body.format == "json":
         chat["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):

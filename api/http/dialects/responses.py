@@ -12,11 +12,18 @@ from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import Front
 from api.http.bodies.dialects import ResponsesRequest
 from api.http.dialects.blocks import Block, Blocks, Change, Kind, blocks_of
-from api.http.dialects.content import kind_of, string_in, text_in, unsupported
+from api.http.dialects.content import kind_of, response_format, string_in, text_in, unsupported
 
 Keep = Callable[[dict[str, Any], dict[str, Any]], None]
 _TEXTS = ("input_text", "output_text", "text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+WORDS = {  # of a chat's fields
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
 _PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 
 # ---- requests
@@ -37,8 +44,8 @@ def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]]) -> dict[s
         "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] or None,
         "parallel_tool_calls": body.parallel_tool_calls if body.tools else None,
         "tool_choice": _choice(body.tool_choice) if body.tools else None,
-        "response_format": _format(body.text),
-        "reasoning_effort": (body.reasoning or {}).get("effort"),
+        "response_format": response_format(body.text.format if body.text else None),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
     }
     return {name: value for name, value in chat.items() if value is not None}
 
@@ -101,18 +108,6 @@ def _choice(choice: str | dict[str, Any]) -> Any:
     if (kind := kind_of(choice, "tool_choice")) != "function":
         raise unsupported("tool_choice.type", kind, ("function",))
     return {"type": "function", "function": {"name": string_in(choice, "name", "tool_choice")}}
-
-
-def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    wanted = (text or {}).get("format")
-    if not isinstance(wanted, dict) or wanted.get("type") in (None, "text"):
-        return None
-    if wanted["type"] == "json_schema":
-        schema = {
-            key: wanted[key] for key in ("name", "schema", "strict", "description") if wanted.get(key) is not None
-        }
-        return {"type": "json_schema", "json_schema": schema}
-    return {"type": wanted["type"]}
 
 
 # ---- answers

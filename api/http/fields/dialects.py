@@ -16,14 +16,39 @@ MESSAGES = (
     supported("top_k", "0 or -1: off"),
     supported("tools", "a client's own"),
     supported("tool_choice", "`auto`, `any`, `tool` or `none`"),
-    supported("thinking", "`disabled` becomes the template's `enable_thinking: false`; budgets are not kept"),
+    supported("thinking", "its fields are below"),
+    supported("output_config", "its fields are below"),
+    supported("output_format", "the older place of `output_config.format`"),
     no_op("metadata", "tenants are told by their keys"),
     no_op("service_tier", "there is one tier"),
     no_op("cache_control", "the prefix cache finds equal prompts by itself"),
-    no_op("output_config", "no template has such a control"),
     no_op("context_management", "the client's messages are taken as they are"),
+    no_op("diagnostics", "nothing is kept with an answer"),
+    no_op("inference_geo", "there is one place"),
+    no_op("speed", "there is one speed"),
+    no_op("user_profile_id", "tenants are told by their keys"),
+    no_op("workspace_id", "tenants are told by their keys"),
     refused("mcp_servers", "only a client's own tools are called", []),
     refused("container", "nothing is run here"),
+)
+
+THINKING = (
+    supported("type", "`enabled` and `adaptive` switch reasoning on, `disabled` off, if the template can"),
+    supported("budget_tokens", "with `enabled`: after so many tokens of reasoning its end is forced"),
+    supported("display", "`omitted`: reasoning is left out of the answer; it is never summarized"),
+)
+
+OUTPUT_CONFIG = (
+    supported("effort", "see `reasoning_effort`; `thinking` decides whether there is reasoning"),
+    supported("format", "its fields are below"),
+)
+
+FORMAT = (
+    supported("type", "`json_schema`; `json_object`: any object; `text`: anything"),
+    supported("schema", "what the output follows"),
+    no_op("name", "the schema says all"),
+    no_op("description", "the schema says all"),
+    no_op("strict", "a schema always holds"),
 )
 
 RESPONSES = (
@@ -39,16 +64,24 @@ RESPONSES = (
     supported("tools", "functions"),
     supported("tool_choice", "`auto`, `none`, `required` or a function"),
     supported("parallel_tool_calls", "false: one call at most"),
-    supported("text", "its `format` constrains the output"),
-    supported("reasoning", "its `effort`"),
+    supported("text", "its fields are below"),
+    supported("reasoning", "its fields are below"),
     supported("metadata", "comes back with the response"),
     no_op("user", "tenants are told by their keys"),
     no_op("service_tier", "there is one tier"),
     no_op("safety_identifier", "tenants are told by their keys"),
     no_op("prompt_cache_key", "the prefix cache finds equal prompts by itself"),
     no_op("prompt_cache_retention", "the prefix cache keeps what fits, least recently used first out"),
-    no_op("include", "reasoning is given as it is; nothing else can be included"),
+    no_op(
+        "include",
+        "reasoning is given as it is; log-probabilities are those of /v1/chat/completions alone",
+        never=("message.output_text.logprobs",),
+    ),
+    no_op("prompt_cache_options", "the prefix cache finds equal prompts by itself"),
     no_op("stream_options", "nothing is padded"),
+    refused("context_management", "an input that does not fit is a 400", []),
+    refused("moderation", "there is no moderation"),
+    refused("image", "the model writes text only"),
     refused("truncation", "an input that does not fit is a 400", "disabled"),
     refused("background", "a response is made while its client waits", False),
     refused("conversation", "use `previous_response_id`"),
@@ -57,11 +90,32 @@ RESPONSES = (
     refused("top_logprobs", "/v1/chat/completions gives log-probabilities", 0),
 )
 
+REASONING = (
+    supported("effort", "see `reasoning_effort`"),
+    no_op("summary", "reasoning is given as it is"),
+    no_op("generate_summary", "reasoning is given as it is"),
+    no_op("context", "the reasoning of earlier answers is what the template keeps of it"),
+    no_op("mode", "there is one"),
+)
+
+TEXT_FORMAT = (
+    supported("type", "`json_schema`; `json_object`: any object; `text`: anything"),
+    supported("schema", "what the output follows"),
+    supported("name", "comes back with the response"),
+    supported("description", "comes back with the response"),
+    supported("strict", "comes back with the response; a schema always holds"),
+)
+
+TEXT = (
+    supported("format", "its fields are below"),
+    no_op("verbosity", "no template has such a control"),
+)
+
 OLLAMA = (
     supported("model", "as everywhere; `:latest` at its end is left out"),
     supported("stream", "true unless given: a line of JSON each"),
     supported("format", '`"json"` or a JSON schema'),
-    supported("think", "the template's `enable_thinking`"),
+    supported("think", "true or false: see `enable_thinking`; a text: see `reasoning_effort`"),
     supported("options", "its fields are below"),
     no_op("keep_alive", "the model stays"),
     refused("logprobs", "/v1/chat/completions gives log-probabilities", False),
@@ -76,6 +130,9 @@ OLLAMA_GENERATE = (
     supported("system", "the first message"),
     supported("raw", "no chat template"),
     refused("images", "the model reads text only", []),
+    refused("width", "the model writes text only"),
+    refused("height", "the model writes text only"),
+    refused("steps", "the model writes text only"),
     refused("suffix", "the model does not fill in the middle", ""),
     refused("template", "the server's template is used (`--chat-template`)", ""),
     refused("context", "send the messages to /api/chat", []),
@@ -99,9 +156,19 @@ OLLAMA_OPTIONS = (
     no_op("use_mmap", "memory is the server's"),
     no_op("numa", "memory is the server's"),
     no_op("num_keep", "the context is not shifted"),
+    no_op("low_vram", "memory is the server's"),
+    no_op("f16_kv", "memory is the server's"),
+    no_op("use_mlock", "memory is the server's"),
+    no_op("logits_all", "there is no such answer"),
+    no_op("vocab_only", "there is no such answer", False),
+    no_op("embedding_only", "there is no such answer", False),
+    no_op("mirostat_tau", "there is no such sampler to set"),
+    no_op("mirostat_eta", "there is no such sampler to set"),
     refused("typical_p", "no such filter", 1.0),
     refused("repeat_last_n", "penalties look at all tokens", -1),
     refused("mirostat", "no such sampler", 0),
+    refused("tfs_z", "no such filter", 1.0),
+    refused("penalize_newline", "penalties look at all tokens", True),
 )
 
 OLLAMA_SHOW = (

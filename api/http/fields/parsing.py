@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,17 +13,13 @@ import msgspec
 from pydantic import ValidationError
 
 from api.errors import ApiError, bad_request, shortened
-from api.http.bodies.dialects import OllamaOptions
-from api.http.bodies.generation import StreamOptions
 from api.http.bodies.values import Body
 from api.http.fields.field import Status
-from api.http.fields.tables import fields_of
+from api.http.fields.tables import fields_of, parts_of
 
 _MAX_FIELDS = 256
 _MAX_NAME = 100  # characters of a field's name that are looked at and shown
 _MAX_DIGITS = 40
-
-_NESTED: Mapping[str, type[Body]] = {"stream_options": StreamOptions, "options": OllamaOptions}
 
 _Model = TypeVar("_Model", bound=Body)
 
@@ -58,12 +54,8 @@ def parse(kind: type[_Model], raw: bytes, notes: Notes | None = None) -> _Model:
 def parse_object(kind: type[_Model], content: dict[str, Any], notes: Notes | None = None) -> _Model:
     """The same of a body that has been decoded."""
     notes = notes or Notes()
-    body = _known(kind, _present(content), "", notes)
-    for name, nested in _NESTED.items():
-        if isinstance(options := body.get(name), dict):
-            body[name] = _known(nested, _present(options), name, notes)
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(_known(kind, content, "", notes))
     except ValidationError as error:
         raise readable(error) from None
 
@@ -108,14 +100,16 @@ def _present(body: dict[str, Any]) -> dict[str, Any]:
 
 def _known(kind: type[Body], body: dict[str, Any], where: str, notes: Notes) -> dict[str, Any]:
     """The supported fields of a body, or of the field `where` of one, by their own names."""
-    table, kept, prefix = fields_of(kind), {}, where and f"{where}."
-    for key, value in body.items():
+    table, parts, prefix = fields_of(kind), parts_of(kind), where and f"{where}."
+    kept: dict[str, Any] = {}
+    for key, value in _present(body).items():
         known = table.get(key)
         if known is None:
             notes.found_unknown(key, where, table)
             continue
         if known.status is Status.SUPPORTED:
-            kept[key] = value
+            part = parts.get(key)
+            kept[key] = _known(part, value, prefix + key, notes) if part and isinstance(value, dict) else value
         elif known.of is not None:
             if known.of in body and body[known.of] != value:
                 raise bad_request(f"{prefix + key!r} and {prefix + known.of!r} are one field and differ", prefix + key)

@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from api.http.bodies.dialects import (
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaOptions,
-    ResponsesRequest,
-)
-from api.http.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
-from api.http.bodies.values import Body
 from api.http.fields.field import Field, Status
-from api.http.fields.tables import TABLES
+from api.http.fields.tables import TABLES, Table
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
-_MODELS: dict[str, type[Body]] = {
-    "every generating endpoint": ChatRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "stream_options": StreamOptions,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/api/chat": OllamaChatRequest,
-    "/api/generate": OllamaGenerateRequest,
-    "options": OllamaOptions,
-}
 _BOUNDS = (("minimum", "from {}"), ("maximum", "to {}"), ("exclusiveMaximum", "below {}"), ("maxLength", "at most {}"))
 _MANY = (("minItems", "at least {}"), ("maxItems", "at most {}"), ("maxProperties", "at most {}"))
 
 
 def tables() -> dict[str, str]:
     """Markdown of each table by its name."""
-    return {name: _table(name, fields) for name, fields in TABLES.items()}
+    return {table.name: _table(table) for table in TABLES}
 
 
 def updated(page: str) -> str:
@@ -51,10 +30,10 @@ def updated(page: str) -> str:
     return re.sub(r"(<!-- fields: (.+?) -->)\n.*?\n?(<!-- end -->)", replaced, page, flags=re.DOTALL)
 
 
-def _table(name: str, fields: Sequence[Field]) -> str:
-    properties = _MODELS[name].model_json_schema()["properties"]
+def _table(table: Table) -> str:
+    properties = table.kind.model_json_schema()["properties"]
     order = list(Status)
-    rows = sorted(fields, key=lambda field: order.index(field.status))
+    rows = sorted(table.fields, key=lambda field: order.index(field.status))
     lines = ["| field | | takes | |", "|---|---|---|---|"]
     for field in rows:
         takes = _type(properties[field.name]) if field.status is Status.SUPPORTED else _values(field)
@@ -63,6 +42,8 @@ def _table(name: str, fields: Sequence[Field]) -> str:
 
 
 def _values(field: Field) -> str:
+    if field.never:
+        return "anything but " + ", ".join(f"`{one}`" for one in field.never)
     if not field.values:
         return {Status.NO_OP: "anything", Status.REFUSED: "nothing"}.get(field.status, "")
     return "only " + ", ".join(f"`{json.dumps(value)}`" for value in field.values)
@@ -73,6 +54,8 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
     if "$ref" in schema:
         return "object"
+    if "enum" in schema:
+        return " or ".join(f"`{json.dumps(one)}`" for one in schema["enum"])
     kind = schema.get("type", "anything")
     text = f"list of {_type(schema['items'])}" if "items" in schema else str(kind)
     bounds = [form.format(_shown(schema[key])) for key, form in (*_BOUNDS, *_MANY) if key in schema]
