@@ -28,7 +28,7 @@ class SchedulerConfig:
     mixed_chunk: int | None = None
 
     aging_s: float = 10.0  # one step of priority is worth this much waiting
-    slot_patience_s: float = 2.0  # after it, a waiting adapter makes a resident one stop taking requests
+    slot_patience_s: float = 4.0  # after it, a waiting adapter makes a resident one stop taking requests
 
     # service per token (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models, 2024)
     prefill_weight: float = 1.0

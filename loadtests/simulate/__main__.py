@@ -1,0 +1,69 @@
+"""Traffic through the real scheduler in simulated time.
+
+python -m loadtests.simulate chat --rate 0.5 --seconds 600
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from loadtests.simulate.cost import MEASURED, fitted, measured_steps
+from loadtests.simulate.report import Limits, summary
+from loadtests.simulate.run import Simulation
+from loadtests.simulate.traces import TRACES
+from scheduler.config import SchedulerConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.simulate", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", choices=TRACES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of arrivals (default: 300)")
+    parser.add_argument("--rate", type=float, default=0.5, help="conversations a second (default: 0.5)")
+    parser.add_argument("--steps", type=Path, help="steps.jsonl of --profile-dir to fit the cost of a step to")
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--kv-cache-tokens", type=int, default=65536)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a step at most (default: 512)")
+    parser.add_argument("--mixed-chunk", type=int, help="prefill tokens beside decode rows at most")
+    parser.add_argument("--itl-target-ms", type=float)
+    parser.add_argument("--adapter-slots", type=int, default=8)
+    parser.add_argument("--slot-patience-s", type=float, default=4.0)
+    parser.add_argument("--load-ms", type=float, default=50.0, help="of an adapter into a slot (default: 50)")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--ttft-limit-ms", type=float, default=10_000.0, help="of a good request (default: 10000)")
+    parser.add_argument("--itl-limit-ms", type=float, default=500.0, help="of a good request (default: 500)")
+    args = parser.parse_args(argv)
+    if args.seconds <= 0 or args.rate <= 0 or args.load_ms < 0:
+        parser.error("--seconds and --rate must be above 0, --load-ms at least 0")
+    try:
+        cost = fitted(measured_steps(args.steps) if args.steps else MEASURED)
+        config = SchedulerConfig(
+            num_blocks=args.kv_cache_tokens // 16,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.chunk,
+            max_model_len=args.kv_cache_tokens,
+            max_queue=4096,
+            num_adapter_slots=args.adapter_slots,
+            eos_token_ids=(),
+            prefix_caching=not args.no_prefix_caching,
+            itl_target_s=None if args.itl_target_ms is None else args.itl_target_ms / 1000,
+            mixed_chunk=args.mixed_chunk,
+            slot_patience_s=args.slot_patience_s,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(str(error))
+    began = time.perf_counter()
+    outcome = Simulation(config, cost, args.load_ms / 1000).run(TRACES[args.trace](args.seed, args.seconds, args.rate))
+    found = summary(outcome, Limits(args.ttft_limit_ms / 1000, args.itl_limit_ms / 1000))
+    print(json.dumps(found, indent=1))
+    print(f"{outcome.seconds:.0f} s of traffic in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""One trace through the real scheduler. The clock stands still while the scheduler decides."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from loadtests.simulate.cost import StepCost
+from loadtests.simulate.fairness import Gap
+from loadtests.simulate.traces import Trace
+from scheduler.config import SchedulerConfig
+from scheduler.plan import EventKind, StepPlan, StepRow
+from scheduler.request import BASE, AdapterKey, Request, SamplingParams
+from scheduler.scheduler import AdmissionError, Scheduler
+
+_WORDS = 30_000
+
+
+@dataclass
+class Seen:
+    """Of a request, in seconds. `token_s`: when each token came."""
+
+    tenant: str
+    prompt_tokens: int
+    asked_s: float
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0] - self.asked_s
+
+    @property
+    def itl_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
+
+
+@dataclass
+class Outcome:
+    """What a run came to. `stats` are the scheduler's own at the end."""
+
+    seconds: float
+    steps: int
+    requests: list[Seen]
+    refused: int
+    gap: Gap
+    stats: dict[str, float | int]
+
+
+class Simulation:
+    """`load_s`: an adapter's way into a slot, with steps going on meanwhile."""
+
+    def __init__(self, config: SchedulerConfig, cost: StepCost, load_s: float = 0.05) -> None:
+        self._scheduler = Scheduler(config)
+        self._cost, self._load_s = cost, load_s
+        self._now = 0.0
+        self._arrivals: list[tuple[float, int, int]] = []  # time, conversation, turn
+        self._loads: list[tuple[float, int]] = []  # time, slot
+        self._contexts: list[list[int]] = []  # by conversation
+        self._seen: dict[str, Seen] = {}
+        self._refused = 0
+        self._gap = Gap(config.prefill_weight, config.decode_weight)
+
+    def run(self, trace: Trace) -> Outcome:
+        """Until everything has been answered. RuntimeError if requests wait that nothing will wake."""
+        self._trace = trace
+        self._contexts = [[] for _ in trace]
+        for number, conversation in enumerate(trace):
+            heappush(self._arrivals, (conversation.start_s, number, 0))
+        steps = 0
+        while self._arrivals or self._scheduler.has_work():
+            self._let_in()
+            plan = self._scheduler.schedule(self._now)
+            for load in self._scheduler.slot_loads():
+                heappush(self._loads, (self._now + self._load_s, load.slot))
+            if plan is None:
+                self._skip()
+                continue
+            steps += 1
+            self._step(plan)
+        return Outcome(self._now, steps, list(self._seen.values()), self._refused, self._gap, self._scheduler.stats())
+
+    def _let_in(self) -> None:
+        while self._loads and self._loads[0][0] <= self._now:
+            self._scheduler.slot_loaded(heappop(self._loads)[1])
+        while self._arrivals and self._arrivals[0][0] <= self._now:
+            asked_s, number, turn = heappop(self._arrivals)
+            self._ask(asked_s, number, turn)
+
+    def _skip(self) -> None:
+        """To the next thing that happens by itself."""
+        soonest = [heap[0][0] for heap in (self._arrivals, self._loads) if heap]
+        if not soonest:
+            raise RuntimeError(f"{self._scheduler.num_waiting} requests wait and nothing can run")
+        self._now = max(self._now, min(soonest))
+
+    def _ask(self, asked_s: float, number: int, turn: int) -> None:
+        conversation = self._trace[number]
+        asked = conversation.turns[turn]
+        context = self._contexts[number]
+        context += asked.prompt
+        request_id = f"{number}.{turn}"
+        adapter = AdapterKey(conversation.adapter, 1) if conversation.adapter else BASE
+        sampling = SamplingParams(max_tokens=asked.output, ignore_eos=True)
+        request = Request(request_id, list(context), sampling, adapter, conversation.tenant)
+        try:
+            displaced = self._scheduler.add(request, asked_s, conversation.weight)
+        except AdmissionError:
+            self._refused += 1
+            return
+        self._seen[request_id] = Seen(conversation.tenant, len(context), asked_s)
+        self._gap.arrived(conversation.tenant, conversation.weight, len(context))
+        if displaced is not None:
+            self._refused += 1
+            del self._seen[displaced.request.request_id]
+
+    def _step(self, plan: StepPlan) -> None:
+        self._gap.look(self._scheduler)
+        seconds = self._cost.seconds(plan)
+        self._now += seconds
+        tokens = [[_word(row)] if row.samples else [] for row in plan.rows]
+        self._scheduler.observe(plan, seconds, round(self._cost.experts(plan.num_tokens)))
+        for event in self._scheduler.commit(plan, tokens, self._now):
+            seen = self._seen[event.request.request_id]
+            seen.token_s += [self._now] * len(event.tokens)
+            if event.kind is EventKind.FINISHED:
+                self._answered(event.request)
+
+    def _answered(self, request: Request) -> None:
+        number, turn = map(int, request.request_id.split("."))
+        self._contexts[number] += request.output
+        turns = self._trace[number].turns
+        if turn + 1 < len(turns):
+            heappush(self._arrivals, (self._now + turns[turn + 1].wait_s, number, turn + 1))
+
+
+def _word(row: StepRow) -> int:
+    """One that depends on the request and the position alone."""
+    return (zlib.crc32(row.request.request_id.encode()) + 7919 * row.start) % _WORDS
