@@ -233,6 +233,12 @@ class EngineConfig:
     # ---- operation
     seed: int = option(0, "seed of requests that bring none", group="Operation", limits=(0, (1 << 63) - 1))
     profile_dir: str | None = option(None, "write steps.jsonl and tokens.jsonl there", group="Operation")
+    measure_bandwidth: bool = option(
+        False,
+        "measure at start how fast memory is read (about a second, at most 1 GiB), so that /metrics and the page show "
+        "the experts' GB/s as a share of it",
+        group="Operation",
+    )
     force_memory_plan: bool = option(False, "start although the memory plan says it will not fit", group="Operation")
     deterministic: bool = option(
         False,

@@ -6,10 +6,10 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from engine.diagnostics.live import live
+from engine.diagnostics.live import engine_stats, live
 from engine.diagnostics.profile import Profiler
 from engine.errors import KtserveError, UserError
 from engine.grammar.grammars import CompileFailed, Grammars
@@ -18,10 +18,8 @@ from engine.lora.version import Loaded, LoadFailed, Moved, Retiring, SlotFailed,
 from engine.messages import (
     Abort,
     AdapterMoved,
-    Cancelled,
     Drain,
     Failed,
-    Finished,
     FromEngine,
     GetLive,
     GetStats,
@@ -32,33 +30,23 @@ from engine.messages import (
     StopFound,
     Submit,
     ToEngine,
-    TokenLogprobs,
-    Tokens,
     UnloadAdapter,
 )
+from engine.steps.admission import RefusalError, admit
+from engine.steps.answers import Answer, terminal
 from engine.steps.base import Launched, Runner
-from engine.steps.limits import check_sampling
 from engine.steps.masks import TokenMask, masks_of
-from scheduler.plan import AdmissionError, Event, EventKind, StepPlan
-from scheduler.request import BASE, Request
+from scheduler.plan import Event, EventKind, StepPlan
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("ktserve")
-
-
-@dataclass
-class _Live:
-    """What the engine keeps of a request beside the scheduler's own."""
-
-    request: Request
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
-    prompt_sent: bool = False
 
 
 class EngineCore:
     """Single-threaded but for adapter files and slots, which load on threads of their own.
 
     `send` gets every message to the api, in order. `overlap`: step N+1 is launched before N is committed.
+    `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured.
     """
 
     def __init__(
@@ -71,6 +59,7 @@ class EngineCore:
         overlap: bool = False,
         check_integrity: bool = False,
         profiler: Profiler | None = None,
+        read_bandwidth: float | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -78,8 +67,9 @@ class EngineCore:
         self.overlap = overlap
         self.check_integrity = check_integrity
         self.profiler = profiler
+        self.read_bandwidth = read_bandwidth
         self._send = send
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Answer] = {}
         self._masks: dict[str, list[TokenMask]] = {}  # of live requests that have some
         self._grammars = Grammars(runner.model.config.vocab_size, scheduler.config.eos_token_ids)
         self._in_flight: Launched | None = None
@@ -108,64 +98,21 @@ class EngineCore:
         elif isinstance(message, GetStats):
             self._send(Reply(call_id=message.call_id, ok=True, stats=self.stats()))
         elif isinstance(message, GetLive):
-            seen = live(self.scheduler, self.adapters, self.runner.model)
+            seen = live(self.scheduler, self.adapters, self.runner.model, self.read_bandwidth)
             self._send(Reply(call_id=message.call_id, ok=True, live=seen))
         elif isinstance(message, Drain):
             self._drain = (message.call_id, time.monotonic() + message.timeout_s)
 
     def _submit(self, m: Submit) -> None:
-        def refuse(status: int, code: str, text: str, field: str | None, retry_after_s: float | None = None) -> None:
-            self._send(
-                Refused(
-                    request_id=m.request_id,
-                    status=status,
-                    code=code,
-                    message=text,
-                    field=field,
-                    retry_after_s=retry_after_s,
-                )
-            )
-
-        if self._drain is not None:
-            return refuse(503, "draining", "the server is shutting down and takes no new requests", None)
         vocabulary = self.runner.model.config.vocab_size
-        eos = self.scheduler.config.eos_token_ids
-        wrong = [token for token in m.prompt if not 0 <= token < vocabulary]
-        if not m.prompt or wrong:
-            text = f"token id {wrong[0]} is outside 0..{vocabulary - 1}" if wrong else "the prompt has no tokens"
-            return refuse(400, "invalid_tokens", text, "prompt")
         try:
-            check_sampling(m.sampling, eos, vocabulary)
-            if m.grammar is not None:
-                self._grammars.check(m.grammar, m.sampling)
-        except UserError as error:
-            return refuse(400, "invalid_sampling", str(error), error.field)
-        now = time.monotonic()
-        try:
-            adapter = BASE if m.adapter is None else self.adapters.resolve(m.adapter)
-            deadline = None if m.timeout_s is None else now + m.timeout_s
-            request = Request(
-                m.request_id,
-                m.prompt,
-                m.sampling,
-                adapter,
-                m.tenant,
-                m.priority,
-                deadline,
-                m.background,
-                cache_salt=m.cache_salt,
-                cache_group=m.cache_group,
-            )
-            displaced = self.scheduler.add(request, now, m.tenant_weight, m.max_waiting)
-        except UserError as error:
-            return refuse(404, "unknown_adapter", str(error), "model")
-        except AdmissionError as error:
-            status = 429 if error.code == "queue_full" else 400
-            long = error.code == "too_long"
-            code = "context_length_exceeded" if long else error.code
-            return refuse(status, code, str(error), "prompt" if long else None, error.retry_after_s)
-        self._live[m.request_id] = _Live(request)
-        masks = masks_of(m.sampling, eos, vocabulary)
+            if self._drain is not None:
+                raise RefusalError(m, 503, "draining", "the server is shutting down and takes no new requests", None)
+            request, displaced = admit(m, self.scheduler, self.adapters, self._grammars, vocabulary, time.monotonic())
+        except RefusalError as refusal:
+            return self._send(refusal.answer)
+        self._live[m.request_id] = Answer(request)
+        masks = masks_of(m.sampling, self.scheduler.config.eos_token_ids, vocabulary)
         if m.grammar is not None:
             mask, compiled = self._grammars.open(m.request_id, m.grammar)
             masks.append(mask)
@@ -243,14 +190,13 @@ class EngineCore:
         if self.profiler:
             self.profiler.close()
 
-    def stats(self) -> dict[str, float | int]:
+    def stats(self) -> dict[str, Any]:
         return {
-            **self.scheduler.stats(),
+            **engine_stats(self.scheduler, self.adapters, self.runner.model, self.read_bandwidth),
             "steps": self._steps,
             "failed_steps": self._failed_steps,
             "experts_touched": self._experts_touched,
             "expert_layers": self._expert_layers,
-            **self.adapters.stats(),
         }
 
     def _launch(self, plan: StepPlan) -> Launched | None:
@@ -325,46 +271,20 @@ class EngineCore:
     def _emit(self, events: list[Event], step: Launched | None) -> None:
         for event in events:
             rid = event.request.request_id
-            live = self._live[rid]
-            if event.tokens or self._owes_prompt(live, event):
-                self._send(self._tokens(live, event, step))
+            answer = self._live[rid]
+            if event.tokens or answer.owes_prompt(event):
+                self._send(answer.tokens(event, step))
+                if step and self.profiler:
+                    self.profiler.tokens(event, step.plan.step)
             if event.kind is EventKind.TOKENS:
                 continue
             self._forget(rid)
-            self._send(_terminal(event, self._stop_logprobs(event, step)))
+            self._send(terminal(event, step))
 
     def _forget(self, request_id: str) -> None:
         del self._live[request_id]
         self._masks.pop(request_id, None)
         self._grammars.close_request(request_id)
-
-    def _owes_prompt(self, live: _Live, event: Event) -> bool:
-        """A request whose very first token ended it still gets its prompt's log-probabilities."""
-        asked = live.request.sampling.prompt_logprobs is not None
-        return asked and not live.prompt_sent and event.kind is EventKind.FINISHED
-
-    def _stop_logprobs(self, event: Event, step: Launched | None) -> TokenLogprobs | None:
-        """Of the token that ended a request: it was sampled after those of the event."""
-        logprobs = step.logprobs.get(event.request.request_id) if step and event.stop_token is not None else None
-        return logprobs[len(event.tokens)] if logprobs else None
-
-    def _tokens(self, live: _Live, event: Event, step: Launched | None) -> Tokens:
-        request, prompt = live.request, None
-        if request.sampling.prompt_logprobs is not None and not live.prompt_sent:
-            live.prompt_sent = True
-            prompt = [live.prompt_logprobs.get(i) for i in range(len(request.prompt))]
-        logprobs = step.logprobs.get(request.request_id) if step else None
-        if step and self.profiler:
-            for i, token in enumerate(event.tokens, len(request.output) - len(event.tokens)):
-                self.profiler.token(request.request_id, step.plan.step, i, token, request.adapter.uid)
-        return Tokens(
-            request_id=request.request_id,
-            tokens=event.tokens,
-            logprobs=logprobs[: len(event.tokens)] if logprobs and event.tokens else None,
-            prompt_logprobs=prompt,
-            cached_tokens=request.num_cached,
-            queued_s=request.queued_s if len(request.output) <= len(event.tokens) else 0.0,
-        )
 
     # ---- adapters
 
@@ -417,26 +337,3 @@ class EngineCore:
         if not self._live and call_id >= 0:
             self._send(Reply(call_id=call_id, ok=True))
             self._drain = (-1, give_up)  # answered; new requests stay refused
-
-
-def _terminal(event: Event, stop_logprobs: TokenLogprobs | None) -> FromEngine:
-    request = event.request
-    rid = request.request_id
-    if event.kind is EventKind.FINISHED:
-        return Finished(
-            request_id=rid,
-            reason=event.reason,
-            prompt_tokens=len(request.prompt),
-            output_tokens=len(request.output),
-            cached_tokens=request.num_cached,
-            stop_token=event.stop_token,
-            stop_logprobs=stop_logprobs,
-        )
-    if event.kind is EventKind.REFUSED:
-        status, code = (503, "adapter_failed") if event.retry_after_s is None else (429, "queue_full")
-        return Refused(
-            request_id=rid, status=status, code=code, message=event.reason, retry_after_s=event.retry_after_s
-        )
-    if event.kind is EventKind.CANCELLED:
-        return Cancelled(request_id=rid, reason=event.reason)
-    return Failed(request_id=rid, message=event.reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,11 +35,26 @@ _REPORTED = (
     _Reported("prefix_cache_hits", "prompt tokens found in the prefix cache", ("prefix_hit_tokens",), True),
     _Reported("num_preemptions", "requests that gave their place up", ("preemptions",), True),
     _Reported("adapter_requests", "requests that began to run with an adapter", ("adapter_uses",), True),
+    _Reported("adapter_queries", "requests with an adapter that came", ("adapter_queries",), True),
+    _Reported("adapter_hits", "those of them whose adapter was in a slot", ("adapter_hits",), True),
     _Reported("adapter_slot_loads", "adapters copied into a slot", ("adapter_slot_loads",), True),
     _Reported("adapter_wait_seconds", "time that adapters waited for a slot", ("adapter_wait_s",), True),
+    _Reported("adapter_load_seconds", "time to fill slots, reading folders again included", ("adapter_load_s",), True),
+    _Reported("adapter_disk_reads", "adapters read again because requests wanted them", ("adapter_reads_again",), True),
+    _Reported("adapter_evictions", "adapters that left host memory for others", ("adapter_evictions",), True),
+    _Reported("adapters_known", "adapters that requests can name", ("adapters_known",)),
+    _Reported(
+        "adapters_in_host_memory", "those of them in host memory, and retiring ones", ("adapters_in_host_memory",)
+    ),
     _Reported("adapter_slots_usage_perc", "share of the adapter slots in use, 0 to 1", ("slots_used", "slots_total")),
     _Reported("experts_touched", "distinct experts of a layer in a step, summed", ("experts_touched",), True),
     _Reported("expert_layers", "layers whose experts were counted, summed over steps", ("expert_layers",), True),
+    _Reported("expert_read_bytes", "base weights of experts that the CPU went through", ("expert_read_bytes",), True),
+    _Reported(
+        "memory_read_bandwidth_bytes_per_second",
+        "how fast memory is read, measured at start (--measure-bandwidth)",
+        ("memory_read_bandwidth",),
+    ),
 )
 
 
@@ -81,6 +97,8 @@ class Metrics:
                 value = found[0] / max(found[1], 1.0) if len(found) == 2 else found[0]
                 kind = CounterMetricFamily if counter else GaugeMetricFamily
                 yield kind(f"ktserve_{name}", help, value=value)
+        if "running_adapters" in self.stats:
+            yield self._adapters()
         labelled: dict[str, dict[str, float]] = {}
         for key, value in self.stats.items():
             if isinstance(value, Mapping):
@@ -96,6 +114,16 @@ class Metrics:
             for label, number in values.items():
                 family.add_metric([str(label)], float(number))
             yield family
+
+    def _adapters(self) -> Metric:
+        """vLLM's form, which routers read: names in labels, the time as the value."""
+        labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
+        family = GaugeMetricFamily(
+            "ktserve_lora_requests_info", "adapters of running and waiting requests", labels=labels
+        )
+        who = [",".join(self.stats[key]) for key in ("running_adapters", "waiting_adapters")]
+        family.add_metric([*who, str(self.stats["slots_total"])], time.time())
+        return family
 
     def render(self) -> bytes:
         return bytes(generate_latest(self.registry))

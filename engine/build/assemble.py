@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.attention.base import BLOCK_SIZE
 from engine.build.backends import make_backends
@@ -22,6 +23,10 @@ from scheduler.config import SchedulerConfig
 from scheduler.policy.drafts import NgramProposer
 from scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from native import _native
+
+_MEASURED_BYTES = 1 << 30  # more than any cache holds
 _EAGER_MLPS = (
     "it has dense MLPs of its own, which no CUDA graph holds: steps with a row of it are launched kernel by kernel"
 )
@@ -31,6 +36,7 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
     """Load the weights and put the parts together."""
     config, source, model_config = plan.config, plan.source, plan.source.config
     backends = make_backends(plan)
+    bandwidth = _read_bandwidth(plan, backends.pool, progress)
     if "flashinfer" in plan.placement.used(".self_attn"):
         stage = "Attention kernels (compiled at the first start, a few minutes)"
         progress(stage, 0, 1)
@@ -43,6 +49,8 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
     runner.spare_cpus = backends.spare_cpus
     if backends.cache is not None:
         runner.notes += backends.cache.report()
+    if bandwidth is not None:
+        runner.notes.append(f"memory is read at {bandwidth / 1e9:.1f} GB/s (--measure-bandwidth)")
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
@@ -88,7 +96,26 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
         overlap=backends.device.type == "cuda" and not plan.num_drafts if config.overlap is None else config.overlap,
         check_integrity=config.check_integrity,
         profiler=profiler,
+        read_bandwidth=bandwidth,
     )
+
+
+def _read_bandwidth(plan: EnginePlan, pool: _native.WorkerPool | None, progress: Progress) -> float | None:
+    """Bytes a second, if it is asked for and experts are read by the pool. Before weights are loaded: their memory is
+    free."""
+    if (
+        not plan.config.measure_bandwidth
+        or pool is None
+        or not {"native", "hybrid"} & set(plan.placement.used(".mlp.experts"))
+    ):
+        return None
+    from native import _native
+
+    progress("Memory bandwidth", 0, 1)
+    free = next(device.free_bytes for device in plan.memory.devices if device.name == "CPU")
+    measured = _native.read_bandwidth(pool, min(_MEASURED_BYTES, free // 4), repeats=5)
+    progress("Memory bandwidth", 1, 1)
+    return measured
 
 
 def _pad_decode(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> None:

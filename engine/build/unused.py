@@ -80,7 +80,13 @@ def _expert_backend(config: EngineConfig, source: WeightSource, placement: Place
     return "" if source.config.sparse_layers else "no layer of this model has routed experts"
 
 
+def _bandwidth(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    counted = "experts" in _native(placement)
+    return "" if counted else "the native kernels, whose reads are counted, compute no experts here"
+
+
 _RULES: dict[str, _Rule] = {
+    "measure_bandwidth": _bandwidth,
     "quantise": _quantise,
     "pack_cache": _pack_cache,
     "isa": _isa,

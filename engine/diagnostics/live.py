@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from engine.lora.adapters import Adapters
 from engine.messages import Live, LiveRow
@@ -13,7 +14,27 @@ from scheduler.scheduler import Scheduler
 _SERVICE = "tenant_service/"
 
 
-def live(scheduler: Scheduler, adapters: Adapters, model: Model) -> Live:
+def engine_stats(
+    scheduler: Scheduler, adapters: Adapters, model: Model, read_bandwidth: float | None
+) -> dict[str, Any]:
+    """What /metrics is made of: numbers, and names of adapters by what they do."""
+    names = {info.uid: info.name for info in adapters.infos()}
+    running = {request.adapter.uid for request in scheduler.running}
+    waiting = {request.adapter.uid for request in scheduler.requests()} - running
+    stats: dict[str, Any] = {
+        **scheduler.stats(),
+        **adapters.stats(),
+        "running_adapters": sorted(names[uid] for uid in running if uid in names),
+        "waiting_adapters": sorted(names[uid] for uid in waiting if uid in names),
+    }
+    if counters := model.expert_counters:
+        stats["expert_read_bytes"] = sum(each.weight_bytes_read() for each in counters)
+    if read_bandwidth is not None:
+        stats["memory_read_bandwidth"] = read_bandwidth
+    return stats
+
+
+def live(scheduler: Scheduler, adapters: Adapters, model: Model, read_bandwidth: float | None) -> Live:
     """Reads counters that are kept anyway; to be called between steps."""
     stats = scheduler.stats()
     names = {info.uid: info.name for info in adapters.infos()}
@@ -31,6 +52,7 @@ def live(scheduler: Scheduler, adapters: Adapters, model: Model) -> Live:
         rows=[_row(request, names) for request in scheduler.running],
         tenant_service={key.removeprefix(_SERVICE): value for key, value in stats.items() if key.startswith(_SERVICE)},
         weight_bytes_read=sum(each.weight_bytes_read() for each in counters) if counters else None,
+        read_bandwidth=read_bandwidth,
         expert_choices={layer: counts for each in counters for layer, counts in each.choices().items()},
     )
 

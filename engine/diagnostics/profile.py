@@ -18,6 +18,7 @@ import msgspec
 from engine.errors import UserError
 from engine.steps.base import Launched
 from engine.weights.store import WeightSource
+from scheduler.plan import Event
 
 log = logging.getLogger("ktserve")
 _QUEUE_LINES = 8192
@@ -70,10 +71,12 @@ class Profiler:
             },
         )
 
-    def token(self, request_id: str, step: int, index: int, token: int, adapter: int) -> None:
-        """The index-th output token of a request, sampled by `step`."""
-        line = {"time": time.time(), "request": request_id, "step": step, "index": index, "token": token}
-        self._put("tokens", {**line, "adapter": adapter})
+    def tokens(self, event: Event, step: int) -> None:
+        """Those of the event, sampled by `step`."""
+        request = event.request
+        for i, token in enumerate(event.tokens, len(request.output) - len(event.tokens)):
+            line = {"time": time.time(), "request": request.request_id, "step": step, "index": i, "token": token}
+            self._put("tokens", {**line, "adapter": request.adapter.uid})
 
     def close(self) -> None:
         """Write what is queued and end the thread."""

@@ -177,7 +177,8 @@ class FakeEngine:
             blocks_cached=1,
             rows=rows,
             tenant_service={row.tenant: float(row.output_tokens) for row in rows},
-            weight_bytes_read=None,
+            weight_bytes_read=self.steps << 24 if "read_bandwidth" in self.options else None,
+            read_bandwidth=self.options.get("read_bandwidth"),
             expert_choices={0: [self.steps, 0, 1], 1: [0, 0, self.steps]},
         )
 

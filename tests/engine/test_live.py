@@ -46,7 +46,7 @@ def test_rows_are_the_running_requests(folder, overlap):
 
 
 def test_native_experts_count_each_choice_of_each_token(folder):
-    engine = Harness(folder, rules="cpu", overlap=False)
+    engine = Harness(folder, rules="cpu", overlap=False, measure_bandwidth=True)
     engine.generate(prompts(3, [5, 17]), max_tokens=6)
     seen, config = look(engine), engine.core.runner.model.config
     tokens = seen.prefill_tokens + seen.decode_tokens
@@ -56,6 +56,11 @@ def test_native_experts_count_each_choice_of_each_token(folder):
         assert len(counts) == config.num_experts
         assert sum(counts) == (2 * 6 if last else tokens) * config.num_experts_per_tok
     assert seen.weight_bytes_read is not None and seen.weight_bytes_read > 0
+    assert seen.read_bandwidth is not None and seen.read_bandwidth > 0
+    stats = engine.core.stats()
+    assert stats["expert_read_bytes"] == seen.weight_bytes_read
+    assert stats["memory_read_bandwidth"] == seen.read_bandwidth
+    assert any("memory is read at" in note for note in engine.core.runner.notes)
     engine.close()
 
 

@@ -8,6 +8,8 @@ import threading
 import pytest
 
 from engine.errors import UserError
+from scheduler.plan import Event, EventKind
+from scheduler.request import Request, SamplingParams
 from testing.harness import Harness
 from testing.tiny import save_hf, tiny_model
 from testing.waiting import PATIENCE_S, eventually
@@ -45,8 +47,8 @@ def test_a_slow_disk_drops_lines_not_steps(folder, tmp_path, monkeypatch):
     profiler = engine.core.profiler
     disk, written = threading.Event(), profiler._files["tokens"].write
     monkeypatch.setattr(profiler._files["tokens"], "write", lambda line: disk.wait(PATIENCE_S) and written(line))
-    for i in range(10):
-        profiler.token("r", 0, i, 0, 0)
+    request = Request("r", [1], SamplingParams(), output=list(range(10)))
+    profiler.tokens(Event(EventKind.TOKENS, request, list(range(10))), 0)
     assert profiler.dropped in (5, 6)  # the queue holds 4, the thread at most one
     assert engine.generate(prompts(2, [4]), max_tokens=3)[0]
     disk.set()

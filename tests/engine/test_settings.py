@@ -41,6 +41,7 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kt_method": ({}, {"kt_method": "AMXInt8"}),
     "gpu_expert_memory": ({}, {"gpu_expert_memory": "1GiB"}),
     "cpu_threads": ({"cpu_threads": 1}, {}),
+    "measure_bandwidth": ({"measure_bandwidth": True}, {"measure_bandwidth": True, **REFERENCE}),
     "cuda_graphs": ({"cuda_graphs": "padded"}, {"cuda_graphs": "off"}),
     "expert_scaling": ({"expert_scaling": "alpha/r", "adapters": ["a=/x"]}, {"expert_scaling": "alpha/r"}),
     "adapter_memory": ({"adapter_memory": "1GiB"}, {"adapter_memory": "1GiB", "max_adapter_slots": 0}),

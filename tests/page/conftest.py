@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.api.conftest import Running, serving
 from tests.api.conftest import model_dir as model_dir
 
-pytest.importorskip("selenium", reason="selenium is not installed")
-
-from testing.browser import Browser, browser, why_not
+if TYPE_CHECKING:
+    from testing.browser import Browser
 
 ADAPTERS = ("reverse", "gated", "fail", "silent", "refuse")
 
 
 @pytest.fixture(scope="session")
 def window() -> Iterator[Browser]:
+    from testing.browser import browser, why_not  # here: without selenium the modules of the tests are skipped
+
     if reason := why_not():
         pytest.skip(reason)
     with browser() as found:
@@ -29,7 +31,7 @@ def window() -> Iterator[Browser]:
 def echo(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     flags = [flag for name in ADAPTERS for flag in ("--adapters", f"{name}=/fake/{name}")]
     folder = tmp_path_factory.mktemp("page")
-    with serving(model_dir, folder, *flags, gate=str(folder / "gate")) as running:
+    with serving(model_dir, folder, *flags, gate=str(folder / "gate"), read_bandwidth=4e9) as running:
         yield running
 
 

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("selenium", reason="selenium is not installed")
+
 from testing.browser import Browser, Keys
 
 HOSTILE = [

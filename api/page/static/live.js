@@ -66,7 +66,14 @@ export class Live {
       const counted = this.samples.at(-1)[counter] !== null;
       $(`${id}-rate`).textContent = counted && rates.length ? short.format(rates.at(-1)[1]) : "–";
       lineChart($(`${id}-line`), counted ? rates : [], KEPT_S);
+      if (id === "bytes") this.showShare(counted && rates.length ? rates.at(-1)[1] : null);
     }
+  }
+
+  showShare(gigabytes) {
+    const peak = this.samples.at(-1).read_bandwidth;
+    const known = gigabytes !== null && peak;
+    $("bytes-share").textContent = known ? `${((1e11 * gigabytes) / peak).toFixed(0)} % of ${short.format(1e-9 * peak)}` : "";
   }
 
   showBlocks(live) {
