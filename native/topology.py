@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from native.cgroup import group_folders, read_text
+
 if TYPE_CHECKING:
     from native import _native
 
@@ -16,35 +18,17 @@ SPARE_CPUS = 2
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
     """Whole CPUs that the cgroup grants (v2 `cpu.max` or v1 `cpu.cfs_quota_us`, the least up the tree), or None."""
-    limits = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    paths = ["/"]
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "cpu" in controllers.split(","):
-            parts = Path(path).parts[1:]
-            paths += ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
-    for path in paths:
-        for base in ("sys/fs/cgroup", "sys/fs/cgroup/cpu"):
-            limits += _limits(root / base / path.lstrip("/"))
+    limits = [limit for folder, v2 in group_folders("cpu", root) if (limit := _limit(folder, v2)) is not None]
     return max(1, int(min(limits))) if limits else None
 
 
-def _limits(folder: Path) -> list[float]:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return []
-    if quota in ("max", "-1"):
-        return []
-    return [int(quota) / int(period)]
+def _limit(folder: Path, v2: bool) -> float | None:
+    """CPUs; None: no limit is there."""
+    names = ("cpu.max",) if v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = " ".join(read_text(folder / name) for name in names).split()
+    if len(words) != 2 or words[0] in ("max", "-1"):
+        return None
+    return int(words[0]) / int(words[1])
 
 
 def node_cpus(root: Path = Path("/")) -> dict[int, set[int]]:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import psutil
 
+from native.cgroup import group_folders, read_text
+
 _NO_LIMIT = 1 << 60  # v1 writes a number near 2^63 where there is none
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 @dataclass(frozen=True)
@@ -34,30 +38,11 @@ def cpu_memory(root: Path = Path("/")) -> Memory:
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use that cannot be reclaimed) of each group with a limit, from ours up to the root."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            yield from _walk(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _walk(root / "sys/fs/cgroup/memory", path, *names)
-
-
-def _walk(mount: Path, path: str, limit_file: str, usage_file: str, cache_key: str) -> Iterator[tuple[int, int]]:
-    """Inside a container the path may be one of the host, not below the mount: its missing levels say nothing."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        folder = mount.joinpath(*parts[:depth])
-        limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+    for folder, v2 in group_folders("memory", root):
+        limit_file, usage_file, cache_key = _V2 if v2 else _V1
+        limit, usage = read_text(folder / limit_file).strip(), read_text(folder / usage_file).strip()
         if not limit.isdigit() or not usage.isdigit() or int(limit) >= _NO_LIMIT:
             continue
-        stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+        stat = dict(line.split(" ", 1) for line in read_text(folder / "memory.stat").splitlines() if " " in line)
         cache = stat.get(cache_key, "0").strip()
         yield int(limit), max(int(usage) - (int(cache) if cache.isdigit() else 0), 0)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

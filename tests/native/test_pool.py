@@ -172,6 +172,12 @@ def test_the_cgroup_limits_the_threads(tmp_path: Path) -> None:
     assert cpu_quota(root) == 3
     assert sum(map(len, pool_groups(None, list(range(16)), root))) == 3
     assert cpu_quota(fake_machine(tmp_path / "free", ["0-15"])) is None
+    old = fake_machine(tmp_path / "v1", ["0-15"])
+    (old / "proc/self/cgroup").write_text("7:memory:/a\n4:cpu,cpuacct:/host/only\n")
+    (old / "sys/fs/cgroup/cpu").mkdir()
+    for name, text in (("cpu.cfs_quota_us", "200000\n"), ("cpu.cfs_period_us", "100000\n")):
+        (old / "sys/fs/cgroup/cpu" / name).write_text(text)
+    assert cpu_quota(old) == 2
 
 
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
