@@ -3,6 +3,7 @@
     ktserve ...                                      the command line (the installed script calls `main`)
     python PATH/ktserve/__main__.py engine ...       the engine process, started by the api
     python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
+    python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
     python -m ktserve loadtests ...                  the load test
 
 Python searches the working directory or the script's folder first, then PYTHONPATH, then what is installed: a user's
@@ -47,6 +48,10 @@ def main() -> int:
         from api.prepare.process import main as prompts
 
         prompts(arguments)
+    if program == ["training-plan"]:
+        from training.memory.main import main as training_plan
+
+        return training_plan(arguments)
     if program == ["loadtests"]:
         from loadtests.run import main as loadtests
 

@@ -1,4 +1,4 @@
-"""ktserve plan, check, adapters inspect: the engine does the work in a child process."""
+"""ktserve plan, check, adapters inspect: a child process does the work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import msgspec
 
 from api.client.launch import engine_command, with_demo
-from api.client.process import child_environment
+from api.client.process import LAUNCHER, child_environment
 from api.config import ServeConfig
 from engine.config import EngineConfig
 from engine.errors import UserError
@@ -28,3 +28,9 @@ def run_child(command: str, path: str | None, engine: EngineConfig, serve: Serve
     if status == -signal.SIGXCPU:
         raise UserError(f"{path}: reading it took more processor time than files of its size may", "path")
     return status if status >= 0 else 128 - status
+
+
+def run_training_plan(config: str, *overrides: str) -> int:
+    """The memory plan of a training run; the child's exit status."""
+    status = subprocess.run([*LAUNCHER, "training-plan", config, *overrides], env=child_environment(), check=False)
+    return status.returncode if status.returncode >= 0 else 128 - status.returncode

@@ -78,7 +78,13 @@ def build_parser() -> Parser:
     command.add_argument("--system", help="system prompt")
     command.set_defaults(run=_chat)
     command = add("plan", "print the memory plan and the placement; loads nothing", engine)
-    command.set_defaults(run=_child, child="plan", path=None)
+    command.add_argument(
+        "--train",
+        nargs="+",
+        metavar=("CONFIG.yaml", "key=value"),
+        help="the memory plan of a training run instead, with settings over those of its file",
+    )
+    command.set_defaults(run=_plan, child="plan", path=None)
     command = add("check", "compare the chosen backends with the reference, layer by layer", engine)
     command.set_defaults(run=_child, child="check", path=None)
     adapters = commands.add_parser("adapters", help="look at adapters", description="look at adapters")
@@ -180,6 +186,19 @@ def _new_key(args: argparse.Namespace, console: Console) -> int:
     else:
         print(f"tenants:\n  {args.tenant}:\n    keys:\n      - {stored.line}")
     return 0
+
+
+def _plan(args: argparse.Namespace, console: Console) -> int:
+    if args.train is None:
+        return _child(args, console)
+    given = [setting.flag for setting in settings_of(EngineConfig) if hasattr(args, setting.name)]
+    given += [] if args.config is None else ["--config"]
+    given += [] if args.model_path_or_none is None else [args.model_path_or_none]
+    if given:
+        raise UserError(f"--train takes all settings from its file: write {given[0]} there, or as key=value", "train")
+    from api.cli.child import run_training_plan
+
+    return run_training_plan(*args.train)
 
 
 def _child(args: argparse.Namespace, console: Console) -> int:

@@ -33,19 +33,12 @@ class Item:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `adapter_bytes`
-    is what loaded adapters may take on the CPU, those at start included. `notes` are printed;
-    `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
+class DevicePlan:
+    """Items by device, against what is free there."""
 
     devices: list[Memory]
     items: list[Item]
-    kv_tokens: int
-    max_model_len: int
-    adapter_bytes: int
     notes: list[str]
-    remedies: list[str]
 
     def needed(self, device: Memory) -> int:
         return sum(item.num_bytes for item in self.items if item.device == device.name)
@@ -70,19 +63,38 @@ class MemoryPlan:
         lines = [f"{label:<{left}}  {size:>{right}}" if size else label for label, size in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def check(self, force: bool) -> None:
-        """Raise MemoryPlanError if a device is short, unless `force`."""
-        if force or not self.short:
-            return
+    def shortage(self) -> str:
+        """What is needed where it does not fit, and the largest items there."""
         lines = []
         for device in self.short:
             need, free = format_bytes(self.needed(device)), format_bytes(device.free_bytes)
             largest = sorted((i for i in self.items if i.device == device.name), key=lambda i: -i.num_bytes)[:3]
             what = ", ".join(f"{item.label} {format_bytes(item.num_bytes)}" for item in largest)
             lines.append(f"{device.name}: {need} needed, {free} free ({what})")
+        return "; ".join(lines)
+
+
+@dataclass(frozen=True)
+class MemoryPlan(DevicePlan):
+    """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `adapter_bytes`
+    is what loaded adapters may take on the CPU, those at start included. `notes` are printed;
+    `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
+
+    devices: list[Memory]
+    items: list[Item]
+    kv_tokens: int
+    max_model_len: int
+    adapter_bytes: int
+    notes: list[str]
+    remedies: list[str]
+
+    def check(self, force: bool) -> None:
+        """Raise MemoryPlanError if a device is short, unless `force`."""
+        if force or not self.short:
+            return
         advice = "would fit: " + "; or ".join(self.remedies) if self.remedies else "no setting makes it fit"
         raise MemoryPlanError(
-            f"the model does not fit. {'; '.join(lines)}. {advice}. "
+            f"the model does not fit. {self.shortage()}. {advice}. "
             "--force-memory-plan starts anyway (where memory grows with use, for instance).",
             "force_memory_plan",
         )

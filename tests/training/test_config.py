@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from training.config import ConfigError, TrainConfig, load_config
 from training.config.fields import PER_ADAPTER
 from training.config.others import NO_OPS, REFUSED
+from training.config.reference import reference
 
 _BASE = "model_name_or_path: demo\noutput_dir: out\ndataset: a, b\n"
 
@@ -155,3 +156,9 @@ def test_any_yaml_is_a_configuration_or_a_named_error(tmp_path_factory: pytest.T
         assert str(path) in str(error)
     else:
         assert config.model_name_or_path and config.output_dir
+
+
+def test_the_page_of_settings_is_made_from_the_fields() -> None:
+    page = Path(__file__).parents[2] / "docs" / "training-config.md"
+    assert page.read_text() == reference(), "python -m training.config.reference writes it"
+    assert all(f"`{f.name}`" in page.read_text() for f in fields(TrainConfig))

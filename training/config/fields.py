@@ -104,7 +104,7 @@ class TrainConfig:
     adapters: tuple[TrainConfig, ...] = setting(
         (),
         "several adapters, trained in one batch over one pass of the base weights: a list of mappings with `name` and "
-        "what differs from the settings above (the last column says which may)",
+        "what differs from the settings above (those marked so may)",
         "Method",
     )
     adapter_name: str = setting("default", "the adapter's name", "Method", aliases=("name",), per_adapter=True)

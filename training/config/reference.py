@@ -1,0 +1,91 @@
+"""docs/training-config.md, from the fields and the tables of other keys: `python -m training.config.reference`.
+Torch-free."""
+
+from __future__ import annotations
+
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from training.config.fields import TrainConfig
+from training.config.others import NO_OPS, REFUSED
+
+_WIDTH = 118
+_HEAD = """\
+# Settings of a training run
+
+Made from `training/config/fields.py` and `others.py` by `python -m training.config.reference`; a test compares.
+
+`ktserve train CONFIG.yaml [key=value ...]` reads LLaMA-Factory's names, and KTransformers' both flat
+(`kt_backend: ...`) and nested (`kt_config: {kt_backend: ...}`). An override takes the place of what the file says,
+under any of its names, and of what may not stand beside it (`max_steps=5` that of `num_train_epochs`);
+`adapters.0.key=value` reaches into the list of adapters. An unknown key, a value outside its range, and settings that
+contradict one another are errors with file and line. Values are read by the setting's type: `1e-4` is a number, `no`
+is false where a switch is expected. Relative paths are relative to the working directory.
+"""
+_KINDS = {str: "text", bool: "true or false", int: "whole number", float: "number"}
+
+
+def reference() -> str:
+    """The page."""
+    parts = [_HEAD]
+    groups = dict.fromkeys(field.metadata["group"] for field in fields(TrainConfig))
+    for group in groups:
+        rows = [_row(field) for field in fields(TrainConfig) if field.metadata["group"] == group]
+        parts.append(f"## {group}\n\n" + "\n".join(rows) + "\n")
+    no_ops = []
+    for key, row in NO_OPS.items():
+        values = f" ({' or '.join(row.allowed)})" if row.allowed else ""
+        no_ops.append(_item(f"`{key}`{values}: {row.reason}."))
+    parts.append("## Keys that change nothing\n\n" + "\n".join(no_ops) + "\n")
+    refused = [_item(f"`{key}`: {reason}.") for key, reason in REFUSED.items()]
+    parts.append("## Keys that are refused\n\n" + "\n".join(refused) + "\n")
+    return "\n".join(parts)
+
+
+def _row(field: Field[Any]) -> str:
+    return _item(f"`{field.name}` ({'; '.join(_facts(field))}): {field.metadata['doc']}.")
+
+
+def _facts(field: Field[Any]) -> Iterator[str]:
+    metadata, hint = field.metadata, typing.get_type_hints(TrainConfig)[field.name]
+    if field.name == "adapters":
+        yield "list of mappings"
+    elif typing.get_origin(hint) is tuple:
+        yield "list, or names between commas"
+    elif metadata["choices"]:
+        yield " or ".join(metadata["choices"])
+    else:
+        if isinstance(hint, types.UnionType):
+            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        kind = _KINDS[hint]
+        limits = metadata["limits"]
+        yield f"{kind}, {limits[0]:g} to {limits[1]:g}" if limits else kind
+    shown = metadata["default_doc"] or _default(field.default)
+    if shown:
+        yield f"default {shown}"
+    if metadata["aliases"]:
+        yield "also " + ", ".join(f"`{alias}`" for alias in metadata["aliases"])
+    if metadata["per_adapter"]:
+        yield "per adapter"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    path = Path(__file__).resolve().parents[2] / "docs" / "training-config.md"
+    path.write_text(reference())

@@ -1,0 +1,1 @@
+"""What a training run takes of each device's memory, before a byte of weights is read."""

@@ -1,0 +1,175 @@
+"""Bytes of a training run's parts, from the model's sizes and the settings. Torch-free.
+
+Per token, layer and part; n heads of d, q = n d, kv likewise, e bytes an element (2 with bf16, else 4):
+
+    norms                  8 H + 8                      the float32 input of each, and its scale
+    norms of heads         4 (q + kv) + 4 heads
+    attention, sdpa        e (2 q + 2 kv') + 4 n        kv' = kv, or q where a mask makes transformers repeat the heads
+    attention, eager       3 e q + n S (4, or 6 if e = 2)   S: tokens of a row
+    LoRA of a projection   4 in + 4 r, its float32 input; in float32 projections of one input share it
+    dropout                4 in, its noise; nothing is shared then
+    router                 4 E + 12 k + 4
+    dense or shared MLP    3 e I, and e H + 2 e for a shared one's gate
+    routed experts         e H + 2 k I e (not with recompute) + 12 k + 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.architectures.base import Module
+from engine.architectures.registry import architecture_of
+from engine.model.config import ModelConfig
+from training.config import TrainConfig
+
+MASTER_BYTES = 4  # of a LoRA parameter: float32
+STATE_BYTES = 16  # of a trained one: master, gradient, AdamW's two moments
+_EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_CHUNK_ROWS = 4096  # rows that the experts' backward pass computes at a time
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the formulas need it: `rows` of `length` tokens in a micro-batch."""
+
+    model: ModelConfig
+    config: TrainConfig
+    rows: int
+    length: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: TrainConfig) -> Run:
+        """The largest micro-batch: rows of cutoff_len tokens, of all adapters; of a preference both answers."""
+        rows = sum(run.per_device_train_batch_size for run in config.runs()) * (2 if config.stage == "dpo" else 1)
+        return cls(model, config, rows, config.cutoff_len)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def element(self) -> int:
+        return 2 if self.config.bf16 else 4
+
+    @property
+    def rank(self) -> int:
+        """The largest."""
+        return max(run.lora_rank for run in self.config.runs())
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention gets an explicit mask."""
+        return self.config.packing or self.config.stage == "dpo"
+
+
+def modules(model: ModelConfig, layer: int) -> Iterator[Module]:
+    return architecture_of(model).modules(model, layer)
+
+
+def is_target(config: TrainConfig, name: str) -> bool:
+    """Whether a projection (the last part of its name) has LoRA."""
+    return config.lora_target == ("all",) or name in config.lora_target
+
+
+def dense_lora(model: ModelConfig, config: TrainConfig, layer: int) -> list[tuple[str, int, int]]:
+    """(name, in, out) of the layer's projections with LoRA beside the routed experts."""
+    found = []
+    for module in modules(model, layer):
+        last = module.name.rpartition(".")[2]
+        if module.kind == "linear" and last.endswith("_proj") and is_target(config, last):
+            found.append((module.name, module.shape[1], module.shape[0]))
+    return found
+
+
+def lora_parameters(model: ModelConfig, config: TrainConfig) -> tuple[int, int, int]:
+    """Of one adapter: (beside the experts, trained in experts, in experts for projections without LoRA, whose matrices
+    are there but never change)."""
+    dense = sum(size_in + size_out for layer in range(model.num_hidden_layers)
+                for _, size_in, size_out in dense_lora(model, config, layer))  # fmt: skip
+    trained = sum(is_target(config, name) for name in _EXPERT_PROJECTIONS)
+    one = len(model.sparse_layers) * model.num_experts * (model.hidden_size + model.moe_intermediate_size)
+    frozen = len(_EXPERT_PROJECTIONS) - trained if trained else 0
+    return config.lora_rank * dense, config.lora_rank * one * trained, config.lora_rank * one * frozen
+
+
+def layer_bytes(run: Run, layer: int) -> int:
+    """What a token keeps of a layer for the backward pass, beside its routed experts."""
+    model, config, e = run.model, run.config, run.element
+    heads, kv_heads, d = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    q, kv = heads * d, kv_heads * d
+    total = 8 * model.hidden_size + 8
+    if model.qk_norm:
+        total += 4 * (q + kv) + 4 * (heads + kv_heads)
+    if config.flash_attn == "disabled":
+        total += 3 * e * q + heads * run.length * (6 if e == 2 else 4)
+    else:
+        total += e * (2 * q + 2 * (q if run.masked else kv)) + 4 * heads
+        if config.stage == "dpo":  # each layer makes one of the padding
+            total += run.length * e
+    total += _lora_bytes(run, layer)
+    if model.is_sparse(layer):
+        total += 4 * model.num_experts + 12 * model.num_experts_per_tok + 4
+        if model.shared_expert_intermediate_size:
+            total += e * (3 * model.shared_expert_intermediate_size + model.hidden_size + 2)
+    else:
+        total += 3 * e * model.intermediate_size
+    return total
+
+
+def _lora_bytes(run: Run, layer: int) -> int:
+    total = 0
+    inputs: dict[tuple[str, int], int] = {}  # projections of one input
+    for name, size_in, _ in dense_lora(run.model, run.config, layer):
+        total += 4 * run.rank
+        owner, _, last = name.rpartition(".")
+        shared = (owner, size_in) if last not in ("o_proj", "down_proj") else (name, size_in)
+        inputs[shared] = inputs.get(shared, 0) + 1
+    for (owner, size_in), count in inputs.items():
+        if run.config.lora_dropout:
+            total += 8 * size_in * count
+        elif run.element == 2:
+            total += 4 * size_in * count
+        elif not (owner.endswith("o_proj") and run.config.flash_attn != "disabled"):  # attention keeps its output
+            total += 4 * size_in
+    return total
+
+
+def expert_bytes(run: Run) -> int:
+    """What a token keeps of a layer's routed experts."""
+    model, e = run.model, run.element
+    kept = 2 * model.num_experts_per_tok * model.moe_intermediate_size * e
+    if run.config.kt_cpu_activation == "recompute":
+        kept = 0
+    return e * model.hidden_size + kept + 12 * model.num_experts_per_tok + 4
+
+
+def logits_bytes(run: Run) -> int:
+    """Logits, their float32 form, its log-softmax, and the gradients of them."""
+    per_token = 12 if run.element == 4 else 16
+    if run.config.stage == "dpo":  # the reference's, while the policy's are there
+        per_token += run.element + 4
+    return run.tokens * run.model.vocab_size * per_token
+
+
+def buffer_bytes(run: Run) -> int:
+    """Gradients and intermediate results of the layer that is being computed, a few of each."""
+    model = run.model
+    heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    inner = model.shared_expert_intermediate_size if model.sparse_layers else model.intermediate_size
+    return run.tokens * 4 * (6 * model.hidden_size + 2 * heads * model.head_dim + 2 * inner)
+
+
+def scratch_bytes(run: Run) -> int:
+    """What the experts' kernels take: inputs, gradients and gated values of each (token, expert) of a chunk of rows."""
+    model, e = run.model, run.element
+    rows = min(run.tokens, _CHUNK_ROWS)
+    per_choice = 3 * model.hidden_size * e + 4 * model.moe_intermediate_size * e + 24 * run.rank
+    if run.config.kt_cpu_activation == "recompute":
+        per_choice += 2 * model.moe_intermediate_size * e
+    return rows * model.num_experts_per_tok * per_choice + (64 << 20)
+
+
+def mask_bytes(run: Run) -> int:
+    """Of packed rows: which tokens see which."""
+    return run.rows * run.length**2 * run.element if run.config.packing else 0
