@@ -1,4 +1,4 @@
-"""`python -m ktserve engine serve|plan|check|inspect`: the engine as a child process. People use `ktserve`."""
+"""`python -m ktserve engine serve|plan|check|inspect|convert`: the engine as a child process. People use `ktserve`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a mistake of the user's (said in one line), 2 for `check` that found one."""
     parser = argparse.ArgumentParser(prog="ktserve engine")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("serve", "plan", "check", "inspect"):
+    for name in ("serve", "plan", "check", "inspect", "convert"):
         command = commands.add_parser(name)
-        command.add_argument("--config-json", required=name != "inspect", default="{}")
+        command.add_argument("--config-json", required=name not in ("inspect", "convert"), default="{}")
         if name == "serve":
             command.add_argument("--address", required=True)
             command.add_argument("--heartbeat", required=True, help="file that the api has made for it")
-        if name == "inspect":
+        if name in ("inspect", "convert"):
             command.add_argument("path")
+        if name == "convert":
+            command.add_argument("--to", required=True)
+            command.add_argument("--out", required=True)
         if name == "check":
             command.add_argument("--tokens", type=int, default=64, help="length of the prompt that is run")
             command.add_argument("--tolerance", type=float, default=None)
@@ -37,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
             return _plan(config)
         if args.command == "check":
             return _check(config, args.tokens, args.tolerance)
+        if args.command == "convert":
+            return _convert(config, args.path, args.to, args.out)
         return _inspect(config, args.path)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -112,6 +117,14 @@ def _inspect(config: EngineConfig, path: str) -> int:
         if out_of_memory(error):
             raise UserError(f"{path}: it {NO_MEMORY}", "path") from error
         raise
+    return 0
+
+
+def _convert(config: EngineConfig, path: str, form: str, out: str) -> int:
+    from engine.lora.convert import convert
+    from engine.lora.process import limit_this_process
+
+    print(convert(path, form, out, config.model or None, opened=limit_this_process()))
     return 0
 
 

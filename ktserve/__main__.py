@@ -4,6 +4,7 @@
     python PATH/ktserve/__main__.py engine ...       the engine process, started by the api
     python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
     python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
+    python PATH/ktserve/__main__.py training ...     a training run, started by `ktserve train`
     python -m ktserve loadtests ...                  the load test
 
 Python searches the working directory or the script's folder first, then PYTHONPATH, then what is installed: a user's
@@ -52,6 +53,10 @@ def main() -> int:
         from training.memory.main import main as training_plan
 
         return training_plan(arguments)
+    if program == ["training"]:
+        from training.main import main as training
+
+        return training(arguments)
     if program == ["loadtests"]:
         from loadtests.run import main as loadtests
 

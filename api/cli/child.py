@@ -1,9 +1,10 @@
-"""ktserve plan, check, adapters inspect: a child process does the work."""
+"""ktserve plan, check, adapters inspect, adapters convert: the engine does the work in a child process."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,13 +15,15 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 
 
-def run_child(command: str, path: str | None, engine: EngineConfig, serve: ServeConfig) -> int:
-    """The child's exit status; its output is ours. Raises UserError if it cannot be started or passed a
-    limit of processor time."""
-    if command != "inspect":
+def run_child(
+    command: str, path: str | None, engine: EngineConfig, serve: ServeConfig, more: Sequence[str] = ()
+) -> int:
+    """The child's exit status; its output is ours. `more`: arguments of that command alone. Raises UserError if it
+    cannot be started or passed a limit of processor time."""
+    if command not in ("inspect", "convert"):
         engine, _ = with_demo(engine)
     payload = msgspec.json.encode(engine).decode()
-    argv = [*engine_command(serve), command, *([path] if path is not None else []), "--config-json", payload]
+    argv = [*engine_command(serve), command, *([path] if path is not None else []), "--config-json", payload, *more]
     try:
         status = subprocess.run(argv, env=child_environment(), check=False).returncode
     except OSError as error:

@@ -41,6 +41,13 @@ examples:
 KTransformers' flags (--model_path, --gguf_path, --optimize_config_path, --cache_lens, --chunk_size,
 --max_batch_size, --max_new_tokens, --backend_type, --cpu_infer) are accepted; what they mean here is printed.
 """
+_TRAIN = """\
+examples:
+  ktserve train sft.yaml                               train; the adapter is in output_dir
+  ktserve train sft.yaml learning_rate=1e-4 max_steps=200
+  ktserve train sft.yaml --resume                      go on after Ctrl-C, a crash or a full disk
+  ktserve train sft.yaml --publish http://localhost:8000 --admin-key-file ~/admin-key
+"""
 _RAW = argparse.RawDescriptionHelpFormatter
 
 
@@ -87,6 +94,20 @@ def build_parser() -> Parser:
     command.set_defaults(run=_plan, child="plan", path=None)
     command = add("check", "compare the chosen backends with the reference, layer by layer", engine)
     command.set_defaults(run=_child, child="check", path=None)
+    command = commands.add_parser(
+        "train",
+        help="fine-tune an adapter on the weights that are served",
+        description="fine-tune an adapter on the weights that are served",
+        epilog=_TRAIN,
+        formatter_class=_Help,
+    )
+    command.add_argument("file", metavar="CONFIG.yaml", help="LLaMA-Factory's names and KTransformers'")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
+    command.add_argument("--resume", nargs="?", const="true", metavar="DIR", help="go on from the newest checkpoint")
+    command.add_argument("--publish", metavar="URL", help="load the result into this running server")
+    command.add_argument("--admin-key", metavar="KEY", help="the server's; others can read it in the list of processes")
+    command.add_argument("--admin-key-file", metavar="FILE", help="file with the server's admin key")
+    command.set_defaults(run=_train)
     adapters = commands.add_parser("adapters", help="look at adapters", description="look at adapters")
     below = adapters.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     inspect = below.add_parser(
@@ -95,6 +116,12 @@ def build_parser() -> Parser:
     inspect.add_argument("path", metavar="PATH", help="the adapter's folder")
     inspect.add_argument("--model", default="", help="check it against this model", metavar="TEXT")
     inspect.set_defaults(run=_child, child="inspect")
+    convert = below.add_parser("convert", help="write an adapter in another form", formatter_class=_Help)
+    convert.add_argument("path", metavar="PATH", help="the adapter's folder")
+    convert.add_argument("--to", required=True, choices=("peft", "kt-fused"), help="keys per expert, or fused tensors")
+    convert.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    convert.add_argument("--model", default="", help="its base; default: what the adapter names", metavar="TEXT")
+    convert.set_defaults(run=_child, child="convert")
     keys = commands.add_parser("keys", help="make API keys", description="make API keys")
     below = keys.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     new = below.add_parser("new", help="print a new key, and its line for tenants.yaml", formatter_class=_Help)
@@ -173,6 +200,13 @@ def _chat(args: argparse.Namespace, console: Console) -> int:
     return asyncio.run(chat(engine, config, notes, console, adapter=args.adapter, system=args.system))
 
 
+def _train(args: argparse.Namespace, console: Console) -> int:
+    from api.cli.train import train
+
+    where = {"publish": args.publish, "admin_key": args.admin_key, "admin_key_file": args.admin_key_file}
+    return train(args.file, args.overrides, resume=args.resume, **where)
+
+
 def _new_key(args: argparse.Namespace, console: Console) -> int:
     if args.tenant is not None:
         try:
@@ -207,7 +241,8 @@ def _child(args: argparse.Namespace, console: Console) -> int:
     engine, config, notes = _settings(args)
     for line in notes:
         print(line, file=sys.stderr)
-    return run_child(args.child, args.path, engine, config)
+    more = [f"--{name}={getattr(args, name)}" for name in ("to", "out") if hasattr(args, name)]
+    return run_child(args.child, args.path, engine, config, more)
 
 
 if __name__ == "__main__":

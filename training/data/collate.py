@@ -58,10 +58,13 @@ class PackingCollator:
     def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
         length = _length(items, self.multiple)
         segments = _padded([item["segments"] for item in items], length, NO_SEGMENT)
+        labels = _padded([item["labels"] for item in items], length, IGNORED)
+        positions = _padded([item["position_ids"] for item in items], length, 0)
+        labels[positions == 0] = IGNORED  # a sample's first token is not foretold by the sample before it
         return {
             "input_ids": _padded([item["input_ids"] for item in items], length, self.pad_id),
-            "labels": _padded([item["labels"] for item in items], length, IGNORED),
-            "position_ids": _padded([item["position_ids"] for item in items], length, 0),
+            "labels": labels,
+            "position_ids": positions,
             "segments": segments,
             "attention_mask": self._mask(block_diagonal(segments)),
         }

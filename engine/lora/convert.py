@@ -1,0 +1,53 @@
+"""An adapter's folder in another form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.errors import UserError
+from engine.lora.adapter import AdapterWeights, ExpertLora
+from engine.lora.files import AdapterFiles
+from engine.lora.reader import read_adapter
+from engine.lora.settings import read_settings
+from engine.lora.writer import write_adapter
+from engine.memory.units import format_bytes
+from engine.weights.open import open_model
+
+
+def convert(
+    path: str, form: str, out: str, model: str | None, opened: Callable[[int], None] = lambda num_bytes: None
+) -> str:
+    """Writes the adapter of folder `path` to folder `out` as `form` (`engine.lora.writer.FORMS`) and says so in a line.
+    `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also for a folder that
+    is not empty."""
+    target = Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{out}: is not an empty folder; give a new one", "out")
+    with AdapterFiles(path, opened) as files:
+        base = read_settings(files).base
+    known = model or base
+    if not known or (model is None and not Path(known).expanduser().exists()):
+        named = f"names the base {base!r}, which is no path here" if base else "does not name its base"
+        raise UserError(f"{path}: {named}: give --model, the base's folder or .gguf file", "model")
+    config = open_model(known).config
+    weights = read_adapter(path, config, name=Path(path).name, opened=opened)
+    if form == "kt-fused" and weights.experts:
+        weights = _with_all_layers(weights, config.sparse_layers)
+    write_adapter(weights, target, form, base=base)
+    lines = [f"warning: {text}" for text in weights.warnings]
+    return "\n".join([*lines, f"{path} ({weights.format}) -> {out} ({form}), {format_bytes(weights.num_bytes)}"])
+
+
+def _with_all_layers(weights: AdapterWeights, layers: list[int]) -> AdapterWeights:
+    """The fused form has every layer; absent ones become zero."""
+    like = next(iter(weights.experts.values()))
+    zeros = {f.name: getattr(like, f.name) for f in dataclasses.fields(ExpertLora)}
+    zeros = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for name, value in zeros.items()
+    }
+    experts = {layer: weights.experts.get(layer) or ExpertLora(**zeros) for layer in layers}
+    return dataclasses.replace(weights, experts=experts)

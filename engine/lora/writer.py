@@ -1,0 +1,194 @@
+"""Writes an adapter as PEFT's keys per expert or as KT's fused files: the forms that `reader` and other programs read.
+
+Whatever ends the process, a power cut included, the folder holds the old adapter, or the new one, or none that loads:
+all files are first written beside their names, then adapter_config.json, without which no reader takes the folder, goes
+first and comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from engine.errors import UserError
+from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.lora.detect import PROJECTIONS
+from engine.lora.files import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE
+
+FORMS = ("peft", "kt-fused")
+_PREFIX = "base_model.model."
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_MODEL_FILE = ADAPTER_FILES[0]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def write_adapter(weights: AdapterWeights, folder: Path, form: str, *, base: str | None = None) -> None:
+    """Replaces whatever adapter `folder` holds; other files stay. `base`: the base model's name or path, for the files.
+
+    Pairs get one rank (the largest; shorter ones are padded with zeros) and one scale (theirs if they have one, else 1
+    with each scale multiplied into B in float32), so the files need no patterns. UserError for extra MLPs, for a form
+    that is not known and for a folder that cannot be written; what was there is then left as it was.
+    """
+    if form not in FORMS:
+        raise UserError(f"the form is {form!r}; allowed are {', '.join(FORMS)}", "to")
+    if weights.extra_mlps:
+        raise UserError(f"{weights.path or weights.name}: extra MLPs beside the experts cannot be converted", "path")
+    if form == "kt-fused" and not weights.experts:
+        raise UserError(f"{weights.path or weights.name}: no LoRA on experts, nothing to fuse: use peft", "to")
+    rank = max(weights.rank, 1)
+    scale = _common_scale(weights)
+    linears = {name: _pair(pair, rank, scale) for name, pair in weights.linears.items()}
+    experts = {layer: dict(_expert_pairs(lora, rank, scale)) for layer, lora in weights.experts.items()}
+    files = {_MODEL_FILE: _peft_keys(linears, experts if form == "peft" else {})}
+    if form == "kt-fused":
+        files[FUSED_FILE] = _fused_keys(experts)
+    targets = sorted({name.rpartition(".")[2] for name in linears})
+    if experts and form == "peft":
+        targets += [f"{name}_proj" for name in PROJECTIONS if f"{name}_proj" not in targets]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, files, _config(rank, scale, targets, base), base)
+    except OSError as error:
+        raise UserError(
+            f"the adapter cannot be written to {folder}: {error.strerror or error}", "output_dir"
+        ) from error
+
+
+def _common_scale(weights: AdapterWeights) -> float:
+    scales = {pair.scale for pair in weights.linears.values()}
+    for lora in weights.experts.values():
+        scales |= {lora.gate_scale, lora.up_scale, lora.down_scale}
+    return scales.pop() if len(scales) == 1 else 1.0
+
+
+def _pair(pair: LoraPair, rank: int, scale: float) -> LoraPair:
+    """Of any leading axes: a [..., r, in], b [..., out, r]."""
+    short = rank - pair.a.shape[-2]
+    b = pair.b if pair.scale == scale else pair.b.float() * (pair.scale / scale)
+    return LoraPair(F.pad(pair.a, (0, 0, 0, short)), F.pad(b, (0, short)), scale)
+
+
+def _expert_pairs(lora: ExpertLora, rank: int, scale: float) -> Iterator[tuple[str, LoraPair]]:
+    yield "gate", _pair(LoraPair(lora.gate_a, lora.gate_b, lora.gate_scale), rank, scale)
+    yield "up", _pair(LoraPair(lora.up_a, lora.up_b, lora.up_scale), rank, scale)
+    yield "down", _pair(LoraPair(lora.down_a, lora.down_b, lora.down_scale), rank, scale)
+
+
+def _peft_keys(linears: dict[str, LoraPair], experts: dict[int, dict[str, LoraPair]]) -> Tensors:
+    pairs = dict(linears)
+    for layer, projections in experts.items():
+        for name, pair in projections.items():
+            for e in range(pair.a.shape[0]):
+                module = f"model.layers.{layer}.mlp.experts.{e}.{name}_proj"
+                pairs[module] = LoraPair(pair.a[e], pair.b[e], pair.scale)
+    tensors = {}
+    for module, pair in pairs.items():
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = _own(pair.a)
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = _own(pair.b)
+    return tensors
+
+
+def _fused_keys(experts: dict[int, dict[str, LoraPair]]) -> Tensors:
+    return {
+        f"layers.{layer}.experts.{name}_lora_{half}": _own(tensor)
+        for layer, projections in experts.items()
+        for name, pair in projections.items()
+        for half, tensor in (("a", pair.a), ("b", pair.b))
+    }
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Safetensors takes tensors that share no memory."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _config(rank: int, scale: float, targets: list[str], base: str | None) -> dict[str, Any]:
+    alpha = scale * rank
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _write(folder: Path, files: dict[str, Tensors], config: dict[str, Any], base: str | None) -> None:
+    staged: dict[str, Path] = {}
+    try:
+        for name, tensors in files.items():
+            staged[name] = folder / f".{name}.partial"
+            save_file(tensors, str(staged[name]), metadata={"format": "pt"})
+        staged[CONFIG_FILE] = folder / f".{CONFIG_FILE}.partial"
+        staged[CONFIG_FILE].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if FUSED_FILE in files:
+            manifest = _manifest(staged, files[FUSED_FILE], config, base)
+            staged[MANIFEST_FILE] = folder / f".{MANIFEST_FILE}.partial"
+            staged[MANIFEST_FILE].write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+        for path in staged.values():
+            _sync(path)
+        (folder / CONFIG_FILE).unlink(missing_ok=True)
+        for name in (*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE, MANIFEST_FILE):
+            (folder / name).unlink(missing_ok=True)
+        _sync(folder)
+        for name in sorted(staged, key=lambda name: name == CONFIG_FILE):
+            _sync(folder)
+            staged[name].replace(folder / name)
+        _sync(folder)
+    finally:
+        for path in staged.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _manifest(staged: dict[str, Path], fused: Tensors, config: dict[str, Any], base: str | None) -> dict[str, Any]:
+    artifacts: dict[str, Any] = {}
+    for name, path in staged.items():
+        with path.open("rb") as file:
+            artifacts[name] = {"sha256": _sha256(file), "size": path.stat().st_size}
+    artifacts[FUSED_FILE] |= {
+        "tensor_count": len(fused),
+        "tensors": {key: {"dtype": _TYPES[t.dtype], "shape": list(t.shape)} for key, t in sorted(fused.items())},
+    }
+    return {
+        "artifacts": artifacts,
+        "base": {"model_name_or_path": base},
+        "expert_weight_format": "bf16",
+        "lora": {"alpha": config["lora_alpha"], "rank": config["r"]},
+        "status": "ready",
+        "version": 1,
+    }
+
+
+def _sha256(file: Any) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

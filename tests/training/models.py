@@ -1,0 +1,93 @@
+"""Tiny models for training: ours, with the experts behind the contract, and transformers' own with stock PEFT."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.weights.store import WeightSource
+from training.experts.base import TrainableExperts
+from training.experts.reference import ReferenceExperts
+from training.layer import ExpertsLoraLayer, lora_config
+from training.model import load_model
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def reference(source: WeightSource, dtype: torch.dtype) -> dict[int, TrainableExperts]:
+    return {layer: ReferenceExperts.from_store(source.experts(layer)) for layer in source.config.sparse_layers}
+
+
+def ours(folder: Path, *, targets: tuple[str, ...] = ("all",), seed: int = 0, **load: Any) -> PeftModel:
+    """The folder's model with an adapter of rank 4 and alpha 8, B zero."""
+    base = load_model(str(folder), reference, **load)
+    torch.manual_seed(seed)
+    return get_peft_model(base, lora_config(base, targets, rank=4, alpha=8))
+
+
+class Expert(nn.Module):
+    """As transformers 4 had experts: three linear layers, which PEFT takes as it takes any."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__()
+        gate, up = gate_up.chunk(2)
+        for name, weight in zip(PROJECTIONS, (gate, up, down), strict=True):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            linear.weight = nn.Parameter(weight.clone())
+            self.add_module(name, linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.ModuleList):
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for index, expert in enumerate(self):
+            rows, choice = torch.where(ids == index)
+            out = out.index_add(0, rows, expert(hidden[rows]) * weights[rows, choice, None])
+        return out
+
+
+def plain(model: PreTrainedModel) -> PeftModel:
+    """Transformers' model with PEFT's own LoRA on every projection of attention and experts."""
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        fused = layer.mlp.experts
+        layer.mlp.experts = Experts(Expert(*pair) for pair in zip(fused.gate_up_proj, fused.down_proj, strict=True))
+    model.config.model_type = "unfused"  # else PEFT looks for fused experts
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", *PROJECTIONS]
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+
+
+@torch.no_grad()
+def copy_lora(source: PeftModel, target: PeftModel) -> None:
+    """A plain model gets the matrices of one of ours."""
+    modules = dict(target.named_modules())
+    for name, module in source.named_modules():
+        if isinstance(module, ExpertsLoraLayer):
+            for index in range(module.base_layer.shape[0]):
+                for projection in PROJECTIONS:
+                    into = modules[f"{name}.{index}.{projection}"]
+                    for half in "ab":
+                        matrix = module.lora("default").get_parameter(f"{projection[:-5]}_lora_{half}")
+                        getattr(into, f"lora_{half.upper()}")["default"].weight.copy_(matrix[index])
+        elif hasattr(module, "lora_A") and "default" in module.lora_A:
+            for half in ("lora_A", "lora_B"):
+                getattr(modules[name], half)["default"].weight.copy_(getattr(module, half)["default"].weight)
+
+
+@torch.no_grad()
+def draw_b(model: PeftModel, seed: int = 1, scale: float = 0.05) -> PeftModel:
+    """B other than zero, so that the adapter does something."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or name.endswith("lora_b"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model

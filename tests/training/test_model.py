@@ -1,0 +1,164 @@
+"""A stock model around our experts computes what transformers' own does, and PEFT trains both kinds of LoRA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.errors import UserError
+from engine.lora.reader import read_adapter
+from engine.weights.open import open_model
+from testing.tiny import save_gguf, save_hf, tiny_model
+from tests.training.models import copy_lora, draw_b, ours, plain, reference
+from training.layer import lora_config
+from training.model import load_model
+from training.save import save_adapter
+
+FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+IDS = torch.randint(2, 128, (2, 19), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[1, 11:] = 0
+SEEN = MASK.bool()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for family in ("qwen3_moe", "qwen2_moe"):
+        save_hf(tiny_model(family=family), root / family)
+    return root
+
+
+@FAMILIES
+@torch.no_grad()
+def test_the_base_equals_transformers(folders, tmp_path, family):
+    model = tiny_model(family=family)
+    want = model(IDS, attention_mask=MASK).logits
+    got = load_model(str(folders / family), reference)(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(got[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
+    save_gguf(model, tmp_path / "m.gguf", "F32", "F32")
+    stored = load_model(str(tmp_path / "m.gguf"), reference)(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(stored[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_from_another_file_must_fit(folders, tmp_path):
+    save_hf(tiny_model(num_experts=4), tmp_path)
+    with pytest.raises(UserError, match=r"experts \(4, 64, 64\).*do not fit"):
+        load_model(str(folders / "qwen3_moe"), reference, experts_from=str(tmp_path))
+    save_hf(tiny_model(seed=5), tmp_path / "other")
+    mixed = load_model(str(folders / "qwen3_moe"), reference, experts_from=str(tmp_path / "other"))
+    own = load_model(str(folders / "qwen3_moe"), reference)
+    assert torch.equal(mixed.lm_head.weight, own.lm_head.weight)
+    assert not torch.equal(*(m.model.layers[0].mlp.experts.experts.gate for m in (mixed, own)))
+
+
+def test_loss_and_gradients_equal_stock_peft(folders):
+    model = draw_b(ours(folders / "qwen3_moe"))
+    other = plain(tiny_model())
+    copy_lora(model, other)
+    labels = IDS.masked_fill(MASK == 0, -100)
+    losses = [m(input_ids=IDS, attention_mask=MASK, labels=labels).loss for m in (model, other)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    for loss in losses:
+        loss.backward()
+    modules = dict(other.named_modules())
+    for layer in range(2):
+        at = f"base_model.model.model.layers.{layer}"
+        query = [m.get_parameter(f"{at}.self_attn.q_proj.lora_A.default.weight").grad for m in (model, other)]
+        torch.testing.assert_close(*query, rtol=1e-4, atol=1e-7)
+        for name in ("gate", "up", "down"):
+            for half, stock in (("a", "lora_A"), ("b", "lora_B")):
+                got = model.get_parameter(f"{at}.mlp.experts.lora_experts.default.{name}_lora_{half}").grad
+                for expert in range(8):
+                    pair = getattr(modules[f"{at}.mlp.experts.{expert}.{name}_proj"], stock)["default"]
+                    want = torch.zeros_like(pair.weight) if pair.weight.grad is None else pair.weight.grad
+                    torch.testing.assert_close(got[expert], want, rtol=1e-4, atol=1e-7)
+
+
+@FAMILIES
+def test_nothing_else_is_trained_and_everything_gets_a_gradient(folders, family):
+    model = draw_b(ours(folders / family))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in model.named_parameters() if "lora_" in name}
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    held = draw_b(ours(folders / family))
+    held(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), held.parameters(), strict=True):
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@torch.no_grad()
+def test_switched_off_it_is_the_base(folders):
+    model = draw_b(ours(folders / "qwen3_moe"))
+    base = tiny_model()(IDS).logits
+    with model.disable_adapter():
+        torch.testing.assert_close(model(IDS).logits, base, rtol=1e-5, atol=1e-5)
+    assert (model(IDS).logits - base).abs().mean() > 1e-2
+    assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)
+
+
+def test_padding_reaches_no_expert(folders):
+    """Whatever stands in padding, NaN too, changes neither the rows that count nor a gradient."""
+    model = draw_b(ours(folders / "qwen3_moe"))
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    rows = experts.base_layer.rows
+    rows.mask = SEEN.reshape(-1)
+    hidden = torch.randn(IDS.numel(), 64, generator=torch.Generator().manual_seed(3))
+    ids = torch.arange(2).repeat(IDS.numel(), 1)
+    weights = torch.full((IDS.numel(), 2), 0.5)
+    clean = experts(hidden, ids, weights)
+    clean.sum().backward()
+    grads = {name: p.grad.clone() for name, p in experts.named_parameters() if p.requires_grad}
+    experts.zero_grad()
+    hidden[~rows.mask] = torch.nan
+    dirty = experts(hidden, ids, weights)
+    dirty.sum().backward()
+    assert torch.equal(clean, dirty) and not dirty[~rows.mask].any()
+    assert all(torch.equal(grads[name], p.grad) for name, p in experts.named_parameters() if p.requires_grad)
+
+
+def test_some_projections_alone(folders, tmp_path):
+    model = ours(folders / "qwen3_moe", targets=("q_proj", "down_proj"))
+    trained = {name.rpartition("layers.")[2][2:] for name, p in model.named_parameters() if p.requires_grad}
+    prefix = "mlp.experts.lora_experts.default.down_lora_"
+    attention = {f"self_attn.q_proj.lora_{half}.default.weight" for half in "AB"}
+    assert trained == {*attention, f"{prefix}a", f"{prefix}b"}
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    draw_b(model)
+    with torch.no_grad():
+        for lora in (m.lora("default") for m in model.modules() if hasattr(m, "lora")):
+            lora.gate_lora_b.zero_(), lora.up_lora_b.zero_()
+    save_adapter(model, tmp_path)
+    read = read_adapter(tmp_path, open_model(str(folders / "qwen3_moe")).config, name="a")
+    assert sorted(read.linears) == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    assert not read.experts[0].gate_b.any() and read.experts[0].down_b.any()
+
+
+@pytest.mark.parametrize(
+    ("targets", "dropout", "match"),
+    [(("x_proj",), 0.0, "lora_target: x_proj"), ((), 0.0, "nothing"), (("all",), 0.1, "lora_dropout is 0.1")],
+)
+def test_what_lora_cannot_be_here(folders, targets, dropout, match):
+    base = load_model(str(folders / "qwen3_moe"), reference)
+    with pytest.raises(UserError, match=match):
+        lora_config(base, targets, rank=4, alpha=8, dropout=dropout)
+
+
+@torch.no_grad()
+def test_bfloat16_routes_as_the_server_does(folders):
+    """Routers in float32, and what they give, whatever the rest is computed in."""
+    model = load_model(str(folders / "qwen2_moe"), reference, dtype=torch.bfloat16)
+    block = model.model.layers[0].mlp
+    assert block.gate.weight.dtype == block.shared_expert_gate.weight.dtype == torch.float32
+    _, weights, _ = block.gate(torch.randn(3, 64).bfloat16())
+    assert weights.dtype == torch.float32
+    want = tiny_model(family="qwen2_moe")(IDS).logits
+    got = model(IDS).logits
+    assert got.dtype == torch.bfloat16
+    near = (got - want).abs().mean(-1) < 0.05 * want.abs().mean()  # a position may be routed otherwise
+    assert near.float().mean() > 0.8

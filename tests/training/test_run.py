@@ -1,0 +1,204 @@
+"""Whole runs: the loss of stock PEFT, bit for bit after a stop, and errors that say what to change."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+from engine.errors import UserError
+from engine.lora.reader import read_adapter
+from engine.weights.open import open_model
+from testing.tiny import tiny_model
+from tests.training.models import copy_lora, ours, plain
+from training.arguments import common_arguments
+from training.config import TrainConfig
+from training.data import build_datasets, load_tokenizer
+from training.data.collate import PackingCollator, PaddingCollator
+from training.progress import StopOnSignal, read_log
+from training.run import train
+from training.trainer import Run, TrainingError, checkpoints
+
+
+@pytest.fixture
+def config(chat_model, talks, tmp_path) -> TrainConfig:
+    return TrainConfig(
+        model_name_or_path=str(chat_model),
+        dataset=(str(talks),),
+        output_dir=str(tmp_path / "out"),
+        cutoff_len=64,
+        lora_rank=4,
+        lora_alpha=8.0,
+        learning_rate=5e-3,
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        device="cpu",
+        plot_loss=False,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_log(folder / "log.jsonl") if "loss" in record]
+
+
+def test_fifty_steps_of_loss_are_those_of_peft_on_plain_transformers(config, chat_model):
+    """Accumulation, clipping over attention and experts together, warm-up and schedule included."""
+    config = replace(config, max_steps=50, gradient_accumulation_steps=2, warmup_steps=5, max_grad_norm=0.5)
+    rows, _ = build_datasets(config, load_tokenizer(config))
+    model = ours(chat_model)
+    stock = plain(tiny_model(vocab_size=2048))
+    copy_lora(model, stock)
+    found = []
+    for each, name in ((model, "ours"), (stock, "stock")):
+        folder = config.output / name
+        arguments = TrainingArguments(
+            **common_arguments(replace(config, output_dir=str(folder), save_strategy="no"), "cpu")
+        )
+        trainer = Run(each, arguments, data_collator=PaddingCollator(0), train_dataset=rows)
+        trainer.train()
+        found.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
+    assert len(found[0]) == 50 and found[0][-1] < 0.5 * found[0][0]
+    assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 1e-4
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(config):
+    config = replace(config, packing=True, gradient_checkpointing=True, lr_scheduler_type="cosine", save_total_limit=1)
+    whole = replace(config, output_dir=f"{config.output_dir}-whole")
+    train(whole)
+    stop = StopOnSignal()
+
+    class AfterTwo(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    stop.on_step_begin = AfterTwo().on_step_begin
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop.install()
+    try:
+        outcome = train(config, stop=stop)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert outcome.stopped and not outcome.folders
+    assert [path.name for path in checkpoints(config.output)] == ["checkpoint-2"]
+    torch.manual_seed(99)
+    outcome = train(replace(config, resume_from_checkpoint="true"))
+    assert losses(config.output) == losses(whole.output)
+    files = [folder / "adapter_model.safetensors" for folder in (config.output, whole.output)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert [path.name for path in checkpoints(config.output)] == ["checkpoint-6"]
+    read = read_adapter(config.output, open_model(config.model_name_or_path).config, name="a")
+    assert read.format == "peft-per-expert" and sorted(read.experts) == [0, 1]
+
+
+@torch.no_grad()
+def test_packed_samples_see_and_teach_nothing_of_one_another(config, chat_model):
+    config = replace(config, cutoff_len=128, train_on_prompt=True)
+    tokenizer = load_tokenizer(config)
+    single, _ = build_datasets(config, tokenizer)
+    packed, _ = build_datasets(replace(config, packing=True), tokenizer)
+    model = ours(chat_model)
+    alone = {}
+    for item in (single[i] for i in range(len(single))):
+        ids = torch.tensor([item["input_ids"]])
+        alone[tuple(item["input_ids"])] = model(input_ids=ids).logits[0]
+    batch = PackingCollator(0)([packed[i] for i in range(len(packed))])
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    count = 0
+    for row, segments in enumerate(batch["segments"]):
+        for segment in range(int(segments.max()) + 1):
+            at = segments == segment
+            want = alone[tuple(batch["input_ids"][row][at].tolist())]
+            torch.testing.assert_close(logits[row][at], want, rtol=1e-5, atol=1e-5)
+            assert batch["labels"][row][at][0] == -100  # else the sample before would have to foretell it
+            count += 1
+    assert count == len(single) > len(packed)
+
+
+def test_preferences_move_apart(config, pairs, tmp_path):
+    """The reference is the base with the adapter off: the first margin is 0, and it grows."""
+    config = replace(config, stage="dpo", dataset=(str(pairs),), max_steps=8, learning_rate=1e-2, bf16=True)
+    outcome = train(replace(config, adapter_format="kt-fused"))
+    margins = [record["rewards/margins"] for record in read_log(config.output / "log.jsonl")]
+    assert margins[0] == 0.0 and losses(config.output)[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert margins[-1] > 0.2
+    read = read_adapter(outcome.folders["default"], open_model(config.model_name_or_path).config, name="a")
+    assert read.format == "kt-fused" and read.experts[0].gate_a.dtype == torch.bfloat16
+
+
+def test_early_stop_keeps_the_lowest_evaluation_loss(config):
+    config = replace(
+        config, val_size=4, eval_strategy="steps", eval_steps=1, save_steps=1, early_stopping_steps=2,
+        learning_rate=0.5, max_steps=12,
+    )  # fmt: skip
+    train(config)
+    records = [record for record in read_log(config.output / "log.jsonl") if "eval_loss" in record]
+    assert len(records) < 12
+    best = min(records, key=lambda record: record["eval_loss"])["step"]
+    state = json.loads((checkpoints(config.output)[-1] / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(config.output / f"checkpoint-{best}")
+
+
+def test_a_loss_that_is_no_number_ends_the_run(config):
+    with pytest.raises(TrainingError, match=r"step \d: the loss is (nan|inf).*lower learning_rate"):
+        train(replace(config, learning_rate=10.0, adam_epsilon=0.0, max_grad_norm=0.0, max_steps=40))
+    assert not (config.output / "adapter_config.json").exists()
+
+
+def test_a_full_disk_leaves_whole_checkpoints(config, monkeypatch):
+    real, count = Path.replace, []
+
+    def full(path, target):
+        count.append(target)
+        if "checkpoint-6" in str(target):
+            raise OSError(28, "No space left on device")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(TrainingError, match=r"step 6: the checkpoint cannot be written.*No space left"):
+        train(config)
+    assert [path.name for path in checkpoints(config.output)] == ["checkpoint-3"]
+    assert sorted(path.name for path in config.output.iterdir()) == ["checkpoint-3", "log.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"resume_from_checkpoint": "true"}, "no checkpoint to go on from"),
+        ({"resume_from_checkpoint": "/nowhere"}, "/nowhere: no checkpoint"),
+        ({"device": "cuda"}, "device: cuda"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1"),
+        ({"model_name_or_path": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_is_named(config, change, match):
+    if "device" in change and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match=match):
+        train(replace(config, **change))
+
+
+def test_an_output_folder_that_is_not_empty(config):
+    config.output.mkdir()
+    (config.output / "something").write_text("")
+    with pytest.raises(UserError, match="holds something: give another"):
+        train(config)
+    train(replace(config, overwrite_output_dir=True, max_steps=1, save_strategy="no"))
+
+
+def test_the_curve(config):
+    pytest.importorskip("matplotlib")
+    train(replace(config, max_steps=2, save_strategy="no", plot_loss=True))
+    assert (config.output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    first = read_log(config.output / "log.jsonl")[0]
+    assert first["tokens"] > 0 and first["tokens_per_s"] > 0

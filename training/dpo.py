@@ -1,0 +1,53 @@
+"""Direct preference optimisation: TRL's trainer on pairs that are tokens already. The reference is the same model with
+its adapters switched off, so nothing is held twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+from datasets import Dataset
+from tokenizers.models import WordLevel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+
+from training.arguments import common_arguments
+from training.config import TrainConfig
+from training.layer import ExpertLoraConfig
+from training.trainer import PAD, Run
+
+
+def make_trainer(
+    config: TrainConfig, base: PreTrainedModel, lora: ExpertLoraConfig, device: str, data: dict[str, Any]
+) -> PairTrainer:
+    """TRL itself puts the adapter on: one that is there already it would copy as the reference."""
+    words = tokenizers.Tokenizer(WordLevel({"<pad>": PAD}, unk_token="<pad>"))  # TRL asks it for the padding alone
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    data = {name: None if rows is None else Dataset.from_list(list(rows)) for name, rows in data.items()}
+    return PairTrainer(base, args=dpo_arguments(config, device), peft_config=lora, processing_class=tokenizer, **data)
+
+
+def dpo_arguments(config: TrainConfig, device: str) -> DPOConfig:
+    losses, weights = [config.pref_loss], [1.0]
+    if config.pref_ftx:
+        losses, weights = [config.pref_loss, "sft"], [1.0, config.pref_ftx]
+    return DPOConfig(
+        **common_arguments(config, device),
+        beta=config.pref_beta,
+        loss_type=losses,
+        loss_weights=weights,
+        label_smoothing=config.dpo_label_smoothing,
+        max_length=None,  # the data was cut, or refused, when it was read
+        disable_dropout=False,
+        router_aux_loss_coef=0.0,
+    )
+
+
+class PairTrainer(Run, DPOTrainer):  # type: ignore[misc]  # transformers and TRL have no types
+    """Samples have `prompt_ids`, `chosen_ids` and `rejected_ids`."""
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """TRL writes one into each checkpoint."""

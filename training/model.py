@@ -1,0 +1,140 @@
+"""A stock transformers model whose routed experts are the kernels' packed weights.
+
+The model is laid out without memory, its experts are replaced, and only then the other tensors are read: the experts'
+weights exist once, in the form they are computed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.errors import ModelFileError
+from engine.model.config import ModelConfig
+from engine.weights.layout import ROUTERS
+from engine.weights.open import open_model
+from engine.weights.store import WeightSource
+from training.experts.base import TrainableExperts
+from training.layer import BatchRows, RoutedExperts
+
+ExpertMaker = Callable[[WeightSource, torch.dtype], Mapping[int, TrainableExperts]]  # by sparse layer
+
+
+def load_model(
+    model: str,
+    make_experts: ExpertMaker,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    device: str = "cpu",
+    experts_from: str | None = None,
+) -> PreTrainedModel:
+    """`model`: a Hugging Face folder, a .gguf file, or a folder with one. Everything is frozen. `dtype`: of activations
+    and of the weights beside the experts; routers stay in float32, as the server has them. `experts_from`: another
+    file or folder of the same model, whose experts are used. UserError for what cannot be opened."""
+    source = open_model(model)
+    experts = source if experts_from is None else open_model(experts_from)
+    if experts.config.sparse_layers != source.config.sparse_layers or _sizes(experts) != _sizes(source):
+        raise ModelFileError(
+            f"{experts_from}: experts {_sizes(experts)} [number, hidden, intermediate] do not fit {model}'s "
+            f"{_sizes(source)}",
+            "kt_weight_path",
+        )
+    config = transformers_config(model, source.config)
+    config.use_cache, config.tie_word_embeddings = False, source.config.tie_word_embeddings
+    with torch.device("meta"):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    rows = BatchRows()
+    for layer, held in make_experts(experts, dtype).items():
+        made.get_submodule(f"model.layers.{layer}.mlp").experts = RoutedExperts(held, _sizes(source), rows)
+    _read_tensors(made, source, dtype, torch.device(device))
+    made.get_submodule("model").register_forward_pre_hook(_note_rows(rows), with_kwargs=True)
+    _route_in_float32(made, dtype)
+    made.name_or_path = config.name_or_path = str(Path(model).expanduser())
+    return made.eval()
+
+
+def batch_rows(model: nn.Module) -> BatchRows:
+    """The record that all layers of a loaded model (or of PEFT's wrapper around it) share."""
+    return next(module.rows for module in model.modules() if isinstance(module, RoutedExperts))
+
+
+def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
+    """The folder's own config.json, or what a GGUF file says."""
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return AutoConfig.from_pretrained(path)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if (scaling := config.rope_scaling) is not None:
+        rope |= {"rope_type": scaling.kind, "factor": scaling.factor, **scaling.extra}
+        original = scaling.original_max_position_embeddings
+        rope |= {} if original is None else {"original_max_position_embeddings": original}
+        if scaling.kind == "yarn":
+            rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+            rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size", "norm_topk_prob",
+        "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "decoder_sparse_step", "bos_token_id",
+    )  # fmt: skip
+    fields: dict[str, Any] = {name: getattr(config, name) for name in same}
+    if config.shared_expert_intermediate_size:
+        fields["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
+    return AutoConfig.for_model(
+        config.architecture,
+        **fields,
+        mlp_only_layers=list(config.mlp_only_layers),
+        attention_bias=config.attention_bias,
+        qkv_bias=config.attention_bias,
+        eos_token_id=list(config.eos_token_ids) or None,
+        rope_parameters=rope,
+    )
+
+
+def _sizes(source: WeightSource) -> tuple[int, int, int]:
+    return source.config.num_experts, source.config.hidden_size, source.config.moe_intermediate_size
+
+
+def _read_tensors(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Fills every parameter; a tied head is the embedding itself."""
+    for name in source.names():
+        module, _, last = name.rpartition(".")
+        router = module.endswith(ROUTERS)
+        tensor = source.tensor(name).dequantise(torch.float32 if router else dtype).to(device)
+        owner = model.get_submodule(module)
+        owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+    base: Any = model.get_submodule("model")
+    base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
+    if source.config.tie_word_embeddings:
+        model.lm_head.weight = base.embed_tokens.weight
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        raise ModelFileError(f"transformers' model has tensors that the file lacks: {', '.join(left[:4])}", "model")
+
+
+def _note_rows(rows: BatchRows) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Padding is where `segments` [B, S] of packed rows are negative, or where a mask [B, S] is 0."""
+        segments, mask = kwargs.pop("segments", None), kwargs.get("attention_mask")
+        if segments is not None:
+            rows.mask = (segments >= 0).reshape(-1)
+        else:
+            rows.mask = mask.reshape(-1).bool() if mask is not None and mask.dim() == 2 else None
+        return args, kwargs
+
+    return hook
+
+
+def _route_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    if dtype == torch.float32:
+        return
+    for name, module in model.named_modules():
+        if name.endswith(ROUTERS):
+            module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            if isinstance(module, nn.Linear):  # a shared expert's gate multiplies activations; routing weights stay
+                module.register_forward_hook(lambda _, args, out: out.to(dtype))

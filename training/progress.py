@@ -1,0 +1,121 @@
+"""What a person and a program see of a run: lines on the terminal, log.jsonl, loss.png."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+LOG, CURVE = "log.jsonl", "loss.png"
+_SHOWN = ("loss", "eval_loss", "rewards/margins", "rewards/accuracies", "grad_norm", "learning_rate")
+
+
+class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """A line for each of transformers' log records, into log.jsonl and, shorter, to the terminal."""
+
+    def __init__(self, output: Path) -> None:
+        self._path = output / LOG
+        self._begun = self._last = (0.0, 0, 0)  # seconds, tokens, steps
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
+        self._begun = self._last = (time.monotonic(), state.num_input_tokens_seen, state.global_step)
+        kept = [record for record in read_log(self._path) if record["step"] <= state.global_step]
+        self._path.write_text("".join(json.dumps(record) + "\n" for record in kept if state.global_step))
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any
+    ) -> None:
+        if "train_runtime" in logs:  # transformers' summary of the whole run
+            return
+        now = (time.monotonic(), state.num_input_tokens_seen, state.global_step)
+        record: dict[str, Any] = {"step": state.global_step, "epoch": round(state.epoch or 0.0, 4)}
+        record |= {key: value for key, value in logs.items() if isinstance(value, int | float) and key != "epoch"}
+        record["tokens"] = state.num_input_tokens_seen
+        if "loss" in logs:
+            record["tokens_per_s"] = round((now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9), 1)
+            record["remaining_s"] = round(self._remaining(now, state), 1)
+            self._last = now
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(line(record, state.max_steps), flush=True)
+
+    def _remaining(self, now: tuple[float, int, int], state: TrainerState) -> float:
+        done = now[2] - self._begun[2]
+        return (now[0] - self._begun[0]) / max(done, 1) * (int(state.max_steps) - now[2])
+
+
+class StopOnSignal(TrainerCallback):  # type: ignore[misc]
+    """The first Ctrl-C or SIGTERM saves and ends after the step in progress; the second ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("stopping: this step is finished and saved first (once more: at once)", flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+
+def line(record: dict[str, Any], steps: int) -> str:
+    """A record for the terminal."""
+    parts = [f"step {record['step']}/{steps}"]
+    parts += [f"{key.rpartition('/')[2]} {record[key]:.4g}" for key in _SHOWN if key in record]
+    if "tokens_per_s" in record:
+        parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
+        parts.append(f"{_clock(record['remaining_s'])} left")
+    return "  ".join(parts)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a log.jsonl; a last line that was cut off is left out."""
+    records = []
+    for text in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            records.append(json.loads(text))
+        except ValueError:
+            break
+    return records
+
+
+def draw_curve(output: Path) -> bool:
+    """loss.png from log.jsonl. False, and nothing, without matplotlib or without a loss in the log."""
+    records = read_log(output / LOG)
+    curves = {key: [(r["step"], r[key]) for r in records if math.isfinite(r.get(key, math.nan))] for key in _SHOWN[:2]}
+    if importlib.util.find_spec("matplotlib") is None or not curves["loss"]:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for key, points in curves.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), label=key, marker="." if len(points) < 50 else "")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend()
+    partial = output / f".{CURVE}.partial"
+    figure.savefig(partial, format="png", dpi=110)
+    partial.replace(output / CURVE)
+    return True
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

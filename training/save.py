@@ -1,0 +1,50 @@
+"""From a model in training to an adapter's files (`engine.lora.writer`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.lora.writer import write_adapter
+from training.layer import ExpertsLoraLayer
+
+_PREFIX = "base_model.model."
+_EXPERTS = ".mlp.experts"
+
+
+def adapter_weights(model: nn.Module, adapter: str = "default", experts: torch.dtype | None = None) -> AdapterWeights:
+    """What is trained of `adapter` in a PEFT model. `experts`: the type that the experts' matrices are rounded to;
+    None: float32, as they are. The rest stays in float32."""
+    found = AdapterWeights(adapter, "peft-per-expert")
+    for path, module in model.named_modules():
+        name = path.removeprefix(_PREFIX)
+        if isinstance(module, ExpertsLoraLayer) and adapter in module.lora_experts:
+            layer = int(name.removesuffix(_EXPERTS).rpartition(".")[2])
+            found.experts[layer] = _expert_lora(module, adapter, experts or torch.float32)
+        elif isinstance(module, LoraLayer) and adapter in module.lora_A:
+            a, b = (half[adapter].weight.detach().float() for half in (module.lora_A, module.lora_B))
+            found.linears[name] = LoraPair(a, b, float(module.scaling[adapter]))
+    return found
+
+
+def save_adapter(
+    model: nn.Module,
+    folder: Path,
+    form: str = "peft",
+    *,
+    adapter: str = "default",
+    base: str | None = None,
+    experts: torch.dtype | None = None,
+) -> None:
+    """Writes `adapter` of a PEFT model in a form that is served: `peft` or `kt-fused`. UserError if that fails."""
+    write_adapter(adapter_weights(model, adapter, experts), folder, form, base=base)
+
+
+def _expert_lora(layer: ExpertsLoraLayer, adapter: str, dtype: torch.dtype) -> ExpertLora:
+    lora = layer.lora(adapter)
+    ga, ua, da, gb, ub, db = (matrix.detach().to(dtype) for matrix in lora.matrices())
+    return ExpertLora(ga, gb, ua, ub, da, db, lora.scaling, lora.scaling, lora.scaling)

@@ -1,0 +1,118 @@
+"""What `ktserve train` adds to transformers' Trainer, and so to TRL's trainers: checkpoints that are whole or not
+there, a stop at the first loss that is no number, and a count of tokens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import TrainerState
+
+from engine.errors import UserError
+
+_STAGE = ".partial"
+_STATE = "trainer_state.json"
+PAD = 0  # a token id that stands in padding; whatever it is, nothing reads it
+
+
+class TrainingError(UserError):
+    """Training cannot go on. The message says at which step, why, and what to change."""
+
+
+class Run(Trainer):  # type: ignore[misc]  # transformers has no types
+    """Fine-tuning: cross entropy on the labels, averaged over all tokens of a step. A base of other trainers too."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        tokens = _tokens(inputs)
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        state: TrainerState = self.state
+        if not torch.isfinite(loss):
+            raise TrainingError(
+                f"step {state.global_step + 1}: the loss is {loss.item()}. The last checkpoint is good: lower "
+                "learning_rate or raise warmup_steps, and look for broken rows in the data",
+                "learning_rate",
+            )
+        state.num_input_tokens_seen += tokens
+        return loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes a folder beside its place and renames it when it is whole and on disk."""
+        output = Path(self.args.output_dir)
+        name = f"checkpoint-{self.state.global_step}"
+        stage = output / _STAGE
+        shutil.rmtree(stage, ignore_errors=True)
+        self.args.output_dir = str(stage)
+        try:
+            super()._save_checkpoint(model, trial)
+            self._name_best(output)
+            self.state.save_to_json(str(stage / name / _STATE))
+            sync_tree(stage)
+            remove_folder(output / name)
+            (stage / name).replace(output / name)
+            sync_tree(output, deep=False)
+        except OSError as error:
+            raise TrainingError(
+                f"step {self.state.global_step}: the checkpoint cannot be written to {output}: "
+                f"{error.strerror or error}; earlier ones are whole",
+                "output_dir",
+            ) from error
+        finally:
+            self.args.output_dir = str(output)
+            shutil.rmtree(stage, ignore_errors=True)
+        self._drop_old(output)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The adapter's float32 master parameters under PEFT's names, and nothing else."""
+        self.model.save_pretrained(output_dir or self.args.output_dir, save_embedding_layers=False)
+
+    def _name_best(self, output: Path) -> None:
+        """The best checkpoint by its final place; only a checkpoint that exists, or this one, can be it."""
+        best = self.state.best_global_step
+        if best and (best == self.state.global_step or (output / f"checkpoint-{best}").is_dir()):
+            self.state.best_model_checkpoint = str(output / f"checkpoint-{best}")
+
+    def _drop_old(self, output: Path) -> None:
+        kept = self.args.save_total_limit
+        if not kept:
+            return
+        found = checkpoints(output)
+        best = self.state.best_model_checkpoint
+        for folder in found[:-kept]:
+            if str(folder) != best:
+                remove_folder(folder)
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The checkpoint folders, oldest first."""
+    named = [path for path in output.glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
+    return sorted(named, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def remove_folder(folder: Path) -> None:
+    """First from its name, so that nothing half removed has it."""
+    if folder.exists():
+        gone = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.replace(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync_tree(folder: Path, deep: bool = True) -> None:
+    """The folder's entries, and with `deep` what they hold, are on disk when this returns."""
+    for path in (folder, *(folder.rglob("*") if deep else ())):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _tokens(inputs: Any) -> int:
+    """Without padding."""
+    if "segments" in inputs:
+        return int((inputs["segments"] >= 0).sum())
+    return int(inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel())
