@@ -648,3 +648,58 @@ class Decoder:
         """
         All layers over residual [tokens, hidden], which is overwritten, and the final norm: hidden [kept, hidden] of the rows keep (int64 [kept], rising; 0: all). greedy: int64 [kept], each row's greedy token, or 0. seen: int64, the chosen experts [rows, top_k] of each layer that has some, or 0. Returns the seconds spent in experts. ExpertsFailed for what experts throw, ValueError for all else.
         """
+
+class TrainLora:
+    """Addresses of an adapter's float32 matrices of one layer."""
+
+    def __init__(
+        self,
+        slot: int,
+        rank: int,
+        scale: float,
+        a: Sequence[int],
+        b: Sequence[int],
+        grad_a: Sequence[int] = [0, 0, 0],
+        grad_b: Sequence[int] = [0, 0, 0],
+    ) -> None:
+        """
+        A [E, r, in] and B [E, out, r] of gate, up, down; their gradients, added to by `backward` (0: not wanted).
+        """
+
+class TrainBatch:
+    """Addresses of the rows of a training step."""
+
+    def __init__(self, *, ids: int, weights: int, slots: int, hidden: int, rows: int, top_k: int, bf16: bool) -> None:
+        """
+        ids int64 [rows, top_k] (-1: skipped), weights float32 [rows, top_k], slots int32 [rows] (0: no LoRA), hidden [rows, hidden] in bf16 or float32.
+        """
+
+class ExpertTrainer:
+    """
+    Forward and backward of a layer's experts with LoRA on a pool, one call at a time.
+    """
+
+    def __init__(self, pool: WorkerPool, isa: str = "") -> None: ...
+    @property
+    def isa(self) -> str: ...
+    def forward(
+        self, layer: ExpertLayer, loras: Sequence[TrainLora], batch: TrainBatch, *, out: int, kept: int = 0
+    ) -> None:
+        """
+        out [rows, hidden]; kept [rows * top_k, 2, intermediate] or 0: gate and up of each choice, for `backward`; both in hidden's type. ValueError for an id or slot out of range.
+        """
+
+    def backward(
+        self,
+        layer: ExpertLayer,
+        loras: Sequence[TrainLora],
+        batch: TrainBatch,
+        *,
+        kept: int,
+        grad_out: int,
+        grad_hidden: int,
+        grad_weights: int,
+    ) -> None:
+        """
+        From grad_out: grad_hidden [rows, hidden] (0: not wanted), both in hidden's type, grad_weights float32 [rows, top_k]; adds to the gradients of `loras`. kept: what forward kept of the same batch, or 0: computed again. ValueError for an id or slot out of range.
+        """

@@ -12,6 +12,7 @@ void bind_attention(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_ops(nb::module_& module);
 void bind_decoder(nb::module_& module);
+void bind_training(nb::module_& module);
 }  // namespace ktserve
 
 NB_MODULE(_native, module) {
@@ -23,4 +24,5 @@ NB_MODULE(_native, module) {
   ktserve::bind_linear(module);
   ktserve::bind_ops(module);
   ktserve::bind_decoder(module);
+  ktserve::bind_training(module);
 }

@@ -197,7 +197,7 @@ void dot_by_parts(const DotArgs& a, Source& source) {
                         count,
                         out,
                         a.out_stride * 4,
-                        part == 0};
+                        part == 0 && !a.adds};
         // The lines of C are asked for before they are written: they may lie in memory.
         const int64_t each = part == 0 ? (rows + count - 1) / count : 0;
         int64_t row_of_c = 0;

@@ -23,6 +23,7 @@ struct DotArgs {
   int64_t out_stride;  // floats from row to row
   // Panels that the caller computes next, for kernels to fetch meanwhile; null: those behind these.
   const uint8_t* next = nullptr;
+  bool adds = false;  // out += instead of out =; bf16 and f32 only
 };
 
 struct Kernels {

@@ -23,7 +23,7 @@ void dot_one_group(const DotArgs& a) {
   for (int64_t p = 0; p < a.panels; p += 2) {
     const uint8_t* w = a.w + p * size;
     const uint8_t* behind = (p + 2 >= a.panels && a.next != nullptr ? a.next : w + 2 * size) - blocks * kTileBytes;
-    const Product c{w, kTileBytes, size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4, true};
+    const Product c{w, kTileBytes, size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4, !a.adds};
     product(c, a.rows, p + 1 < a.panels, [&](int64_t b, int half) __attribute__((always_inline)) {
       const uint8_t* next = (b + kFetch < blocks ? w : behind) + (b + kFetch) * kTileBytes + half * size;
       for (int64_t i = 0; i < kTileBytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);

@@ -19,7 +19,7 @@ namespace ktserve {
 namespace {
 
 // What a tile reads and writes: panels and rows of its own. Blocks [part.first, part.first + part.count) of k are added
-// to `out`, where sums wait, exactly, from one part of k to the next.
+// to `out`, where sums wait, exactly, from one part of k to the next; `begins`: nothing waits there yet.
 struct Tile {
   const uint8_t* w;
   const uint8_t* next;  // the panels that follow, to be fetched meanwhile
@@ -30,6 +30,7 @@ struct Tile {
   float* out;
   int64_t out_stride;
   Part part;
+  bool begins;
 };
 
 template <int M, int N>
@@ -38,7 +39,7 @@ inline __attribute__((always_inline)) void begin(__m512 (&f)[M][N], const Tile& 
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      f[m][n] = t.part.first == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(t.out + m * t.out_stride + n * kPanel);
+      f[m][n] = t.begins ? _mm512_setzero_ps() : _mm512_loadu_ps(t.out + m * t.out_stride + n * kPanel);
     }
   }
 }
@@ -244,7 +245,8 @@ void dot_panels(const DotArgs& a, int64_t panel) {
                                        a.x_stride,
                                        a.out + row * a.out_stride + panel * kPanel,
                                        a.out_stride,
-                                       {first, count, t, tiles}});
+                                       {first, count, t, tiles},
+                                       first == 0 && !a.adds});
     }
   }
 }

@@ -1,0 +1,176 @@
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "packing/pack.hpp"
+#include "tests/check.hpp"
+#include "tests/world.hpp"
+#include "training/trainer.hpp"
+
+namespace ktserve {
+namespace {
+
+using test::draw;
+using test::Random;
+using test::World;
+
+// W^T as panels, of every format: what unpack_rows gives, to the last place that the panels hold.
+KTSERVE_TEST(panels_of_the_transpose) {
+  Random random(21);
+  constexpr int64_t n = 64, k = 512, first = 96, count = 64;
+  for (int f = 0; f < kFormats; ++f) {
+    const auto format = static_cast<Format>(f);
+    std::vector<uint8_t> memory(static_cast<size_t>(packed_size(format, n, k)) + 64);
+    uint8_t* packed = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+    if (format == Format::bf16 || format == Format::f32 || format == Format::i8 || format == Format::i4m) {
+      const std::vector<float> w = draw(n * k, random, 0.1f);
+      pack_panels(source_type("F32"), format, reinterpret_cast<const uint8_t*>(w.data()), n, k, 0, n / kPanel, packed);
+    } else {
+      // Any bits are quants; scales are small halves.
+      for (int64_t i = 0; i < packed_size(format, n, k); ++i) packed[i] = static_cast<uint8_t>(random.below(256));
+      for (int64_t p = 0; p < n / kPanel; ++p) {
+        for (int64_t u = 0; u < k / info(format).unit; ++u) {
+          uint8_t* meta = packed + p * panel_size(format, k) + u * info(format).meta_bytes;
+          for (int i = 0; i < (info(format).minima ? 32 : 16); ++i) {
+            const auto half = static_cast<uint16_t>(0x2000 + random.below(1024));
+            std::memcpy(meta + 2 * i, &half, 2);
+          }
+        }
+      }
+    }
+    std::vector<float> values(n * k);
+    unpack_rows(format, packed, k, 0, n, values.data());
+    for (Isa isa : test::isas()) {
+      for (Format to : {Format::f32, Format::bf16}) {
+        const int64_t size = panel_size(to, n);
+        std::vector<uint8_t> out(static_cast<size_t>(count / kPanel * size));
+        panel_kernels(isa).transpose(format, packed, n / kPanel, k, first, count, to, out.data(), size);
+        std::vector<float> got(n);
+        for (int64_t c = 0; c < count; ++c) {
+          unpack_rows(to, out.data(), n, c, c + 1, got.data());
+          for (int64_t row = 0; row < n; ++row) {
+            const float want = values[static_cast<size_t>(row * k + first + c)];
+            const float tolerance = (to == Format::bf16 ? 0.004f : 1e-5f) * (std::fabs(want) + 0.05f);
+            CHECK(std::fabs(got[static_cast<size_t>(row)] - want) <= tolerance, "%s: %g, %g", info(format).name,
+                  static_cast<double>(got[static_cast<size_t>(row)]), static_cast<double>(want));
+          }
+        }
+      }
+    }
+  }
+}
+
+// One layer's step: the loss sum(out * g) and its gradients.
+struct Training {
+  World& world;
+  int64_t rows, top_k = 2;
+  std::vector<int64_t> ids;
+  std::vector<float> weights, hidden, g, out, kept, grad_hidden, grad_weights;
+  std::vector<int32_t> slots;
+  std::vector<float> matrices[2][6], gradients[2][6];
+  std::vector<TrainLora> loras;
+
+  Training(World& w, int64_t m, Random& random)
+      : world(w),
+        rows(m),
+        weights(draw(m * top_k, random)),
+        hidden(draw(m * w.hidden, random)),
+        g(draw(m * w.hidden, random)),
+        out(g.size()),
+        kept(static_cast<size_t>(m * top_k * 2 * w.inner)),
+        grad_hidden(g.size()),
+        grad_weights(weights.size()) {
+    for (int64_t i = 0; i < m * top_k; ++i) ids.push_back(random.below(w.experts + 1) - 1);
+    for (int64_t i = 0; i < m; ++i) slots.push_back(static_cast<int32_t>(random.below(3)));
+    for (int slot : {1, 2}) {
+      TrainLora lora{slot, slot == 1 ? 3 : 18, 0.5f, {}, {}, {}, {}};
+      for (int p = 0; p < 3; ++p) {
+        for (int half = 0; half < 2; ++half) {
+          const int64_t side = half == 0 ? w.layer.inner_of(p) : w.layer.rows_of(p);
+          auto& matrix = matrices[slot - 1][half * 3 + p];
+          auto& gradient = gradients[slot - 1][half * 3 + p];
+          matrix = draw(w.experts * lora.rank * side, random, 0.2f);
+          gradient.resize(matrix.size());
+          (half == 0 ? lora.a : lora.b)[p] = matrix.data();
+          (half == 0 ? lora.grad_a : lora.grad_b)[p] = gradient.data();
+        }
+      }
+      loras.push_back(lora);
+    }
+  }
+  TrainBatch batch() const { return {ids.data(), weights.data(), slots.data(), hidden.data(), rows, top_k, false}; }
+  double loss(ExpertTrainer& trainer) {
+    trainer.forward(world.layer, loras, batch(), out.data(), kept.data());
+    double sum = 0;
+    for (size_t i = 0; i < g.size(); ++i) sum += static_cast<double>(out[i]) * static_cast<double>(g[i]);
+    return sum;
+  }
+  void backward(ExpertTrainer& trainer, bool use_kept) {
+    trainer.backward(world.layer, loras, batch(), use_kept ? kept.data() : nullptr, g.data(), grad_hidden.data(),
+                     grad_weights.data());
+  }
+};
+
+// A step along the gradient changes the loss by its length squared.
+KTSERVE_TEST(trainer_gradients) {
+  Random random(22);
+  for (int shards : {1, 2}) {
+    World world(3, 96, 64, Format::f32, shards, random);
+    for (Isa isa : test::isas()) {
+      for (int64_t rows : {1, 2, 29}) {
+        Training training(world, rows, random);
+        ExpertTrainer trainer(world.pool, isa);
+        training.loss(trainer);
+        training.backward(trainer, false);
+        const std::vector<float> first = training.grad_hidden;
+        training.backward(trainer, true);  // doubles what is added to
+        CHECK(first == training.grad_hidden);
+        const auto along = [&](std::vector<float>& values, const std::vector<float>& gradient, float factor) {
+          double square = 0;
+          for (float v : gradient) square += static_cast<double>(v) * static_cast<double>(v);
+          square *= static_cast<double>(factor * factor);
+          if (square == 0) return;
+          const auto eps = static_cast<float>(0.003 / std::sqrt(square)) * factor;
+          const std::vector<float> before = values;
+          for (size_t i = 0; i < values.size(); ++i) values[i] = before[i] + eps * gradient[i];
+          const double above = training.loss(trainer);
+          for (size_t i = 0; i < values.size(); ++i) values[i] = before[i] - eps * gradient[i];
+          const double below = training.loss(trainer);
+          values = before;
+          const double slope = (above - below) / (2 * static_cast<double>(eps / factor));
+          CHECK(std::fabs(slope - square) <= 0.02 * square + 1e-3 * std::sqrt(square), "%g, %g", slope, square);
+        };
+        along(training.hidden, training.grad_hidden, 1);
+        along(training.weights, training.grad_weights, 1);
+        for (int slot = 0; slot < 2; ++slot) {
+          for (int i = 0; i < 6; ++i) along(training.matrices[slot][i], training.gradients[slot][i], 0.5f);
+        }
+      }
+    }
+  }
+}
+
+// Quantised and bf16 weights: finite, and the same bits for any pool.
+KTSERVE_TEST(trainer_threads) {
+  Random random(23);
+  for (Format format : {Format::bf16, Format::i8, Format::i4m}) {
+    World world(4, 96, 160, format, 2, random);
+    WorkerPool alone(PoolOptions{{{0}}});
+    for (Isa isa : test::isas()) {
+      Training one(world, 300, random);
+      ExpertTrainer trainer(world.pool, isa);
+      ExpertTrainer other(alone, isa);
+      one.loss(trainer);
+      one.backward(trainer, true);
+      const std::vector<float> out = one.out, hidden = one.grad_hidden, a = one.gradients[1][0];
+      for (float v : hidden) CHECK(std::isfinite(v));
+      std::fill(one.gradients[1][0].begin(), one.gradients[1][0].end(), 0.0f);
+      one.loss(other);
+      one.backward(other, true);
+      CHECK(out == one.out && hidden == one.grad_hidden && a == one.gradients[1][0]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ktserve

@@ -1,0 +1,65 @@
+// What the backward pass makes into panels (packing/format.hpp) before it multiplies: every product of a training step
+// is Kernels::dot on panels that a worker has just made in memory of its own.
+//
+//   product                      panels of                      made from
+//   dh = dy W_down               W_down^T                       the packed weights
+//   t = x A^T, y += t B^T        A [r, in], B [out, r]          float32 rows
+//   u = dg B, dx += u A          B^T [r, out], A^T [in, r]      float32 rows
+//   dA = u^T x, dB^T = t^T dg    x^T [in, m], dg^T [out, m]     rows of activations
+//
+// Panels are bf16 or float32: `to` below. Sums over rows are padded with zeros to 32, as in the packed layout.
+#pragma once
+
+#include <cstdint>
+
+#include "packing/format.hpp"
+#include "runtime/isa.hpp"
+
+namespace ktserve {
+
+// Rows of float32 or bf16 values; row i at data + i * stride bytes.
+struct RowView {
+  const uint8_t* data;
+  int64_t stride;
+  bool bf16;
+};
+
+// A part of the gated activation h = silu(gate) up of one row: from dh without the router's weight to the gradients of
+// both pre-activations.
+struct GatedArgs {
+  const void* gate;  // [n], float32 or bf16
+  const void* up;
+  bool bf16;
+  const float* dh;  // [n]
+  float weight;     // the router's
+  int64_t n;
+  Format to;        // of the following
+  uint8_t* d_gate;  // [n]
+  uint8_t* d_up;    // [n]
+  uint8_t* h;       // [n], or null
+};
+
+struct PanelKernels {
+  // Of `panels` panels of a matrix [16 panels, k] the columns [first, first + count), multiples of 32: panels of the
+  // transpose, panel i at out + i * out_bytes, behind the sums of `panels` that came before if out lies there.
+  void (*transpose)(Format format, const uint8_t* w, int64_t panels, int64_t k, int64_t first, int64_t count, Format to,
+                    uint8_t* out, int64_t out_bytes);
+  // Panels of a float32 matrix [n, k], rows `stride` floats apart.
+  void (*pack)(const float* rows, int64_t stride, int64_t n, int64_t k, Format to, uint8_t* out);
+  // Panels of the transpose of a matrix [k, n].
+  void (*pack_transpose)(const RowView& rows, int64_t n, int64_t k, Format to, uint8_t* out);
+  // out[i][j] = scale[j] rows[j][i] for rows [m, n]: n rows of m values, zeros up to a multiple of 32. scale: null: 1.
+  void (*transpose_rows)(const RowView& rows, int64_t m, int64_t n, const float* scale, Format to, uint8_t* out,
+                         int64_t out_bytes);
+  // to[i][j] += from[j][i] for from [m, n]; strides in floats.
+  void (*add_transposed)(const float* from, int64_t from_stride, int64_t m, int64_t n, float* to, int64_t to_stride);
+  void (*add)(const float* from, int64_t n, float* to);
+  // <dh, h> of a part of a row.
+  float (*gated_backward)(const GatedArgs& args);
+};
+
+const PanelKernels& panel_kernels(Isa isa);
+const PanelKernels& panel_kernels_avx2();
+const PanelKernels& panel_kernels_avx512();
+
+}  // namespace ktserve

@@ -1,0 +1,57 @@
+#include "gemm/blocks_avx2.hpp"
+#include "simd/simd16.hpp"
+
+namespace ktserve::avx2 {
+namespace {
+
+F16 lanes(const Pair& x) {
+  return {x.lo, x.hi};
+}
+
+// Byte i of each lane as float32.
+inline __attribute__((always_inline)) __m256 byte_of(__m256i v, int i) {
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, 8 * i), _mm256_set1_epi32(255)));
+}
+
+// The values of k = 16 half .. 16 half + 15 of block b of a panel, one vector of 16 outputs each.
+template <Format F>
+inline __attribute__((always_inline)) void block_values(const uint8_t* panel, int64_t k, int64_t b, int half,
+                                                        F16 (&v)[16]) {
+  const uint8_t* block = panel + meta_size(F, k) + b * info(F).quant_bytes;
+  if constexpr (F == Format::f32) {
+    const float* values = reinterpret_cast<const float*>(block) + half * 256;
+    for (int i = 0; i < 16; ++i) v[i] = load16(values + 16 * i);
+  } else if constexpr (F == Format::bf16) {
+    for (int i = 0; i < 8; ++i) {
+      const __m256i lo = load(block + half * 512 + 64 * i);
+      const __m256i hi = load(block + half * 512 + 64 * i + 32);
+      const __m256i upper = _mm256_set1_epi32(-65536);
+      v[2 * i] = {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
+      v[2 * i + 1] = {_mm256_castsi256_ps(_mm256_and_si256(lo, upper)),
+                      _mm256_castsi256_ps(_mm256_and_si256(hi, upper))};
+    }
+  } else {
+    const F16 scale = lanes(scale_of<F>(panel, b, info(F).group == 16 ? half : 0));
+    F16 offset = mul(scale, set16(static_cast<float>(-info(F).bias)));
+    if constexpr (info(F).minima) offset = lanes(minimum_of<F>(panel, b));
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m256i lo = half != 0 ? quants<F>(block, 4 + j, 0) : quants<F>(block, j, 0);
+      const __m256i hi = half != 0 ? quants<F>(block, 4 + j, 1) : quants<F>(block, j, 1);
+      for (int i = 0; i < 4; ++i) v[4 * j + i] = fma(F16{byte_of(lo, i), byte_of(hi, i)}, scale, offset);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ktserve::avx2
+
+#include "training/panel_rows.hpp"
+
+namespace ktserve {
+
+const PanelKernels& panel_kernels_avx2() {
+  return avx2::panel_table;
+}
+
+}  // namespace ktserve

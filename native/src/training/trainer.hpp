@@ -1,0 +1,161 @@
+// A layer's routed experts with LoRA, forward and backward, on the packed weights that serving reads.
+//
+//   forward, position by position (RoutedBatch: sorted by expert, then adapter slot)
+//     t = s A x                                                                       | only rows with LoRA
+//     gate, up = W x + B t                        kept, if asked for; h = silu(gate) up
+//     t = s A h                                                                       | only rows with LoRA
+//     out = sum_j w_j (W h + B t)
+//
+//   backward; d: the gradient of a position's row of out, without the router's weight w
+//     u = s B^T d                                                                     | only rows with LoRA
+//     dh = W_down^T d + A^T u;  dw = <dh, h>;  d_gate, d_up from w dh, gate and up
+//     u = s B^T d_gate (d_up);  t = s A x (h);  dA += u x^T;  dB += d t^T             | only rows with LoRA
+//     dx = W_gate^T d_gate + W_up^T d_up + A^T u of both, summed over a row's positions
+//
+// dw needs no output of down: <d, y> = <W_down^T d + A^T u, h>. A work item makes the panels it multiplies with
+// (training/panels.hpp), two at a time, in memory of its own: W^T of a pair from the packed weights, LoRA matrices from
+// float32. Nothing is added across work items, and they are cut by the shapes alone: results do not depend on threads.
+//
+// Products with the base weights and with LoRA are bf16 with float32 sums, unless the layer's are float32.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include "experts/layer.hpp"
+#include "experts/moe_batch.hpp"
+#include "experts/routed_batch.hpp"
+#include "gemm/kernels.hpp"
+#include "runtime/pool.hpp"
+#include "training/panels.hpp"
+
+namespace ktserve {
+
+// An adapter's float32 matrices of a layer: A [E, r, in], B [E, out, r] of gate, up, down.
+struct TrainLora {
+  int slot;
+  int64_t rank;
+  float scale;
+  const float* a[3];
+  const float* b[3];
+  // Of the same shapes: backward adds to them, for experts that rows of the slot have chosen. Null: not wanted.
+  float* grad_a[3];
+  float* grad_b[3];
+};
+
+struct TrainBatch {
+  const int64_t* ids;    // [rows, top_k], -1: skipped
+  const float* weights;  // [rows, top_k]
+  const int32_t* slots;  // [rows], 0: no LoRA
+  const void* hidden;    // [rows, hidden], float32 or bf16
+  int64_t rows, top_k;
+  bool bf16;  // hidden, and all other rows of the caller
+};
+
+class ExpertTrainer {
+ public:
+  ExpertTrainer(WorkerPool& pool, Isa isa);
+
+  Isa isa() const { return kernels_.isa; }
+  WorkerPool& pool() const { return pool_; }
+
+  // out [rows, hidden]. kept: null, or [rows * top_k, 2, intermediate] in hidden's type, filled for `backward`.
+  // Throws std::invalid_argument for an id or slot out of range; nothing has been written then.
+  void forward(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch, void* out,
+               void* kept);
+  // grad_out [rows, hidden]; grad_hidden the same, or null; grad_weights [rows, top_k]. kept: null: computed again.
+  void backward(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch,
+                const void* kept, const void* grad_out, void* grad_hidden, float* grad_weights);
+
+ private:
+  // A range of an expert's columns (outputs of a product) for a range of its positions.
+  struct Item {
+    int32_t expert;
+    int32_t row, row_end;
+    int32_t column, column_end;
+    int32_t range;  // number of the column range
+  };
+  // Positions of one expert and one adapter.
+  struct Group {
+    const TrainLora* lora;
+    int32_t expert;
+    int32_t row, row_end;
+  };
+  // out = s P x for rows with LoRA: P is A, or B^T if `transposed`.
+  struct Projection {
+    int matrix;
+    bool transposed;
+    const ScratchRows* x;
+    ScratchRows* out;
+  };
+  // Memory of a worker, each part as large as was ever needed.
+  struct Room {
+    Arena parts[5];
+    uint8_t* part(int index, int64_t bytes);
+  };
+  enum Part { kPanels, kLoraPanels, kTile, kSecondTile, kRows };
+
+  void check(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch) const;
+  void by_chunks(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch,
+                 const std::function<void(const TrainBatch&, int64_t first)>& call);
+  void begin(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch);
+
+  // projection: of whose output panels the columns are; -1: of none, so that shards do not matter.
+  void cut(int projection, int64_t first, int64_t last);
+  void each_item(const std::function<void(const Item&, Room&)>& body);
+
+  void gather(const void* rows, int64_t n, Format format, bool by_expert, bool lora_only, ScratchRows& to);
+  void project(const std::vector<Projection>& projections);
+  void project_rows(const Projection& projection, const Group& group, int64_t row, int64_t row_end, Room& room);
+  // tile += B t of the columns of an item, or A^T u if `transposed`; t (u): rows in the format of LoRA products.
+  void add_lora(int matrix, bool transposed, const Item& item, const ScratchRows& t, float* tile, int64_t stride,
+                Room& room) const;
+  void base_product(int projection, const Item& item, const ScratchRows& x, float* out, int64_t stride) const;
+  // out = W^T d, or out += W^T d if `adds`.
+  void transposed_product(int projection, const Item& item, const ScratchRows& d, float* out, int64_t stride, bool adds,
+                          Room& room) const;
+
+  void gate_up(const TrainBatch& batch, void* kept);
+  void gate_up_item(const Item& item, void* kept, bool kept_bf16, Room& room);
+  void down(const TrainBatch& batch, void* out);
+  void hidden_gradient(const TrainBatch& batch, const void* kept);
+  void hidden_gradient_item(const Item& item, const TrainBatch& batch, const void* kept, Room& room);
+  void lora_gradients();
+  void lora_gradient(const Group& group, int job, int64_t column, int64_t columns, Room& room);
+  void input_gradient(const TrainBatch& batch, void* grad_hidden);
+  void weight_gradient(const TrainBatch& batch, float* grad_weights) const;
+  // out = the sums over a row's positions of y, with the router's weights or 1, for a slice of columns.
+  void combine(const TrainBatch& batch, bool weighted, int64_t first, int64_t last, void* out);
+  int64_t slice_columns() const;
+
+  bool dequantised(int64_t expert, Format format) const {
+    return !plain(format) && dequantised_[static_cast<size_t>(expert)] != 0;
+  }
+  Room& room(int worker) { return rooms_[static_cast<size_t>(worker)]; }
+
+  WorkerPool& pool_;
+  const Kernels& kernels_;
+  const PanelKernels& panels_;
+  std::mutex running_;
+  std::vector<Room> rooms_;  // by worker
+
+  // Of the chunk of rows that is computed.
+  const ExpertLayer* layer_ = nullptr;
+  bool input_bf16_ = false;        // rows of the caller
+  Format product_ = Format::bf16;  // of LoRA products and of all of backward
+  RoutedBatch routed_;
+  std::vector<Group> groups_;
+  std::vector<int32_t> first_group_;  // by expert
+  int64_t max_rank_ = 0;
+  std::vector<uint8_t> dequantised_;  // by expert: whether forward's products dequantise
+  std::vector<Item> items_;
+  int64_t ranges_ = 0;
+  // Rows by position. x of gate and up, h: as forward's products read them; the others: product_.
+  ScratchRows x_[2], x_lora_, h_, h_lora_, t_[3], u_[3], d_, d_gate_, d_up_, y_;
+  std::vector<float> weight_parts_;  // [positions, ranges]: parts of dw
+  Arena kept_;
+};
+
+}  // namespace ktserve

@@ -1,0 +1,159 @@
+"""Trainable experts on our own CPU kernels: forward and backward on the packed weights that serving reads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.errors import EngineError
+from engine.experts.capabilities import NativeTasks, PackedWeights
+from engine.experts.native import NativeExperts
+from engine.model.config import ModelConfig
+from training.experts.base import ExpertLora, TrainableExperts
+
+if TYPE_CHECKING:
+    from native import _native
+
+_MATRICES = 6
+
+
+class NativeTrainableExperts(TrainableExperts):
+    """One layer's packed experts. Products are bfloat16 with float32 sums, or float32 over float32 weights; quantised
+    weights are what they are in serving, and are dequantised to bfloat16, some panels at a time, for the backward pass.
+
+    `trainer` is shared by the layers of a model, with its scratch memory. `keep`: whether forward keeps gate and up of
+    each choice (4 k I bytes a row in bfloat16) for the backward pass, which otherwise computes them again. Not for
+    several threads at once on one `trainer`: they wait for each other.
+    """
+
+    def __init__(
+        self,
+        layer: _native.ExpertLayer,
+        trainer: _native.ExpertTrainer,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        keep: bool = True,
+    ) -> None:
+        self.layer, self.trainer, self.keep = layer, trainer, keep
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        loras: Mapping[int, ExpertLora],
+    ) -> torch.Tensor:
+        self.check(hidden, ids, weights, slots, loras)
+        matrices = [matrix for slot in sorted(loras) for matrix in loras[slot].matrices()]
+        adapters = [(slot, loras[slot].rank, loras[slot].scaling) for slot in sorted(loras)]
+        keep = self.keep and torch.is_grad_enabled()
+        out: torch.Tensor = _Experts.apply(self, keep, adapters, ids, slots, hidden, weights, *matrices)  # type: ignore[no-untyped-call]
+        return out
+
+
+def trainable_layers(
+    experts: NativeExperts, config: ModelConfig, *, keep: bool = True
+) -> dict[int, NativeTrainableExperts]:
+    """Every layer that `experts` hold for a model, over one trainer on their pool."""
+    native: Any = importlib.import_module("native._native")
+    packed, tasks = experts.capability(PackedWeights), experts.capability(NativeTasks)
+    if packed is None or tasks is None:
+        raise EngineError("these experts offer no packed weights to train over")
+    trainer: _native.ExpertTrainer = native.ExpertTrainer(tasks.pool, experts.isa)
+    return {
+        index: NativeTrainableExperts(
+            layer,
+            trainer,
+            num_experts=config.num_experts,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            keep=keep,
+        )
+        for index, layer in packed.layers.items()
+    }
+
+
+class _Experts(torch.autograd.Function):
+    """Tensors cross as addresses; whatever memory the kernels read stays alive in this frame or in `ctx`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        experts: NativeTrainableExperts,
+        keep: bool,
+        adapters: list[tuple[int, int, float]],
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        *matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        tensors = [t.detach().contiguous() for t in (hidden, weights, ids, slots, *matrices)]
+        rows, top_k = ids.shape
+        out = torch.empty_like(tensors[0])
+        kept = torch.empty(rows * top_k, 2, experts.intermediate_size, dtype=hidden.dtype) if keep else None
+        batch, loras = _batch(*tensors[:4]), _loras(adapters, tensors[4:], [None] * len(matrices))
+        experts.trainer.forward(experts.layer, loras, batch, out=out.data_ptr(), kept=_address(kept))
+        ctx.experts, ctx.adapters, ctx.kept = experts, adapters, kept
+        ctx.save_for_backward(hidden, weights, ids, slots, *matrices)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        experts: NativeTrainableExperts = ctx.experts
+        hidden, weights, ids, slots, *matrices = [t.contiguous() for t in ctx.saved_tensors]
+        wanted = ctx.needs_input_grad[-len(matrices) - 2 :] if matrices else ctx.needs_input_grad[-2:]
+        grad_out = grad_out.to(hidden.dtype).contiguous()
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        grad_weights = torch.empty_like(weights)
+        grads = [torch.zeros_like(m) if need else None for m, need in zip(matrices, wanted[2:], strict=True)]
+        batch = _batch(hidden, weights, ids, slots)
+        experts.trainer.backward(
+            experts.layer,
+            _loras(ctx.adapters, matrices, grads),
+            batch,
+            kept=_address(ctx.kept),
+            grad_out=grad_out.data_ptr(),
+            grad_hidden=_address(grad_hidden),
+            grad_weights=grad_weights.data_ptr(),
+        )
+        return (None, None, None, None, None, grad_hidden, grad_weights if wanted[1] else None, *grads)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _batch(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> _native.TrainBatch:
+    from native import _native
+
+    return _native.TrainBatch(
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        slots=slots.data_ptr(),
+        hidden=hidden.data_ptr(),
+        rows=ids.shape[0],
+        top_k=ids.shape[1],
+        bf16=hidden.dtype == torch.bfloat16,
+    )
+
+
+def _loras(
+    adapters: list[tuple[int, int, float]], matrices: list[torch.Tensor], grads: list[torch.Tensor | None]
+) -> list[_native.TrainLora]:
+    """`matrices` and `grads`: of each adapter A of gate, up, down, then B."""
+    from native import _native
+
+    loras = []
+    for i, (slot, rank, scale) in enumerate(adapters):
+        values = [_address(m) for m in matrices[_MATRICES * i : _MATRICES * (i + 1)]]
+        sums = [_address(g) for g in grads[_MATRICES * i : _MATRICES * (i + 1)]]
+        loras.append(_native.TrainLora(slot, rank, scale, values[:3], values[3:], sums[:3], sums[3:]))
+    return loras
