@@ -29,17 +29,29 @@ class PackedFormat:
 
     @property
     def bias(self) -> int:
-        """Subtracted from the unsigned quants."""
+        """Subtracted from the unsigned quants, unless they are codes."""
 
     @property
     def group(self) -> int:
         """k that share a scale; 0: no scales."""
 
     @property
+    def low_bits(self) -> int:
+        """
+        Bits of a quant (2, 4 or 8) in the first plane of a block, 64 bytes for each.
+        """
+
+    @property
+    def codes(self) -> list[int]:
+        """What the 16 quants stand for; empty: themselves, less the bias."""
+
+    @property
+    def exponents(self) -> bool:
+        """Whether d is a byte e [16] instead: 2^(e - 128)."""
+
+    @property
     def upper_bits(self) -> int:
-        """
-        Bits above the low nibbles, in planes behind a block's 256 bytes of nibbles.
-        """
+        """Bits above the low ones, in planes behind theirs."""
 
     @property
     def minimum_offset(self) -> int:
@@ -54,7 +66,7 @@ class PackedFormat:
     @property
     def minimum_step_offset(self) -> int:
         """
-        Offset in a unit's scales of the 8-bit factors of dmin, [unit / group][16]; 0: none.
+        Offset in a unit's scales of the 8-bit factors of dmin, [unit / group][16]; 0: none. Where it is that of d's factors, those are the low nibbles and these the high ones.
         """
 
     def scales_size(self, k: int) -> int:
@@ -70,9 +82,7 @@ def has_source_type(type: str) -> bool:
     """Whether a GGML type has a packed format."""
 
 def format_of(type: str) -> str:
-    """
-    The packed format that holds a GGML type without loss (F32, F16, BF16: bf16).
-    """
+    """The packed format that holds a GGML type without loss (F32: bf16)."""
 
 def packed_size(format: str, n: int, k: int) -> int:
     """Bytes of a packed matrix [n, k]."""

@@ -66,7 +66,8 @@ def scratch_bytes(
 
 class NativeExperts(ExpertBackend):
     """GGUF blocks are repacked without loss (native/src/packing/format.hpp draws the layout). Plain weights are held as
-    `plain`, bfloat16 or float32 (default: `dtype`, the activations'), or are quantised on request.
+    `plain`, bfloat16 or float32 (default: `dtype`, the activations'; F16 as it is where that is bfloat16), or are
+    quantised on request.
 
     `pool`: a `native._native.WorkerPool` to share with other backends; default: its own over this process's CPUs.
     `isa`: "avx2", "avx512" or "amx"; "" is KTSERVE_ISA or the machine's best. `quantise`: "int8" or "int4" for plain

@@ -14,7 +14,7 @@ from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
 from engine.lora.adapter import LoraPair
 from engine.weights.pack_cache import PackCache, PackKey
-from engine.weights.packed import QUANTISED_FORMATS, packed_bytes, packed_format, plain_format, repacks
+from engine.weights.packed import QUANTISED_FORMATS, exact, keeps_own, packed_bytes, packed_format, plain_format
 from engine.weights.store import WeightTensor
 
 if TYPE_CHECKING:
@@ -31,17 +31,12 @@ def weight_bytes(weight: WeightTensor, element_bytes: int, quantise: str | None)
 def embedding_bytes(weight: WeightTensor, element_bytes: int, quantise: str | None, tied: bool) -> int | None:
     """What NativeLinearBackend.embedding takes beside the head (`tied`: which holds the same tensor); None: it makes
     none."""
-    if tied and _exact(weight, plain_format(element_bytes, quantise)):
+    plain = plain_format(element_bytes, quantise)
+    if tied and exact(weight.type, plain):
         return 0
-    if repacks(weight.type):
+    if keeps_own(weight.type, plain):
         return weight_bytes(weight, element_bytes, quantise)
     return weight.num_bytes if weight.quantised else None
-
-
-def _exact(weight: WeightTensor, plain: str) -> bool:
-    """Whether packing loses nothing."""
-    form = packed_format(weight.type, plain)
-    return repacks(weight.type) or form == "f32" or (form == "bf16" and weight.type == "BF16")
 
 
 def _mapped(num_bytes: int) -> int:
@@ -55,8 +50,8 @@ class NativeLinear(Linear):
     (a deterministic backend) on their number.
 
     Sums are float32 and rounded once. Quantised weights meet activations in int8 blocks of 32 (in calls of many rows on
-    AMX both become bf16), a bf16 weight meets bf16 activations, a float32 one float32; an adapter's A meets bf16
-    activations (float32 where the weight is). A row with a NaN or infinity comes out as NaN and leaves the
+    AMX both become bf16), a bf16 weight meets bf16 activations, an f16 or float32 one float32; an adapter's A meets
+    bf16 activations (float32 where the weight is). A row with a NaN or infinity comes out as NaN and leaves the
     others alone.
     """
 
@@ -112,7 +107,8 @@ class NativeLinear(Linear):
 class NativeLinearBackend(LinearBackend):
     """Packs each weight once, over `pool` (a `native._native.WorkerPool`), into the format that holds it without loss.
 
-    F32, F16 and BF16 weights are held as `plain`, bfloat16 or float32 (default: `dtype`, the activations'); `quantise`
+    F32 and BF16 weights are held as `plain`, bfloat16 or float32 (default: `dtype`, the activations'), F16 likewise but
+    as it is where `plain` is bfloat16; `quantise`
     ("int8": as Q8_0, "int4": as Q4_1) makes them smaller instead. GGUF types without a packed format are dequantised
     and treated likewise. `cache`: keeps packed weights on disk; None: nothing does. `deterministic`: a row's result
     never depends on the other rows; otherwise calls of many rows use faster kernels where there are some.
@@ -174,11 +170,11 @@ class NativeLinearBackend(LinearBackend):
         return NativeLinear(name, packed, self._runner, (n, k))
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
-        """Quantised, or shared with the head: packed, if that loses nothing. A quantised type that has no packed form
-        stays as it is; other weights are smallest and quickest as a table."""
-        if isinstance(head, NativeLinear) and _exact(weight, self._plain):
+        """Quantised, F16, or shared with the head: packed, if that loses nothing. A quantised type that has no packed
+        form stays as it is; other weights are smallest and quickest as a table."""
+        if isinstance(head, NativeLinear) and exact(weight.type, self._plain):
             return PackedEmbedding(head.packed, self._pool, weight.shape[1], shared=True)
-        if repacks(weight.type):
+        if keeps_own(weight.type, self._plain):
             packed = self.load(name, weight, None).packed
             return PackedEmbedding(packed, self._pool, weight.shape[1], shared=False)
         return BlockEmbedding(weight) if weight.quantised else None

@@ -24,9 +24,19 @@ def repacks(kind: str) -> bool:
 
 
 def packed_format(kind: str, plain: str) -> str:
-    """`plain`: of unquantised weights."""
+    """`plain`: of unquantised weights. F16 is kept where it would become bf16: both are as large."""
     native: Any = importlib.import_module("native._native")
-    return str(native.format_of(kind)) if repacks(kind) else plain
+    return str(native.format_of(kind)) if keeps_own(kind, plain) else plain
+
+
+def keeps_own(kind: str, plain: str) -> bool:
+    """Whether a type is packed in a format that only it has."""
+    return repacks(kind) or (kind == "F16" and plain == "bf16")
+
+
+def exact(kind: str, plain: str) -> bool:
+    """Whether packing loses nothing."""
+    return keeps_own(kind, plain) or plain == "f32" or (plain == "bf16" and kind == "BF16")
 
 
 def packed_bytes(weight: WeightTensor, plain: str) -> int:

@@ -16,11 +16,11 @@ from testing.tiny import save_gguf, tiny_model
 from tests.engine.test_parity import prompts
 from tests.lora.make import config_of, linear_keys, lora_config, per_expert_keys, random_adapter, write
 from tests.lora.merge import merge
-from tests.native.blocks import QUANTISED
 from tests.native.isas import ISAS
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 NAMES = [None, "one", "two", None, "one"]
+KINDS = ["Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "BF16", "F16"]  # each shape of format
 
 
 class Family:
@@ -28,7 +28,7 @@ class Family:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.path, self.adapters = folder / "m.gguf", {}
-        self.bound = 0.02 if kind == "BF16" else 0.05  # activations become int8 under quantised weights
+        self.bound = {"BF16": 0.02, "F16": 0.01}.get(kind, 0.05)  # activations become int8 under quantised weights
         model = tiny_model(31, hidden_size=256, moe_intermediate_size=256, num_experts=8, head_dim=64)
         with torch.no_grad():  # a trained router is sure of itself; a random one would flip at every other token
             for layer in model.model.layers:
@@ -57,7 +57,7 @@ class Family:
         ]
 
 
-@pytest.fixture(scope="module", params=[*QUANTISED, "BF16"])
+@pytest.fixture(scope="module", params=KINDS)
 def family(request, tmp_path_factory) -> Family:
     return Family(tmp_path_factory.mktemp("family"), request.param)
 

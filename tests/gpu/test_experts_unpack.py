@@ -11,7 +11,7 @@ from native import _native
 from tests.native.blocks import QUANTISED, random_blocks
 
 
-@pytest.mark.parametrize("kind", [*QUANTISED, "BF16", "F32"])
+@pytest.mark.parametrize("kind", [*QUANTISED, "BF16", "F16", "F32"])
 def test_equals_the_native_values(kind: str) -> None:
     n, k = 48, 512
     pool = _native.WorkerPool([[0]])
@@ -19,7 +19,9 @@ def test_equals_the_native_values(kind: str) -> None:
         data = np.ascontiguousarray(random_blocks(kind, n, k, 3))
     else:
         values = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
-        data = values.to(torch.bfloat16 if kind == "BF16" else torch.float32).view(torch.uint8).numpy()
+        data = (
+            values.to({"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)).view(torch.uint8).numpy()
+        )
     form = _native.format_of(kind) if kind != "F32" else "f32"
     size = _native.packed_size(form, n, k)
     assert size == panel_bytes(form, k) * n // 16

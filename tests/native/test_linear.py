@@ -18,13 +18,14 @@ from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
 from native import _native
 from testing.tiny import encode
+from tests.native.blocks import QUANTISED, values_of_block
 from tests.native.isas import ISAS
 
 POOL = _native.WorkerPool([[0, 1, 2]])
 BF16, F32 = torch.bfloat16, torch.float32
 # mean|d| / mean|ref|: bf16 and float32 round the result; int8 activations cost the rest
 BOUNDS = {"f32": 2e-6, "bf16": 0.004, "int8": 0.015}
-BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+BLOCKS = QUANTISED
 
 
 def tensor(values: torch.Tensor, type: str) -> tuple[WeightTensor, torch.Tensor]:
@@ -65,7 +66,7 @@ def pairs(out_features: int, in_features: int, dtype: torch.dtype, ranks: dict[i
 @settings(max_examples=12)
 @given(data=st.data())
 def test_equals_float32(isa: str, type: str, data: st.DataObject) -> None:
-    unit = 256 if type.endswith("_K") else 32 if type in BLOCKS else 1
+    unit = values_of_block(type) if type in BLOCKS else 1
     n, k = data.draw(st.integers(1, 150)), unit * data.draw(st.integers(1, 512 // unit))
     rows = data.draw(st.one_of(st.integers(1, 20), st.sampled_from([95, 97, 200])))
     dtype = data.draw(st.sampled_from([BF16, F32]))
@@ -195,7 +196,7 @@ def test_shards_change_no_bit(isa: str, type: str) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("type", ["F32", "F16", "BF16", *BLOCKS, "IQ4_NL", "Q3_K"])
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", *BLOCKS, "IQ1_S"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_rows_are_the_files(type: str, dtype: torch.dtype, tied: bool) -> None:
@@ -203,7 +204,7 @@ def test_embedding_rows_are_the_files(type: str, dtype: torch.dtype, tied: bool)
     for pool in (POOL, _native.WorkerPool([[0], [0]])):
         backend = NativeLinearBackend(dtype, pool)
         embedding = backend.embedding("embed", weight, backend.load("head", weight, None) if tied else None)
-        packed = type in BLOCKS or (tied and (dtype == F32 or type == "BF16"))
+        packed = type in BLOCKS or (type == "F16" and dtype == BF16) or (tied and (dtype == F32 or type == "BF16"))
         if embedding is None:
             assert not weight.quantised and not packed
             continue
@@ -283,7 +284,7 @@ def test_quantised_on_request(quantise: str) -> None:
     assert relative_error(linear(x, None), x.float() @ exact.T) < {"int8": 0.02, "int4": 0.15}[quantise]
 
 
-@pytest.mark.parametrize("type", ["F32", "BF16", *BLOCKS])
+@pytest.mark.parametrize("type", ["F32", "BF16", "F16", *BLOCKS])
 def test_weights_are_kept_as_the_file_has_them(type: str) -> None:
     weight, exact = tensor(draw(19, 512, seed=1), type)
     linear = NativeLinearBackend(F32, POOL).load("w", weight, None)
@@ -293,7 +294,7 @@ def test_weights_are_kept_as_the_file_has_them(type: str) -> None:
 
 
 def test_types_without_a_packed_format_are_dequantised() -> None:
-    weight, exact = tensor(draw(32, 256, seed=1), "Q3_K")
+    weight, exact = tensor(draw(32, 256, seed=1), "IQ1_S")
     linear = NativeLinearBackend(BF16, POOL).load("w", weight, None)
     x = draw(8, 256, seed=2).to(BF16)
     assert linear.format == "bf16"

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from native import _native
-from tests.native.blocks import QUANTISED, random_blocks, values_of
+from tests.native.blocks import QUANTISED, SCALES, random_blocks, values_of, values_of_block
 from tests.native.isas import ISAS
 
 F32 = npt.NDArray[np.float32]
-HALF_SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # others: (0,)
-FORMATS = {kind: _native.format_of(kind) for kind in [*QUANTISED, "BF16"]} | {"F32": "f32"}
+FORMATS = {kind: _native.format_of(kind) for kind in [*QUANTISED, "BF16", "F16"]} | {"F32": "f32"}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +58,9 @@ def weights(pool: _native.WorkerPool, kind: str, n: int, k: int) -> tuple[npt.ND
             np.uint16
         )
         return pack(pool, kind, bits.view(np.uint8), n, k), (bits.astype(np.uint32) << 16).view(np.float32)
+    if kind == "F16":
+        halves = np.random.default_rng(5).standard_normal((n, k)).astype(np.float16)
+        return pack(pool, kind, halves.view(np.uint8), n, k), halves.astype(np.float32)
     data = random_blocks(kind, n, k)
     return pack(pool, kind, data, n, k), values_of(kind, data)
 
@@ -75,11 +77,13 @@ def test_repacking_loses_nothing(pool: _native.WorkerPool, kind: str, n: int, k:
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_any_bits_are_repacked_without_loss(pool: _native.WorkerPool, kind: str, n: int, units: int, seed: int) -> None:
     """Scales of every finite kind too: large, subnormal, zero."""
-    k = units * (256 if kind.endswith("_K") else 32)
+    k = units * values_of_block(kind)
     data = np.random.default_rng(seed).integers(0, 256, random_blocks(kind, n, k).shape, np.uint8)
     blocks = data.reshape(n, units, -1)
-    for at in HALF_SCALES.get(kind, (0,)):
+    for at in SCALES[kind]:
         blocks[..., at + 1][blocks[..., at + 1] & 0x7C == 0x7C] ^= 0x40
+    if kind == "MXFP4":
+        blocks[..., 0][blocks[..., 0] == 0xFF] = 0xFE
     got = unpack(FORMATS[kind], pack(pool, kind, data, n, k), n, k)
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(got, values_of(kind, data))
@@ -88,7 +92,15 @@ def test_any_bits_are_repacked_without_loss(pool: _native.WorkerPool, kind: str,
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_the_packed_form_hardly_grows(kind: str) -> None:
     n, k = 768, 2048
-    assert _native.packed_size(FORMATS[kind], n, k) <= 1.03 * random_blocks(kind, n, k).nbytes
+    assert _native.packed_size(FORMATS[kind], n, k) <= 1.05 * random_blocks(kind, n, k).nbytes
+
+
+def test_f16_is_kept(pool: _native.WorkerPool) -> None:
+    """Every finite bit pattern."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    x = bits[bits & 0x7C00 != 0x7C00].view(np.float16).reshape(62, 1024)
+    got = unpack("f16", pack(pool, "F16", x.view(np.uint8), 62, 1024), 62, 1024)
+    np.testing.assert_array_equal(got.view(np.uint32), x.astype(np.float32).view(np.uint32))
 
 
 @pytest.mark.parametrize("kind,bits", [("F32", np.float32), ("F16", np.float16)])
@@ -99,7 +111,7 @@ def test_plain_sources_become_bf16(pool: _native.WorkerPool, kind: str, bits: ty
     ).astype(bits)
     x[0, :5] = [0, -0.0, 65504, 6e-8, -1]
     expected = torch.from_numpy(x.astype(np.float32)).bfloat16().float().numpy()
-    np.testing.assert_array_equal(unpack("bf16", pack(pool, kind, x.view(np.uint8), 33, 70), 33, 70), expected)
+    np.testing.assert_array_equal(unpack("bf16", pack(pool, kind, x.view(np.uint8), 33, 70, "bf16"), 33, 70), expected)
 
 
 @pytest.mark.parametrize("form,bound", [("i8", 0.006), ("i4m", 0.1)])
@@ -117,7 +129,9 @@ def test_plain_sources_are_quantised_on_request(pool: _native.WorkerPool, form: 
 @pytest.mark.parametrize(
     "kind,form,n,k,message",
     [
-        ("Q2_K", "k4", 16, 256, "Q2_K"),
+        ("IQ1_S", "k4", 16, 256, "IQ1_S"),
+        ("Q2_K", "k4", 16, 256, "Q2_K cannot be packed as k4"),
+        ("BF16", "f16", 16, 256, "BF16 cannot be packed as f16"),
         ("Q8_0", "i4", 16, 256, "cannot be packed as i4"),
         ("Q4_K", "k4", 16, 128, "multiple of 256"),
         ("Q8_0", "i8", 16, 48, "multiple of 32"),
@@ -143,12 +157,18 @@ def test_what_is_not_finite_is_found_wherever_it_is(
 ) -> None:
     k, row = 256 * units, data.draw(st.integers(0, n - 1))
     if kind in QUANTISED:
-        raw, form, values = random_blocks(kind, n, k).copy(), "", 256 if kind.endswith("_K") else 32
+        raw, form, values = random_blocks(kind, n, k).copy(), "", values_of_block(kind)
         blocks = raw.reshape(n, k // values, -1)
-        at, scale = data.draw(st.integers(0, k // values - 1)), data.draw(st.sampled_from(HALF_SCALES.get(kind, (0,))))
+        at = data.draw(st.integers(0, k // values - 1))
         pack(pool, kind, raw, n, k)  # without it all is well
-        bits = data.draw(st.sampled_from(SIGN_OR_PAYLOAD[np.uint16]))
-        blocks[row, at, scale : scale + 2] = np.frombuffer(np.uint16(bits).tobytes(), np.uint8)
+        if kind == "MXFP4":
+            blocks[row, at, 0] = 0xFF
+        else:
+            scale, bits = (
+                data.draw(st.sampled_from(SCALES[kind])),
+                data.draw(st.sampled_from(SIGN_OR_PAYLOAD[np.uint16])),
+            )
+            blocks[row, at, scale : scale + 2] = np.frombuffer(np.uint16(bits).tobytes(), np.uint8)
         where = f"row {row}, values {at * values} to {(at + 1) * values - 1}: not finite"
     else:
         word = np.uint32 if kind == "F32" else np.uint16
@@ -176,8 +196,8 @@ def relative(got: F32, expected: npt.NDArray[np.float64]) -> float:
 
 
 def as_llama(x: F32, kind: str) -> npt.NDArray[np.float64]:
-    """Activations as llama.cpp's integer path rounds them: int8 per 32 (half-precision scale), K types per 256."""
-    block = 256 if kind.endswith("_K") else 32
+    """Activations as llama.cpp's integer path rounds them: int8 per 32 (half-precision scale), or per block of 256."""
+    block = values_of_block(kind)
     parts = x.reshape(len(x), -1, block).astype(np.float64)
     scale = np.abs(parts).max(-1, keepdims=True) / 127
     stored = scale if block == 256 else scale.astype(np.float16).astype(np.float64)
@@ -192,8 +212,8 @@ def test_dot_products_err_no_more_than_llama_cpp(pool: _native.WorkerPool, kind:
     x = np.random.default_rng(7).standard_normal((9, k)).astype(np.float32)
     exact = x.astype(np.float64) @ values.astype(np.float64).T
     error = relative(dot(isa, FORMATS[kind], packed, n, k, x), exact)
-    if kind in ("BF16", "F32"):
-        assert error < {"BF16": 0.003, "F32": 2e-6}[kind]
+    if kind in ("BF16", "F16", "F32"):
+        assert error < {"BF16": 0.003, "F16": 2e-6, "F32": 2e-6}[kind]
     else:
         theirs = relative((as_llama(x, kind) @ values.astype(np.float64).T).astype(np.float32), exact)
         assert error <= 1.03 * theirs
@@ -246,7 +266,7 @@ def test_extreme_activations(pool: _native.WorkerPool, kind: str, isa: str) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", ["BF16", "F32"])
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
 def test_plain_formats_take_any_inner_size(pool: _native.WorkerPool, kind: str, isa: str) -> None:
     for k in [1, 2, 15, 33, 100]:
         packed, values = weights(pool, kind, 20, k)
@@ -275,6 +295,6 @@ def test_the_table_of_formats_gives_the_sizes(form: str) -> None:
         return
     groups = table.unit // table.group
     halves = [0, *([table.minimum_offset] if table.minimum_offset else [])]
-    steps = [at for at in (table.step_offset, table.minimum_step_offset) if at]
-    ends = [(at, at + 32) for at in halves] + [(at, at + 16 * groups) for at in steps]
+    steps = sorted({at for at in (table.step_offset, table.minimum_step_offset) if at})
+    ends = [(at, at + (16 if table.exponents else 32)) for at in halves] + [(at, at + 16 * groups) for at in steps]
     assert [end for _, end in ends] == [*(start for start, _ in ends[1:]), table.scale_bytes]  # no gap, no overlap

@@ -86,7 +86,8 @@ def test_experts_by_backend(source: WeightSource, backend: str, method: str, exp
 
 
 @pytest.mark.parametrize(
-    "type", ["Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "F16", "F32"]
+    "type",
+    ["Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "IQ1_S", "F16"],
 )
 def test_native_and_kt_sizes(tmp_path: Path, type: str) -> None:
     """What the plan says is what the kernels' own arithmetic says."""
@@ -98,31 +99,31 @@ def test_native_and_kt_sizes(tmp_path: Path, type: str) -> None:
     packed = 2 * (2 * native.packed_size(form, 256, 512) + native.packed_size(form, 512, 256))
     assert size(plan(made, backend="native"), "experts") == pytest.approx(packed, rel=0.005)  # panels are padded
     kt = size(plan(made, backend="kt"), "experts")
-    blocks = type in ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
+    blocks = type in ("Q8_0", "Q5_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
     assert kt == (made.experts(0).num_bytes if blocks else 2 * 3 * 512 * 256 * 2)
 
 
 def test_dequantised_types_are_named_with_their_cost(tmp_path: Path) -> None:
     model = tiny_model(0, hidden_size=512, moe_intermediate_size=256, num_experts=2, num_hidden_layers=2)
-    save_gguf(model, tmp_path / "m.gguf", expert_type="IQ4_XS", dense_type="Q8_0")
+    save_gguf(model, tmp_path / "m.gguf", expert_type="IQ1_S", dense_type="Q8_0")
     made = open_model(str(tmp_path / "m.gguf"))
     weights = 2 * 2 * 3 * 512 * 256
     (note,) = [n for n in plan(made, backend="native", linear_backend="native").notes if "dequantised" in n]
-    assert note.startswith("6 tensors of type IQ4_XS are") and note in plan(made, backend="native").render()
-    assert f"{format_bytes(weights * 2 - weights * 136 // 256)} more" in note
+    assert note.startswith("6 tensors of type IQ1_S are") and note in plan(made, backend="native").render()
+    assert f"{format_bytes(weights * 2 - weights * 50 // 256)} more" in note
     as_int8 = plan(made, backend="native", quantise="int8")
     assert size(as_int8, "experts") == weights * 34 // 32  # what the backend makes of it
-    assert f"{format_bytes(weights * 34 // 32 - weights * 136 // 256)} more" in as_int8.render()
+    assert f"{format_bytes(weights * 34 // 32 - weights * 50 // 256)} more" in as_int8.render()
     assert not [n for n in plan(made, backend="reference").notes if "dequantised" in n]
 
 
 def test_dequantised_projections_are_named_too(tmp_path: Path) -> None:
-    model = tiny_model(0, num_hidden_layers=1, tie_word_embeddings=True)
-    save_gguf(model, tmp_path / "m.gguf", dense_type="IQ4_NL")
+    model = tiny_model(0, hidden_size=256, head_dim=64, num_hidden_layers=1, tie_word_embeddings=True)
+    save_gguf(model, tmp_path / "m.gguf", dense_type="IQ1_S")
     made = open_model(str(tmp_path / "m.gguf"))
     (note,) = [n for n in plan(made, linear_backend="native").notes if "dequantised" in n]
     types = [made.tensor(name).type for name in made.names() if len(made.tensor(name).shape) == 2]
-    assert note.startswith(f"{types.count('IQ4_NL')} tensors of type IQ4_NL are")
+    assert note.startswith(f"{types.count('IQ1_S')} tensors of type IQ1_S are")
     assert not [n for n in plan(made).notes if "dequantised" in n]
 
 

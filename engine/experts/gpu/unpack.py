@@ -1,7 +1,7 @@
 """The native packed layout (native/src/packing/format.hpp) read by torch, on any device.
 
 A panel is 16 output rows: scales, then the quants in vectors of 64 bytes; the kernels' own table says what lies where.
-GGUF's formulas: value = d u - d bias, d u + m, or d step u - dmin minimum_step.
+GGUF's formulas: value = d u - d bias, d u + m, d step u - dmin minimum_step, or d step code[u].
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 PANEL, BLOCK = 16, 32
 _HALVES = 2 * PANEL  # bytes of a row of float16 scales
+_PLAIN = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @functools.cache
@@ -30,14 +31,17 @@ def panel_bytes(form: str, k: int) -> int:
 def unpack(packed: torch.Tensor, form: str, k: int, dtype: torch.dtype) -> torch.Tensor:
     """uint8 [P * panel_bytes], contiguous -> [16 P, k] in `dtype`."""
     panels = packed.numel() // panel_bytes(form, k)
-    if form in ("bf16", "f32"):
+    if form in _PLAIN:
         group = 2 if form == "bf16" else 1
-        values = packed.view(torch.bfloat16 if form == "bf16" else torch.float32)
+        values = packed.view(_PLAIN[form])
         return values.view(panels, k // group, PANEL, group).permute(0, 2, 1, 3).reshape(PANEL * panels, k).to(dtype)
     rows, f = packed.view(panels, -1), _formats()[form]
     levels = _levels(rows[:, f.scales_size(k) :], f, panels, k)  # [P, blocks, 32, 16]
     scale, offset = _scales(rows, f, panels, k)  # broadcast over [P, blocks, 32, 16]
-    values = levels.float() * scale + offset
+    if f.codes:
+        values = torch.tensor(f.codes, dtype=torch.float32, device=packed.device)[levels.int()] * scale
+    else:
+        values = levels.float() * scale + offset
     return values.reshape(panels, k, PANEL).transpose(1, 2).reshape(PANEL * panels, k).to(dtype)
 
 
@@ -46,12 +50,21 @@ def _levels(quants: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
     if f.quant_bytes == BLOCK * PANEL:  # a byte each; per 4 of k: 16 rows x 4
         return quants.view(panels, blocks, 8, PANEL, 4).transpose(3, 4).reshape(panels, blocks, BLOCK, PANEL)
     block = quants.view(panels, blocks, f.quant_bytes)
-    nibbles = block[..., :256].view(panels, blocks, 4, PANEL, 4)
-    low = torch.cat([nibbles & 15, nibbles >> 4], 2)  # [P, blocks, 8, 16, 4]: vectors j of k = 4 j .. 4 j + 3
-    if bits := f.upper_bits:  # a vector of upper bits holds those of 8 / bits vectors
-        upper = block[..., 256:].view(panels, blocks, bits, 1, PANEL, 4)
+
+    def plane(part: torch.Tensor, bits: int) -> torch.Tensor:
+        """A vector holds the bits of 8 / bits vectors: [P, blocks, 8, 16, 4], vectors j of k = 4 j .. 4 j + 3."""
         shifts = torch.arange(0, 8, bits, device=quants.device, dtype=torch.uint8).view(1, 1, 1, 8 // bits, 1, 1)
-        low = low + (((upper >> shifts) & (1 << bits) - 1) << 4).reshape(low.shape)
+        shared = part.reshape(panels, blocks, bits, 1, PANEL, 4)
+        return (shared >> shifts & (1 << bits) - 1).reshape(panels, blocks, 8, PANEL, 4)
+
+    low_bytes = 4 * PANEL * f.low_bits
+    if f.low_bits == 4:
+        nibbles = block[..., :low_bytes].view(panels, blocks, 4, PANEL, 4)
+        low = torch.cat([nibbles & 15, nibbles >> 4], 2)
+    else:
+        low = plane(block[..., :low_bytes], f.low_bits)
+    if f.upper_bits:
+        low = low + (plane(block[..., low_bytes:], f.upper_bits) << f.low_bits)
     return low.transpose(3, 4).reshape(panels, blocks, BLOCK, PANEL)
 
 
@@ -64,9 +77,11 @@ def _scales(rows: torch.Tensor, f: Any, panels: int, k: int) -> tuple[torch.Tens
         part = meta[..., at : at + _HALVES].contiguous().view(torch.float16)
         return part.float()[:, :, None]  # [P, units, 1, 16]
 
-    def steps(at: int, signed: bool) -> torch.Tensor:
+    joined = f.step_offset != 0 and f.step_offset == f.minimum_step_offset  # in nibbles
+
+    def steps(at: int, signed: bool, shift: int) -> torch.Tensor:
         part = meta[..., at : at + groups * PANEL].contiguous()
-        part = part.view(torch.int8) if signed else part
+        part = part >> shift & 15 if joined else part.view(torch.int8) if signed else part
         return part.reshape(panels, units, groups, PANEL).float()
 
     def spread(values: torch.Tensor) -> torch.Tensor:
@@ -74,12 +89,12 @@ def _scales(rows: torch.Tensor, f: Any, panels: int, k: int) -> tuple[torch.Tens
         values = values.reshape(panels, k // BLOCK, BLOCK // f.group, PANEL)
         return values if f.group == BLOCK else values.repeat_interleave(f.group, 2)
 
-    scale = halves(0)
+    scale = torch.exp2(meta.float() - 128)[:, :, None] if f.exponents else halves(0)
     if f.step_offset:
-        scale = scale * steps(f.step_offset, signed=not f.minimum_offset)
+        scale = scale * steps(f.step_offset, not f.minimum_offset, 0)
     if not f.minimum_offset:
         return spread(scale), spread(-f.bias * scale)
     least = halves(f.minimum_offset)
     if f.minimum_step_offset:
-        least = -least * steps(f.minimum_step_offset, signed=False)
+        least = -least * steps(f.minimum_step_offset, False, 4)
     return spread(scale), spread(least)

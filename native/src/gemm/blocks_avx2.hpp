@@ -44,38 +44,73 @@ inline Pair times(Pair a, Pair b) {
   return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
 }
 
-// Half h (0: rows 0-7, 1: rows 8-15) of vector j of a block.
+// The nibbles of 16 bytes, from bit `shift` on.
+inline __attribute__((always_inline)) Pair nibbles(const uint8_t* p, int shift) {
+  const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+  const auto of = [shift](__m128i eight) {
+    return _mm256_cvtepi32_ps(
+        _mm256_and_si256(_mm256_srli_epi32(_mm256_cvtepu8_epi32(eight), shift), _mm256_set1_epi32(15)));
+  };
+  return {of(bytes), of(_mm_srli_si128(bytes, 8))};
+}
+
+// 2^(e - 128)
+inline __attribute__((always_inline)) Pair exponent_scales(const uint8_t* p) {
+  const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+  const auto of = [](__m128i eight) {
+    const __m256i e = _mm256_cvtepu8_epi32(eight);
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);  // 2^-127, 2^-128
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
+  };
+  return {of(bytes), of(_mm_srli_si128(bytes, 8))};
+}
+
+inline __attribute__((always_inline)) __m256i shifted(__m256i v, int left) {
+  return left > 0 ? _mm256_slli_epi16(v, left) : left < 0 ? _mm256_srli_epi16(v, -left) : v;
+}
+
+// Formats whose quants need all eight bits are read as int8.
+template <Format F>
+constexpr bool as_signed = info(F).bias == 128;
+
+// Half h (0: rows 0-7, 1: rows 8-15) of vector j of a block: u8, or int8.
 template <Format F>
 inline __attribute__((always_inline)) __m256i quants(const uint8_t* block, int j, int h) {
-  if constexpr (info(F).quant_bytes == 512) return load(block + 64 * j + 32 * h);
-  __m256i v = load(block + 64 * (j & 3) + 32 * h);
-  if (j >= 4) v = _mm256_srli_epi16(v, 4);
-  v = _mm256_and_si256(v, _mm256_set1_epi8(15));
-  constexpr int bits = upper_bits(F);
+  constexpr int low = low_bits(F), bits = upper_bits(F);
+  if constexpr (low == 8) return _mm256_xor_si256(load(block + 64 * j + 32 * h), _mm256_set1_epi8(-128));
+  __m256i v = load(block + 64 * (low == 4 ? j & 3 : j / 4) + 32 * h);
+  v = shifted(v, low == 4 ? -(j & 4) : -2 * (j & 3));
+  v = _mm256_and_si256(v, _mm256_set1_epi8((1 << low) - 1));
   if constexpr (bits != 0) {
     constexpr int each = 8 / bits;
-    const int shift = bits * (j % each);
-    __m256i upper = load(block + 256 + 64 * (j / each) + 32 * h);
-    upper = shift < 4 ? _mm256_slli_epi16(upper, 4 - shift) : _mm256_srli_epi16(upper, shift - 4);
-    v = _mm256_or_si256(v, _mm256_and_si256(upper, _mm256_set1_epi8(((1 << bits) - 1) << 4)));
+    const __m256i upper = shifted(load(block + 64 * (low + j / each) + 32 * h), low - bits * (j % each));
+    v = _mm256_or_si256(v, _mm256_and_si256(upper, _mm256_set1_epi8(((1 << bits) - 1) << low)));
+  }
+  if constexpr (info(F).codes != Codes::none) {
+    static constexpr CodeTable table = code_table(F);
+    __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table.codes));
+    if constexpr (as_signed<F>) codes = _mm_xor_si128(codes, _mm_set1_epi8(-128));
+    v = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), v);
   }
   return v;
 }
 
 template <Format F>
 inline __attribute__((always_inline)) Pair scale_of(const uint8_t* meta, int64_t b, int g) {
+  if constexpr (info(F).exponents) return exponent_scales(meta + b * info(F).meta_bytes);
   if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes);
   const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
-  if constexpr (F == Format::k6)
-    return times(half_scales(super), byte_scales<true>(super + info(F).steps + 16 * (b % 8 * 2 + g)));
-  return times(half_scales(super), byte_scales<false>(super + info(F).steps + 16 * (b % 8)));
+  const uint8_t* steps = super + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
+  return times(half_scales(super), nibble_steps(F) ? nibbles(steps, 0) : byte_scales<!info(F).minima>(steps));
 }
 
 template <Format F>
-inline __attribute__((always_inline)) Pair minimum_of(const uint8_t* meta, int64_t b) {
+inline __attribute__((always_inline)) Pair minimum_of(const uint8_t* meta, int64_t b, int g) {
   if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes + kMinimum);
   const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
-  const Pair m = times(half_scales(super + kMinimum), byte_scales<false>(super + info(F).min_steps + 16 * (b % 8)));
+  const uint8_t* steps = super + info(F).min_steps + 16 * (b % 8 * groups_of(F) + g);
+  const Pair m = times(half_scales(super + kMinimum), nibble_steps(F) ? nibbles(steps, 4) : byte_scales<false>(steps));
   return {_mm256_sub_ps(_mm256_setzero_ps(), m.lo), _mm256_sub_ps(_mm256_setzero_ps(), m.hi)};
 }
 

@@ -21,41 +21,64 @@ inline __m512 signed_scales(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
+// The nibbles of 16 bytes, from bit `shift` on.
+inline __attribute__((always_inline)) __m512 nibbles(const uint8_t* p, int shift) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtepi32_ps(
+      _mm512_and_si512(_mm512_srli_epi32(bytes, static_cast<unsigned>(shift)), _mm512_set1_epi32(15)));
+}
+// 2^(e - 128)
+inline __m512 exponent_scales(const uint8_t* p) {
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+  const __mmask16 small = _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2));  // 2^-127, 2^-128: below the normal floats
+  return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x00200000), e));
+}
+
+inline __attribute__((always_inline)) __m512i shifted(__m512i v, int left) {
+  return left > 0 ? _mm512_slli_epi16(v, left) : left < 0 ? _mm512_srli_epi16(v, -left) : v;
+}
+
 // Vector j of 8 of a block: u8 quants of k = 4j..4j+3 for 16 rows.
 template <Format F>
 inline __attribute__((always_inline)) __m512i quants(const uint8_t* block, int j) {
-  if constexpr (info(F).quant_bytes == 512) return _mm512_load_si512(block + 64 * j);
-  const __m512i nibbles = _mm512_set1_epi8(15);
-  __m512i v = _mm512_load_si512(block + 64 * (j & 3));
-  if (j >= 4) v = _mm512_srli_epi16(v, 4);
-  v = _mm512_and_si512(v, nibbles);
-  constexpr int bits = upper_bits(F);
+  constexpr int low = low_bits(F), bits = upper_bits(F);
+  if constexpr (low == 8) return _mm512_load_si512(block + 64 * j);
+  __m512i v = _mm512_load_si512(block + 64 * (low == 4 ? j & 3 : j / 4));
+  v = shifted(v, low == 4 ? -(j & 4) : -2 * (j & 3));
+  v = _mm512_and_si512(v, _mm512_set1_epi8((1 << low) - 1));
   if constexpr (bits != 0) {
     constexpr int each = 8 / bits;
-    const int shift = bits * (j % each);
-    __m512i upper = _mm512_load_si512(block + 256 + 64 * (j / each));
-    upper = shift < 4 ? _mm512_slli_epi16(upper, 4 - shift) : _mm512_srli_epi16(upper, shift - 4);
-    v = _mm512_ternarylogic_epi32(v, upper, _mm512_set1_epi8(((1 << bits) - 1) << 4), 0xf8);  // v | (upper & mask)
+    const __m512i upper = shifted(_mm512_load_si512(block + 64 * (low + j / each)), low - bits * (j % each));
+    v = _mm512_ternarylogic_epi32(v, upper, _mm512_set1_epi8(((1 << bits) - 1) << low), 0xf8);  // v | (upper & mask)
+  }
+  if constexpr (info(F).codes != Codes::none) {
+    static constexpr CodeTable table = code_table(F);
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table.codes));
+    v = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(codes), v);
   }
   return v;
 }
 
-// Scale of group g (of 16 or 32 k) of block b, per row; and the block's minima with their sign.
+// Scale of group g (of 16 or 32 k) of block b, per row; and the group's minima with their sign.
 template <Format F>
 inline __attribute__((always_inline)) __m512 scale_of(const uint8_t* meta, int64_t b, int g) {
+  if constexpr (info(F).exponents) return exponent_scales(meta + b * info(F).meta_bytes);
   if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes);
   const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
-  if constexpr (F == Format::k6) {
-    return _mm512_mul_ps(half_scales(super), signed_scales(super + info(F).steps + 16 * (b % 8 * 2 + g)));
-  }
-  return _mm512_mul_ps(half_scales(super), byte_scales(super + info(F).steps + 16 * (b % 8)));
+  const uint8_t* steps = super + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
+  return _mm512_mul_ps(half_scales(super), nibble_steps(F)  ? nibbles(steps, 0)
+                                           : info(F).minima ? byte_scales(steps)
+                                                            : signed_scales(steps));
 }
 
 template <Format F>
-inline __attribute__((always_inline)) __m512 minimum_of(const uint8_t* meta, int64_t b) {
+inline __attribute__((always_inline)) __m512 minimum_of(const uint8_t* meta, int64_t b, int g) {
   if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes + kMinimum);
   const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
-  const __m512 m = _mm512_mul_ps(half_scales(super + kMinimum), byte_scales(super + info(F).min_steps + 16 * (b % 8)));
+  const uint8_t* steps = super + info(F).min_steps + 16 * (b % 8 * groups_of(F) + g);
+  const __m512 m =
+      _mm512_mul_ps(half_scales(super + kMinimum), nibble_steps(F) ? nibbles(steps, 4) : byte_scales(steps));
   return _mm512_sub_ps(_mm512_setzero_ps(), m);
 }
 

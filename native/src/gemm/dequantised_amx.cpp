@@ -23,14 +23,17 @@ constexpr int kBitsExponent = -112;  // bf16's exponent bias is 127, half's 15
 
 // |weight| <= d * most_quant<F> + |m| * most_minimum<F>
 template <Format F>
+constexpr float most_step() {
+  return info(F).steps == 0 ? 1 : nibble_steps(F) ? 15 : info(F).minima ? 255 : 128;
+}
+template <Format F>
 constexpr float most_quant() {
-  constexpr int bits = info(F).quant_bytes == 512 ? 8 : 4 + upper_bits(F);
-  constexpr int most = info(F).bias != 0 ? info(F).bias : (1 << bits) - 1;
-  return static_cast<float>(most * (info(F).unit == kBlock ? 1 : F == Format::k6 ? 128 : 255));
+  constexpr int most = info(F).bias != 0 ? info(F).bias : (1 << (low_bits(F) + upper_bits(F))) - 1;
+  return static_cast<float>(most) * most_step<F>();
 }
 template <Format F>
 constexpr float most_minimum() {
-  return !info(F).minima ? 0 : info(F).unit == kBlock ? 1 : 255;
+  return info(F).minima ? most_step<F>() : 0;
 }
 
 // Dequantises a pair of panels, and fetches what comes kFetch blocks later into the second-level cache.
@@ -80,21 +83,31 @@ class Dequantiser {
     if (index * share < meta_) _mm_prefetch(behind_ + n * size_ + index * share, _MM_HINT_T1);
   }
 
+  // The largest magnitude of each output's d, m or dmin, which lie at `offset` in a unit's meta.
+  __m512 largest_scale(const uint8_t* panel, int64_t offset) const {
+    const int64_t units = a_.k / info(F).unit;
+    if constexpr (info(F).exponents) {
+      __m512 most = _mm512_setzero_ps();
+      for (int64_t i = 0; i < units; ++i) {
+        most = _mm512_max_ps(most, exponent_scales(panel + i * info(F).meta_bytes + offset));
+      }
+      return most;
+    }
+    __m256i most = _mm256_setzero_si256();  // ordered as integers, NaN above all
+    for (int64_t i = 0; i < units; ++i) {
+      const auto* d = reinterpret_cast<const __m256i*>(panel + i * info(F).meta_bytes + offset);
+      most = _mm256_max_epu16(most, _mm256_and_si256(_mm256_load_si256(d), _mm256_set1_epi16(0x7fff)));
+    }
+    return _mm512_cvtph_ps(most);
+  }
+
   // The power of two of each output of a panel.
   void scale_panel(const uint8_t* panel, int64_t n) {
-    const __m256i magnitude = _mm256_set1_epi16(0x7fff);
-    __m256i quant = _mm256_setzero_si256();
-    __m256i minimum = quant;
-    for (int64_t i = 0; i < a_.k / info(F).unit; ++i) {
-      const auto* d =
-          reinterpret_cast<const __m256i*>(panel + i * info(F).meta_bytes);  // ordered as integers, NaN above all
-      quant = _mm256_max_epu16(quant, _mm256_and_si256(_mm256_load_si256(d), magnitude));
-      if constexpr (info(F).minima) {
-        minimum = _mm256_max_epu16(minimum, _mm256_and_si256(_mm256_load_si256(d + 1), magnitude));
-      }
+    __m512 most = largest_scale(panel, 0);
+    most = _mm512_mul_ps(most, _mm512_set1_ps(most_quant<F>()));
+    if constexpr (info(F).minima) {
+      most = _mm512_fmadd_ps(largest_scale(panel, kMinimum), _mm512_set1_ps(most_minimum<F>()), most);
     }
-    __m512 most = _mm512_mul_ps(_mm512_cvtph_ps(quant), _mm512_set1_ps(most_quant<F>()));
-    most = _mm512_fmadd_ps(_mm512_cvtph_ps(minimum), _mm512_set1_ps(most_minimum<F>()), most);
     most = _mm512_max_ps(_mm512_set1_ps(0x1p-100f), most);  // NaN stays
     const __m512 exponent = _mm512_sub_ps(_mm512_set1_ps(14), _mm512_getexp_ps(most));
     const __m512 one = _mm512_set1_ps(1);
@@ -112,13 +125,13 @@ class Dequantiser {
 
   inline __attribute__((always_inline)) void convert(const uint8_t* panel, int64_t index, __m512 up,
                                                      uint8_t* to) const {
-    constexpr int groups = info(F).group == 16 ? 2 : 1;
+    constexpr int groups = groups_of(F);
     const uint8_t* block = panel + meta_ + index * info(F).quant_bytes;
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
       const Half scale = pairs(_mm512_mul_ps(scale_of<F>(panel, index, g), up));
       Half offset = multiply(scale, half_all(-info(F).bias));
-      if constexpr (info(F).minima) offset = pairs(_mm512_mul_ps(minimum_of<F>(panel, index), up));
+      if constexpr (info(F).minima) offset = pairs(_mm512_mul_ps(minimum_of<F>(panel, index, g), up));
 #pragma GCC unroll 8
       for (int j = g * 8 / groups; j < (g + 1) * 8 / groups; ++j) {
         const __m512i v = quants<F>(block, j);

@@ -3,7 +3,8 @@
 //
 //   a panel, 16 blocks at a time:  quants -> bytes without bias, scales and minima -> float32       once for all rows
 //   16 rows, 16 outputs:
-//     tmm0..3 = A x B, one block each (k6: 16 k each), stored as int32                            tile unit, stores
+//     tmm0..3 = A x B, one block each (k2, k3, k6: 16 k each), stored as int32                            tile unit,
+//     stores
 //               A: tmm4, 6: 16 rows x 32 k     B: tmm5, 7: 32 k x 16 outputs
 //     f[row] += sums x scales, from the first-level cache                                         vector unit
 //
@@ -23,12 +24,12 @@ constexpr int64_t kStep = 16;  // blocks unpacked at a time
 struct alignas(64) Unpacked {
   uint8_t quants[kStep * 512];
   float scales[kStep * 2][16];
-  float minima[kStep][16];
+  float minima[kStep * 2][16];
 };
 
 template <Format F>
 void unpack(const uint8_t* panel, int64_t k, int64_t first, int64_t blocks, Unpacked& to) {
-  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  constexpr int groups = groups_of(F);
   const uint8_t* q = panel + meta_size(F, k) + first * info(F).quant_bytes;
   const __m512i bias = _mm512_set1_epi8(static_cast<char>(info(F).bias));
   for (int64_t b = 0; b < blocks; ++b, q += info(F).quant_bytes) {
@@ -36,8 +37,10 @@ void unpack(const uint8_t* panel, int64_t k, int64_t first, int64_t blocks, Unpa
     for (int j = 0; j < 8; ++j) {
       _mm512_store_si512(to.quants + b * 512 + 64 * j, _mm512_sub_epi8(quants<F>(q, j), bias));
     }
-    for (int g = 0; g < groups; ++g) _mm512_store_ps(to.scales[b * groups + g], scale_of<F>(panel, first + b, g));
-    if constexpr (info(F).minima) _mm512_store_ps(to.minima[b], minimum_of<F>(panel, first + b));
+    for (int g = 0; g < groups; ++g) {
+      _mm512_store_ps(to.scales[b * groups + g], scale_of<F>(panel, first + b, g));
+      if constexpr (info(F).minima) _mm512_store_ps(to.minima[b * groups + g], minimum_of<F>(panel, first + b, g));
+    }
   }
 }
 
@@ -88,7 +91,7 @@ void rows_by_panel(const Part p, Next& next) {
     }
     if constexpr (Minima) {
       const __m512 minimum = _mm512_load_ps(p.w->minima[i]);
-      const uint8_t* const row_sum = p.sum + i / Groups * 4;
+      const uint8_t* const row_sum = p.sum + i * 4;
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) f[m] = _mm512_fmadd_ps(minimum, broadcast(row_sum + m * p.stride), f[m]);
     }
@@ -152,7 +155,7 @@ void configure(int64_t rows, int groups) {
 template <Format F>
 void dot_format(const DotArgs& a) {
   static_assert((info(F).bias == 0) == info(F).minima, "minima tell that the bytes are unsigned");
-  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  constexpr int groups = groups_of(F);
   const RowLayout row = row_layout(F, a.k);
   const int64_t blocks = a.k / kBlock;
   const int64_t size = panel_size(F, a.k);
@@ -182,7 +185,7 @@ void dot_format(const DotArgs& a) {
         const Part part{&unpacked,
                         x + first * kBlock,
                         x + row.scale + first * 4,
-                        x + row.sum + first * 4,
+                        x + row.sum + first * groups * 4,
                         a.x_stride,
                         count,
                         a.out + r * a.out_stride + p * kPanel,

@@ -1,8 +1,8 @@
 // Dot products on AVX2 + FMA + F16C. The tile is that of the AVX-512 kernels at half the width: one panel of 16
 // outputs is two registers (lo: rows 0-7, hi: 8-15), up to three activation rows share each load of weights.
 //
-//    8-bit sums: vpmaddubsw + vpmaddwd. Its 16-bit step cannot overflow below 7 bits (63 * 127 * 2 < 2^15); full int8
-//    weights go in as |w| * sign(x, w), at most 128 * 127 * 2 < 2^15, and then need no bias taken off.
+//    8-bit sums: vpmaddubsw + vpmaddwd. Its 16-bit step cannot overflow up to 7 bits (127 * 127 * 2 < 2^15); weights of
+//    8 bits go in as |w| * sign(x, w), at most 128 * 127 * 2 < 2^15, and then need no bias taken off.
 //    bf16: pairs are widened to two float32 vectors; even k first, then odd k, each a fused multiply-add.
 //
 // Integer sums, scales and the order of additions equal those of AVX-512, so quantised results agree bit for bit. Tiles
@@ -20,13 +20,12 @@ namespace ktserve {
 namespace {
 
 template <Format F>
-inline __attribute__((always_inline)) __m256i dot4(__m256i sum, __m256i u, __m256i x) {
+inline __attribute__((always_inline)) __m256i dot4(__m256i sum, __m256i w, __m256i x) {
   __m256i products;
-  if constexpr (F == Format::i8) {
-    const __m256i w = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
+  if constexpr (as_signed<F>) {
     products = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
   } else {
-    products = _mm256_maddubs_epi16(u, x);
+    products = _mm256_maddubs_epi16(w, x);
   }
   return _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
 }
@@ -65,7 +64,7 @@ inline __attribute__((always_inline)) void end(const Pair (&f)[M], const Tile& t
 
 template <Format F, int M, bool Alone>
 void tile(const Tile& t) {
-  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  constexpr int groups = groups_of(F);
   constexpr int steps = 8 / groups;
   const RowLayout row = row_layout(F, t.k);
   const int64_t stride = t.stride;
@@ -74,7 +73,7 @@ void tile(const Tile& t) {
   const uint8_t* x = t.x + t.part.first * kBlock;
   const uint8_t* scales = t.x + row.scale + t.part.first * 4;
   const uint8_t* inits = t.x + row.init + t.part.first * groups * 4;
-  const uint8_t* sums = t.x + row.sum + t.part.first * 4;
+  const uint8_t* sums = t.x + row.sum + t.part.first * groups * 4;
   Pair f[M];
   begin(f, t);
   Prefetch<2, lines_of<F>(M, 1, 2, Alone)> next(w + panel_size(F, t.k), panel_size(F, t.k), t.k / kBlock, t.part);
@@ -85,7 +84,7 @@ void tile(const Tile& t) {
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         lo[m] = _mm256_setzero_si256();
-        if constexpr (info(F).bias != 0 && F != Format::i8) {
+        if constexpr (info(F).bias != 0 && !as_signed<F>) {
           lo[m] = _mm256_set1_epi32(word(inits + m * stride + g * 4));
         }
         hi[m] = lo[m];
@@ -109,17 +108,17 @@ void tile(const Tile& t) {
         f[m].lo = _mm256_fmadd_ps(_mm256_cvtepi32_ps(lo[m]), _mm256_mul_ps(scale.lo, xs), f[m].lo);
         f[m].hi = _mm256_fmadd_ps(_mm256_cvtepi32_ps(hi[m]), _mm256_mul_ps(scale.hi, xs), f[m].hi);
       }
-    }
-    if constexpr (info(F).minima) {
-      const Pair minimum = minimum_of<F>(w, b);
+      if constexpr (info(F).minima) {
+        const Pair minimum = minimum_of<F>(w, b, g);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const __m256 sum = _mm256_castsi256_ps(_mm256_set1_epi32(word(sums + m * stride)));
-        f[m].lo = _mm256_fmadd_ps(minimum.lo, sum, f[m].lo);
-        f[m].hi = _mm256_fmadd_ps(minimum.hi, sum, f[m].hi);
+        for (int m = 0; m < M; ++m) {
+          const __m256 sum = _mm256_castsi256_ps(_mm256_set1_epi32(word(sums + m * stride + g * 4)));
+          f[m].lo = _mm256_fmadd_ps(minimum.lo, sum, f[m].lo);
+          f[m].hi = _mm256_fmadd_ps(minimum.hi, sum, f[m].hi);
+        }
       }
-      sums += 4;
     }
+    if constexpr (info(F).minima) sums += groups * 4;
     q += info(F).quant_bytes;
     x += kBlock;
     scales += 4;
@@ -158,23 +157,30 @@ void tile_bf16(const Tile& t) {
   end(f, t);
 }
 
-template <int M, bool Alone>
+// Row k of 16 weights of f32 or f16, as float32.
+template <Format F>
+inline __attribute__((always_inline)) Pair weights(const uint8_t* w, int64_t k) {
+  if constexpr (F == Format::f16) return half_scales(w + k * 32);
+  return {_mm256_castsi256_ps(load(w + k * 64)), _mm256_castsi256_ps(load(w + k * 64 + 32))};
+}
+
+template <Format F, int M, bool Alone>
 void tile_f32(const Tile& t) {
   Pair f[M];
   begin(f, t);
-  const int64_t size = panel_size(Format::f32, t.k);
-  Prefetch<32, lines_of<Format::f32>(M, 1, 32, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  const int64_t size = panel_size(F, t.k);
+  constexpr int steps = static_cast<int>(info(F).quant_bytes / 64);  // a line each
+  Prefetch<steps, lines_of<F>(M, 1, steps, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {
-    next.advance();
-    const __m256 lo = _mm256_castsi256_ps(load(t.w + i * 64));
-    const __m256 hi = _mm256_castsi256_ps(load(t.w + i * 64 + 32));
+    if (steps == kBlock || i % 2 == 0) next.advance();
+    const Pair w = weights<F>(t.w, i);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + m * t.stride + i * 4)));
-      f[m].lo = _mm256_fmadd_ps(lo, v, f[m].lo);
-      f[m].hi = _mm256_fmadd_ps(hi, v, f[m].hi);
+      f[m].lo = _mm256_fmadd_ps(w.lo, v, f[m].lo);
+      f[m].hi = _mm256_fmadd_ps(w.hi, v, f[m].hi);
     }
   }
   end(f, t);
@@ -184,8 +190,8 @@ template <Format F, int M, bool Alone>
 void tile_for(const Tile& t) {
   if constexpr (F == Format::bf16)
     tile_bf16<M, Alone>(t);
-  else if constexpr (F == Format::f32)
-    tile_f32<M, Alone>(t);
+  else if constexpr (plain(F))
+    tile_f32<F, M, Alone>(t);
   else
     tile<F, M, Alone>(t);
 }

@@ -68,7 +68,7 @@ struct Rows {
 template <Format F, int M, int N, bool Alone>
 void tile(const Tile& t) {
   static_assert(M <= 6);
-  constexpr int groups = info(F).group == 16 ? 2 : 1;
+  constexpr int groups = groups_of(F);
   constexpr int steps = 8 / groups;
   const RowLayout row = row_layout(F, t.k);
   const int64_t panel_bytes = t.panel_bytes;
@@ -78,7 +78,7 @@ void tile(const Tile& t) {
   const uint8_t* x = t.x + t.part.first * kBlock;
   const uint8_t* scales = t.x + row.scale + t.part.first * 4;
   const uint8_t* inits = t.x + row.init + t.part.first * groups * 4;
-  const uint8_t* sums = t.x + row.sum + t.part.first * 4;
+  const uint8_t* sums = t.x + row.sum + t.part.first * groups * 4;
   __m512 f[M][N];
   begin(f, t);
   PrefetchAbreast<F, N, Alone> next(t.next, panel_bytes, t.k / kBlock, t.part);
@@ -118,19 +118,19 @@ void tile(const Tile& t) {
           f[m][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[m][n]), _mm512_mul_ps(scale[n], xs), f[m][n]);
         }
       }
-    }
-    if constexpr (info(F).minima) {
-      __m512 minimum[N];
+      if constexpr (info(F).minima) {
+        __m512 minimum[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) minimum[n] = minimum_of<F>(meta + n * panel_bytes, b);
+        for (int n = 0; n < N; ++n) minimum[n] = minimum_of<F>(meta + n * panel_bytes, b, g);
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) {
-        const __m512 sum = broadcast(sums + rows[m]);
+        for (int m = 0; m < M; ++m) {
+          const __m512 sum = broadcast(sums + rows[m] + g * 4);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) f[m][n] = _mm512_fmadd_ps(minimum[n], sum, f[m][n]);
+          for (int n = 0; n < N; ++n) f[m][n] = _mm512_fmadd_ps(minimum[n], sum, f[m][n]);
+        }
       }
-      sums += 4;
     }
+    if constexpr (info(F).minima) sums += groups * 4;
     q += info(F).quant_bytes;
     x += kBlock;
     scales += 4;
@@ -166,18 +166,26 @@ void tile_bf16(const Tile& t) {
   end(f, t);
 }
 
-template <int M, int N, bool Alone>
+// Row k of 16 weights of f32 or f16, as float32.
+template <Format F>
+inline __attribute__((always_inline)) __m512 weights(const uint8_t* w, int64_t k) {
+  if constexpr (F == Format::f16) return half_scales(w + k * 32);
+  return _mm512_load_ps(w + k * 64);
+}
+
+template <Format F, int M, int N, bool Alone>
 void tile_f32(const Tile& t) {
   __m512 f[M][N];
   begin(f, t);
-  Prefetch<32, lines_of<Format::f32>(M, N, 32, Alone)> next(t.next, N * t.panel_bytes, padded_k(t.k) / kBlock, t.part);
+  constexpr int steps = static_cast<int>(info(F).quant_bytes / 64);  // a line each
+  Prefetch<steps, lines_of<F>(M, N, steps, Alone)> next(t.next, N * t.panel_bytes, padded_k(t.k) / kBlock, t.part);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {
-    next.advance();
+    if (steps == kBlock || i % 2 == 0) next.advance();
     __m512 v[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(t.w + n * t.panel_bytes + i * 64);
+    for (int n = 0; n < N; ++n) v[n] = weights<F>(t.w + n * t.panel_bytes, i);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const __m512 xv = broadcast(t.x + m * t.stride + i * 4);
@@ -194,8 +202,8 @@ template <Format F, int M, int N, bool Alone>
 constexpr Kernel tile_for() {
   if constexpr (F == Format::bf16)
     return &tile_bf16<M, N, Alone>;
-  else if constexpr (F == Format::f32)
-    return &tile_f32<M, N, Alone>;
+  else if constexpr (plain(F))
+    return &tile_f32<F, M, N, Alone>;
   else
     return &tile<F, M, N, Alone>;
 }

@@ -47,17 +47,18 @@ void pack_int8(Format format, const From* x, int64_t k, int64_t first, int64_t l
     store_bytes(row + b * kBlock, q_low, q_high);
     std::memcpy(row + layout.scale + b * 4, &scale, 4);
     const int32_t sums[2] = {sum(q_low), sum(q_high)};
-    if (info(format).group == 16) {
+    if (groups_of(format) == 2) {
       const int32_t init[2] = {-bias * sums[0], -bias * sums[1]};
-      std::memcpy(row + layout.init + b * 8, init, 8);
-    } else if (bias != 0) {
-      const int32_t init = -bias * (sums[0] + sums[1]);
-      std::memcpy(row + layout.init + b * 4, &init, 4);
+      if (bias != 0) std::memcpy(row + layout.init + b * 8, init, 8);
+      const float scaled[2] = {scale * static_cast<float>(sums[0]), scale * static_cast<float>(sums[1])};
+      if (info(format).minima) std::memcpy(row + layout.sum + b * 8, scaled, 8);
+      continue;
     }
-    if (info(format).minima) {
-      const float scaled = scale * static_cast<float>(sums[0] + sums[1]);
-      std::memcpy(row + layout.sum + b * 4, &scaled, 4);
-    }
+    const int32_t all = sums[0] + sums[1];
+    const int32_t init = -bias * all;
+    if (bias != 0) std::memcpy(row + layout.init + b * 4, &init, 4);
+    const float scaled = scale * static_cast<float>(all);
+    if (info(format).minima) std::memcpy(row + layout.sum + b * 4, &scaled, 4);
   }
 }
 
@@ -66,7 +67,7 @@ void pack(Format format, const T* x, int64_t k, int64_t first, int64_t last, uin
   const auto* from = elements(x);
   if (format == Format::bf16)
     pack_plain(from, k, first, last, reinterpret_cast<bf16*>(row), row_bytes(format, k));
-  else if (format == Format::f32)
+  else if (plain(format))
     pack_plain(from, k, first, last, reinterpret_cast<float*>(row), row_bytes(format, k));
   else
     pack_int8(format, from, k, first, last, row);

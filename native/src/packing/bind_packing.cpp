@@ -60,18 +60,34 @@ void bind_format(nb::module_& module) {
       .def_prop_ro("unit", get(&FormatInfo::unit), "k of a unit of scales; the inner size is a multiple of it.")
       .def_prop_ro("scale_bytes", get(&FormatInfo::meta_bytes), "Bytes of scales of a unit: d f16 [16] comes first.")
       .def_prop_ro("quant_bytes", get(&FormatInfo::quant_bytes), "Bytes of quants of a block of BLOCK (32) k.")
-      .def_prop_ro("bias", get(&FormatInfo::bias), "Subtracted from the unsigned quants.")
+      .def_prop_ro("bias", get(&FormatInfo::bias), "Subtracted from the unsigned quants, unless they are codes.")
       .def_prop_ro("group", get(&FormatInfo::group), "k that share a scale; 0: no scales.")
       .def_prop_ro(
+          "low_bits", [](const PackedFormat& f) { return low_bits(f.format); },
+          "Bits of a quant (2, 4 or 8) in the first plane of a block, 64 bytes for each.")
+      .def_prop_ro(
+          "codes",
+          [](const PackedFormat& f) {
+            std::vector<int> codes;
+            const CodeTable table = code_table(f.format);
+            if (f.of().codes != Codes::none)
+              for (uint8_t code : table.codes) codes.push_back(code - f.of().bias);
+            return codes;
+          },
+          "What the 16 quants stand for; empty: themselves, less the bias.")
+      .def_prop_ro("exponents", get(&FormatInfo::exponents), "Whether d is a byte e [16] instead: 2^(e - 128).")
+      .def_prop_ro(
           "upper_bits", [](const PackedFormat& f) { return upper_bits(f.format); },
-          "Bits above the low nibbles, in planes behind a block's 256 bytes of nibbles.")
+          "Bits above the low ones, in planes behind theirs.")
       .def_prop_ro(
           "minimum_offset", [](const PackedFormat& f) { return f.of().minima ? kMinimum : 0; },
           "Offset in a unit's scales of m or dmin, f16 [16]; 0: none.")
       .def_prop_ro("step_offset", get(&FormatInfo::steps),
                    "Offset in a unit's scales of the 8-bit factors of d, [unit / group][16]; 0: none.")
-      .def_prop_ro("minimum_step_offset", get(&FormatInfo::min_steps),
-                   "Offset in a unit's scales of the 8-bit factors of dmin, [unit / group][16]; 0: none.")
+      .def_prop_ro(
+          "minimum_step_offset", get(&FormatInfo::min_steps),
+          "Offset in a unit's scales of the 8-bit factors of dmin, [unit / group][16]; 0: none. Where it is that of "
+          "d's factors, those are the low nibbles and these the high ones.")
       .def(
           "scales_size", [](const PackedFormat& f, int64_t k) { return meta_size(f.format, k); }, "k"_a,
           "Bytes of a panel's scales, padded: where its quants begin.")
@@ -99,7 +115,7 @@ void bind_pack(nb::module_& module) {
   module.def("has_source_type", &has_source_type, "type"_a, "Whether a GGML type has a packed format.");
   module.def(
       "format_of", [](const std::string& type) { return info(source_type(type).format).name; }, "type"_a,
-      "The packed format that holds a GGML type without loss (F32, F16, BF16: bf16).");
+      "The packed format that holds a GGML type without loss (F32: bf16).");
   module.def(
       "packed_size",
       [](const std::string& format, int64_t n, int64_t k) { return packed_size(format_named(format), n, k); },

@@ -7,36 +7,59 @@
 //    quants, 8-bit:   for each 4 of k:  [row 0: k..k+3][row 1: k..k+3] ... [row 15: k..k+3]       = 64 bytes
 //            bf16:    for each 2 of k:  [row 0: k,k+1][row 1: k,k+1]   ... [row 15: k,k+1]        = 64 bytes
 //            f32:     for each k:       [row 0: k] ... [row 15: k]                              = 64 bytes
+//            f16:     for each k:       [row 0: k] ... [row 15: k]                              = 32 bytes
 //            4-bit:   for each block of 32 k, four vectors of 64 bytes; vector j holds k = 4j..4j+3 of the block in
 //                     the low nibbles and k = 16+4j..16+4j+3 in the high ones
 //            6-bit:   the same four vectors of low nibbles, then two vectors of upper bit pairs: vector j of eight
 //                     (k = 4j..4j+3) takes bits 2(j%4), 2(j%4)+1 of upper vector j/4
 //            5-bit:   the same four vectors of low nibbles, then one vector of upper bits: vector j of eight takes bit
 //            j
+//            2-bit:   two vectors of pairs of bits: vector j of eight takes bits 2(j%4), 2(j%4)+1 of vector j/4
+//            3-bit:   the same two vectors of pairs, then one vector of upper bits as 5-bit has
 //
 // so one 64-byte load feeds one vpdpbusd / vdpbf16ps for 16 outputs, with four (two) activations broadcast, and
 // 16 (8) consecutive vectors are an AMX tile. Rows and k are padded with zeros to multiples of 16 and 32.
 //
-//    meta, per block of 32 k:        i8, i4, i5: d[16] f16        i4m, i5m: d[16] f16, m[16] f16
+//    meta, per block of 32 k:        i8, i4, i5, n4: d[16] f16     i4m, i5m: d[16] f16, m[16] f16
+//                                    mx4: e[16] u8, d = 2^(e - 128)
 //          per super-block of 256 k: k4, k5: d[16] f16, dmin[16] f16, scale[8][16] u8, min[8][16] u8
-//                                    k6:     d[16] f16, scale[16][16] i8
+//                                    k2:     d[16] f16, dmin[16] f16, [16][16] u8: scale in the low nibble, min above
+//                                    k3, k6: d[16] f16, scale[16][16] i8       x4: d[16] f16, scale[8][16] i8
 //
-//    value:  i8 d (u - 128)   i4 d (u - 8)   i5 d (u - 16)   i4m, i5m d u + m   k4, k5 d scale u - dmin min
-//            k6 d scale (u - 32)
+//    value:  i8 d (u - 128)   i4 d (u - 8)   i5 d (u - 16)   i4m, i5m d u + m   k2, k4, k5 d scale u - dmin min
+//            k3 d scale (u - 4)   k6 d scale (u - 32)   n4, mx4 d code[u]   x4 d scale code[u]
 //
 // The formats hold GGUF's blocks without loss: Q8_0 -> i8; Q4_0 -> i4; Q4_1 -> i4m; Q5_0 -> i5; Q5_1 -> i5m;
-// Q4_K -> k4; Q5_K -> k5; Q6_K -> k6. f32 serves models computed in float32. (Block formats: ggml-common.h of the GGML
-// project.)
+// Q2_K ... Q6_K -> k2 ... k6; IQ4_NL -> n4; IQ4_XS -> x4; MXFP4 -> mx4; F16 -> f16. f32 serves models computed in
+// float32. (Block formats: ggml-common.h of the GGML project; MXFP4: OCP Microscaling Formats.)
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 namespace ktserve {
 
-enum class Format : int { bf16 = 0, i8 = 1, i4 = 2, i4m = 3, i5 = 4, i5m = 5, k4 = 6, k5 = 7, k6 = 8, f32 = 9 };
-constexpr int kFormats = 10;
+enum class Format : int {
+  bf16 = 0,
+  i8 = 1,
+  i4 = 2,
+  i4m = 3,
+  i5 = 4,
+  i5m = 5,
+  k4 = 6,
+  k5 = 7,
+  k6 = 8,
+  f32 = 9,
+  f16 = 10,
+  k2 = 11,
+  k3 = 12,
+  n4 = 13,
+  x4 = 14,
+  mx4 = 15
+};
+constexpr int kFormats = 16;
 constexpr int kLayoutVersion = 2;
 constexpr int64_t kPanel = 16;  // output rows of a panel
 constexpr int64_t kBlock = 32;  // k of a block
@@ -46,27 +69,43 @@ static constexpr int64_t round_up(int64_t value, int64_t step) {
   return (value + step - 1) / step * step;
 }
 
+// What 4-bit quants stand for, where they are no numbers themselves.
+enum class Codes { none, nl, e2m1 };
+
 // Numbers that differ between formats, in one place; packed_formats() shows them to Python.
 struct FormatInfo {
   const char* name;
   int64_t unit;         // k must be a multiple of this (bf16: padded to it)
   int64_t meta_bytes;   // of a panel, per unit of k
   int64_t quant_bytes;  // of a panel, per block of 32 k
-  int bias;             // subtracted from the unsigned quants
+  int bias;             // subtracted from the unsigned quants, added to codes
   int group;            // k that share a scale
-  bool minima;          // has an additive term per block
-  int64_t steps;        // offset in a unit's meta of the 8-bit factors of d; 0: none
-  int64_t min_steps;    // and of those of dmin
+  bool minima;          // has an additive term per group
+  int64_t steps;        // offset in a unit's meta of the 8-bit factors of d, signed if there are no minima; 0: none
+  int64_t min_steps;    // and of those of dmin; the same offset: nibbles of one byte
+  Codes codes = Codes::none;
+  bool exponents = false;  // d is a power of two, stored as a byte
 };
 
 constexpr int64_t kMinimum = 32;  // offset in a unit's meta of m or dmin, behind d[16]
 
 constexpr FormatInfo kFormatInfo[kFormats] = {
-    {"bf16", 32, 0, 1024, 0, 0, false, 0, 0},    {"i8", 32, 32, 512, 128, 32, false, 0, 0},
-    {"i4", 32, 32, 256, 8, 32, false, 0, 0},     {"i4m", 32, 64, 256, 0, 32, true, 0, 0},
-    {"i5", 32, 32, 320, 16, 32, false, 0, 0},    {"i5m", 32, 64, 320, 0, 32, true, 0, 0},
-    {"k4", 256, 320, 256, 0, 32, true, 64, 192}, {"k5", 256, 320, 320, 0, 32, true, 64, 192},
-    {"k6", 256, 288, 384, 32, 16, false, 32, 0}, {"f32", 32, 0, 2048, 0, 0, false, 0, 0},
+    {"bf16", 32, 0, 1024, 0, 0, false, 0, 0},
+    {"i8", 32, 32, 512, 128, 32, false, 0, 0},
+    {"i4", 32, 32, 256, 8, 32, false, 0, 0},
+    {"i4m", 32, 64, 256, 0, 32, true, 0, 0},
+    {"i5", 32, 32, 320, 16, 32, false, 0, 0},
+    {"i5m", 32, 64, 320, 0, 32, true, 0, 0},
+    {"k4", 256, 320, 256, 0, 32, true, 64, 192},
+    {"k5", 256, 320, 320, 0, 32, true, 64, 192},
+    {"k6", 256, 288, 384, 32, 16, false, 32, 0},
+    {"f32", 32, 0, 2048, 0, 0, false, 0, 0},
+    {"f16", 32, 0, 1024, 0, 0, false, 0, 0},
+    {"k2", 256, 320, 128, 0, 16, true, 64, 64},
+    {"k3", 256, 288, 192, 4, 16, false, 32, 0},
+    {"n4", 32, 32, 256, 128, 32, false, 0, 0, Codes::nl},
+    {"x4", 256, 160, 256, 128, 32, false, 32, 0, Codes::nl},
+    {"mx4", 32, 16, 256, 16, 32, false, 0, 0, Codes::e2m1, true},
 };
 
 static constexpr const FormatInfo& info(Format format) {
@@ -74,42 +113,54 @@ static constexpr const FormatInfo& info(Format format) {
 }
 
 static constexpr bool plain(Format f) {
-  return f == Format::bf16 || f == Format::f32;
+  return f == Format::bf16 || f == Format::f32 || f == Format::f16;
+}
+
+// Groups of a block: 1, or 2 if 16 k share a scale.
+static constexpr int groups_of(Format f) {
+  return info(f).group == 16 ? 2 : 1;
+}
+
+// Whether factors of d are stored in the low nibbles of bytes whose high ones are those of dmin.
+static constexpr bool nibble_steps(Format f) {
+  return info(f).steps != 0 && info(f).steps == info(f).min_steps;
+}
+
+// The 16 codes as quants: with the format's bias.
+struct CodeTable {
+  uint8_t codes[16];
+};
+
+static constexpr CodeTable code_table(Format f) {
+  constexpr int8_t nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  constexpr int8_t e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // times two
+  CodeTable table{};
+  for (int i = 0; i < 16; ++i) {
+    table.codes[i] = static_cast<uint8_t>((info(f).codes == Codes::nl ? nl[i] : e2m1[i]) + info(f).bias);
+  }
+  return table;
 }
 
 template <Format F>
 using FormatConstant = std::integral_constant<Format, F>;
 
+template <class Call, int... I>
+static void with_format_of(Format format, Call& call, std::integer_sequence<int, I...>) {
+  ((format == static_cast<Format>(I) ? call(FormatConstant<static_cast<Format>(I)>{}) : void()), ...);
+}
+
 // Calls `call` with the format as a constant.
 template <class Call>
 static void with_format(Format format, Call&& call) {
-  switch (format) {
-    case Format::bf16:
-      return call(FormatConstant<Format::bf16>{});
-    case Format::i8:
-      return call(FormatConstant<Format::i8>{});
-    case Format::i4:
-      return call(FormatConstant<Format::i4>{});
-    case Format::i4m:
-      return call(FormatConstant<Format::i4m>{});
-    case Format::i5:
-      return call(FormatConstant<Format::i5>{});
-    case Format::i5m:
-      return call(FormatConstant<Format::i5m>{});
-    case Format::k4:
-      return call(FormatConstant<Format::k4>{});
-    case Format::k5:
-      return call(FormatConstant<Format::k5>{});
-    case Format::k6:
-      return call(FormatConstant<Format::k6>{});
-    case Format::f32:
-      return call(FormatConstant<Format::f32>{});
-  }
+  with_format_of(format, call, std::make_integer_sequence<int, kFormats>{});
 }
 
-// Bits above the four low ones, in planes of their own (quants of 8 bits have no planes).
+// Bits of a quant: the low ones, and those above them in planes of their own.
+static constexpr int low_bits(Format f) {
+  return info(f).quant_bytes >= 512 ? 8 : info(f).quant_bytes >= 256 ? 4 : 2;
+}
 static constexpr int upper_bits(Format f) {
-  return info(f).quant_bytes == 320 ? 1 : info(f).quant_bytes == 384 ? 2 : 0;
+  return plain(f) ? 0 : static_cast<int>(info(f).quant_bytes / 64) - low_bits(f);
 }
 
 static constexpr int64_t padded_k(int64_t k) {
@@ -130,9 +181,11 @@ static constexpr int64_t packed_size(Format f, int64_t n, int64_t k) {
 
 // An activation row as the kernels of quantised formats read it: int8 per block of 32, all parts 64-byte aligned.
 //
-//    | q[k] int8 | scale[k/32] f32 | init[k/group] i32 = -bias * sum(q of the group) | sum[k/32] f32 = scale * sum(q) |
+//    | q[k] int8 | scale[k/32] f32 | init[k/group] i32 = -bias * sum(q of the group) | sum[k/group] f32 = scale *
+//    sum(q) |
 //
-// init starts the integer accumulator, which takes the weights' bias off again; sum multiplies the minima.
+// init starts the integer accumulator, which takes the weights' bias off again; sum multiplies the minima. Rows of bf16
+// are bf16, those of f32 and f16 float32.
 // The length is an odd number of cache lines, so that the same k of several rows never shares a cache set.
 struct RowLayout {
   int64_t scale, init, sum, bytes;
@@ -152,7 +205,7 @@ static constexpr RowLayout row_layout(Format f, int64_t k) {
   row.scale = round_up(kp, 64);
   row.init = row.scale + round_up(kp / kBlock * 4, 64);
   row.sum = row.init + (info(f).bias != 0 ? round_up(kp / info(f).group * 4, 64) : 0);
-  row.bytes = odd_lines(row.sum + (info(f).minima ? kp / kBlock * 4 : 0));
+  row.bytes = odd_lines(row.sum + (info(f).minima ? kp / info(f).group * 4 : 0));
   return row;
 }
 

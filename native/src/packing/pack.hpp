@@ -6,21 +6,10 @@
 
 #include "packing/format.hpp"
 #include "packing/half.hpp"
+#include "packing/sources/source.hpp"
 
 namespace ktserve {
 
-// A source type by its GGML name ("F32", "F16", "BF16", "Q8_0", ...): how its rows lie in the file.
-struct SourceType {
-  const char* name;
-  int64_t block;  // values of a block
-  int64_t block_bytes;
-  Format format;              // the packed format that holds it without loss (F32, F16: rounded to bf16)
-  int64_t scales_at, scales;  // where a block's half-precision scales and minima lie, and how many
-};
-
-// Throws std::invalid_argument if the name is unknown or has no packed format.
-const SourceType& source_type(const std::string& name);
-bool has_source_type(const std::string& name);
 Format format_named(const std::string& name);
 
 // Throws std::invalid_argument unless source -> target is the type's own format or F32/F16/BF16 -> bf16, f32, i8, i4m.

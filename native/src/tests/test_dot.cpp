@@ -14,9 +14,10 @@ namespace {
 
 using test::Random;
 
-const char* const kTypes[] = {"F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const kTypes[] = {"F32",  "F16",  "BF16", "Q8_0", "Q5_0", "Q5_1",   "Q4_0",   "Q4_1",
+                              "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 
-// Random bytes are valid blocks of any quantised type once the half-precision scales are tame.
+// Random bytes are valid blocks of any quantised type once the scales are tame.
 std::vector<uint8_t> random_source(const SourceType& type, int64_t n, int64_t k, Random& random) {
   std::vector<uint8_t> data(static_cast<size_t>(n * k / type.block * type.block_bytes));
   for (auto& byte : data) byte = static_cast<uint8_t>(random.bits());
@@ -29,9 +30,12 @@ std::vector<uint8_t> random_source(const SourceType& type, int64_t n, int64_t k,
     if (name == "F32") {
       const float v = random.symmetric();
       std::memcpy(&data[at], &v, 4);
+    } else if (name == "MXFP4") {
+      data[at] = static_cast<uint8_t>(115 + random.below(8));
     } else {
-      put(name == "Q6_K" ? 208 : 0, 0.02f * random.symmetric());
-      if (name == "Q4_1" || name == "Q5_1" || name == "Q4_K" || name == "Q5_K") put(2, 0.02f * random.symmetric());
+      for (int64_t i = 0; i < std::max<int64_t>(type.scales, 1); ++i) {
+        put(static_cast<size_t>(type.scales_at + 2 * i), 0.02f * random.symmetric());
+      }
     }
   }
   return data;
@@ -93,7 +97,7 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
   for (Isa isa : test::isas()) {
     const Kernels& table = kernels(isa);
     results.push_back(compute(table, false, 0, rows));
-    check(results.back(), isa, format == Format::f32 ? 1e-5f : 0.03f);
+    check(results.back(), isa, format == Format::f32 || format == Format::f16 ? 1e-5f : 0.03f);
     if (plain(format)) continue;
     CHECK(results.back() == results.front(), "%s differs on %s", type.name, isa_name(isa));
     if (table.dequantised_from(format) == 0) continue;
@@ -109,7 +113,7 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
 // and tiny activations.
 KTSERVE_TEST(dequantised_rows_keep_their_range) {
   Random random(5);
-  for (const char* name : {"Q8_0", "Q4_K", "Q6_K", "Q4_1"}) {
+  for (const char* name : {"Q8_0", "Q4_K", "Q6_K", "Q4_1", "Q2_K", "IQ4_XS"}) {
     const SourceType& type = source_type(name);
     constexpr int64_t n = 32, k = 512, rows = 40;
     std::vector<uint8_t> source = random_source(type, n, k, random);
@@ -117,8 +121,9 @@ KTSERVE_TEST(dequantised_rows_keep_their_range) {
     const float sizes[8] = {1e-7f, 3e-6f, 1e-4f, 0.01f, 1.0f, 100.0f, 0.0f, 1e-7f};
     for (size_t at = 0; at < source.size(); at += static_cast<size_t>(type.block_bytes)) {
       const uint16_t half = f32_to_f16(sizes[at / row_bytes % 8] * (0.5f + 0.5f * random.symmetric()));
-      std::memcpy(&source[at + (type.format == Format::k6 ? 208 : 0)], &half, 2);
-      if (info(type.format).minima) std::memcpy(&source[at + 2], &half, 2);
+      for (int64_t i = 0; i < type.scales; ++i) {
+        std::memcpy(&source[at + static_cast<size_t>(type.scales_at + 2 * i)], &half, 2);
+      }
     }
     Arena packed(static_cast<size_t>(packed_size(type.format, n, k)));
     pack_panels(type, type.format, source.data(), n, k, 0, panels_of(n), packed.data());
@@ -162,6 +167,7 @@ KTSERVE_TEST(dot_every_format) {
       dot_case(type, type.format, n, k, rows, random);
       if (type.block == 1) {
         dot_case(type, Format::f32, n, k, rows, random);
+        dot_case(type, Format::bf16, n, k, rows, random);
         dot_case(type, Format::i8, n, round_up(k, 32), rows, random);
         dot_case(type, Format::i4m, n, round_up(k, 32), rows, random);
       }
@@ -176,7 +182,9 @@ KTSERVE_TEST(dot_long_rows) {
     dot_case(source_type("BF16"), Format::bf16, 33, 1300, rows, random);
   for (int64_t rows : {1, 40, 100}) {
     dot_case(source_type("Q8_0"), Format::i8, 70, 1312, rows, random);
-    dot_case(source_type("Q6_K"), Format::k6, 16, 1280, rows, random);
+    for (const char* name : {"Q6_K", "Q2_K"}) {
+      dot_case(source_type(name), source_type(name).format, 16, 1280, rows, random);
+    }
   }
 }
 

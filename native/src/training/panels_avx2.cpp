@@ -8,8 +8,10 @@ F16 lanes(const Pair& x) {
   return {x.lo, x.hi};
 }
 
-// Byte i of each lane as float32.
+// Byte i of each lane as float32: a quant of this format.
+template <Format F>
 inline __attribute__((always_inline)) __m256 byte_of(__m256i v, int i) {
+  if constexpr (as_signed<F>) return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * i), 24));
   return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, 8 * i), _mm256_set1_epi32(255)));
 }
 
@@ -21,6 +23,8 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
   if constexpr (F == Format::f32) {
     const float* values = reinterpret_cast<const float*>(block) + half * 256;
     for (int i = 0; i < 16; ++i) v[i] = load16(values + 16 * i);
+  } else if constexpr (F == Format::f16) {
+    for (int i = 0; i < 16; ++i) v[i] = lanes(half_scales(block + half * 512 + 32 * i));
   } else if constexpr (F == Format::bf16) {
     for (int i = 0; i < 8; ++i) {
       const __m256i lo = load(block + half * 512 + 64 * i);
@@ -31,14 +35,15 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
                       _mm256_castsi256_ps(_mm256_and_si256(hi, upper))};
     }
   } else {
-    const F16 scale = lanes(scale_of<F>(panel, b, info(F).group == 16 ? half : 0));
-    F16 offset = mul(scale, set16(static_cast<float>(-info(F).bias)));
-    if constexpr (info(F).minima) offset = lanes(minimum_of<F>(panel, b));
+    const int group = groups_of(F) == 2 ? half : 0;
+    const F16 scale = lanes(scale_of<F>(panel, b, group));
+    F16 offset = as_signed<F> ? zero16() : mul(scale, set16(static_cast<float>(-info(F).bias)));
+    if constexpr (info(F).minima) offset = lanes(minimum_of<F>(panel, b, group));
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const __m256i lo = half != 0 ? quants<F>(block, 4 + j, 0) : quants<F>(block, j, 0);
       const __m256i hi = half != 0 ? quants<F>(block, 4 + j, 1) : quants<F>(block, j, 1);
-      for (int i = 0; i < 4; ++i) v[4 * j + i] = fma(F16{byte_of(lo, i), byte_of(hi, i)}, scale, offset);
+      for (int i = 0; i < 4; ++i) v[4 * j + i] = fma(F16{byte_of<F>(lo, i), byte_of<F>(hi, i)}, scale, offset);
     }
   }
 }

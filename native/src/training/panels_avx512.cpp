@@ -18,6 +18,10 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
   if constexpr (F == Format::f32) {
     const float* values = reinterpret_cast<const float*>(block) + half * 256;
     for (int i = 0; i < 16; ++i) v[i] = load16(values + 16 * i);
+  } else if constexpr (F == Format::f16) {
+    for (int i = 0; i < 16; ++i) {
+      v[i] = {_mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(block + half * 512 + 32 * i)))};
+    }
   } else if constexpr (F == Format::bf16) {
     const __m512i upper = _mm512_set1_epi32(-65536);
     for (int i = 0; i < 8; ++i) {
@@ -26,9 +30,10 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
       v[2 * i + 1] = {_mm512_castsi512_ps(_mm512_and_si512(pairs, upper))};
     }
   } else {
-    const F16 scale = {scale_of<F>(panel, b, info(F).group == 16 ? half : 0)};
+    const int group = groups_of(F) == 2 ? half : 0;
+    const F16 scale = {scale_of<F>(panel, b, group)};
     F16 offset = mul(scale, set16(static_cast<float>(-info(F).bias)));
-    if constexpr (info(F).minima) offset = {minimum_of<F>(panel, b)};
+    if constexpr (info(F).minima) offset = {minimum_of<F>(panel, b, group)};
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const __m512i u = half != 0 ? quants<F>(block, 4 + j) : quants<F>(block, j);

@@ -1,0 +1,130 @@
+#include "packing/sources/source.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <stdexcept>
+
+#include "packing/half.hpp"
+#include "packing/sources/unit.hpp"
+
+namespace ktserve {
+namespace {
+
+constexpr SourceType kSources[] = {
+    {"F32", 1, 4, Format::bf16, 0, 0},
+    {"F16", 1, 2, Format::f16, 0, 0},
+    {"BF16", 1, 2, Format::bf16, 0, 0},
+    {"Q8_0", 32, 34, Format::i8, 0, 1, read_q8_0},
+    {"Q5_0", 32, 22, Format::i5, 0, 1, read_q5_0},
+    {"Q5_1", 32, 24, Format::i5m, 0, 2, read_q5_1},
+    {"Q4_0", 32, 18, Format::i4, 0, 1, read_q4_0},
+    {"Q4_1", 32, 20, Format::i4m, 0, 2, read_q4_1},
+    {"Q2_K", 256, 84, Format::k2, 80, 2, read_q2_k},
+    {"Q3_K", 256, 110, Format::k3, 108, 1, read_q3_k},
+    {"Q4_K", 256, 144, Format::k4, 0, 2, read_q4_k},
+    {"Q5_K", 256, 176, Format::k5, 0, 2, read_q5_k},
+    {"Q6_K", 256, 210, Format::k6, 208, 1, read_q6_k},
+    {"IQ4_NL", 32, 18, Format::n4, 0, 1, read_q4_0},
+    {"IQ4_XS", 256, 136, Format::x4, 0, 1, read_iq4_xs},
+    {"MXFP4", 32, 17, Format::mx4, 0, 0, read_mxfp4},
+};
+
+// 32 plain values to i8 (as Q8_0) or i4m (as Q4_1).
+void quantise(const SourceType& source, Format target, const uint8_t* p, Unit& unit) {
+  float x[kBlock];
+  float low = 0, high = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    x[i] = source_value(source, p + i * source.block_bytes);
+    low = i == 0 ? x[i] : std::min(low, x[i]);
+    high = i == 0 ? x[i] : std::max(high, x[i]);
+  }
+  const float span = target == Format::i8 ? std::max(std::fabs(low), std::fabs(high)) / 127 : (high - low) / 15;
+  unit.d = f32_to_f16(span);
+  unit.m = f32_to_f16(low);
+  if ((unit.d & 0x7c00) == 0x7c00 || (unit.m & 0x7c00) == 0x7c00) {
+    throw std::invalid_argument("a weight exceeds half precision; it cannot be quantised");
+  }
+  const float d = f16_to_f32(unit.d);
+  const float m = target == Format::i8 ? -128 * d : f16_to_f32(unit.m);
+  const float most = target == Format::i8 ? 255 : 15;
+  for (int i = 0; i < kBlock; ++i) {
+    const float u = d > 0 ? std::nearbyint((x[i] - m) / d) : (target == Format::i8 ? 128.0f : 0.0f);
+    unit.quants[i] = static_cast<uint8_t>(std::clamp(u, 0.0f, most));
+  }
+}
+
+// The first of `count` numbers at `data` whose bits, but for the sign, reach `limit`; or -1.
+template <class Word>
+int64_t first_reaching(const uint8_t* data, int64_t count, Word limit) {
+  constexpr Word magnitude = std::numeric_limits<Word>::max();
+  const auto size_of = [&](int64_t i) {
+    Word word;
+    std::memcpy(&word, data + i * static_cast<int64_t>(sizeof(Word)), sizeof(Word));
+    return static_cast<Word>(word & magnitude);
+  };
+  Word most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, size_of(i));  // vectorised: as fast as the row is read
+  if (most < limit) return -1;
+  int64_t i = 0;
+  while (size_of(i) < limit) ++i;
+  return i;
+}
+
+// The first value of a row of k that is not finite, or the first of such a block; or -1.
+int64_t first_nonfinite(const SourceType& source, Format target, const uint8_t* row, int64_t k) {
+  constexpr int16_t half_infinity = 0x7c00;
+  if (source.block_bytes == 4) {
+    return first_reaching<int32_t>(row, k, target == Format::bf16 ? 0x7f7f8000 : 0x7f800000);  // or rounded to infinity
+  }
+  if (source.block == 1) return first_reaching<int16_t>(row, k, source.name[0] == 'B' ? 0x7f80 : half_infinity);
+  for (int64_t i = 0; i < k / source.block; ++i) {
+    if (info(source.format).exponents && row[i * source.block_bytes + source.scales_at] == 0xff)
+      return i * source.block;
+    const uint8_t* scales = row + i * source.block_bytes + source.scales_at;
+    if (first_reaching<int16_t>(scales, source.scales, half_infinity) >= 0) return i * source.block;
+  }
+  return -1;
+}
+
+}  // namespace
+
+float source_value(const SourceType& source, const uint8_t* p) {
+  if (source.block_bytes == 4) {
+    float v;
+    std::memcpy(&v, p, 4);
+    return v;
+  }
+  return source.name[0] == 'B' ? bf16_to_f32(load16(p)) : f16_to_f32(load16(p));
+}
+
+void read_unit(const SourceType& source, Format target, const uint8_t* block, Unit& unit) {
+  source.read == nullptr ? quantise(source, target, block, unit) : source.read(block, unit);
+}
+
+void check_finite(const SourceType& source, Format target, const uint8_t* data, int64_t k, int64_t row) {
+  const int64_t bad = first_nonfinite(source, target, data, k);
+  if (bad < 0) return;
+  const std::string first = std::to_string(bad);
+  throw std::invalid_argument(
+      "row " + std::to_string(row) + ", " +
+      (source.block == 1 ? "value " + first : "values " + first + " to " + std::to_string(bad + source.block - 1)) +
+      ": not finite" + (source.block_bytes == 4 && target == Format::bf16 ? " in bfloat16" : ""));
+}
+
+bool has_source_type(const std::string& name) {
+  return std::any_of(std::begin(kSources), std::end(kSources), [&](const auto& s) { return name == s.name; });
+}
+
+const SourceType& source_type(const std::string& name) {
+  for (const SourceType& source : kSources) {
+    if (name == source.name) return source;
+  }
+  std::string allowed;
+  for (const SourceType& source : kSources) allowed += (allowed.empty() ? "" : ", ") + std::string(source.name);
+  throw std::invalid_argument("type '" + name + "' has no packed format; allowed are " + allowed);
+}
+
+}  // namespace ktserve
