@@ -3,6 +3,7 @@ from the fields below; their names are the same everywhere. Torch-free."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -247,3 +248,21 @@ class EngineConfig:
         group="Operation",
     )
     check_integrity: bool = option(False, "check blocks, slots and buffers after every step", group="Operation")
+
+
+def startup_adapters(config: EngineConfig) -> list[tuple[str, str]]:
+    """`--adapters` as names and absolute paths. Raises UserError."""
+    wanted: dict[str, str] = {}
+    for text in config.adapters:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UserError(f"--adapters {text!r}: write NAME=PATH", "adapters")
+        if name in wanted:
+            raise UserError(f"--adapters {text!r}: {name} is given already", "adapters")
+        wanted[name] = os.path.abspath(os.path.expanduser(path))
+    if unknown := [name for name in config.pinned_adapters if name not in wanted]:
+        names = ", ".join(wanted) or "none"
+        raise UserError(
+            f"--pinned-adapters {unknown[0]!r}: no adapter of --adapters; those are {names}", "pinned_adapters"
+        )
+    return list(wanted.items())

@@ -39,7 +39,8 @@ class Heartbeat:
     # ---- the engine's side
 
     def start(self) -> None:
-        """Beat from a thread until `stop`."""
+        """Beat now, and from a thread until `stop`: whoever was slow to start is not silent."""
+        self._words[0] = time.monotonic_ns()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:

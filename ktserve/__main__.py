@@ -5,6 +5,7 @@
     python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
     python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
     python PATH/ktserve/__main__.py training ...     a training run, started by `ktserve train`
+    python PATH/ktserve/__main__.py adapters         the process that readers of adapters are forked from, by the engine
     python -m ktserve loadtests ...                  the load test
 
 Python searches the working directory or the script's folder first, then PYTHONPATH, then what is installed: a user's
@@ -57,6 +58,10 @@ def main() -> int:
         from training.main import main as training
 
         return training(arguments)
+    if program == ["adapters"]:
+        from engine.lora.process import main as adapters
+
+        adapters()
     if program == ["loadtests"]:
         from loadtests.run import main as loadtests
 

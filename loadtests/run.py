@@ -17,15 +17,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import gevent
 from rich.console import Console
 from rich.table import Table
 
+from ktserve.launcher import program
 from loadtests.scenario import Chat, LoadError, list_models
 
-KTSERVE = (sys.executable, str(Path(__file__).resolve().parents[1] / "ktserve" / "__main__.py"))
 _START_S = 600.0
 _PERCENTILES = (0.5, 0.95, 0.99)
 _SHOWN_ERRORS = 5
@@ -99,7 +98,7 @@ def _server(flags: Sequence[str]) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     host = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([*KTSERVE, "serve", *flags, "--port", str(port)])
+    process = subprocess.Popen(program("serve", *flags, "--port", str(port)))
     try:
         _wait(process, host)
         yield host

@@ -198,9 +198,11 @@ class ExpertLayer:
     ) -> None:
         """`nodes`: the memory node of each shard, or none."""
 
-    def load(self, pool: WorkerPool, projection: int, type: str, first: int, data: Sequence[int]) -> None:
+    def load(
+        self, pool: WorkerPool, projection: int, type: str, first: int, data: Sequence[int], file: int = -1
+    ) -> None:
         """
-        Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows.
+        Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows, or, with `file`, from where they begin in it.
         """
 
     def set_lora(
@@ -358,8 +360,10 @@ class PackedLinear:
     def __init__(self, format: str, n: int, k: int, shards: int = 1, bias: int = 0, nodes: Sequence[int] = []) -> None:
         """`nodes`: the memory node of each shard, or none."""
 
-    def load(self, pool: WorkerPool, source: str, data: int, data_bytes: int) -> None:
-        """Packs [n, k] of a GGML type."""
+    def load(self, pool: WorkerPool, source: str, data: int, data_bytes: int, file: int = -1) -> None:
+        """
+        Packs [n, k] of a GGML type from an address, or, with `file`, from where it begins there.
+        """
 
     def write(self, pool: WorkerPool, file: int, offset: int) -> int:
         """Writes the packed memory to a file descriptor; its checksum."""

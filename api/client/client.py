@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from api.client.link import EngineLink
 from api.client.process import ENGINE_COMMAND, SocketDir
 from api.client.stream import EngineUnavailable, Inbox, OpenRequest
 from engine import messages as m
-from engine.config import EngineConfig
+from engine.config import EngineConfig, startup_adapters
 from engine.errors import EngineError, UserError
 
 log = logging.getLogger("ktserve")
@@ -68,7 +67,7 @@ class EngineClient:
         self._open: dict[str, OpenRequest] = {}
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._call_ids = itertools.count(1)
-        self._wanted = startup_adapters(config)  # what every engine is given before it serves, by name
+        self._wanted = _loads(config)  # what every engine is given before it serves, by name
         self._fatal: m.FatalError | None = None
         self._started: asyncio.Future[m.Ready] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -276,8 +275,6 @@ class EngineClient:
             await asyncio.sleep(delay)
 
     def _start_error(self, status: str) -> Exception:
-        if status == f"signal {signal.SIGBUS.value}":
-            return UserError("a file of the model became shorter while it was read: copy it again, then start")
         if self._fatal is None:
             return EngineError(f"the engine ended ({status}) before it could serve")
         if self._fatal.user:
@@ -288,7 +285,8 @@ class EngineClient:
     async def _run(self, number: int) -> str:
         """One engine process, from spawn to its end; returns how it ended."""
         self._fatal = None
-        payload = msgspec.json.encode(self.config).decode()
+        config = self.config if number == 0 else dataclasses.replace(self.config, adapters=[])  # `_restore` decides
+        payload = msgspec.json.encode(config).decode()
         command = [*self._command, "serve", "--config-json", payload]
         try:
             self._link = await EngineLink.open(
@@ -367,25 +365,18 @@ class EngineClient:
                 future.set_exception(error)
 
 
-def startup_adapters(config: EngineConfig) -> dict[str, m.LoadAdapter]:
+def _loads(config: EngineConfig) -> dict[str, m.LoadAdapter]:
     """`--adapters` as calls, by name. Raises UserError."""
-    wanted: dict[str, m.LoadAdapter] = {}
-    for text in config.adapters:
-        name, _, path = text.partition("=")
-        if not name or not path:
-            raise UserError(f"--adapters {text!r}: write NAME=PATH", "adapters")
-        if name in wanted:
-            raise UserError(f"--adapters {text!r}: {name} is given already", "adapters")
-        path = os.path.abspath(os.path.expanduser(path))
-        pinned = name in config.pinned_adapters
-        scaling = config.expert_scaling
-        wanted[name] = m.LoadAdapter(call_id=0, name=name, path=path, expert_scaling=scaling, pinned=pinned)
-    if unknown := [name for name in config.pinned_adapters if name not in wanted]:
-        names = ", ".join(wanted) or "none"
-        raise UserError(
-            f"--pinned-adapters {unknown[0]!r}: no adapter of --adapters; those are {names}", "pinned_adapters"
+    return {
+        name: m.LoadAdapter(
+            call_id=0,
+            name=name,
+            path=path,
+            expert_scaling=config.expert_scaling,
+            pinned=name in config.pinned_adapters,
         )
-    return wanted
+        for name, path in startup_adapters(config)
+    }
 
 
 class CallRefused(UserError):

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-# Not `-m`, which would search the working directory first (see ktserve/__main__.py).
-LAUNCHER = (sys.executable, str(Path(__file__).resolve().parents[2] / "ktserve" / "__main__.py"))
-ENGINE_COMMAND = (*LAUNCHER, "engine")
+from ktserve.launcher import program
+
+ENGINE_COMMAND = tuple(program("engine"))
 _PR_SET_PDEATHSIG = 1
 _SECRETS = ("KTSERVE_API_KEY", "KTSERVE_ADMIN_KEY")
 _LOCK = "lock"
@@ -74,9 +74,15 @@ class SocketDir:
         base = Path(tempfile.gettempdir() if len(tempfile.gettempdir().encode()) <= _MAX_BASE else "/tmp")
         for left in base.glob("ktserve-*"):
             _remove_if_left(left)
+        while not self._made(base):  # a start beside this one took it for a dead one's
+            os.close(self._lock)
+
+    def _made(self, base: Path) -> bool:
+        """Make and lock the directory; False if it was removed between the two."""
         self.path = Path(tempfile.mkdtemp(prefix="ktserve-", dir=base))
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return os.fstat(self._lock).st_nlink > 0
 
     def address(self, number: int) -> str:
         return f"ipc://{self.path}/engine-{number}"

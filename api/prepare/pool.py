@@ -10,10 +10,11 @@ import signal
 
 import msgspec
 
-from api.client.process import LAUNCHER, SocketDir, end, spawn
+from api.client.process import SocketDir, end, spawn
 from api.errors import ApiError
 from api.prepare.job import LENGTH, Job, Prepared, TextSettings, decode_answer, encode
 from engine.errors import EngineError
+from ktserve.launcher import program
 
 log = logging.getLogger("ktserve")
 _SMALL = 64 * 2**10  # bytes of a body
@@ -43,7 +44,7 @@ class PromptPool:
             self._starts += 1
             payload = msgspec.json.encode(self._settings).decode()
             try:
-                self._process = await spawn([*LAUNCHER, "prompts", self._path, payload])
+                self._process = await spawn(program("prompts", self._path, payload))
             except OSError as error:
                 raise EngineError(f"cannot start the process that prepares prompts: {error.strerror}") from None
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from engine.attention.base import BLOCK_SIZE
 from engine.build.backends import make_backends
 from engine.build.plan import EnginePlan, plan_engine
-from engine.config import EngineConfig
+from engine.config import EngineConfig, startup_adapters
 from engine.core import EngineCore
 from engine.diagnostics.profile import Profiler
+from engine.errors import AdapterError, UserError
 from engine.experts.kt.backend import NO_EXPERT_LORA
 from engine.graphs.blockers import graph_blocker
 from engine.lora.adapters import Adapters
+from engine.lora.files import check_folder
 from engine.lora.process import AdapterReader
 from engine.messages import FromEngine, Ready
 from engine.model.load import Loader, Progress
@@ -136,6 +138,11 @@ def _pad_decode(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> No
 
 def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
     """The whole way. Adapters given at start are planned for; the api loads them."""
+    for name, path in startup_adapters(config):
+        try:
+            check_folder(path)
+        except AdapterError as error:
+            raise UserError(f"adapter {name!r}: {error}", "adapters") from error
     plan = plan_engine(config)
     plan.memory.check(config.force_memory_plan)
     core = assemble(plan, send, progress)

@@ -6,7 +6,6 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from engine.errors import EngineError, ExpertBackendError, ModelFileError, UserError
@@ -14,8 +13,9 @@ from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertCounters, NativeTasks, PackedWeights
 from engine.lora.adapter import ExpertLora
 from engine.model.config import ModelConfig
+from engine.weights.model_file import Bytes
 from engine.weights.pack_cache import PackCache, PackKey
-from engine.weights.packed import QUANTISED_FORMATS, packed_bytes, packed_format, plain_format
+from engine.weights.packed import QUANTISED_FORMATS, naming, packed_bytes, packed_format, plain_format, sources
 from engine.weights.store import ExpertStore, WeightTensor
 from native.topology import make_pool, pool_groups
 
@@ -142,10 +142,14 @@ class NativeExperts(ExpertBackend):
         def pack(made: _native.ExpertLayer) -> None:
             for projection, name in enumerate(PROJECTIONS):
                 kind, parts = self._source(store, name)
-                try:
-                    made.load(self.pool, projection, kind, 0, [part.ctypes.data for part in parts])
-                except ValueError as error:
-                    raise ModelFileError(f"{store.name(name)}: {error}") from error
+                first = 0
+                for file, places in sources(parts):
+                    try:
+                        with naming(file) as descriptor:
+                            made.load(self.pool, projection, kind, first, places, descriptor)
+                    except ValueError as error:
+                        raise ModelFileError(f"{store.name(name)}: {error}") from error
+                    first += len(places)
 
         try:
             if self._cache is None:
@@ -161,8 +165,8 @@ class NativeExperts(ExpertBackend):
         except ValueError as error:
             raise UserError(f"layer {layer}, native experts: {error}", field="expert_backend") from error
 
-    def _source(self, store: ExpertStore, name: str) -> tuple[str, list[Any]]:
-        """One projection's type and each expert's rows as bytes. A type without a packed format is dequantised."""
+    def _source(self, store: ExpertStore, name: str) -> tuple[str, list[Bytes]]:
+        """One projection's type and each expert's rows. A type without a packed format is dequantised."""
         experts: list[WeightTensor] = [store.expert(name, e) for e in range(store.num_experts)]
         out, inner = self._config.hidden_size, self._config.moe_intermediate_size
         shape = (out, inner) if name == "down" else (inner, out)
@@ -171,10 +175,9 @@ class NativeExperts(ExpertBackend):
                 raise ExpertBackendError(f"{weight.name} is {weight.shape}; the model's {name} is {shape}")
         kind = experts[0].type
         if self._native.has_source_type(kind):
-            return kind, [np.ascontiguousarray(weight.data) for weight in experts]
+            return kind, [weight.data for weight in experts]
         plain, dtype = ("F32", torch.float32) if self._weight_dtype == torch.float32 else ("BF16", torch.bfloat16)
-        values = [weight.dequantise(dtype).contiguous().view(torch.uint8).numpy() for weight in experts]
-        return plain, values
+        return plain, [weight.dequantise(dtype).contiguous().view(torch.uint8).numpy() for weight in experts]
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         """Layers that this backend does not hold are another backend's."""

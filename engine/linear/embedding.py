@@ -75,14 +75,14 @@ class PackedEmbedding(Embedding):
 
 
 class BlockEmbedding(Embedding):
-    """A type that has no packed form: the file's blocks, copied, so that a change of the file changes nothing."""
+    """A type that has no packed form: the file's blocks."""
 
     device = torch.device("cpu")
 
     def __init__(self, weight: WeightTensor) -> None:
         if bad := nonfinite(weight.data, weight.type, weight.shape):
             raise ModelFileError(f"{weight.name}: {bad} blocks are not finite")
-        self._blocks = np.array(weight.data).reshape(weight.shape[0], -1)
+        self._blocks = weight.data[:].reshape(weight.shape[0], -1)
         self._type, self._shape = weight.type, weight.shape
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

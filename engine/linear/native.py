@@ -6,15 +6,24 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from engine.errors import EngineError, UserError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
 from engine.lora.adapter import LoraPair
+from engine.weights.model_file import Bytes
 from engine.weights.pack_cache import PackCache, PackKey
-from engine.weights.packed import QUANTISED_FORMATS, exact, keeps_own, packed_bytes, packed_format, plain_format
+from engine.weights.packed import (
+    QUANTISED_FORMATS,
+    exact,
+    keeps_own,
+    naming,
+    packed_bytes,
+    packed_format,
+    plain_format,
+    sources,
+)
 from engine.weights.store import WeightTensor
 
 if TYPE_CHECKING:
@@ -154,8 +163,10 @@ class NativeLinearBackend(LinearBackend):
             return self._native.PackedLinear(form, n, k, shards, bias, self._pool.nodes)
 
         def pack(made: _native.PackedLinear) -> None:
-            source, data = self._source(weight)
-            made.load(self._pool, source, data.ctypes.data, data.nbytes)
+            kind, data = self._source(weight)
+            for file, (place,) in sources([data]):
+                with naming(file) as descriptor:
+                    made.load(self._pool, kind, place, data.nbytes, descriptor)
 
         try:
             if self._cache is None:
@@ -182,10 +193,10 @@ class NativeLinearBackend(LinearBackend):
     def _form(self, weight: WeightTensor) -> str:
         return packed_format(weight.type, self._plain)
 
-    def _source(self, weight: WeightTensor) -> tuple[str, Any]:
+    def _source(self, weight: WeightTensor) -> tuple[str, Bytes]:
         """Type and bytes to pack. A type without a packed format is dequantised."""
         if self._native.has_source_type(weight.type):
-            return weight.type, np.ascontiguousarray(weight.data)
+            return weight.type, weight.data
         return "F32", weight.dequantise(torch.float32).view(torch.uint8).flatten().numpy()
 
     def join(self, linears: Sequence[Linear]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]:

@@ -26,6 +26,7 @@ MANIFEST_FILE = "kt_adapter_manifest.json"
 FUSED_FILE = "fused_expert_lora.safetensors"
 EXTRA_FILE = "lora_experts.safetensors"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_WEIGHT_FILES = (*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEYS_SHOWN, _KEY_SHOWN = 4, 160
@@ -111,11 +112,8 @@ class AdapterFiles:
         self.warnings: list[str] = []
         self._open: dict[str, BinaryIO] = {}
         try:
-            with os.scandir(self.folder) as found:
-                self.names = sorted(entry.name for entry in itertools.islice(found, _MAX_FILES + 1))
-            if len(self.names) > _MAX_FILES:
-                raise AdapterError(f"{self.folder} holds more than {_MAX_FILES} files")
-            weight_files = [name for name in (*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE) if name in self.names]
+            self.names = _names(self.folder)
+            weight_files = [name for name in _WEIGHT_FILES if name in self.names]
             opened(sum(os.fstat(self.open(name).fileno()).st_size for name in weight_files))
             self.main, self.main_file = self._main()
             self.fused = self._optional(FUSED_FILE)
@@ -123,12 +121,7 @@ class AdapterFiles:
         except BaseException:
             self.close()
             raise
-        if self.main is None and self.fused is None:
-            raise AdapterError(
-                f"{self.folder} holds no adapter: none of {', '.join((*ADAPTER_FILES, FUSED_FILE))} is there"
-            )
-        read = {*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE}
-        unread = [name for name in self.names if name.endswith(".safetensors") and name not in read]
+        unread = [name for name in self.names if name.endswith(".safetensors") and name not in _WEIGHT_FILES]
         if unread:
             self.warnings.append(f"files that are no part of an adapter were not read: {shown(unread)}")
 
@@ -158,13 +151,13 @@ class AdapterFiles:
             dtype = _DTYPES[tensor.type]
 
             def load() -> torch.Tensor:
-                content = read_at(file, path, tensor.start, tensor.num_bytes)
+                content = read_at(file.fileno(), path, tensor.start, tensor.num_bytes)
                 return torch.frombuffer(content, dtype=dtype).reshape(tensor.shape)
 
             return Entry(tensor.name, tensor.shape, dtype, load)
 
         try:
-            header = read_header(file, path, _MAX_HEADER)
+            header = read_header(file.fileno(), path, _MAX_HEADER)
         except ModelFileError as error:
             raise AdapterError(str(error), [name]) from error
         return {key: entry(header[key]) for key in sorted(header)}
@@ -193,6 +186,28 @@ class AdapterFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_folder(path: str | Path) -> None:
+    """What can be seen of an adapter's folder without reading a file. Raises AdapterError."""
+    try:
+        folder = _folder(path)
+        for name in _names(folder):
+            if name in _WEIGHT_FILES:
+                open_regular(folder / name).close()
+    except (ModelFileError, OSError) as error:
+        raise AdapterError(f"the adapter's path {brief(str(path))} cannot be read: {error}") from error
+
+
+def _names(folder: Path) -> list[str]:
+    """Of the files of an adapter. Raises AdapterError if it is none, OSError."""
+    with os.scandir(folder) as found:
+        names = sorted(entry.name for entry in itertools.islice(found, _MAX_FILES + 1))
+    if len(names) > _MAX_FILES:
+        raise AdapterError(f"{folder} holds more than {_MAX_FILES} files")
+    if not {*ADAPTER_FILES, FUSED_FILE} & set(names):
+        raise AdapterError(f"{folder} holds no adapter: none of {', '.join((*ADAPTER_FILES, FUSED_FILE))} is there")
+    return names
 
 
 def _folder(path: str | Path) -> Path:

@@ -9,18 +9,19 @@ Every load gets a fresh fork with limits of memory, processor time, descriptors 
 from __future__ import annotations
 
 import errno
-import multiprocessing
+import gc
 import os
 import resource
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -29,6 +30,7 @@ from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget, AdapterSize
 from engine.lora.files import NO_MEMORY, out_of_memory
+from engine.lora.forks import Forks, serve
 from engine.lora.handover import pack, unpack
 from engine.lora.reader import read_adapter
 from engine.model.config import ModelConfig
@@ -89,8 +91,14 @@ class _Read(msgspec.Struct, tag=True):
     head: bytes
 
 
+class _Ended(msgspec.Struct, tag=True):
+    """The reader's exit status, negative for a signal's number. Nothing follows."""
+
+    status: int
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Opened | _Measured | _Refused | _Read).decode
+_decode = msgspec.msgpack.Decoder(_Opened | _Measured | _Refused | _Read | _Ended).decode
 
 
 class AdapterReader:
@@ -98,8 +106,8 @@ class AdapterReader:
 
     def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
-        self._context = multiprocessing.get_context("forkserver")
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._forks = Forks()
+        self._socket: socket.socket | None = None
         self._closed = False
 
     def read(
@@ -107,32 +115,23 @@ class AdapterReader:
     ) -> AdapterWeights:
         """`make_room` gets the adapter's size when that is known; when it has returned, the memory is taken. UserError
         with the reason, whatever went wrong with the folder; EngineError if no process can be started."""
-        ours, theirs = self._context.Pipe()
-        self._context.set_forkserver_preload([__name__])
-        process = self._context.Process(target=_main, args=(theirs, request, self._limits), daemon=True)
         try:
-            process.start()
-        except (OSError, EOFError) as error:
+            ours = self._forks.open()
+        except OSError as error:
             raise EngineError(f"adapter {request.name!r}: no process to read it can be started: {error}") from error
-        theirs.close()
-        self._process = process
+        self._socket = ours
         try:
-            with ours:
-                return self._receive(ours, request.name, make_room)
-        except (EOFError, OSError):
-            process.join()
-            raise self._ended(request.name, process.exitcode) from None
+            with ours, Connection(os.dup(ours.fileno())) as reader:
+                reader.send((request, self._limits))
+                return self._receive(reader, request.name, make_room)
+        except (EOFError, OSError) as error:
+            raise self._ended(request.name, None) from error
         finally:
-            process.kill()
-            process.join()
-            process.close()
-            self._process = None
+            self._socket = None
 
     def close(self) -> None:
         self._closed = True
-        if (process := self._process) is not None:
-            with suppress(ValueError):  # it has ended meanwhile
-                process.kill()
+        self._forks.close()
 
     def _receive(self, reader: Connection, name: str, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
         began, allowed_s = time.monotonic(), self._limits.wall_s
@@ -156,6 +155,8 @@ class AdapterReader:
                         return unpack(head, file)
                     finally:
                         os.close(file)
+                case _Ended(status):
+                    raise self._ended(name, status)
 
     def _ended(self, name: str, status: int | None) -> Exception:
         if self._closed:
@@ -164,14 +165,24 @@ class AdapterReader:
             return AdapterError(f"adapter {name!r}: reading it took more processor time than files of its size may")
         if status == -signal.SIGKILL:
             return AdapterError(f"adapter {name!r}: the process that read it was killed, probably for want of memory")
-        return AdapterError(f"adapter {name!r}: the process that read it ended (status {status})")
+        how = "ended" if status is None else f"ended (status {status})"
+        return AdapterError(f"adapter {name!r}: the process that read it {how}")
 
 
-def _main(engine: Connection, request: ReadRequest, limits: Limits) -> None:
-    """The reader's life, in a process of its own."""
+def main() -> NoReturn:
+    """`ktserve/__main__.py adapters`: started by `Forks`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides
     os.nice(10)  # running requests come first
     torch.set_num_threads(1)
+    gc.freeze()  # readers share these pages
+    serve(_read, lambda status: _encode(_Ended(status)))
+
+
+def _read(engine: Connection) -> None:
+    """The reader's life, in a process of its own."""
+    request: ReadRequest
+    limits: Limits
+    request, limits = engine.recv()
     limit_this_process(limits)
 
     def opened(num_bytes: int) -> None:

@@ -123,7 +123,7 @@ def read_json(files: AdapterFiles, name: str) -> dict[str, Any]:
         size = os.fstat(files.open(name).fileno()).st_size
         if size > _MAX_JSON_BYTES:
             raise AdapterError(f"{name} has {size} bytes, at most {_MAX_JSON_BYTES} are read", [name])
-        content = json.loads(read_at(files.open(name), files.folder / name, 0, size))
+        content = json.loads(read_at(files.open(name).fileno(), files.folder / name, 0, size))
     except ModelFileError as error:
         raise AdapterError(str(error), [name]) from error
     except (ValueError, RecursionError) as error:

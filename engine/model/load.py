@@ -60,12 +60,15 @@ class Loader:
             layers.append(self.layer(index))
         progress("Loading layers", config.num_hidden_layers, config.num_hidden_layers)
         head = self.head()
+        embedding = self.embedding(head)
+        final_norm = self.vector("model.norm.weight")
+        self.source.check_unchanged()
         return CausalLM(
             config=config,
             ops=self.backends.ops,
-            embedding=self.embedding(head),
+            embedding=embedding,
             layers=layers,
-            final_norm=self.vector("model.norm.weight"),
+            final_norm=final_norm,
             lm_head=head,
             linears=self.linears,
         )

@@ -15,10 +15,11 @@ import torch
 
 from engine.errors import ModelFileError
 from engine.weights.gguf.types import READABLE, by_name
+from engine.weights.model_file import Bytes
 
 _CHUNK = 1 << 19  # values; a multiple of every block
 
-Bytes = npt.NDArray[np.uint8]
+_Piece = npt.NDArray[np.uint8]
 
 _FLOATS: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Where a block holds float16 scales (byte offsets).
@@ -93,13 +94,13 @@ def _check(data: Bytes, type: str, shape: tuple[int, ...]) -> None:
         raise ModelFileError(f"{data.nbytes} bytes are not a {type} tensor of shape {list(shape)}")
 
 
-def _pieces(data: Bytes, type: str) -> Iterator[Bytes]:
+def _pieces(data: Bytes, type: str) -> Iterator[_Piece]:
     kind = by_name(type)
     step = _CHUNK // kind.block * kind.size
     return (data[at : at + step] for at in range(0, data.nbytes, step))
 
 
-def _values(piece: Bytes, type: str) -> torch.Tensor:
+def _values(piece: _Piece, type: str) -> torch.Tensor:
     """One dimension, float32 or the stored float type."""
     if type in _FLOATS:
         return torch.from_numpy(piece.copy()).view(_FLOATS[type])
@@ -107,7 +108,7 @@ def _values(piece: Bytes, type: str) -> torch.Tensor:
     return torch.from_numpy(values.reshape(-1))
 
 
-def _bad(piece: Bytes, type: str) -> int:
+def _bad(piece: _Piece, type: str) -> int:
     if type in _EXPONENT:
         word, mask = _EXPONENT[type]
         return int(np.count_nonzero((piece.view(word) & mask) == mask))

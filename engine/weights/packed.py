@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
+from engine.errors import ModelFileError
+from engine.weights.model_file import Bytes, FileBytes, ModelFile
 from engine.weights.store import WeightTensor
 
 QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # by what `quantise` says; the same as Q8_0 and Q4_1
@@ -43,3 +48,27 @@ def packed_bytes(weight: WeightTensor, plain: str) -> int:
     """Of a matrix [out, in]."""
     native: Any = importlib.import_module("native._native")
     return int(native.packed_size(packed_format(weight.type, plain), *weight.shape))
+
+
+def sources(parts: Sequence[Bytes]) -> Iterator[tuple[ModelFile | None, list[int]]]:
+    """What the kernels that pack read: runs of parts of one file, each with where its parts begin there; or None and
+    addresses. The parts must outlive the packing; what is in memory must be contiguous."""
+    for file, run in groupby(parts, key=lambda data: data.file if isinstance(data, FileBytes) else None):
+        yield file, [data.start if isinstance(data, FileBytes) else _address(data) for data in run]
+
+
+def _address(data: Any) -> int:
+    if not data.flags.c_contiguous:
+        raise ValueError("weights in memory must be contiguous")
+    return int(data.ctypes.data)
+
+
+@contextmanager
+def naming(file: ModelFile | None) -> Iterator[int]:
+    """The descriptor that the kernels read, -1 for memory. ModelFileError with the file's name if they could not."""
+    try:
+        yield -1 if file is None else file.fd
+    except RuntimeError as error:
+        if file is None:
+            raise
+        raise ModelFileError(f"{file.path}: {error}", "model") from error

@@ -62,19 +62,23 @@ def read_text(path: Path) -> str:
         raise ModelFileError(f"{path}: not UTF-8: {error}", "model") from error
 
 
-def read_at(file: BinaryIO, path: Path, start: int, num_bytes: int) -> bytearray:
+def read_at(file: int, path: Path, start: int, num_bytes: int) -> bytearray:
     """Exactly these bytes, in memory of their own. ModelFileError if the file has become shorter."""
     content = bytearray(num_bytes)
-    rest = memoryview(content)
-    while rest:
+    read_into(file, path, start, memoryview(content))
+    return content
+
+
+def read_into(file: int, path: Path, start: int, place: memoryview) -> None:
+    """Fill `place` with the bytes from `start` on. ModelFileError if the file has become shorter."""
+    while place:
         try:
-            count = os.preadv(file.fileno(), [rest], start)
+            count = os.preadv(file, [place], start)
         except OSError as error:
             raise ModelFileError(f"{path}: cannot be read: {error.strerror}", "model") from error
         if not count:
             raise ModelFileError(f"{path}: became shorter while it was read: it ends at byte {start}", "model")
-        rest, start = rest[count:], start + count
-    return content
+        place, start = place[count:], start + count
 
 
 def _require_regular(path: Path, mode: int) -> None:

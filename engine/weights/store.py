@@ -1,6 +1,6 @@
 """Weights as they lie in files, before any backend repacks them.
 
-Nothing here copies: `WeightTensor.data` is usually a view into a mapped file. A backend asks for what it needs:
+Nothing is read before it is needed: `WeightTensor.data` is usually a place in a file. A backend asks for what it wants:
 the raw GGUF blocks, or a dequantised torch tensor.
 """
 
@@ -10,15 +10,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.errors import ModelFileError
 from engine.weights.dequant import dequantise, first_nonfinite
+from engine.weights.model_file import Bytes, ModelFile, part
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class WeightTensor:
     """One tensor. `shape` is C order ([out, in] or [experts, out, in]); `type` is a GGML type name
-    ("F32", "F16", "BF16", "Q8_0", "Q4_K", ...), also for safetensors. `data` is uint8 [num_bytes]."""
+    ("F32", "F16", "BF16", "Q8_0", "Q4_K", ...), also for safetensors. `data[:]` is uint8 [num_bytes]."""
 
     name: str
     shape: tuple[int, ...]
     type: str
-    data: npt.NDArray[np.uint8]
+    data: Bytes
 
     @property
     def num_bytes(self) -> int:
@@ -53,10 +52,10 @@ class WeightTensor:
         return values
 
     def __getitem__(self, index: int) -> WeightTensor:
-        """Slice `index` of the first axis (one expert): a view. The first axis is always a run of whole blocks."""
+        """Slice `index` of the first axis (one expert), not read yet. It is always a run of whole blocks."""
         size = self.num_bytes // self.shape[0]
         return WeightTensor(
-            f"{self.name}[{index}]", self.shape[1:], self.type, self.data[index * size : (index + 1) * size]
+            f"{self.name}[{index}]", self.shape[1:], self.type, part(self.data, slice(index * size, (index + 1) * size))
         )
 
 
@@ -145,11 +144,15 @@ class WeightSource(ABC):
 
     @property
     @abstractmethod
-    def paths(self) -> list[Path]:
+    def files(self) -> list[ModelFile]:
         """The files that hold the weights."""
 
     @property
     def identity(self) -> str:
         """Names, sizes and times of change of the files: what tells one state of them from another."""
-        stats = [(path, path.stat()) for path in self.paths]
-        return " ".join(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats)
+        return " ".join(file.identity for file in self.files)
+
+    def check_unchanged(self) -> None:
+        """ModelFileError if a file was written to since it was opened."""
+        for file in self.files:
+            file.check_unchanged()

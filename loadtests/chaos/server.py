@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ktserve.launcher import program
 from loadtests.chaos.wire import Target
 
-_KTSERVE = str(Path(__file__).resolve().parents[2] / "ktserve" / "__main__.py")
 _POLL_S = 0.2
 _END_S = 60.0
 
@@ -24,8 +23,7 @@ def serving(log: Path, flags: Sequence[str], admin_key: str) -> Iterator[tuple[i
     env = {name: value for name, value in os.environ.items() if not name.startswith("KTSERVE_")}
     env["KTSERVE_ADMIN_KEY"] = admin_key
     with log.open("wb") as sink:
-        command = [sys.executable, _KTSERVE, "serve", "--port", "0", *flags]
-        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=env)
+        process = subprocess.Popen(program("serve", "--port", "0", *flags), stdout=sink, stderr=sink, env=env)
     try:
         yield process.pid, _target(process, log, admin_key)
     finally:

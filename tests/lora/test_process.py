@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -10,10 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
 from engine.lora.process import AdapterReader, Limits, ReadRequest
 from engine.lora.reader import read_adapter
+from testing.waiting import eventually
 from tests.lora import make
 from tests.lora.test_formats import assert_same
 
@@ -260,6 +262,20 @@ def test_what_does_not_fit_is_refused_by_its_files(reader: AdapterReader, folder
     assert caught.value.field == "lora_path"
 
 
+def job_of(reader: AdapterReader) -> psutil.Process:
+    """What reads now, once it does."""
+    found: list[psutil.Process] = []
+
+    def running() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = reader._forks._server
+            found[:] = [] if server is None else psutil.Process(server.pid).children(recursive=True)
+        return len(found) == 2  # a keeper and its job
+
+    eventually(running)
+    return found[1]
+
+
 def test_time_is_bounded_and_close_ends_a_read(folder: Path) -> None:
     slow = AdapterReader(Limits(wall_s=0.0))
     with pytest.raises(AdapterError, match="took longer than 0 s"):
@@ -275,8 +291,7 @@ def test_time_is_bounded_and_close_ends_a_read(folder: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    while reader._process is None:
-        time.sleep(0.01)
+    job_of(reader)
     reader.close()
     thread.join(30)
     assert errors == ["adapter 'x': the engine ends"]
@@ -287,9 +302,7 @@ def test_a_reader_that_is_killed_is_replaced(reader: AdapterReader, folder: Path
     patient = AdapterReader(Limits(cpu_s=600))
 
     def kill() -> None:
-        while patient._process is None:
-            time.sleep(0.01)
-        patient._process.kill()
+        job_of(patient).kill()
 
     killer = threading.Thread(target=kill)
     killer.start()

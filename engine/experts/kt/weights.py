@@ -1,7 +1,7 @@
 """A layer's weights as kt_kernel reads them: one contiguous run of all experts behind a pointer.
 
-Its bf16, int8 and int4 classes repack a copy while loading. Its llamafile class keeps computing from the pointer:
-blocks of a mapped GGUF file are used where they lie.
+Its bf16, int8 and int4 classes repack a copy while loading. Its llamafile class keeps computing from the pointer, so
+the file's blocks stay in memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def bf16_pointer(store: ExpertStore, projection: str) -> tuple[int, Any]:
 
 
 def block_pointer(store: ExpertStore, projection: str) -> tuple[int, Any]:
-    """(address, owner) of a projection's stored bytes, all experts; a copy only if they are stored one by one.
+    """(address, owner) of a projection's stored bytes, all experts.
     Keep the owner as long as the layer is used."""
     held: WeightTensor | list[WeightTensor] = getattr(store, projection)
-    data = held.data if isinstance(held, WeightTensor) else np.concatenate([weight.data for weight in held])
+    data = held.data[:] if isinstance(held, WeightTensor) else np.concatenate([weight.data[:] for weight in held])
     data = np.ascontiguousarray(data)
     return int(data.ctypes.data), data

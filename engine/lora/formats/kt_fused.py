@@ -144,7 +144,7 @@ def _check_artifact(files: AdapterFiles, name: str, record: object) -> None:
         raise refusal(f"size {size} bytes, but {MANIFEST_FILE} says {brief(record.get('size'))}", [name])
     digest = hashlib.sha256()
     for start in range(0, size, _CHUNK):
-        digest.update(read_at(file, files.folder / name, start, min(_CHUNK, size - start)))
+        digest.update(read_at(file.fileno(), files.folder / name, start, min(_CHUNK, size - start)))
     if digest.hexdigest() != record.get("sha256"):
         raise refusal(f"SHA-256 differs from {MANIFEST_FILE}: the file was changed", [name])
 

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.errors import ModelFileError, UserError
 from engine.weights.gguf.header import GGUFArray, GGUFHeader, GGUFTensor, MetadataValue, read_header
+from engine.weights.model_file import FileBytes, ModelFile
 
 __all__ = ["GGUFArray", "GGUFFile", "GGUFTensor", "MetadataValue", "find_gguf", "open_gguf"]
 
@@ -27,18 +25,19 @@ _MAX_PARTS = 9999
 class GGUFFile:
     """`metadata` is the first part's; arrays in it are `GGUFArray`. `tensors` are in file order, part after part."""
 
-    paths: list[Path]
+    files: list[ModelFile]
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GGUFTensor]
     parts: Mapping[str, GGUFHeader]  # tensor name -> the part that holds it
 
     @property
     def path(self) -> Path:
-        return self.paths[0]
+        return self.files[0].path
 
-    def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes, uint8 [num_bytes], a read-only view into the mapped file. KeyError if there is none."""
-        return self.parts[name].data(self.tensors[name])
+    def data(self, name: str) -> FileBytes:
+        """A tensor's bytes. KeyError if there is none."""
+        tensor = self.tensors[name]
+        return self.parts[name].file.bytes(tensor.start, tensor.num_bytes)
 
 
 def find_gguf(path: Path) -> Path:
@@ -70,7 +69,7 @@ def open_gguf(path: Path) -> GGUFFile:
     header = read_header(path)
     count = _split_number(header, "split.count", 1)
     if count <= 1:
-        return GGUFFile([path], header.metadata, header.tensors, dict.fromkeys(header.tensors, header))
+        return GGUFFile([header.file], header.metadata, header.tensors, dict.fromkeys(header.tensors, header))
     headers = [header if p == path else _read_part(p, path) for p in _part_paths(path, count)]
     tensors: dict[str, GGUFTensor] = {}
     parts: dict[str, GGUFHeader] = {}
@@ -86,7 +85,7 @@ def open_gguf(path: Path) -> GGUFFile:
             f"{headers[0].path}: split.tensors.count says {total}, but the {count} parts hold {len(tensors)} tensors",
             "model",
         )
-    return GGUFFile([h.path for h in headers], headers[0].metadata, tensors, parts)
+    return GGUFFile([h.file for h in headers], headers[0].metadata, tensors, parts)
 
 
 def _split_number(header: GGUFHeader, key: str, default: int) -> int:

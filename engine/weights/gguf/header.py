@@ -1,13 +1,12 @@
 """The header of one GGUF file: metadata and tensor directory, read with every bound checked. Torch-free.
 
 Source: the GGUF specification (ggml, docs/gguf.md), versions 2 and 3, little-endian. A count or length is compared
-with the bytes that are left before anything is made of it, so a damaged file costs no memory.
+with the bytes that are left before anything is made of it, so a damaged file costs no memory. The header is read into
+memory as far as it goes; nothing is mapped.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from engine.errors import ModelFileError
 from engine.weights.gguf.types import by_number, describe
-from engine.weights.regular import open_regular
+from engine.weights.model_file import ModelFile
 
 _SCALARS: dict[int, tuple[str, np.dtype[np.generic]]] = {
     0: ("B", np.dtype("u1")),
@@ -40,6 +39,8 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMS = 4
 _MAX_ELEMENTS = 1 << 62
 _DEFAULT_ALIGNMENT = 32
+_MAX_HEADER = 256 << 20  # metadata with a vocabulary of 150,000 takes 6 MiB
+_READ_BYTES = 1 << 20  # at once, at least
 
 Scalar = int | float | bool | str
 
@@ -47,9 +48,9 @@ Scalar = int | float | bool | str
 class GGUFArray(Sequence[Scalar]):
     """An array of a GGUF file, decoded only where it is looked at. Elements are all of one kind."""
 
-    def __init__(self, path: Path, key: str, buffer: mmap.mmap, items: npt.NDArray[Any], strings: bool) -> None:
-        """`items` are the numbers themselves, or where each string begins in the file."""
-        self._path, self._key, self._buffer, self._items, self._strings = path, key, buffer, items, strings
+    def __init__(self, path: Path, key: str, head: bytearray, items: npt.NDArray[Any], strings: bool) -> None:
+        """`items` are the numbers themselves, or where each string begins in `head`, the file's beginning."""
+        self._path, self._key, self._head, self._items, self._strings = path, key, head, items, strings
 
     def __len__(self) -> int:
         return len(self._items)
@@ -59,7 +60,7 @@ class GGUFArray(Sequence[Scalar]):
         return self._strings
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The numbers (not of an array of strings): a read-only view into the file."""
+        """The numbers (not of an array of strings)."""
         if self._strings:
             raise TypeError(f"{self._key} holds strings")
         return self._items
@@ -76,8 +77,8 @@ class GGUFArray(Sequence[Scalar]):
             value: Scalar = item.item()
             return value
         start = int(item)
-        (size,) = struct.unpack_from("<Q", self._buffer, start)
-        raw = self._buffer[start + 8 : start + 8 + size]
+        (size,) = struct.unpack_from("<Q", self._head, start)
+        raw = self._head[start + 8 : start + 8 + size]
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -106,32 +107,28 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    path: Path
+    file: ModelFile
     version: int
     metadata: dict[str, MetadataValue]
     tensors: dict[str, GGUFTensor]  # in the file's order
-    buffer: mmap.mmap
 
-    def data(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes, uint8 [num_bytes]: a read-only view into the mapped file."""
-        return np.frombuffer(self.buffer, np.uint8, tensor.num_bytes, tensor.start)
+    @property
+    def path(self) -> Path:
+        return self.file.path
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Map a file and read its header. Raises ModelFileError for anything that is not a sound GGUF file."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise ModelFileError(f"{path}: the file is empty", "model")
-        try:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelFileError(f"{path}: cannot be read: {error.strerror}", "model") from error
-    return _Reader(path, buffer).header()
+    """Open a file and read its header. Raises ModelFileError for anything that is not a sound GGUF file."""
+    file = ModelFile(path)
+    if file.size == 0:
+        raise ModelFileError(f"{path}: the file is empty", "model")
+    return _Reader(file).header()
 
 
 class _Reader:
-    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
-        self.path, self.buffer, self.end, self.at = path, buffer, len(buffer), 0
+    def __init__(self, file: ModelFile) -> None:
+        self.file, self.path, self.end, self.at = file, file.path, file.size, 0
+        self.head = bytearray()  # the file's beginning, as far as it has been read
 
     def fail(self, message: str) -> NoReturn:
         raise ModelFileError(f"{self.path}: {message}", "model")
@@ -141,11 +138,22 @@ class _Reader:
         if size > self.end - self.at:
             self.fail(f"{what} needs {size} bytes at {self.at}, but the file ends at {self.end}: truncated or corrupt")
         start, self.at = self.at, self.at + size
+        self.reach(self.at)
         return start
+
+    def reach(self, end: int) -> None:
+        """Read the file up to byte `end`, which it has, or further."""
+        if end <= len(self.head):
+            return
+        if end > _MAX_HEADER:
+            self.fail(f"the header goes on behind byte {_MAX_HEADER}, the last that is read of one")
+        size = min(max(end, 2 * len(self.head), _READ_BYTES), self.end, _MAX_HEADER) - len(self.head)
+        self.head += self.file.read(len(self.head), size).data
 
     def scalar(self, form: str, what: str) -> int | float:
         size = struct.calcsize("<" + form)
-        value: int | float = struct.unpack_from("<" + form, self.buffer, self.skip(size, what))[0]
+        start = self.skip(size, what)
+        value: int | float = struct.unpack_from("<" + form, self.head, start)[0]
         return value
 
     def number(self, form: str, what: str) -> int:
@@ -155,12 +163,13 @@ class _Reader:
         size = self.number("Q", what)
         start = self.skip(size, what)
         try:
-            return self.buffer[start : start + size].decode()
+            return self.head[start : start + size].decode()
         except UnicodeDecodeError as error:
             self.fail(f"{what} is not UTF-8: {error}")
 
     def header(self) -> GGUFHeader:
-        magic = self.buffer[self.skip(min(4, self.end), "magic") : 4]
+        self.skip(min(4, self.end), "magic")
+        magic = bytes(self.head[:4])
         if magic != b"GGUF":
             self.fail(f"not a GGUF file: it begins with {magic!r}, not b'GGUF'")
         version = self.number("I", "version")
@@ -179,7 +188,7 @@ class _Reader:
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 24:
             self.fail(f"general.alignment is {alignment!r}; it must be a power of two")
         entries = [self.entry(i, num_tensors) for i in range(num_tensors)]
-        return GGUFHeader(self.path, version, metadata, self.place(entries, alignment), self.buffer)
+        return GGUFHeader(self.file, version, metadata, self.place(entries, alignment))
 
     def value(self, key: str) -> MetadataValue:
         kind = self.number("I", f"type of {key}")
@@ -199,28 +208,31 @@ class _Reader:
     def values(self, key: str) -> GGUFArray:
         kind, count = self.number("I", f"type of {key}"), self.number("Q", f"length of {key}")
         if kind == _STRING:
-            return GGUFArray(self.path, key, self.buffer, self.strings(key, count), True)
+            return GGUFArray(self.path, key, self.head, self.strings(key, count), True)
         if kind != _BOOL and kind not in _SCALARS:
             self.fail(f"{key} is an array of value type {kind}; arrays of numbers, bools and strings are read")
         dtype = np.dtype("?") if kind == _BOOL else _SCALARS[kind][1]
         start = self.skip(count * dtype.itemsize, key)
-        items = np.frombuffer(self.buffer, dtype, count, start) if count else np.empty(0, dtype)
-        return GGUFArray(self.path, key, self.buffer, items, False)
+        items = np.frombuffer(self.head[start : self.at], dtype)  # a copy: the head goes on growing
+        return GGUFArray(self.path, key, self.head, items, False)
 
     def strings(self, key: str, count: int) -> npt.NDArray[Any]:
         """Where each string begins (its length field)."""
         if count > (self.end - self.at) // 8:
             self.fail(f"{key} claims {count} strings, more than the rest of the file can hold: truncated or corrupt")
-        starts, length, at, buffer = array("Q"), struct.Struct("<Q").unpack_from, self.at, self.buffer
+        starts, length, at, head = array("Q"), struct.Struct("<Q").unpack_from, self.at, self.head
         last = self.end - 8
         for _ in range(count):
             if at > last:
                 self.fail(f"{key} runs past the end of the file: truncated or corrupt")
+            if at + 8 > len(head):
+                self.reach(at + 8)
             starts.append(at)
-            at += 8 + length(buffer, at)[0]
+            at += 8 + length(head, at)[0]
         if at > self.end:
             self.fail(f"{key} runs past the end of the file: truncated or corrupt")
         self.at = at
+        self.reach(at)
         return np.frombuffer(starts, np.uint64) if count else np.empty(0, np.uint64)
 
     def entry(self, index: int, count: int) -> tuple[str, tuple[int, ...], int, int]:

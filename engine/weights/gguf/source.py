@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 from engine.architectures.registry import config_from_gguf
 from engine.errors import ModelFileError
@@ -12,6 +11,7 @@ from engine.model.config import ModelConfig
 from engine.weights.checks import Found, refuse_extra, refuse_types, require
 from engine.weights.gguf.file import GGUFFile
 from engine.weights.layout import GGUF_HEAD, dense_tensors, expert_shape, gguf_expert_name, gguf_names
+from engine.weights.model_file import ModelFile, part
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
 
@@ -54,8 +54,8 @@ class GGUFSource(WeightSource):
         return sum(tensor.num_bytes for tensor in self.file.tensors.values())
 
     @property
-    def paths(self) -> list[Path]:
-        return self.file.paths
+    def files(self) -> list[ModelFile]:
+        return self.file.files
 
     def _expert_tensor(self, layer: int, projection: str) -> WeightTensor:
         stored = self.file.tensors[gguf_expert_name(layer, projection)]
@@ -84,8 +84,8 @@ def split_gate_up(fused: WeightTensor) -> tuple[list[WeightTensor], list[WeightT
     for index in range(fused.shape[0]):
         expert = fused[index]
         rows, middle = expert.shape[0] // 2, expert.num_bytes // 2
-        for half, data in zip(halves, (expert.data[:middle], expert.data[middle:]), strict=True):
-            half.append(WeightTensor(expert.name, (rows, expert.shape[1]), expert.type, data))
+        for half, span in zip(halves, (slice(0, middle), slice(middle, None)), strict=True):
+            half.append(WeightTensor(expert.name, (rows, expert.shape[1]), expert.type, part(expert.data, span)))
     return halves
 
 

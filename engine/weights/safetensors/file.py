@@ -6,18 +6,15 @@ Source: the safetensors format: 8 bytes little-endian header length, a JSON obje
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, NoReturn
 
 from engine.errors import ModelFileError
-from engine.weights.regular import open_regular, read_at
+from engine.weights.model_file import FileBytes, ModelFile
+from engine.weights.regular import read_at
 
 _MAX_HEADER = 100_000_000  # the format's own limit
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -36,31 +33,29 @@ class SafeTensor:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    path: Path
+    file: ModelFile
     tensors: dict[str, SafeTensor]
-    buffer: mmap.mmap
 
-    def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes: a read-only view into the mapped file."""
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    def data(self, name: str) -> FileBytes:
+        """A tensor's bytes."""
         tensor = self.tensors[name]
-        return np.frombuffer(self.buffer, np.uint8, tensor.num_bytes, tensor.start)
+        return self.file.bytes(tensor.start, tensor.num_bytes)
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
-    """Map a file and read its header. Raises ModelFileError if it is unsound or holds other than BF16, F16, F32."""
-    with open_regular(path) as file:
-        tensors = read_header(file, path)
-        try:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelFileError(f"{path}: cannot be read: {error.strerror}", "model") from error
-    return SafetensorsFile(path, tensors, buffer)
+    """Open a file and read its header. Raises ModelFileError if it is unsound or holds other than BF16, F16, F32."""
+    file = ModelFile(path)
+    return SafetensorsFile(file, read_header(file.fd, path))
 
 
-def read_header(file: BinaryIO, path: Path, most: int = _MAX_HEADER) -> dict[str, SafeTensor]:
-    """The tensors of an open file, by name. ModelFileError if it is unsound, holds other types than BF16, F16 and F32,
-    or has a header of more than `most` bytes."""
-    end = os.fstat(file.fileno()).st_size
+def read_header(file: int, path: Path, most: int = _MAX_HEADER) -> dict[str, SafeTensor]:
+    """The tensors of an open file (its descriptor), by name. ModelFileError if it is unsound, holds other types than
+    BF16, F16 and F32, or has a header of more than `most` bytes."""
+    end = os.fstat(file).st_size
     if end < 8:
         _fail(path, "shorter than a safetensors header")
     size = int.from_bytes(read_at(file, path, 0, 8), "little")

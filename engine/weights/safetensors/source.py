@@ -13,6 +13,7 @@ from engine.weights.checks import Found, refuse_extra, require
 from engine.weights.gguf.source import split_gate_up
 from engine.weights.json_file import read_json
 from engine.weights.layout import HEAD, dense_tensors, expert_shape
+from engine.weights.model_file import ModelFile
 from engine.weights.safetensors.file import SafetensorsFile, open_safetensors
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
@@ -68,8 +69,8 @@ class SafetensorsSource(WeightSource):
         return sum(file.tensors[name].num_bytes for name, file in self._files.items())
 
     @property
-    def paths(self) -> list[Path]:
-        return sorted({file.path for file in self._files.values()})
+    def files(self) -> list[ModelFile]:
+        return sorted({id(file): file.file for file in self._files.values()}.values(), key=lambda file: file.path)
 
     def _stored(self, name: str) -> WeightTensor:
         file = self._files[name]

@@ -51,12 +51,14 @@ std::shared_ptr<ExpertLayer> make_layer(int64_t experts, int64_t hidden, int64_t
 }
 
 void load(ExpertLayer& layer, WorkerPool& pool, int projection, const std::string& type, int64_t first,
-          const std::vector<uintptr_t>& data) {
+          const std::vector<uintptr_t>& data, int file) {
   if (projection < 0 || projection > 2)
     throw std::invalid_argument("projection: allowed are 0 (gate), 1 (up), 2 (down)");
-  std::vector<const uint8_t*> pointers;
-  for (uintptr_t p : data) pointers.push_back(at<const uint8_t>(p));
-  layer.load(pool, projection, source_type(type), first, pointers);
+  std::vector<SourceRows> rows;
+  for (uintptr_t place : data) {
+    rows.push_back(file < 0 ? SourceRows(at<const uint8_t>(place)) : SourceRows(file, static_cast<int64_t>(place)));
+  }
+  layer.load(pool, projection, source_type(type), first, rows);
 }
 
 void set_lora(ExpertLayer& layer, WorkerPool& pool, int slot, int64_t rank, bool bf16, std::array<uintptr_t, 3> a,
@@ -100,8 +102,10 @@ void bind_experts(nb::module_& module) {
   nb::class_<ExpertLayer>(module, "ExpertLayer", "One layer's routed experts, packed, and their adapters.")
       .def(nb::new_(&make_layer), "experts"_a, "hidden"_a, "intermediate"_a, "formats"_a, "shards"_a = 1,
            "nodes"_a = std::vector<int>{}, "`nodes`: the memory node of each shard, or none.")
-      .def("load", &load, "pool"_a, "projection"_a, "type"_a, "first"_a, "data"_a, free_gil,
-           "Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows.")
+      .def(
+          "load", &load, "pool"_a, "projection"_a, "type"_a, "first"_a, "data"_a, "file"_a = -1, free_gil,
+          "Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows, or, with "
+          "`file`, from where they begin in it.")
       .def("set_lora", &set_lora, "pool"_a, "slot"_a, "rank"_a, "bf16"_a, "a"_a, "b"_a, "scales"_a, free_gil,
            "Copies an adapter into a slot: addresses of A [E, r, in] and B [E, out, r] of gate, up, down.")
       .def("clear_lora", &ExpertLayer::clear_lora, "slot"_a)

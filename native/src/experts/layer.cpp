@@ -86,7 +86,7 @@ std::vector<Span> ExpertLayer::spans() const {
 }
 
 void ExpertLayer::load(WorkerPool& pool, int projection, const SourceType& source, int64_t first,
-                       const std::vector<const uint8_t*>& data) {
+                       const std::vector<SourceRows>& data) {
   const Format format = shape_.formats[projection];
   const int64_t n = rows_of(projection);
   const int64_t k = inner_of(projection);

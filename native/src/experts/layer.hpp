@@ -79,7 +79,7 @@ class ExpertLayer {
 
   // Packs experts [first, first + count) of a projection; data[i] is where expert first + i's rows begin.
   void load(WorkerPool& pool, int projection, const SourceType& source, int64_t first,
-            const std::vector<const uint8_t*>& data);
+            const std::vector<SourceRows>& data);
 
   // Into a slot, or out of it, that no task in flight uses; tasks may use other slots meanwhile.
   void set_lora(WorkerPool& pool, int slot, const LoraSource& source);

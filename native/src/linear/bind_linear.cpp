@@ -30,10 +30,14 @@ void bind_linear(nb::module_& module) {
           "`nodes`: the memory node of each shard, or none.")
       .def(
           "load",
-          [](PackedLinear& self, WorkerPool& pool, const std::string& source, Address data, int64_t data_bytes) {
-            self.load(pool, source, at<const uint8_t>(data), data_bytes);
+          [](PackedLinear& self, WorkerPool& pool, const std::string& source, Address data, int64_t data_bytes,
+             int file) {
+            const SourceRows rows =
+                file < 0 ? SourceRows(at<const uint8_t>(data)) : SourceRows(file, static_cast<int64_t>(data));
+            self.load(pool, source, rows, data_bytes);
           },
-          "pool"_a, "source"_a, "data"_a, "data_bytes"_a, release(), "Packs [n, k] of a GGML type.")
+          "pool"_a, "source"_a, "data"_a, "data_bytes"_a, "file"_a = -1, release(),
+          "Packs [n, k] of a GGML type from an address, or, with `file`, from where it begins there.")
       .def("write", &PackedLinear::write, "pool"_a, "file"_a, "offset"_a, release(),
            "Writes the packed memory to a file descriptor; its checksum.")
       .def("read", &PackedLinear::read, "pool"_a, "file"_a, "offset"_a, release(),

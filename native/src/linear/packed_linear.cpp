@@ -42,7 +42,7 @@ PackedLinear::PackedLinear(const std::string& format, int64_t n, int64_t k, int 
   }
 }
 
-void PackedLinear::load(WorkerPool& pool, const std::string& source_name, const uint8_t* data, int64_t data_bytes) {
+void PackedLinear::load(WorkerPool& pool, const std::string& source_name, const SourceRows& data, int64_t data_bytes) {
   const SourceType& source = source_type(source_name);
   require(k_ % source.block == 0, "k", k_, "a multiple of the type's block");
   require(data_bytes == n_ * (k_ / source.block) * source.block_bytes, "data_bytes", data_bytes, "n rows of k");

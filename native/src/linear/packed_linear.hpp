@@ -14,6 +14,7 @@
 
 #include "packing/format.hpp"
 #include "packing/packed_file.hpp"
+#include "packing/source_rows.hpp"
 #include "runtime/arena.hpp"
 #include "runtime/pool.hpp"
 
@@ -39,7 +40,7 @@ class PackedLinear {
   PackedLinear(const std::string& format, int64_t n, int64_t k, int shards, const float* bias,
                const std::vector<int>& nodes = {});
   // Packs `data` ([n, k] in a GGML type).
-  void load(WorkerPool& pool, const std::string& source, const uint8_t* data, int64_t data_bytes);
+  void load(WorkerPool& pool, const std::string& source, const SourceRows& data, int64_t data_bytes);
   // From or to a file, at `offset`; the checksum of the bytes (packing/packed_file.hpp).
   uint64_t read(WorkerPool& pool, int file, int64_t offset) { return read_spans(pool, spans(), file, offset); }
   uint64_t write(WorkerPool& pool, int file, int64_t offset) const { return write_spans(pool, spans(), file, offset); }

@@ -102,11 +102,20 @@ void pack_panels(const SourceType& source, Format target, const uint8_t* data, i
     uint8_t* panel = out + (p - first) * size;
     std::memset(panel, 0, static_cast<size_t>(size));
     for (int64_t row = 0; row < kPanel && p * kPanel + row < n; ++row) {
-      const uint8_t* from = data + (p * kPanel + row) * row_bytes;
+      const uint8_t* from = data + ((p - first) * kPanel + row) * row_bytes;
       check_finite(source, target, from, k, p * kPanel + row);
       pack_row(source, target, from, k, row, panel);
     }
   }
+}
+
+void pack_panels(const SourceType& source, Format target, const SourceRows& rows, int64_t n, int64_t k, int64_t first,
+                 int64_t last, uint8_t* out) {
+  thread_local std::vector<uint8_t> scratch;  // a few rows: 32 at most
+  const int64_t row_bytes = k / source.block * source.block_bytes;
+  const int64_t begin = first * kPanel * row_bytes;
+  const int64_t end = std::min(last * kPanel, n) * row_bytes;
+  pack_panels(source, target, rows.read(begin, end - begin, scratch), n, k, first, last, out);
 }
 
 }  // namespace ktserve

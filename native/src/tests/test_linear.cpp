@@ -35,7 +35,7 @@ void one(Isa isa, const char* format, double bound, Random& random) {
   for (int i = 0; i < 2; ++i) {
     weights[i] = draw(n[i] * k, random);
     linears.push_back(new PackedLinear(format, n[i], k, i + 1, i == 0 ? bias.data() : nullptr));
-    linears.back()->load(pool, "F32", reinterpret_cast<const uint8_t*>(weights[i].data()), n[i] * k * 4);
+    linears.back()->load(pool, "F32", SourceRows(reinterpret_cast<const uint8_t*>(weights[i].data())), n[i] * k * 4);
     std::vector<int64_t> ids(static_cast<size_t>(n[i]));
     std::iota(ids.begin(), ids.end(), 0);
     linears.back()->rows(pool, ids.data(), n[i], weights[i].data());  // as they were rounded

@@ -23,9 +23,9 @@ struct World {
         layer(LayerShape{e, h, i, {format, format, format}, shards}) {
     for (int p = 0; p < 3; ++p) {
       const std::vector<float> w = draw(e * h * i, random, 0.1f);
-      std::vector<const uint8_t*> rows;
+      std::vector<SourceRows> rows;
       for (int64_t x = 0; x < e; ++x)
-        rows.push_back(reinterpret_cast<const uint8_t*>(&w[static_cast<size_t>(x * h * i)]));
+        rows.emplace_back(reinterpret_cast<const uint8_t*>(&w[static_cast<size_t>(x * h * i)]));
       layer.load(pool, p, source_type("F32"), 0, rows);
     }
     for (int slot : {1, 3}) add_lora(slot, 1 + random.below(20), random);

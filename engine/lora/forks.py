@@ -1,0 +1,118 @@
+"""Forks of a process that has imported torch once and does nothing else: `python ktserve/__main__.py adapters`.
+
+    engine ──a socket for each fork──> server ──fork──> keeper ──fork──> job, at the other end of that socket
+       ^─────────────────────── how the job ended ────────┘
+
+A keeper lives as long as its job: it ends the job when the engine closes the socket, and tells how the job ended. Each
+of them ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from ktserve.launcher import program
+
+_PR_SET_PDEATHSIG = 1
+_BYTES = 1  # of a message that brings a socket
+
+
+class Forks:
+    """The engine's side. Starts the server when it is needed, and again if it has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def open(self) -> socket.socket:
+        """A socket to a job of its own; closing it, or `shutdown`, ends the job. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            with self._lock, theirs:
+                if self._server is None or self._server.poll() is not None:
+                    self._start()
+                assert self._control is not None  # _start made it
+                socket.send_fds(self._control, [bytes(_BYTES)], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+        return ours
+
+    def _start(self) -> None:
+        self._stop()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._server = subprocess.Popen(program("adapters"), stdin=theirs.fileno())
+
+    def close(self) -> None:
+        """Ends the server with all that it has forked."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+        self._server = self._control = None
+
+
+def serve(job: Callable[[Connection], None], ended: Callable[[int], bytes]) -> NoReturn:
+    """The server: forks a `job` for every socket that comes in on stdin, until that closes. `ended`: the message that
+    tells a job's exit status (negative: a signal's number)."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
+    with socket.socket(fileno=os.dup(0)) as control:
+        while True:
+            got, descriptors, _, _ = socket.recv_fds(control, _BYTES, 1)
+            if not got:
+                os._exit(0)
+            server = os.getpid()
+            if os.fork() == 0:
+                control.close()
+                _end_with(server)
+                _keep(Connection(descriptors[0]), job, ended)
+            os.close(descriptors[0])
+
+
+def _keep(connection: Connection, job: Callable[[Connection], None], ended: Callable[[int], bytes]) -> NoReturn:
+    keeper = os.getpid()
+    child_ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler wakes nobody
+    child = os.fork()
+    if child == 0:
+        _end_with(keeper)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.close(child_ended)
+        os.close(wake)
+        job(connection)
+        os._exit(0)
+    poll = select.poll()
+    poll.register(child_ended, select.POLLIN)
+    poll.register(connection.fileno(), select.POLLRDHUP)  # what the engine has sent is the job's to read
+    if child_ended not in dict(poll.poll()):
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with suppress(OSError):  # nobody listens any more
+        connection.send_bytes(ended(status))
+    os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel kills this process when `parent`, which has forked it, ends (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended in between
+        os._exit(1)
