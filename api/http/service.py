@@ -27,7 +27,7 @@ from api.http.caller import caller_of
 from api.http.metrics import Metrics
 from api.http.notes import UnknownFields, note
 from api.http.wire import Bodies, until_gone
-from api.prepare.job import Job, Kind, Prepared, Reading
+from api.prepare.job import Job, Kind, Prepared
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import too_long
 from api.tenants.keys import Keys
@@ -160,10 +160,9 @@ class Service:
         tenant: Tenant,
         adapter: str | None,
         prompts: list[list[int]],
-        grammar: m.GrammarSpec | None = None,
-        reading: Reading | None = None,
+        prepared: Prepared,
     ) -> Answers:
-        """n answers for each prompt, prompt after prompt. All of them are aborted if one cannot be sent."""
+        """n answers for each prompt of what was `prepared`, prompt after prompt. All are aborted if one cannot be sent."""
         for param, tokens in (
             ("logit_bias", map(int, body.logit_bias)),
             ("stop_token_ids", body.stop_token_ids),
@@ -171,8 +170,7 @@ class Service:
         ):
             check_vocabulary(tokens, self.ready.vocab_size, param)
         if body.stop and self.tokenizer is None:
-            raise _without_text("stop")
-        bad_words = self._bad_words(body)
+            raise bad_request("stop: the server runs without a tokenizer (--skip-tokenizer)", "stop")
         limits = [self._output_tokens(body, tenant, len(prompt)) for prompt in prompts]
         stops = StopStrings(body.stop) if body.stop else None
         if body.min_tokens > min(limits):
@@ -181,14 +179,15 @@ class Service:
         tickets = self._admitted(body, tenant, prompts, limits)
         waiting = iter(tickets)
         answers = Answers(Inbox(), body.candidates)
+        reading = prepared.reading
         layout = None if reading is None else reading.layout
         try:
             for prompt, limit in zip(prompts, limits, strict=True):
                 for choice in range(body.candidates):
-                    sampling = sampling_params(body, self.defaults, max(1, limit), choice, bad_words)
+                    sampling = sampling_params(body, self.defaults, max(1, limit), choice, prepared.bad_words)
                     if reading is not None:
                         sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
-                    message = self._message(body, tenant, adapter, prompt, sampling, priority, grammar)
+                    message = self._message(body, tenant, adapter, prompt, sampling, priority, prepared.grammar)
                     meter = Meter(
                         self.metrics,
                         tenant=tenant.name,
@@ -279,13 +278,6 @@ class Service:
             detokenizer = self.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens, shown=shown)
         return Output(detokenizer, stops, body.min_tokens, segments, include_stop=body.include_stop_str_in_output)
 
-    def _bad_words(self, body: ChatOptions | CompletionOptions) -> list[list[int]]:
-        if not body.bad_words:
-            return []
-        if self.tokenizer is None:
-            raise _without_text("bad_words")
-        return [tokens for word in body.bad_words for tokens in self.tokenizer.word_tokens(word)]
-
     def _output_tokens(self, body: ChatOptions | CompletionOptions, tenant: Tenant, prompt_tokens: int) -> int:
         """max_tokens, or its default. Raises ApiError 400 if prompt and output do not fit."""
         length = tenant.context(self.ready.max_model_len)
@@ -321,7 +313,3 @@ def _priority(body: ChatOptions | CompletionOptions, tenant: Tenant) -> int:
             f"priority {body.priority}: this key may ask for {ceiling} (first) to 1000 (last)", "priority"
         )
     return ceiling
-
-
-def _without_text(param: str) -> ApiError:
-    return bad_request(f"{param}: the server runs without a tokenizer (--skip-tokenizer)", param)

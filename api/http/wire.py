@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from api.client.stream import EngineUnavailable
 from api.errors import ApiError
@@ -68,9 +68,20 @@ class Bodies:
             yield bytes(body)
         finally:
             if len(body) > _SMALL_BODY:
-                self._left += len(body)
+                size = len(body)
                 body.clear()
-                give_back()
+                self.release(size)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count as held until `release`. Raises ApiError 503 if too many are."""
+        if num_bytes > self._left:
+            raise ApiError(503, "too many large bodies are being held", code="bodies_held", retry_after_s=1.0)
+        self._left -= num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """What has been freed."""
+        self._left += num_bytes
+        give_back()
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         too_large = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
@@ -83,10 +94,31 @@ class Bodies:
                 raise too_large
             held = len(chunk) if before > _SMALL_BODY else before + len(chunk)
             if before + len(chunk) > _SMALL_BODY:
-                if held > self._left:
-                    raise ApiError(503, "too many large bodies are being read", code="bodies_held", retry_after_s=1.0)
-                self._left -= held
+                self.hold(held)
             body += chunk
+
+
+class Pieces(Response):
+    """JSON in pieces, sent one by one so that others are served in between; large ones count as `bodies` that are held
+    until they have been sent. Raises ApiError 503 for too many."""
+
+    def __init__(self, pieces: list[bytes], bodies: Bodies) -> None:
+        size = sum(map(len, pieces))
+        super().__init__(headers={"content-length": str(size)}, media_type="application/json")
+        self._pieces, self._bodies, self._held = pieces, bodies, size if size > _SMALL_BODY else 0
+        bodies.hold(self._held)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._pieces.clear()
+            if self._held:
+                self._bodies.release(self._held)
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

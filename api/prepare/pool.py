@@ -12,7 +12,7 @@ import msgspec
 
 from api.client.process import SocketDir, end, spawn
 from api.errors import ApiError
-from api.prepare.job import LENGTH, Job, Prepared, TextSettings, decode_answer, encode
+from api.prepare.job import LENGTH, Declined, Job, Prepared, TextSettings, decode_answer, encode
 from engine.errors import EngineError
 from ktserve.launcher import program
 
@@ -98,7 +98,7 @@ class _Lane:
                 await self._open()
             finished = False
             try:
-                answer = decode_answer(await asyncio.wait_for(self._exchange(job, raw), limit_s * _WALL_FACTOR))
+                answer = await asyncio.wait_for(self._exchange(job, raw), limit_s * _WALL_FACTOR)
                 finished = True
             except (asyncio.IncompleteReadError, ConnectionError, asyncio.TimeoutError):
                 log.warning("preparing a %s request of %d bytes was cut off", job.kind.value, len(raw))
@@ -123,7 +123,7 @@ class _Lane:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise EngineError("the process that prepares prompts ended") from None
 
-    async def _exchange(self, job: Job, raw: bytes) -> bytes:
+    async def _exchange(self, job: Job, raw: bytes) -> Prepared | Declined:
         assert self._reader is not None and self._writer is not None  # run opened them
         head = encode(job)
         self._writer.write(LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw)))
@@ -131,8 +131,19 @@ class _Lane:
         for start in range(0, len(raw), _CHUNK):
             self._writer.write(view[start : start + _CHUNK])
             await self._writer.drain()
+        answer = decode_answer(await self._reader.readexactly(await self._length()))
+        left, pieces = await self._length(), []
+        while left:
+            if not (piece := await self._reader.read(min(left, _CHUNK))):
+                raise asyncio.IncompleteReadError(b"", left)
+            pieces.append(piece)
+            left -= len(piece)
+        return msgspec.structs.replace(answer, answer=pieces) if isinstance(answer, Prepared) else answer
+
+    async def _length(self) -> int:
+        assert self._reader is not None  # run opened it
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return await self._reader.readexactly(length)
+        return int(length)
 
     def drop(self) -> None:
         """Close the connection and end its child, whatever it is doing."""

@@ -65,9 +65,14 @@ def _serve(connection: socket.socket, preparer: Preparer, cpu_limit_s: float) ->
         if raw is None:
             return
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # SIGPROF ends a process that does not handle it
-        answer = encode(_answer(preparer, decode_job(frame), raw))
+        answer, pieces = _answer(preparer, decode_job(frame), raw), []
+        if isinstance(answer, Prepared):
+            answer, pieces = msgspec.structs.replace(answer, answer=[]), answer.answer
+        frame = encode(answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.sendall(LENGTH.pack(len(answer)) + answer)
+        connection.sendall(LENGTH.pack(len(frame)) + frame + LENGTH.pack(sum(map(len, pieces))))
+        for piece in pieces:
+            connection.sendall(piece)
 
 
 def _answer(preparer: Preparer, job: Job, raw: bytes) -> Prepared | Declined:

@@ -33,6 +33,9 @@ def tokenizer_of(settings: TextSettings) -> Tokenizer | None:
     return load_tokenizer(Path(settings.model), Path(gguf) if gguf else None, Path(template) if template else None)
 
 
+_MAX_ANSWER_BYTES = 64 << 20  # of /tokenize and /detokenize
+
+
 class Preparer:
     """`tokenizer` None: prompts are token ids."""
 
@@ -89,7 +92,7 @@ class Preparer:
                 tokenizer = self._needed("tokens")
                 check_vocabulary(given.tokens, job.vocab_size, "tokens")
                 text = tokenizer.decode(given.tokens, skip_special_tokens=False)
-                return Prepared(_model(given.model), texts=[text])
+                return Prepared(_model(given.model), answer=_answer(text, "tokens"))
 
     def _chat_of(self, content: dict[str, Any], job: Job, notes: Notes, words: Mapping[str, str]) -> Prepared:
         """Of a request in another form, as a chat's. `words`: what that form calls a chat's fields."""
@@ -126,9 +129,12 @@ class Preparer:
         ids = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
         ids = _truncated(ids, body, job)
         _check_prompt(ids, "messages", job)
-        reading = Reading(chat.layout, chat.thinking, functions=bool(body.functions))
         return Prepared(
-            _options(body, ChatOptions), [_packed(ids)], grammar=self._grammars.checked(chat.grammar), reading=reading
+            _options(body, ChatOptions),
+            [_packed(ids)],
+            bad_words=self._bad_words(body),
+            grammar=self._grammars.checked(chat.grammar),
+            reading=Reading(chat.layout, chat.thinking, functions=bool(body.functions)),
         )
 
     @property
@@ -162,7 +168,16 @@ class Preparer:
             prompts.append(_packed(ids))
             if body.echo:
                 texts.append(self._echoed(prompt, ids, body))
-        return Prepared(_options(body, CompletionOptions), prompts, texts, grammar=self._grammars.of(body))
+        options, grammar = _options(body, CompletionOptions), self._grammars.of(body)
+        return Prepared(options, prompts, texts, bad_words=self._bad_words(body), grammar=grammar)
+
+    def _bad_words(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+        """Every way in which they are written."""
+        if not body.bad_words:
+            return []
+        if self._tokenizer is None:
+            raise bad_request("bad_words: the server runs without a tokenizer (--skip-tokenizer)", "bad_words")
+        return [tokens for word in body.bad_words for tokens in self._tokenizer.word_tokens(word)]
 
     def _raw(self, prompt: str, body: CompletionRequest, job: Job) -> list[int]:
         """A raw prompt is the client's from end to end: control tokens written out in it are control tokens."""
@@ -191,7 +206,10 @@ class Preparer:
                 continue_final_message=False,
             )
             ids = self._encoded(rendered, None)
-        return Prepared(_model(body.model), [_packed(ids)])
+        return Prepared(msgspec.json.encode({"model": body.model, "count": len(ids)}), answer=_answer(ids, "prompt"))
+
+
+TOKEN_BYTES = 4
 
 
 def _packed(ids: Sequence[int]) -> bytes:
@@ -214,6 +232,15 @@ def _truncated(ids: list[int], body: ChatRequest | CompletionRequest, job: Job) 
 
 def _model(name: str | None) -> bytes:
     return msgspec.json.encode({"model": name})
+
+
+def _answer(value: str | list[int], param: str) -> list[bytes]:
+    """As JSON. ApiError 400 for one that is larger than any client can use."""
+    content = msgspec.json.encode(value)
+    if len(content) > _MAX_ANSWER_BYTES:
+        size = f"{len(content) >> 20} MiB, more than {_MAX_ANSWER_BYTES >> 20}"
+        raise bad_request(f"{param}: the answer takes {size}; send it in parts", param)
+    return [content]
 
 
 def _options(body: Body, kind: type[Body]) -> bytes:

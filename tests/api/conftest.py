@@ -86,12 +86,14 @@ def environment(**fake: Any) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path, *flags: str, key: str = "none", **fake: Any) -> Iterator[Running]:
-    """`ktserve serve` on a free port, ready to answer."""
+def serving(
+    model: Path, folder: Path, *flags: str, key: str = "none", program: str = "api.cli.main", **fake: Any
+) -> Iterator[Running]:
+    """`ktserve serve` on a free port, ready to answer. `program`: the module that is run."""
     log, stderr = folder / "messages.jsonl", folder / "stderr.txt"
     with open(stderr, "wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "api.cli.main", "serve", str(model), "--port", "0", *flags],
+            [sys.executable, "-m", program, "serve", str(model), "--port", "0", *flags],
             env=environment(log=str(log), **fake),
             stderr=sink,
             stdout=sink,

@@ -18,7 +18,9 @@ import httpx
 import openai
 import pytest
 
+from api.client import process
 from api.client.process import SocketDir
+from engine.heartbeat import Heartbeat
 from tests.api.conftest import ROOT, environment, serving
 from tests.api.test_faults import engine_of, eventually, gone
 
@@ -155,3 +157,30 @@ def test_a_silent_engine_shows_within_five_seconds(model_dir: Path, tmp_path: Pa
         eventually(lambda: gone(engine), 30)
         eventually(lambda: server.http.get("/health").status_code == 200, 40)
         assert server.openai.completions.create(model="tiny", prompt="ab").choices[0].text == "ab"
+
+
+def test_a_start_beside_another_does_not_remove_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that looks for leftovers just when the other has made its lock, and not taken it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    flock, removed = process.fcntl.flock, []
+
+    def late(file: int, how: int) -> None:
+        if not removed:
+            removed.append(next(tmp_path.glob("ktserve-*")))
+            process._remove_if_left(removed[0])
+        flock(file, how)
+
+    monkeypatch.setattr(process.fcntl, "flock", late)
+    made = SocketDir()
+    assert made.path.exists() and made.path not in removed
+    made.remove()
+
+
+def test_an_engine_that_was_slow_to_start_is_not_silent(tmp_path: Path) -> None:
+    made = Heartbeat.create(tmp_path / "beat")
+    made._words[0] -= 10**10
+    assert made.silent_s() > 9
+    engine = Heartbeat(tmp_path / "beat")
+    engine.start()
+    assert made.silent_s() < 9
+    engine.stop()

@@ -13,6 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.build.assemble import build
+from engine.config import EngineConfig
+from engine.errors import UserError
 from engine.messages import Finished, LoadAdapter, Reply, UnloadAdapter
 from testing.harness import Harness
 from testing.tiny import save_hf, tiny_model
@@ -164,3 +167,22 @@ def test_a_hostile_folder_hurts_nobody(
     for name in ("good", *(["bad"] if refused.ok else [])):
         engine.core.handle(UnloadAdapter(call_id=3, name=name))
     engine.until(lambda: engine.core.adapters.num_bytes == 0)
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file", "empty", "a FIFO", "a dangling link", "long", "no user"])
+def test_a_start_up_adapter_is_looked_at_before_the_model(tmp_path: Path, kind: str) -> None:
+    """The model is missing too, and named later."""
+    folder = tmp_path / "adapter"
+    if kind == "a file":
+        folder.write_text("{}")
+    elif kind not in ("missing", "long", "no user"):
+        folder.mkdir()
+        if kind == "a FIFO":
+            os.mkfifo(folder / MODEL)
+        elif kind == "a dangling link":
+            (folder / MODEL).symlink_to("nowhere")
+    path = {"long": f"/{'x' * 4096}", "no user": "~nobody-of-that-name/x"}.get(kind, str(folder))
+    config = EngineConfig(model=str(tmp_path / "no model"), adapters=[f"mine={path}"])
+    with pytest.raises(UserError, match="adapter 'mine'") as caught:
+        build(config, lambda _: None, lambda *_: None)
+    assert "\n" not in str(caught.value)

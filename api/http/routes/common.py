@@ -55,7 +55,7 @@ async def open_chat(request: Request, prepared: Prepared) -> tuple[ChatOptions, 
     body = ChatOptions.model_validate_json(prepared.options)
     adapter = service.adapter(tenant, body.model)
     prompt = unpacked(prepared.prompts[0])
-    return body, await service.submit(body, tenant, adapter, [prompt], prepared.grammar, prepared.reading)
+    return body, await service.submit(body, tenant, adapter, [prompt], prepared)
 
 
 async def respond(request: Request, answers: Answers, front: Front, *, stream: bool) -> Response:

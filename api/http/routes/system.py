@@ -12,9 +12,8 @@ from api.errors import ApiError
 from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
 from api.http.openapi import described
 from api.http.routes.common import check_admin, service_of, tenant_of
-from api.http.wire import json_response
+from api.http.wire import Pieces, json_response
 from api.prepare.job import Kind
-from api.prepare.prompts import unpacked
 from api.version import project_version
 
 
@@ -84,15 +83,16 @@ def router() -> APIRouter:
     async def tokenize(request: Request) -> Response:
         service, tenant = service_of(request), tenant_of(request)
         prepared = await service.prepare(Kind.TOKENIZE, request)
-        service.adapter(tenant, msgspec.json.decode(prepared.options)["model"])
-        tokens = unpacked(prepared.prompts[0])
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.ready.max_model_len})
+        options = msgspec.json.decode(prepared.options)
+        service.adapter(tenant, options["model"])
+        end = f',"count":{options["count"]},"max_model_len":{service.ready.max_model_len}}}'.encode()
+        return Pieces([b'{"tokens":', *prepared.answer, end], service.bodies)
 
     @routes.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         service, tenant = service_of(request), tenant_of(request)
         prepared = await service.prepare(Kind.DETOKENIZE, request)
         service.adapter(tenant, msgspec.json.decode(prepared.options)["model"])
-        return json_response({"prompt": prepared.texts[0]})
+        return Pieces([b'{"prompt":', *prepared.answer, b"}"], service.bodies)
 
     return routes

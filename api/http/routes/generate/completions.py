@@ -33,7 +33,7 @@ def router() -> APIRouter:
         body = CompletionOptions.model_validate_json(prepared.options)
         adapter = service.adapter(tenant, body.model)
         prompts = [unpacked(data) for data in prepared.prompts]
-        answers = await service.submit(body, tenant, adapter, prompts, prepared.grammar)
+        answers = await service.submit(body, tenant, adapter, prompts, prepared)
         head = {"object": "text_completion", **head_of(request, body, "cmpl-")}
         front = _Completion(service.tokenizer, body, prompts, prepared.texts, answers, head)
         return await respond(request, answers, front, stream=body.stream)

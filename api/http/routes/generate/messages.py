@@ -14,7 +14,7 @@ from api.http.openapi import described
 from api.http.routes.common import model_of, open_chat, respond, service_of, tenant_of
 from api.http.wire import json_response
 from api.prepare.job import Kind
-from api.prepare.prompts import unpacked
+from api.prepare.prompts import TOKEN_BYTES
 
 
 def router() -> APIRouter:
@@ -33,6 +33,6 @@ def router() -> APIRouter:
         service, tenant = service_of(request), tenant_of(request)
         prepared = await service.prepare(Kind.MESSAGES, request)
         service.adapter(tenant, ChatOptions.model_validate_json(prepared.options).model)
-        return json_response({"input_tokens": len(unpacked(prepared.prompts[0]))})
+        return json_response({"input_tokens": len(prepared.prompts[0]) // TOKEN_BYTES})
 
     return routes

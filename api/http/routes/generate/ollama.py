@@ -63,7 +63,7 @@ async def _chat(request: Request, kind: Kind, field: str) -> Response:
     if prepared.is_raw:
         raw = CompletionOptions.model_validate_json(prepared.options)
         adapter = service.adapter(tenant, raw.model)
-        answers = await service.submit(raw, tenant, adapter, [unpacked(prepared.prompts[0])], prepared.grammar)
+        answers = await service.submit(raw, tenant, adapter, [unpacked(prepared.prompts[0])], prepared)
         return await respond(request, answers, OllamaFront(model_of(request, raw), answers, field), stream=raw.stream)
     body, answers = await open_chat(request, prepared)
     return await respond(request, answers, OllamaFront(model_of(request, body), answers, field), stream=body.stream)
