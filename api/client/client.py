@@ -67,7 +67,7 @@ class EngineClient:
         self._open: dict[str, OpenRequest] = {}
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._call_ids = itertools.count(1)
-        self._wanted = _loads(config)  # what every engine is given before it serves, by name
+        self._wanted = startup_loads(config)  # what every engine is given before it serves, by name
         self._fatal: m.FatalError | None = None
         self._started: asyncio.Future[m.Ready] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -365,7 +365,7 @@ class EngineClient:
                 future.set_exception(error)
 
 
-def _loads(config: EngineConfig) -> dict[str, m.LoadAdapter]:
+def startup_loads(config: EngineConfig) -> dict[str, m.LoadAdapter]:
     """`--adapters` as calls, by name. Raises UserError."""
     return {
         name: m.LoadAdapter(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from api.client import client as client_module
-from api.client.client import EngineClient, startup_adapters
+from api.client.client import EngineClient, startup_loads
 from api.client.stream import EngineUnavailable, Inbox, OpenRequest, merged
 from engine import messages as m
 from engine.config import EngineConfig
@@ -182,10 +182,10 @@ def test_start_up_adapters_that_are_wrong(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=match):
             EngineClient(EngineConfig(model="tiny", adapters=adapters), command=COMMAND)
     config = EngineConfig(model="tiny", adapters=["a=/x", "b=/y"], pinned_adapters=["b"])
-    assert {name: call.pinned for name, call in startup_adapters(config).items()} == {"a": False, "b": True}
+    assert {name: call.pinned for name, call in startup_loads(config).items()} == {"a": False, "b": True}
     config.pinned_adapters = ["b", "c"]
     with pytest.raises(UserError, match="--pinned-adapters 'c': no adapter of --adapters; those are a, b"):
-        startup_adapters(config)
+        startup_loads(config)
 
 
 def test_a_restart_brings_back_what_there_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
