@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from api.client.launch import engine_command, with_demo
-from api.client.process import LAUNCHER, child_environment
+from api.client.process import child_environment
 from api.config import ServeConfig
 from engine.config import EngineConfig
 from engine.errors import UserError
+from ktserve.launcher import program
 
 
 def run_child(
@@ -35,5 +36,5 @@ def run_child(
 
 def run_training_plan(config: str, *overrides: str) -> int:
     """The memory plan of a training run; the child's exit status."""
-    status = subprocess.run([*LAUNCHER, "training-plan", config, *overrides], env=child_environment(), check=False)
+    status = subprocess.run(program("training-plan", config, *overrides), env=child_environment(), check=False)
     return status.returncode if status.returncode >= 0 else 128 - status.returncode

@@ -9,10 +9,11 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from api.client.process import LAUNCHER, child_environment
+from api.client.process import child_environment
 from engine.errors import UserError
+from ktserve.launcher import program
 
-TRAINING_COMMAND = (*LAUNCHER, "training")
+TRAINING_COMMAND = program("training")
 _NEEDED = ("torch", "transformers", "peft", "accelerate")
 _PUBLISH_KEY = "KTSERVE_PUBLISH_KEY"
 

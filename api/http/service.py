@@ -162,7 +162,7 @@ class Service:
         prompts: list[list[int]],
         prepared: Prepared,
     ) -> Answers:
-        """n answers for each prompt of what was `prepared`, prompt after prompt. All are aborted if one cannot be sent."""
+        """n answers for each prompt of `prepared`, prompt after prompt. All are aborted if one cannot be sent."""
         for param, tokens in (
             ("logit_bias", map(int, body.logit_bias)),
             ("stop_token_ids", body.stop_token_ids),

@@ -44,10 +44,10 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """`options`: JSON of the body's other fields. `prompts`: int32 token ids of each prompt. `texts`: what `echo`
-    repeats. `bad_words`: the body's, as tokens. `answer`: JSON that the client gets, in pieces; it follows in a frame
-    of its own. `unknown`: fields that nobody knows; `unused`: known ones that change nothing. `options` are those of a chat unless the prompt is raw (`is_raw`). `grammar`: what the output
-    is to be; `reading`: how a chat's is read."""
+    """`options`: JSON of the body's other fields, those of a chat unless the prompt is raw (`is_raw`). `prompts`: int32
+    token ids of each prompt. `texts`: what `echo` repeats. `bad_words`: the body's, as tokens. `answer`: JSON that the
+    client gets, in pieces; it follows in a frame of its own. `unknown`: fields that nobody knows; `unused`: known ones
+    that change nothing. `grammar`: what the output is to be; `reading`: how a chat's is read."""
 
     options: bytes
     prompts: list[bytes] = []

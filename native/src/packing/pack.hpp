@@ -6,8 +6,8 @@
 
 #include "packing/format.hpp"
 #include "packing/half.hpp"
-#include "packing/sources/source.hpp"
 #include "packing/source_rows.hpp"
+#include "packing/sources/source.hpp"
 
 namespace ktserve {
 
