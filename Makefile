@@ -31,7 +31,7 @@ chat: setup
 	@$(VENV)/bin/ktserve chat $(ARGS)
 
 # Two processes, a file at a time: half of the time goes into waiting.
-test: setup
+test: setup $(VENV)/.train
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-clients: setup $(VENV)/.clients
@@ -95,6 +95,11 @@ $(VENV)/.packages: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'installing packages (a few minutes the first time) ...'
 	@$(PIP) install -qq --constraint constraints.txt scikit-build-core nanobind cmake ninja torch
 	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --config-settings=wheel.cmake=false --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/.packages
+	@echo 'installing what training needs ...'
+	@$(PIP) install -qq --constraint constraints.txt $$($(PY) -m testing.extra train)
 	@touch $@
 
 $(VENV)/.clients: pyproject.toml constraints.txt tests/clients/node/package.json | $(VENV)/.packages

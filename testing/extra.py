@@ -4,18 +4,20 @@ Installing "ktserve[NAME]" would install the project itself again, without its k
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib.metadata import requires
 
+from packaging.requirements import Requirement
+
 
 def requirements(extra: str) -> list[str]:
-    """Of the installed project. Raises LookupError for a set that there is not."""
-    marked = [line.split(";") for line in requires("ktserve") or ()]
-    found = [parts[0].replace(" ", "") for parts in marked if re.search(rf"extra == ['\"]{extra}['\"]", parts[-1])]
+    """Of the installed project, with this Python. Raises LookupError for a set that there is not."""
+    known = [Requirement(line) for line in requires("ktserve") or ()]
+    optional = [each for each in known if each.marker is not None and not each.marker.evaluate({"extra": ""})]
+    found = [each for each in optional if each.marker is not None and each.marker.evaluate({"extra": extra})]
     if not found:
         raise LookupError(f"pyproject.toml has no optional dependencies {extra!r}")
-    return found
+    return [f"{each.name}{each.specifier}" for each in found]
 
 
 if __name__ == "__main__":
