@@ -8,7 +8,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := ktserve api engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test test-clients lint format load chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat setup test test-clients lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
@@ -16,7 +16,8 @@ help:
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
-	@echo 'make load       a minute of locust against a server of its own; prints the table'
+	@echo 'make load       [SCENARIO=chat|tenants|adapters|long_prefill|churn|soak] [UI=1]: a minute of locust against a server of its own'
+	@echo 'make soak       two minutes of chats, floods, hang-ups and adapter churn; fails if what the server holds grows'
 	@echo 'make chaos      ten minutes of floods, hang-ups, broken bodies and folders, engine kills; prints how requests ended'
 	@echo 'make fuzz       ten minutes of mutated files for every reader, and of requests by the OpenAPI document and by hand'
 	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES] [OUT=FILE]: measure a CPU against its peaks and llama.cpp; table in docs/'
@@ -51,7 +52,10 @@ format: setup
 	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format -i
 
 load: setup
-	@$(PY) -m ktserve loadtests $(ARGS)
+	@$(PY) -m ktserve loadtests $(if $(SCENARIO),--scenario $(SCENARIO)) $(if $(UI),--ui) $(ARGS)
+
+soak: setup
+	@$(PY) -m ktserve loadtests --scenario soak --duration 120 --max-tokens 64 $(ARGS) -- --check-integrity --max-adapter-slots 4
 
 chaos: setup
 	@$(PY) -m loadtests.chaos.run $(ARGS)

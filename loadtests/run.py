@@ -1,126 +1,203 @@
-"""Run the scenario without a browser and print a table: `python -m ktserve loadtests --users 8 --duration 60`.
-
-Without --host a server is started (and ended) on a free port; what follows `--` goes to `ktserve serve`.
-"""
+"""Run a scenario, print a table, write a page, fail where a limit was missed: `python -m ktserve loadtests`."""
 
 from __future__ import annotations
 
 from locust.env import Environment  # isort: skip  # patches the standard library: before all others
 
-import argparse
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import gevent
+from locust import argument_parser
 from rich.console import Console
 from rich.table import Table
 
 from ktserve.launcher import program
-from loadtests.scenario import Chat, LoadError, list_models
+from loadtests.load.limits import Limit
+from loadtests.load.options import Options, parse
+from loadtests.load.recorder import Recorder, wait_until
+from loadtests.load.records import Stage
+from loadtests.load.scenarios import SCENARIOS
+from loadtests.load.server import ServerError, serving
+from loadtests.load.traffic import Traffic
+from loadtests.load.watch import Watch
+from loadtests.load.wire import Api, LoadError
+from loadtests.report.html import COLUMNS, page, row
 
-_START_S = 600.0
-_PERCENTILES = (0.5, 0.95, 0.99)
+_WORKERS_S = 120.0
+_DRAIN_S = 60.0
 _SHOWN_ERRORS = 5
+_LOOKS = 30  # at a server that is watched
+_OPEN = ("ktserve_num_requests_running ", "ktserve_num_requests_waiting ")
+_NO_ERRORS = Limit("errors", None, 0.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 if an answer failed or none came."""
-    parser = argparse.ArgumentParser(prog="ktserve loadtests", description=__doc__)
-    parser.add_argument("--host", help="URL of a server that runs, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--users", type=int, default=8, help="chats at the same time (default: 8)")
-    parser.add_argument("--duration", type=float, default=60, help="seconds (default: 60)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
-    parser.add_argument("--api-key", help="key to send")
-    parser.add_argument("serve", nargs="*", help="flags for the server that is started, after --")
-    args = parser.parse_args(argv)
-    if args.users < 1 or args.duration <= 0 or args.max_tokens < 1:
-        parser.error("--users, --duration and --max-tokens must be above 0")
-    os.environ["LOAD_MAX_TOKENS"] = str(args.max_tokens)
-    if args.api_key:
-        os.environ["LOAD_API_KEY"] = args.api_key
+    """Exit status 1 if a limit was missed; without one for errors, any error is too many."""
+    options = parse(argv)
+    if options.worker:
+        return _work(options.worker)
     with contextlib.ExitStack() as stack:
         try:
-            host = (args.host or stack.enter_context(_server(args.serve))).rstrip("/")
-            list_models(host)
-        except (ServerError, LoadError, OSError) as error:
-            print(f"error: {args.host or 'server'}: {error}", file=sys.stderr)
+            watch = None
+            if options.host is None:
+                started = stack.enter_context(serving(options.scenario, options.serve, options.adapters))
+                traffic = replace(
+                    options.traffic,
+                    keys={**started.keys, **options.traffic.keys},
+                    admin_key=started.admin_key,
+                    adapter_path=started.adapter_path,
+                )
+                options = replace(options, host=started.url, traffic=traffic)
+                if options.scenario == "soak":
+                    every_s = options.duration_s * len(options.levels) / _LOOKS
+                    watch = Watch(started.pid, Api(started.url, started.admin_key), every_s)
+            for tenant, key in (options.traffic.keys or {"": ""}).items():
+                if not Api(options.host or "", key, options.traffic.timeout_s).models():
+                    raise LoadError(f"it lists no models{f' for {tenant}' if tenant else ''}")
+            stages = _run(options, stack)
+            grown = watch.end() if watch else []
+        except (ServerError, LoadError, TimeoutError, OSError) as error:
+            print(f"error: {options.host or 'server'}: {error}", file=sys.stderr)
             return 1
-        environment = _run(host, args.users, args.duration)
-    return report(environment, args.users, args.duration)
+    return _report(options, stages, grown, watch)
 
 
-def _run(host: str, users: int, duration_s: float) -> Environment:
-    environment = Environment(user_classes=[Chat], host=host)
-    runner = environment.create_local_runner()
+def _run(options: Options, stack: contextlib.ExitStack) -> list[Stage]:
+    environment = _environment(options.host or "", options.scenario)
+    recorder = Recorder(environment)
+    if options.workers or options.remote_workers:
+        address, _, port = options.listen.rpartition(":")
+        runner = environment.create_master_runner(address, int(port) or _free_port())
+        stack.enter_context(_workers(options.workers, f"{address}:{runner.master_bind_port}"))
+        print(f"workers connect to {address}:{runner.master_bind_port}", file=sys.stderr)
+        expected = options.workers + options.remote_workers
+        wait_until(lambda: len(runner.clients.ready) >= expected, _WORKERS_S, f"{expected} workers")
+    else:
+        runner = environment.create_local_runner()
+    try:
+        if options.ui is not None:
+            return [_page_of_locust(environment, recorder, options)]
+        return [_stage(environment, recorder, options, level) for level in options.levels]
+    finally:
+        runner.quit()
+
+
+def _environment(host: str, scenario: str) -> Environment:
+    parser = argument_parser.get_empty_argument_parser()
+    argument_parser.setup_parser_arguments(parser)
+    return Environment(user_classes=list(SCENARIOS[scenario]), host=host, parsed_options=parser.parse_args([]))
+
+
+def _stage(environment: Environment, recorder: Recorder, options: Options, level: float) -> Stage:
+    users, traffic, label = options.of_level(level)
+    environment.parsed_options.load = traffic.row()  # goes to workers too
+    runner = environment.runner
+    before, began_s = len(recorder.answers), time.time()
     runner.start(users, spawn_rate=users)
-    gevent.sleep(duration_s)
-    runner.quit()
-    return environment
+    gevent.sleep(options.duration_s)
+    took_s = time.time() - began_s
+    runner.stop()
+    recorder.settle()
+    _drain(options.host or "", traffic)
+    return Stage(label, began_s, took_s, recorder.answers[before:])
 
 
-def report(environment: Environment, users: int, duration_s: float) -> int:
-    """Print the table; times are in milliseconds. Exit status as in `main`."""
-    stats = environment.stats
-    table = Table(title=f"{users} chats at the same time for {duration_s:g} s; milliseconds")
-    for column in ("", "model", "count", "failed", "p50", "p95", "p99", "max"):
-        table.add_column(column, justify="left" if column in ("", "model") else "right")
-    tokens = 0
-    for entry in sorted(stats.entries.values(), key=lambda entry: (entry.method, entry.name)):
-        times = [f"{entry.get_response_time_percentile(share):.0f}" for share in _PERCENTILES]
-        times.append(f"{entry.max_response_time:.0f}")
-        table.add_row(entry.method, entry.name, str(entry.num_requests), str(entry.num_failures), *times)
-        if entry.method == "chat":
-            tokens += entry.total_content_length
-    console = Console(width=max(100, Console().width))
-    console.print(table)
-    console.print(f"{tokens / duration_s:.1f} tokens/s of finished answers", highlight=False)
-    for failure in list(stats.errors.values())[:_SHOWN_ERRORS]:
-        console.print(f"failed {failure.occurrences}x: {failure.name}: {failure.error}", markup=False, highlight=False)
-    answers = [entry for entry in stats.entries.values() if entry.method == "chat"]
-    good = sum(entry.num_requests - entry.num_failures for entry in answers)
-    return 0 if good and not any(entry.num_failures for entry in answers) else 1
+def _drain(host: str, traffic: Traffic) -> None:
+    """Let a server of ours end what was cut off, so that the next stage begins with none of it; others have as long as
+    it takes to say that they tell nothing."""
+    api = Api(host, traffic.admin_key or next(iter(traffic.keys.values()), ""), traffic.timeout_s)
+
+    def idle() -> bool:
+        try:
+            lines = api.get("/metrics").decode(errors="replace").splitlines()
+        except (LoadError, OSError):
+            return True
+        busy = [line for line in lines if line.startswith(_OPEN)]
+        return not any(float(line.split()[1]) for line in busy)
+
+    wait_until(idle, _DRAIN_S, "an idle server")
 
 
-class ServerError(Exception):
-    """The server could not be started."""
+def _page_of_locust(environment: Environment, recorder: Recorder, options: Options) -> Stage:
+    users, traffic, _ = options.of_level(options.levels[0])
+    environment.parsed_options.load = traffic.row()
+    environment.parsed_options.num_users = environment.parsed_options.spawn_rate = users
+    web = environment.create_web_ui("127.0.0.1", options.ui)
+    began_s = time.time()
+    print(f"locust's page: http://127.0.0.1:{options.ui}; Ctrl-C ends", file=sys.stderr)
+    with contextlib.suppress(KeyboardInterrupt):
+        web.greenlet.join()
+    web.stop()
+    environment.runner.stop()
+    recorder.settle()
+    return Stage("locust's page", began_s, time.time() - began_s, recorder.answers)
+
+
+def _work(master: str) -> int:
+    address, _, port = master.rpartition(":")
+    environment = _environment("", "chat")
+    environment.user_classes = list({each: None for kinds in SCENARIOS.values() for each in kinds})
+    Recorder(environment)
+    runner = environment.create_worker_runner(address, int(port))
+    runner.greenlet.join()
+    return 0
 
 
 @contextlib.contextmanager
-def _server(flags: Sequence[str]) -> Iterator[str]:
+def _workers(count: int, master: str) -> Iterator[None]:
+    processes = [subprocess.Popen(program("loadtests", "--worker", master)) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _free_port() -> int:
+    import socket
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    host = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(program("serve", *flags, "--port", str(port)))
-    try:
-        _wait(process, host)
-        yield host
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        return int(probe.getsockname()[1])
 
 
-def _wait(process: subprocess.Popen[bytes], host: str) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerError(f"the server ended with status {process.returncode}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{host}/health", timeout=5):  # 200: it is ready
-            return
-        time.sleep(0.2)
-    raise ServerError(f"the server was not ready after {_START_S:g} s")
+def _report(options: Options, stages: Sequence[Stage], grown: Sequence[str], watch: Watch | None) -> int:
+    own = any(limit.metric == "errors" for limit in options.limits)
+    limits = options.limits if own else (*options.limits, _NO_ERRORS)
+    broken = [f"{stage.label}: {found}" for stage in stages for limit in limits if (found := limit.broken(stage))]
+    broken += [f"the server: {line}" for line in grown]
+    title = f"{options.scenario}, {options.traffic.arrival} arrivals, seed {options.traffic.seed}"
+    console = Console(width=max(120, Console().width))
+    table = Table(title=f"{title}, {options.duration_s:g} s a stage; milliseconds")
+    for column in ("stage", "open", "group", *COLUMNS):
+        table.add_column(column, justify="left" if column in ("stage", "group") else "right")
+    for stage in stages:
+        groups = sorted({answer.group for answer in stage.answers})
+        for group in [*groups, None] if len(groups) != 1 else groups:
+            some = [answer for answer in stage.answers if group in (None, answer.group)]
+            opened = sum(answer.total_s for answer in some) / stage.duration_s
+            table.add_row(stage.label, f"{opened:.1f}", group or "all", *row(some, stage.duration_s))
+    console.print(table)
+    answers = [answer for stage in stages for answer in stage.answers]
+    for outcome, count in Counter(answer.outcome for answer in answers if answer.failed).most_common(_SHOWN_ERRORS):
+        console.print(f"failed {count}x: {outcome}", markup=False, highlight=False)
+    if options.report:
+        held = watch.seen if watch else ()
+        options.report.write_text(page(title, stages, broken, held), encoding="utf-8")
+        console.print(f"report: {options.report}", highlight=False)
+    for line in broken:
+        console.print(f"missed: {line}", markup=False, highlight=False)
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

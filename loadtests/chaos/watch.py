@@ -47,8 +47,12 @@ async def held(server: psutil.Process, target: Target) -> Held:
     engine = engine_of(server)
     if engine is None:
         raise RuntimeError("the server has no engine")
-    answer = await exchange(target, "GET", "/metrics")
-    gauges = {name.decode(): float(value) for name, value in _GAUGE.findall(answer.body)}
+    return held_of(server, engine, (await exchange(target, "GET", "/metrics")).body)
+
+
+def held_of(server: psutil.Process, engine: psutil.Process, metrics: bytes) -> Held:
+    """`metrics`: the body of `/metrics`."""
+    gauges = {name.decode(): float(value) for name, value in _GAUGE.findall(metrics)}
     tree = [server, *server.children(recursive=True)]
     return Held(
         api_mib=server.memory_full_info().uss / 2**20,
@@ -59,7 +63,7 @@ async def held(server: psutil.Process, target: Target) -> Held:
         waiting=gauges["waiting"],
         blocks_used=gauges["blocks_used"],
         slots_used=gauges["slots_used"],
-        metrics_kib=len(answer.body) / 1024,
+        metrics_kib=len(metrics) / 1024,
     )
 
 

@@ -1,0 +1,1 @@
+"""Locust users that talk to an OpenAI-compatible server, and what they saw."""
