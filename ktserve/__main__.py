@@ -59,7 +59,7 @@ def main() -> int:
 
         return training(arguments)
     if program == ["adapters"]:
-        from engine.lora.process import main as adapters
+        from engine.lora.reading.process import main as adapters
 
         adapters()
     if program == ["loadtests"]:

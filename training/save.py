@@ -1,4 +1,4 @@
-"""From a model in training to an adapter's files (`engine.lora.writer`)."""
+"""From a model in training to an adapter's files (`engine.lora.files.writer`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
-from engine.lora.writer import write_adapter
+from engine.lora.files.writer import write_adapter
 from training.layer import ExpertsLoraLayer
 
 _PREFIX = "base_model.model."

@@ -16,8 +16,8 @@ from engine.errors import AdapterError, UserError
 from engine.experts.kt.backend import NO_EXPERT_LORA
 from engine.graphs.blockers import graph_blocker
 from engine.lora.adapters import Adapters
-from engine.lora.files import check_folder
-from engine.lora.process import AdapterReader
+from engine.lora.files.folder import check_folder
+from engine.lora.reading.process import AdapterReader
 from engine.messages import FromEngine, Ready
 from engine.model.load import Loader, Progress
 from engine.steps.runner import ModelRunner

@@ -85,7 +85,7 @@ class AdapterWeights:
     extra_mlps: dict[int, list[ExtraMlp]] = field(default_factory=dict)  # by layer; their mean is added
     warnings: list[str] = field(default_factory=list)
     path: str = ""
-    digest: bytes = b""  # of all that it computes with; equal for equal adapters (`engine.lora.handover`)
+    digest: bytes = b""  # of all that it computes with; equal for equal adapters (`engine.lora.reading.handover`)
 
     @property
     def rank(self) -> int:

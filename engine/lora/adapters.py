@@ -20,7 +20,7 @@ from functools import partial
 from engine.errors import AdapterError, EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
-from engine.lora.process import ReadRequest
+from engine.lora.reading.process import ReadRequest
 from engine.lora.reads import READ, Read, Reader, Reads, changed
 from engine.lora.residency import HostMemory
 from engine.lora.version import (

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterSize
-from engine.lora.process import ReadRequest
+from engine.lora.reading.process import ReadRequest
 from engine.lora.residency import HostMemory
 from engine.lora.version import AdapterStatus, Version
 from engine.lora.work import Work

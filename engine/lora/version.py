@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.errors import EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterSize
-from engine.lora.settings import EXPERT_SCALINGS
+from engine.lora.files.settings import EXPERT_SCALINGS
 from engine.messages import AdapterInfo
 from scheduler.request import AdapterKey
 

@@ -16,7 +16,7 @@ from engine.errors import ModelFileError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.adapters import Adapters
 from engine.lora.budget import AdapterSize
-from engine.lora.process import ReadRequest
+from engine.lora.reading.process import ReadRequest
 from engine.messages import FromEngine, Ready
 from engine.null.runner import NullModel, NullRunner
 from engine.null.settings import NullSettings, null_settings

@@ -16,7 +16,7 @@ from demo.paths import demo_adapters, demo_model
 from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from engine.weights.gguf.file import GGUFArray, open_gguf
 from engine.weights.open import open_model
 from testing.fuzz.mutate import Files

@@ -18,7 +18,7 @@ from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.diagnostics.check import check_model
 from engine.errors import AdapterError, ModelFileError
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from engine.model.config import ModelConfig
 from engine.weights.gguf.file import open_gguf
 from engine.weights.open import open_model

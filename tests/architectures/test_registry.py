@@ -10,7 +10,7 @@ import pytest
 import engine.architectures.registry as registry
 from engine.architectures.registry import ARCHITECTURES, config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
-from engine.lora.formats.linears import linear_sizes
+from engine.lora.files.formats.linears import linear_sizes
 from testing.tiny import FAMILIES, GGUF_NAMES, tiny_model
 
 ROOT = Path(registry.__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.errors import AdapterError
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from tests.lora import make
 
 CONFIG = make.model_config()

@@ -16,8 +16,8 @@ from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.adapters import Adapters
 from engine.lora.budget import AdapterSize
-from engine.lora.process import ReadRequest
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
+from engine.lora.reading.process import ReadRequest
 from engine.lora.version import (
     AdapterStatus,
     Loaded,

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from tests.lora.make import SAMPLES, sample_config
 from tests.lora.merge import all_deltas
 

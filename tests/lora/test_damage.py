@@ -12,8 +12,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from engine.errors import AdapterError
-from engine.lora.inspect import describe
-from engine.lora.reader import read_adapter
+from engine.lora.files.inspect import describe
+from engine.lora.files.reader import read_adapter
 from tests.lora import make
 
 CONFIG = make.model_config()

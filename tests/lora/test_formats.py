@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from engine.errors import AdapterError
 from engine.lora.adapter import AdapterWeights
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from tests.lora import make
 from tests.lora.merge import all_deltas
 

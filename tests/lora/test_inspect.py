@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.lora.inspect import describe
+from engine.lora.files.inspect import describe
 from tests.lora import make
 
 CONFIG = make.model_config()

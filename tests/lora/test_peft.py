@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Qwen3MoeForCausalLM
 
 from engine.lora.adapter import AdapterWeights
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from testing.tiny import tiny_model
 from tests.lora import make
 from tests.lora.merge import all_deltas, merge

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from engine.errors import AdapterError, EngineError, UserError
-from engine.lora import handover
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
-from engine.lora.process import AdapterReader, Limits, ReadRequest
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
+from engine.lora.reading import handover
+from engine.lora.reading.process import AdapterReader, Limits, ReadRequest
 from testing.waiting import eventually
 from tests.lora import make
 from tests.lora.test_formats import assert_same
@@ -225,8 +225,8 @@ def test_a_pattern_that_backtracks_is_cut_off(reader: AdapterReader, folder: Pat
 def test_a_process_that_only_reads_limits_itself(folder: Path) -> None:
     """As `ktserve adapters inspect` does."""
     code = (
-        "import sys\nfrom engine.lora.inspect import describe\nfrom tests.lora.make import model_config\n"
-        "from engine.lora.process import Limits, limit_this_process\n"
+        "import sys\nfrom engine.lora.files.inspect import describe\nfrom tests.lora.make import model_config\n"
+        "from engine.lora.reading.process import Limits, limit_this_process\n"
         "print(describe(sys.argv[1], model_config(), opened=limit_this_process(Limits(cpu_s=1.0))))"
     )
 

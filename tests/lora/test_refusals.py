@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import AdapterError, UserError
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from tests.lora import make
 from tests.lora.make import PREFIX
 from tests.lora.refuse import CONFIG, WEIGHTS, peft_tensors, refused, write_fused

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from tests.lora import make
 from tests.lora.make import PREFIX
 from tests.lora.refuse import CONFIG, WEIGHTS, peft_tensors, refused, write_fused

@@ -13,7 +13,7 @@ import torch
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget, AdapterSize
-from engine.lora.process import AdapterReader
+from engine.lora.reading.process import AdapterReader
 from engine.lora.version import Loaded, LoadFailed, Residency, SlotFilled
 from scheduler.plan import SlotLoad
 from scheduler.request import AdapterKey

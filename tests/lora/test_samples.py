@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from engine.lora.adapter import AdapterWeights
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from tests.lora.make import SAMPLES, sample_config
 from tests.lora.merge import merge
 

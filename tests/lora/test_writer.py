@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from engine.errors import AdapterError, UserError
-from engine.lora import writer
 from engine.lora.adapter import AdapterWeights
-from engine.lora.convert import convert
-from engine.lora.files import CONFIG_FILE
-from engine.lora.reader import read_adapter
-from engine.lora.writer import FORMS, write_adapter
+from engine.lora.files import writer
+from engine.lora.files.convert import convert
+from engine.lora.files.folder import CONFIG_FILE
+from engine.lora.files.reader import read_adapter
+from engine.lora.files.writer import FORMS, write_adapter
 from engine.weights.open import open_model
 from testing.tiny import save_hf, tiny_model
 from tests.lora import make

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.lora.process import AdapterReader, ReadRequest
+from engine.lora.reading.process import AdapterReader, ReadRequest
 from ktserve.launcher import program
 from testing.waiting import PATIENCE_S
 from tests.lora import make

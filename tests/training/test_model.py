@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from engine.weights.open import open_model
 from testing.tiny import save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference

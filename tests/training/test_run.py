@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from engine.errors import UserError
-from engine.lora.reader import read_adapter
+from engine.lora.files.reader import read_adapter
 from engine.weights.open import open_model
 from testing.tiny import tiny_model
 from tests.training.models import copy_lora, ours, plain

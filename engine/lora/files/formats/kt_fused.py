@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.errors import AdapterError
 from engine.lora.adapter import ExpertLora
-from engine.lora.detect import PROJECTIONS, Halves, Layout
-from engine.lora.files import (
+from engine.lora.files.detect import PROJECTIONS, Halves, Layout
+from engine.lora.files.folder import (
     ADAPTER_FILES,
     CONFIG_FILE,
     EXTRA_FILE,
@@ -22,8 +22,8 @@ from engine.lora.files import (
     refusal,
     shown,
 )
-from engine.lora.formats.common import Reading, Stack, assemble, missing, require_rank
-from engine.lora.settings import ALPHAS, is_alpha, match_pattern, read_json
+from engine.lora.files.formats.common import Reading, Stack, assemble, missing, require_rank
+from engine.lora.files.settings import ALPHAS, is_alpha, match_pattern, read_json
 from engine.weights.regular import read_at
 
 _CHUNK = 1 << 20

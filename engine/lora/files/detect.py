@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from engine.errors import AdapterError
-from engine.lora.files import EXTRA_FILE, FUSED_FILE, AdapterFiles, Entry, refusal
+from engine.lora.files.folder import EXTRA_FILE, FUSED_FILE, AdapterFiles, Entry, refusal
 from engine.model.config import ModelConfig
 
 PREFIX = "base_model.model."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from engine.architectures.registry import architecture_of
 from engine.errors import AdapterError
 from engine.lora.adapter import ExtraMlp, LoraPair
-from engine.lora.detect import PROJECTIONS, Halves
-from engine.lora.files import Entry, refusal
-from engine.lora.formats.common import Reading, check_pair, require_rank
-from engine.lora.settings import scaling
+from engine.lora.files.detect import PROJECTIONS, Halves
+from engine.lora.files.folder import Entry, refusal
+from engine.lora.files.formats.common import Reading, check_pair, require_rank
+from engine.lora.files.settings import scaling
 from engine.model.config import ModelConfig
 
 

@@ -10,10 +10,10 @@ import torch
 
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora
-from engine.lora.files import AdapterFiles
-from engine.lora.reader import read_adapter
-from engine.lora.settings import read_settings
-from engine.lora.writer import write_adapter
+from engine.lora.files.folder import AdapterFiles
+from engine.lora.files.reader import read_adapter
+from engine.lora.files.settings import read_settings
+from engine.lora.files.writer import write_adapter
 from engine.memory.units import format_bytes
 from engine.weights.open import open_model
 
@@ -21,9 +21,9 @@ from engine.weights.open import open_model
 def convert(
     path: str, form: str, out: str, model: str | None, opened: Callable[[int], None] = lambda num_bytes: None
 ) -> str:
-    """Writes the adapter of folder `path` to folder `out` as `form` (`engine.lora.writer.FORMS`) and says so in a line.
-    `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also for a folder that
-    is not empty."""
+    """Writes the adapter of folder `path` to folder `out` as `form` (`engine.lora.files.writer.FORMS`) and says so in a
+    line. `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also for a folder
+    that is not empty."""
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out}: is not an empty folder; give a new one", "out")

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
-from engine.lora.detect import PROJECTIONS
-from engine.lora.files import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE
+from engine.lora.files.detect import PROJECTIONS
+from engine.lora.files.folder import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE
 
 FORMS = ("peft", "kt-fused")
 _PREFIX = "base_model.model."

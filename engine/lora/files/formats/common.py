@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from engine.errors import AdapterError
 from engine.lora.adapter import ExpertLora
-from engine.lora.detect import PROJECTIONS
-from engine.lora.files import Entry, refusal
-from engine.lora.settings import PEFT, Settings
+from engine.lora.files.detect import PROJECTIONS
+from engine.lora.files.folder import Entry, refusal
+from engine.lora.files.settings import PEFT, Settings
 from engine.model.config import ModelConfig
 
 

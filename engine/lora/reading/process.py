@@ -29,10 +29,10 @@ import torch
 from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget, AdapterSize
-from engine.lora.files import NO_MEMORY, out_of_memory
-from engine.lora.forks import Forks, serve
-from engine.lora.handover import pack, unpack
-from engine.lora.reader import read_adapter
+from engine.lora.files.folder import NO_MEMORY, out_of_memory
+from engine.lora.files.reader import read_adapter
+from engine.lora.reading.forks import Forks, serve
+from engine.lora.reading.handover import pack, unpack
 from engine.model.config import ModelConfig
 
 _DESCRIPTORS = 64

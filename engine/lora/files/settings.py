@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from engine.errors import AdapterError, ModelFileError
-from engine.lora.files import CONFIG_FILE, AdapterFiles, brief, shown
+from engine.lora.files.folder import CONFIG_FILE, AdapterFiles, brief, shown
 from engine.weights.regular import read_at
 
 _MAX_JSON_BYTES, _MAX_TEXT = 16 << 20, 200

@@ -8,14 +8,14 @@ from pathlib import Path
 from engine.architectures.registry import architecture_of
 from engine.errors import AdapterError, ModelFileError, UserError
 from engine.lora.adapter import AdapterWeights
-from engine.lora.detect import Layout, check_places, sort_keys
-from engine.lora.files import AdapterFiles, refusal, shown
-from engine.lora.formats.common import Reading, open_expert_scaling
-from engine.lora.formats.fused3d import read_fused_3d
-from engine.lora.formats.kt_fused import Manifest, read_kt_fused, read_manifest, refuse_or_ignore_stale
-from engine.lora.formats.linears import read_extra_mlps, read_linears
-from engine.lora.formats.per_expert import read_per_expert
-from engine.lora.settings import EXPERT_SCALINGS, Settings, read_settings
+from engine.lora.files.detect import Layout, check_places, sort_keys
+from engine.lora.files.folder import AdapterFiles, refusal, shown
+from engine.lora.files.formats.common import Reading, open_expert_scaling
+from engine.lora.files.formats.fused3d import read_fused_3d
+from engine.lora.files.formats.kt_fused import Manifest, read_kt_fused, read_manifest, refuse_or_ignore_stale
+from engine.lora.files.formats.linears import read_extra_mlps, read_linears
+from engine.lora.files.formats.per_expert import read_per_expert
+from engine.lora.files.settings import EXPERT_SCALINGS, Settings, read_settings
 from engine.model.config import ModelConfig
 
 

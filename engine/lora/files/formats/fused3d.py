@@ -12,10 +12,10 @@ import re
 import torch
 
 from engine.lora.adapter import ExpertLora
-from engine.lora.detect import Halves
-from engine.lora.files import refusal
-from engine.lora.formats.common import Reading, Stack, assemble, missing, require_rank
-from engine.lora.settings import scaling
+from engine.lora.files.detect import Halves
+from engine.lora.files.folder import refusal
+from engine.lora.files.formats.common import Reading, Stack, assemble, missing, require_rank
+from engine.lora.files.settings import scaling
 
 Layers = dict[int, dict[str, Halves]]
 _PARAMETERS = ("gate_up_proj", "down_proj")

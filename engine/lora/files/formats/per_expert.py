@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.lora.adapter import ExpertLora
-from engine.lora.detect import PROJECTIONS, Halves
-from engine.lora.files import NOT_FINITE, Entry, finite, refusal
-from engine.lora.formats.common import (
+from engine.lora.files.detect import PROJECTIONS, Halves
+from engine.lora.files.folder import NOT_FINITE, Entry, finite, refusal
+from engine.lora.files.formats.common import (
     Reading,
     Stack,
     assemble,
@@ -19,7 +19,7 @@ from engine.lora.formats.common import (
     missing,
     require_rank,
 )
-from engine.lora.settings import PEFT, scaling
+from engine.lora.files.settings import PEFT, scaling
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 from engine.architectures.registry import ARCHITECTURES, architecture_of
 from engine.errors import AdapterError
 from engine.lora.adapter import AdapterWeights
-from engine.lora.detect import PROJECTIONS, Halves, Layout, sort_keys
-from engine.lora.files import KEYS_SHOWN, AdapterFiles, Entry
-from engine.lora.formats.common import open_expert_scaling
-from engine.lora.formats.kt_fused import Manifest, read_manifest
-from engine.lora.reader import format_name, read_adapter, refuse_full_experts
-from engine.lora.settings import SCALINGS, Settings, read_settings, scaling
+from engine.lora.files.detect import PROJECTIONS, Halves, Layout, sort_keys
+from engine.lora.files.folder import KEYS_SHOWN, AdapterFiles, Entry
+from engine.lora.files.formats.common import open_expert_scaling
+from engine.lora.files.formats.kt_fused import Manifest, read_manifest
+from engine.lora.files.reader import format_name, read_adapter, refuse_full_experts
+from engine.lora.files.settings import SCALINGS, Settings, read_settings, scaling
 from engine.memory.units import format_bytes
 from engine.model.config import ModelConfig
 

@@ -1,0 +1,1 @@
+"""Adapters are read in processes of their own, and handed over."""
