@@ -21,9 +21,9 @@ from engine.weights.open import open_model
 def convert(
     path: str, form: str, out: str, model: str | None, opened: Callable[[int], None] = lambda num_bytes: None
 ) -> str:
-    """Writes the adapter of folder `path` to folder `out` as `form` (`engine.lora.files.writer.FORMS`) and says so in a
-    line. `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also if the folder
-    is not empty."""
+    """Writes the adapter of folder `path` to folder `out` as `form` (`engine.lora.files.writer.FORMS`); the line that
+    says so. `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also for a
+    folder that is not empty."""
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out}: is not an empty folder; give a new one", "out")
