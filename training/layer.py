@@ -17,6 +17,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from engine.errors import UserError
+from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.experts.base import ExpertLora, TrainableExperts
 
 PROJECTIONS = ("gate", "up", "down")
@@ -136,27 +137,23 @@ class ExpertLoraConfig(LoraConfig):  # type: ignore[misc]
         self._register_custom_module({RoutedExperts: ExpertsLoraLayer})
 
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = tuple(f"{name}_proj" for name in PROJECTIONS)
-
-
 def lora_config(
     model: nn.Module, targets: tuple[str, ...] = ("all",), *, rank: int, alpha: float, dropout: float = 0.0
 ) -> ExpertLoraConfig:
     """LoRA on `targets`: names out of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or `all`. The last
     three mean routed experts and, where a model has them, shared experts and dense layers. UserError for other names,
     and for dropout on experts."""
-    allowed = (*ATTENTION, *_MLP)
+    allowed = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
     chosen = allowed if targets == ("all",) else targets
     unknown = [name for name in chosen if name not in allowed]
     if unknown or not chosen:
         said = ", ".join(unknown) or "nothing"
         raise UserError(f"lora_target: {said}; allowed are all, or some of {', '.join(allowed)}", "lora_target")
-    projections = tuple(name.removesuffix("_proj") for name in _MLP if name in chosen)
+    projections = tuple(name.removesuffix("_proj") for name in EXPERT_TARGETS if name in chosen)
     if projections and dropout:
         raise UserError(
             f"lora_dropout is {dropout:g}; LoRA on experts has no dropout: set it to 0, or lora_target to attention's "
-            f"{','.join(ATTENTION)}",
+            f"{','.join(ATTENTION_TARGETS)}",
             "lora_dropout",
         )
     # With their parents' names: by a bare gate_proj PEFT understands the experts of transformers 4.

@@ -52,10 +52,11 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]
-    """The first Ctrl-C or SIGTERM saves and ends after the step in progress; the second ends at once."""
+    """The first Ctrl-C or SIGTERM saves and ends after the step in progress; the second ends at once. `stopped`:
+    whether a run was ended so before its last step."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.stopped = False
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -70,6 +71,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if self.asked:
             control.should_save = control.should_training_stop = True
+            self.stopped = state.global_step < state.max_steps
 
 
 def line(record: dict[str, Any], steps: int) -> str:

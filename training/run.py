@@ -14,19 +14,17 @@ from peft import PeftModel, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from engine.errors import UserError
-from engine.weights.open import open_model
-from engine.weights.store import WeightSource
 from training.arguments import common_arguments
 from training.config import TrainConfig
 from training.data import Dataset, PackedDataset, build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
-from training.experts.base import TrainableExperts
-from training.experts.reference import ReferenceExperts
+from training.kernels import expert_maker
 from training.layer import lora_config
-from training.model import ExpertMaker, load_model
+from training.memory.plan import plan_training
+from training.model import load_model
 from training.progress import Progress, StopOnSignal, draw_curve
 from training.save import save_adapter
-from training.trainer import PAD, Run, TrainingError, checkpoints
+from training.trainer import PAD, Run, TrainingError, checkpoints, remove_folder
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,10 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     """Trains what `config` describes and writes the adapter into its `output_dir`. UserError (TrainingError) says what
     to change; checkpoints written before are whole."""
     output = config.output
-    _refuse_missing(config)
+    if config.adapters:
+        raise UserError("adapters: several in one batch cannot be trained yet: train them one by one", "adapters")
     checkpoint = _begin(config, output)
-    open_model(config.model_name_or_path)  # its faults before the data's
+    plan_training(config).check(config.force_memory_plan)
     rows, held = build_datasets(config, load_tokenizer(config))
     set_seed(config.seed)
     trainer = _trainer(config, load_base(config), rows, held)
@@ -56,11 +55,14 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
         trainer.add_callback(EarlyStoppingCallback(config.early_stopping_steps))
     for note in _notes(trainer.model, rows):
         print(note, flush=True)
+    if checkpoint is None:
+        for old in checkpoints(output):  # of a run that this one overwrites, and no one shall resume
+            remove_folder(old)
     try:
         result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except OSError as error:
         raise TrainingError(f"{output}: {error.strerror or error}", "output_dir") from error
-    if stop.asked:
+    if stop.stopped:
         last = checkpoints(output)[-1]
         print(f"stopped at {last}; --resume goes on from there", flush=True)
         return Outcome({}, True, result.training_loss)
@@ -81,7 +83,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
         raise UserError("device: cuda, but torch finds no GPU here; allowed is cpu", "device")
     return load_model(
         config.model_name_or_path,
-        expert_maker(config),
+        expert_maker(config, lambda line: print(line, flush=True)),
         dtype=_dtype(config),
         attention="eager" if config.flash_attn == "disabled" else "sdpa",
         device=device,
@@ -89,30 +91,9 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
     )
 
 
-def expert_maker(config: TrainConfig) -> ExpertMaker:
-    def make(source: WeightSource, dtype: torch.dtype) -> dict[int, TrainableExperts]:
-        return {layer: ReferenceExperts.from_store(source.experts(layer)) for layer in source.config.sparse_layers}
-
-    return make
-
-
 def expert_type(config: TrainConfig) -> torch.dtype | None:
     """What the experts' LoRA is rounded to in the adapter's files: bfloat16 where the run computes in it."""
     return torch.bfloat16 if config.bf16 else None
-
-
-def _refuse_missing(config: TrainConfig) -> None:
-    """Settings whose part of the house is still missing."""
-    missing: dict[str, object] = {
-        "adapters": config.adapters,
-        "kt_backend": config.kt_backend == "AMXInt8",
-        "kt_tp_enabled": config.kt_tp_enabled,
-        "kt_num_threads": config.kt_num_threads,
-        "kt_cpu_activation": config.kt_cpu_activation == "recompute",
-    }
-    for name, given in missing.items():
-        if given:
-            raise UserError(f"{name}: {getattr(config, name)} cannot be trained with yet: leave it out", name)
 
 
 def _begin(config: TrainConfig, output: Path) -> Path | None:

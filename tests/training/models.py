@@ -15,7 +15,7 @@ from engine.weights.store import WeightSource
 from training.experts.base import TrainableExperts
 from training.experts.reference import ReferenceExperts
 from training.layer import ExpertsLoraLayer, lora_config
-from training.model import load_model
+from training.model import ExpertMaker, load_model
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -24,9 +24,16 @@ def reference(source: WeightSource, dtype: torch.dtype) -> dict[int, TrainableEx
     return {layer: ReferenceExperts.from_store(source.experts(layer)) for layer in source.config.sparse_layers}
 
 
-def ours(folder: Path, *, targets: tuple[str, ...] = ("all",), seed: int = 0, **load: Any) -> PeftModel:
+def ours(
+    folder: Path,
+    make: ExpertMaker = reference,
+    *,
+    targets: tuple[str, ...] = ("all",),
+    seed: int = 0,
+    **load: Any,
+) -> PeftModel:
     """The folder's model with an adapter of rank 4 and alpha 8, B zero."""
-    base = load_model(str(folder), reference, **load)
+    base = load_model(str(folder), make, **load)
     torch.manual_seed(seed)
     return get_peft_model(base, lora_config(base, targets, rank=4, alpha=8))
 

@@ -16,6 +16,7 @@ from training.config.others import NO_OPS, REFUSED
 from training.config.reference import reference
 
 _BASE = "model_name_or_path: demo\noutput_dir: out\ndataset: a, b\n"
+_EVAL = "val_size: 4\neval_strategy: steps\n"
 
 
 @pytest.fixture
@@ -83,6 +84,15 @@ kt_config:
         ),
         ("lora_rank: 8\nlora_rank: 8\n", 5, "written twice"),
         ("lora_rank: &x 8\n", 4, "anchors"),
+        ("fp16: false\nfp16: true\n", 5, "written twice"),
+        ("fp16: true\n", 4, "fp16 is refused: float16 overflows"),
+        ("lora_target: q_proj, x_proj\n", 4, "lora_target: x_proj; allowed are all, or some of q_proj"),
+        ("seed: 1\nlora_dropout: 0.1\n", 5, "LoRA on experts has no dropout"),
+        ("lora_dropout: 0.1\nlora_target: q_proj, up_proj\n", 4, "attention's q_proj,k_proj,v_proj,o_proj"),
+        ("lr_scheduler_type: constant\nwarmup_steps: 3\n", 5, "constant_with_warmup has one"),
+        ("warmup_ratio: 1\n", 4, "allowed is 0 to 0.99"),
+        (f"{_EVAL}early_stopping_steps: 2\nsave_strategy: epoch\n", 6, "has to be eval_strategy's steps, not epoch"),
+        (f"{_EVAL}early_stopping_steps: 2\neval_steps: 7\n", 7, "a multiple of eval_steps, 7; it is 500"),
         ("adapters:\n  - {lora_rank: 4}\n", 5, "needs a name"),
         ("adapters:\n  - {name: a, bf16: true}\n", 5, "the same for all adapters"),
         ("adapters:\n  - {name: a}\n  - {name: a}\n", 4, "two adapters are named a"),

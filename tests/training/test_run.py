@@ -22,6 +22,7 @@ from training.arguments import common_arguments
 from training.config import TrainConfig
 from training.data import build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
+from training.kernels import expert_maker
 from training.progress import StopOnSignal, read_log
 from training.run import train
 from training.trainer import Run, TrainingError, checkpoints
@@ -54,7 +55,7 @@ def test_fifty_steps_of_loss_are_those_of_peft_on_plain_transformers(config, cha
     """Accumulation, clipping over attention and experts together, warm-up and schedule included."""
     config = replace(config, max_steps=50, gradient_accumulation_steps=2, warmup_steps=5, max_grad_norm=0.5)
     rows, _ = build_datasets(config, load_tokenizer(config))
-    model = ours(chat_model)
+    model = ours(chat_model, expert_maker(config))
     stock = plain(tiny_model(vocab_size=2048))
     copy_lora(model, stock)
     found = []
@@ -178,6 +179,8 @@ def test_a_full_disk_leaves_whole_checkpoints(config, monkeypatch):
         ({"resume_from_checkpoint": "/nowhere"}, "/nowhere: no checkpoint"),
         ({"device": "cuda"}, "device: cuda"),
         ({"lora_dropout": 0.1}, "lora_dropout is 0.1"),
+        ({"kt_num_threads": 4096}, "kt_num_threads is 4096: 1 to"),
+        ({"cutoff_len": 1 << 22}, "the training run does not fit"),
         ({"model_name_or_path": "/nowhere"}, "/nowhere"),
     ],
 )
@@ -189,11 +192,12 @@ def test_what_cannot_be_is_named(config, change, match):
 
 
 def test_an_output_folder_that_is_not_empty(config):
-    config.output.mkdir()
+    (config.output / "checkpoint-9").mkdir(parents=True)
     (config.output / "something").write_text("")
-    with pytest.raises(UserError, match="holds something: give another"):
+    with pytest.raises(UserError, match="holds checkpoint-9, something: give another"):
         train(config)
     train(replace(config, overwrite_output_dir=True, max_steps=1, save_strategy="no"))
+    assert not checkpoints(config.output)  # another run's
 
 
 def test_the_curve(config):

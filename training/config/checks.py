@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from training.config.document import Settings, Value
 from training.config.errors import ConfigError
-from training.config.fields import TrainConfig
+from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS, TrainConfig
 
 # Of each pair one may be given, whatever its value; an override of one takes the place of the other.
 EXCLUSIVE = (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"), ("val_size", "eval_dataset"))
@@ -44,8 +44,9 @@ def _is_off(name: str, value: Value) -> bool:
 def check_run(run: TrainConfig, where: Mapping[str, str], source: str) -> None:
     """ConfigError for values that do not go together. `where`: of the settings that were written."""
 
-    def wrong(name: str, message: str) -> ConfigError:
-        return ConfigError(f"{where.get(name, source)}: {message}", name)
+    def wrong(name: str, message: str, *others: str) -> ConfigError:
+        place = next((where[each] for each in (name, *others) if each in where), source)
+        return ConfigError(f"{place}: {message}", name)
 
     for name, other, allowed in _NEEDS:
         value = getattr(run, other)
@@ -58,8 +59,8 @@ def check_run(run: TrainConfig, where: Mapping[str, str], source: str) -> None:
         raise wrong("dataset", "dataset is missing")
     if "all" in run.lora_target and len(run.lora_target) > 1:
         raise wrong("lora_target", "lora_target: all stands alone")
-    if not run.lora_target:
-        raise wrong("lora_target", "lora_target is empty: all, or names of projections")
+    _check_targets(run, wrong)
+    _check_schedule(run, where, wrong)
     if run.packing and run.stage == "dpo":
         raise wrong("packing", "packing contradicts stage: dpo, whose rows are pairs")
     if run.train_on_prompt and run.mask_history:
@@ -71,6 +72,39 @@ def check_run(run: TrainConfig, where: Mapping[str, str], source: str) -> None:
     if run.eval_strategy == "no" and (run.eval_dataset or run.val_size):
         name = "eval_dataset" if run.eval_dataset else "val_size"
         raise wrong(name, f"{name} is never used with eval_strategy: no; allowed is steps or epoch")
+
+
+def _check_targets(run: TrainConfig, wrong: Callable[..., ConfigError]) -> None:
+    targets, known = run.lora_target, (*ATTENTION_TARGETS, *EXPERT_TARGETS)
+    unknown = [name for name in targets if name not in ("all", *known)]
+    if unknown or not targets:
+        said = ", ".join(unknown) or "nothing"
+        raise wrong("lora_target", f"lora_target: {said}; allowed are all, or some of {', '.join(known)}")
+    if run.lora_dropout and (targets == ("all",) or set(targets) & set(EXPERT_TARGETS)):
+        raise wrong(
+            "lora_dropout",
+            f"lora_dropout is {run.lora_dropout:g}; LoRA on experts has no dropout: set it to 0, or lora_target to "
+            f"attention's {','.join(ATTENTION_TARGETS)}",
+        )
+
+
+def _check_schedule(run: TrainConfig, where: Mapping[str, str], wrong: Callable[..., ConfigError]) -> None:
+    warm = "warmup_steps" if run.warmup_steps else "warmup_ratio" if run.warmup_ratio else None
+    if warm is not None and run.lr_scheduler_type == "constant":
+        message = f"{warm} contradicts lr_scheduler_type: constant; constant_with_warmup has one"
+        raise wrong(warm, message, "lr_scheduler_type")
+    if not run.early_stopping_steps:
+        return
+    if run.save_strategy != run.eval_strategy:
+        raise wrong(
+            "early_stopping_steps",
+            "early_stopping_steps keeps the checkpoint with the lowest loss: save_strategy has to be eval_strategy's "
+            f"{run.eval_strategy}, not {run.save_strategy}",
+        )
+    every = run.eval_steps or run.logging_steps
+    if run.eval_strategy == "steps" and run.save_steps % every:
+        message = f"with early_stopping_steps save_steps is a multiple of eval_steps, {every}; it is {run.save_steps}"
+        raise wrong("save_steps", message, "eval_steps", "early_stopping_steps")
 
 
 def check_adapters(config: TrainConfig, value: Value) -> None:

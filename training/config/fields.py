@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _LARGE = 1 << 31
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")  # of shared experts and dense layers too
 
 
 def setting(
@@ -45,8 +47,9 @@ class TrainConfig:
     )
     kt_backend: str = setting(
         "auto",
-        "type that the frozen experts are held in: as the files have it (auto, AMXBF16 for bf16 files), or quantised "
-        "to int8 while loading (AMXInt8). The kernels are the best that the CPU has, whatever the name says",
+        "type that frozen experts of plain types are held in: that of activations (auto), bfloat16 (AMXBF16), or int8, "
+        "quantised while loading (AMXInt8). Quantised ones stay as the files have them (auto). The kernels are the "
+        "best that the CPU has, whatever the name says",
         "Model",
         choices=("auto", "AMXBF16", "AMXInt8"),
     )
@@ -54,7 +57,7 @@ class TrainConfig:
         None, "threads of the CPU pool", "Model", limits=(1, 4096), default_doc="one per core"
     )
     kt_tp_enabled: bool = setting(
-        False, "split each expert over the NUMA nodes; on a machine of one node it changes nothing", "Model"
+        True, "split each expert over the NUMA nodes; on a machine of one node it changes nothing", "Model"
     )
     kt_cpu_activation: str = setting(
         "retain",
@@ -179,7 +182,7 @@ class TrainConfig:
     )
     warmup_steps: int = setting(0, "steps of warm-up", "Training", limits=(0, _LARGE), per_adapter=True)
     warmup_ratio: float = setting(
-        0.0, "share of all steps; not together with warmup_steps", "Training", limits=(0.0, 1.0), per_adapter=True
+        0.0, "share of all steps; not together with warmup_steps", "Training", limits=(0.0, 0.99), per_adapter=True
     )
     seed: int = setting(42, "of LoRA's initial values, dropout, and the order of data", "Training",
                         limits=(0, (1 << 32) - 1), per_adapter=True)  # fmt: skip

@@ -142,6 +142,8 @@ def _values(settings: Settings, allowed: Sequence[str]) -> tuple[dict[str, Any],
     where: dict[str, str] = {}
     for key, value in settings.items():
         if key in REFUSED:
+            if value.data is None or (isinstance(value.data, str) and value.data.lower() in (*_FALSE, "none", "")):
+                continue  # what is refused is switched off
             raise value.error(f"{key} is refused: {REFUSED[key]}", key)
         if key in NO_OPS:
             _check_no_op(key, value)

@@ -43,7 +43,9 @@ def reference() -> str:
         no_ops.append(_item(f"`{key}`{values}: {row.reason}."))
     parts.append("## Keys that change nothing\n\n" + "\n".join(no_ops) + "\n")
     refused = [_item(f"`{key}`: {reason}.") for key, reason in REFUSED.items()]
-    parts.append("## Keys that are refused\n\n" + "\n".join(refused) + "\n")
+    parts.append(
+        "## Keys that are refused\n\nUnless they are switched off (`false`, `null`).\n\n" + "\n".join(refused) + "\n"
+    )
     return "\n".join(parts)
 
 

@@ -108,7 +108,8 @@ class _Inputs:
     def _expert_bytes(self, run: Run) -> int:
         quantise = "int8" if self.config.kt_backend == "AMXInt8" else None
         sparse = self.source.config.sparse_layers
-        return sum(expert_layer_bytes(self.experts.experts(layer), run.element, quantise) for layer in sparse)
+        element = 2 if self.config.kt_backend == "AMXBF16" else run.element
+        return sum(expert_layer_bytes(self.experts.experts(layer), element, quantise) for layer in sparse)
 
     def _weight_bytes(self, run: Run) -> int:
         """As transformers holds them: routers in float32, all else as wide as activations; a tied head is the

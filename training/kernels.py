@@ -1,0 +1,82 @@
+"""The frozen experts on our CPU kernels, by a run's settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.errors import UserError
+from engine.experts.native import PROJECTIONS, NativeExperts
+from engine.weights.store import WeightSource
+from native.topology import make_pool, pool_groups
+from training.config import TrainConfig
+from training.experts.base import TrainableExperts
+from training.experts.native import trainable_layers
+from training.model import ExpertMaker
+
+if TYPE_CHECKING:
+    from native import _native
+
+PLAIN_TYPES = ("F32", "F16", "BF16")  # of weights that kt_backend may round
+
+
+def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None) -> ExpertMaker:
+    """Packs the experts of a model as `config` says; `note` gets a line about them. The maker raises UserError for
+    settings that this machine or these weights do not allow."""
+
+    def make(source: WeightSource, dtype: torch.dtype) -> Mapping[int, TrainableExperts]:
+        check_backend(config, source)
+        backend = NativeExperts(
+            source.config,
+            dtype,
+            worker_pool(config.kt_num_threads, per_node=config.kt_tp_enabled),
+            plain=torch.bfloat16 if config.kt_backend == "AMXBF16" else dtype,
+            quantise="int8" if config.kt_backend == "AMXInt8" else None,
+        )
+        for layer in source.config.sparse_layers:
+            backend.load_layer(layer, source.experts(layer))
+        if note is not None:
+            note(_line(backend, source))
+        return trainable_layers(backend, source.config, keep=config.kt_cpu_activation == "retain")
+
+    return make
+
+
+def worker_pool(threads: int | None = None, *, per_node: bool = True) -> _native.WorkerPool:
+    """The threads that compute the experts. `per_node`: in a group per NUMA node, each of which holds and computes a
+    part of every expert; else all of them compute all. UserError for more threads than make sense here."""
+    most = 4 * len(os.sched_getaffinity(0))
+    if threads is not None and not 1 <= threads <= most:
+        raise UserError(f"kt_num_threads is {threads}: 1 to {most} on this machine", "kt_num_threads")
+    if per_node:
+        return make_pool(threads)
+    from native import _native
+
+    return _native.WorkerPool([list(chain.from_iterable(pool_groups(threads)))])
+
+
+def check_backend(config: TrainConfig, source: WeightSource) -> None:
+    """UserError if kt_backend names a type that these experts are not held in: what is quantised stays as it is."""
+    if config.kt_backend == "auto":
+        return
+    for layer in source.config.sparse_layers:
+        for kind in map(source.experts(layer).type, PROJECTIONS):
+            if kind not in PLAIN_TYPES:
+                raise UserError(
+                    f"kt_backend is {config.kt_backend}, but the experts of layer {layer} are {kind}, and are held as "
+                    "they are: set it to auto, or leave it out",
+                    "kt_backend",
+                )
+
+
+def _line(backend: NativeExperts, source: WeightSource) -> str:
+    layers, kinds = source.config.sparse_layers, {source.experts(i).type("gate") for i in source.config.sparse_layers}
+    threads = backend.pool.threads
+    return (
+        f"experts: {len(layers)} layers of {source.config.num_experts} from {', '.join(sorted(kinds)) or 'nothing'}, "
+        f"{backend.num_bytes / 1e9:.2f} GB in memory; {backend.isa} kernels, {threads} threads"
+    )
