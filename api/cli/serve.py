@@ -24,7 +24,7 @@ from api.http.service import Service
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import tokenizer_of
 from api.tenants.keys import keys_of
-from api.tenants.reload import Reload
+from api.tenants.reload import Reload, has_key_files
 from api.tenants.usage import UsageLog
 from api.tracing import Tracing
 from engine.config import EngineConfig
@@ -60,7 +60,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             service.tracing = Tracing(config.otlp_endpoint)
         if config.usage_log is not None:
             service.usage = UsageLog(config.usage_log)
-        if config.tenants is not None or config.usage_log is not None:
+        if has_key_files(config) or config.usage_log is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(service))
         app = create_app(service)
         server = Server(app, service, connections)

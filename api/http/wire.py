@@ -45,6 +45,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, "internal error", code="internal_error")
 
 
+_UNASKED = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
+
+
 class Bodies:
     """Reads request bodies of at most `limit` bytes, each within `timeout_s`. All large ones that are held at the
     same time are bounded too; small ones always get in."""
@@ -84,6 +87,7 @@ class Bodies:
         give_back()
 
     async def _fill(self, body: bytearray, request: Request) -> None:
+        _check_type(request)
         too_large = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):
@@ -96,6 +100,15 @@ class Bodies:
             if before + len(chunk) > _SMALL_BODY:
                 self.hold(held)
             body += chunk
+
+
+def _check_type(request: Request) -> None:
+    """Raises ApiError 415 for a type of body that a page of any origin may send without asking first. `curl -d` names
+    one too, and Ollama's users send it."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    by_hand = request.url.path.startswith("/api/") and "origin" not in request.headers
+    if kind in _UNASKED and not by_hand:
+        raise ApiError(415, f"Content-Type: application/json is expected, got {kind}", code="unsupported_media_type")
 
 
 class Pieces(Response):

@@ -22,6 +22,7 @@ from api.prepare.chat import Chats
 from api.prepare.grammars import Grammars
 from api.prepare.job import Job, Kind, Prepared, Reading, TextSettings
 from api.text.control import Rendered
+from api.text.messages import normalise
 from api.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -116,7 +117,7 @@ class Preparer:
         history = [] if job.history is None else msgspec.json.decode(job.history)
         prepared = self._chat_of(responses.chat_of(body, history), job, notes, responses.WORDS)
         messages = msgspec.json.encode([*history, *responses.messages_of(body)])
-        head = body.model_dump_json(by_alias=True, exclude={"input", "stream", "model"}).encode()
+        head = body.model_dump_json(by_alias=True, exclude=responses.NOT_REPEATED).encode()
         return msgspec.structs.replace(prepared, messages=messages, head=head)
 
     def _needed(self, param: str) -> Tokenizer:
@@ -132,6 +133,7 @@ class Preparer:
         return Prepared(
             _options(body, ChatOptions),
             [_packed(ids)],
+            [_last_said(body)] if body.echo else [],
             bad_words=self._bad_words(body),
             grammar=self._grammars.checked(chat.grammar),
             reading=Reading(chat.layout, chat.thinking, functions=bool(body.functions)),
@@ -223,11 +225,19 @@ def unpacked(data: bytes) -> list[int]:
 
 
 def _truncated(ids: list[int], body: ChatRequest | CompletionRequest, job: Job) -> list[int]:
-    """The last `truncate_prompt_tokens` of them; -1: what fits beside the output."""
+    """The last or first `truncate_prompt_tokens` of them; -1: what fits beside the output."""
     keep = body.truncate_prompt_tokens
     if keep == -1:
         keep = max(1, job.max_model_len - max(1, body.output_tokens or 1))
-    return ids if keep is None else ids[-keep:]
+    if keep is None:
+        return ids
+    return ids[-keep:] if body.truncation_side == "left" else ids[:keep]
+
+
+def _last_said(body: ChatRequest) -> str:
+    """The text of an assistant's message at the end of a chat that has been checked."""
+    (last,) = normalise(body.messages[-1:], lambda key, where: None)
+    return str(last["content"]) if last["role"] == "assistant" else ""
 
 
 def _model(name: str | None) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import hashlib
 import hmac
 import math
@@ -31,41 +30,49 @@ class Keys:
     right or wrong are remembered by a digest that is keyed for this process.
     """
 
+    _given: list[tuple[bytes, Tenant]]  # the command line's
+
     def __init__(
-        self, api_keys: Sequence[str], admin_key: str | None, stored: Mapping[HashedKey, Tenant] | None = None
+        self,
+        api_keys: Sequence[str],
+        admin_key: str | None,
+        stored: Mapping[HashedKey, Tenant] | None = None,
+        in_file: Sequence[str] = (),
+        before: Keys | None = None,
     ) -> None:
-        self._tenants = [_parse(value, number) for number, value in enumerate(api_keys, 1)]
+        """`in_file`: keys of --api-keys-file. `before`: the keys until now; those of the command line are theirs, and
+        what has been checked is not checked again. Requests under way keep the tenant they have."""
+        numbered = enumerate((*api_keys, *in_file), 1)
+        parsed = [_parse(value, number) for number, value in numbered]
+        self._given = parsed[: len(api_keys)] if before is None else before._given
+        self._tenants = [*self._given, *parsed[len(api_keys) :]]
         if len({digest for digest, _ in self._tenants}) != len(self._tenants):
             raise UserError("--api-key: a key is given twice", "api_key")
         if admin_key is not None and not admin_key:
             raise UserError("--admin-key: the key is empty", "admin_key")
+        self._stored = dict(stored or {})
+        names = {tenant.name for _, tenant in self._tenants}
+        if both := sorted({tenant.name for tenant in self._stored.values()} & names):
+            raise UserError(f"--tenants: {both[0]} is a tenant of --api-key or --api-keys-file too", "tenants")
+        self._by_id = {key.id: key for key in self._stored}
+        self._wrong: dict[bytes, None] = {}  # the newest last
+        self._checks: dict[bytes, asyncio.Task[bool]] = {}
+        self._lane = asyncio.Semaphore(1)
         self._admin = _digest(admin_key.encode()) if admin_key is not None else None
         self._secret = secrets.token_bytes(32)
         self._right: dict[bytes, HashedKey] = {}
-        self._checks: dict[bytes, asyncio.Task[bool]] = {}
-        self._lane = asyncio.Semaphore(1)
-        self._store({} if stored is None else stored)
-
-    def with_stored(self, stored: Mapping[HashedKey, Tenant]) -> Keys:
-        """The same keys of the command line beside others of the file. Requests under way keep the tenant they have.
-        Raises UserError."""
-        other = copy.copy(self)
-        other._checks, other._lane = {}, asyncio.Semaphore(1)
-        other._store(stored)
-        other._right = {digest: key for digest, key in self._right.items() if key in stored}
-        return other
-
-    def _store(self, stored: Mapping[HashedKey, Tenant]) -> None:
-        names = {tenant.name for _, tenant in self._tenants}
-        if both := sorted({tenant.name for tenant in stored.values()} & names):
-            raise UserError(f"--tenants: {both[0]} is a tenant of --api-key or --api-keys-file too", "tenants")
-        self._stored = dict(stored)
-        self._by_id = {key.id: key for key in stored}
-        self._wrong: dict[bytes, None] = {}  # the newest last
+        if before is not None:
+            self._admin = self._admin or before._admin
+            self._secret = before._secret
+            self._right = {digest: key for digest, key in before._right.items() if key in self._stored}
 
     @property
     def required(self) -> bool:
         return bool(self._tenants or self._stored)
+
+    @property
+    def count(self) -> int:
+        return len(self._tenants) + len(self._stored)
 
     @property
     def tenants(self) -> list[Tenant]:
@@ -145,14 +152,13 @@ class Keys:
             raise ApiError(401, "the admin key is missing or wrong", code="invalid_api_key")
 
 
-def keys_of(config: ServeConfig) -> Keys:
-    """From the settings and the files they name. Raises UserError."""
-    api_keys, admin_key = list(config.api_key), config.admin_key
+def keys_of(config: ServeConfig, before: Keys | None = None) -> Keys:
+    """From the settings and the files they name, in place of those `before`. Raises UserError."""
+    admin_key, in_file = config.admin_key, []
     if config.api_keys_file is not None:
-        found = _lines(config.api_keys_file, "api_keys_file")
-        if not found:
+        in_file = _lines(config.api_keys_file, "api_keys_file")
+        if not in_file:
             raise UserError(f"--api-keys-file {config.api_keys_file}: there is no key in it", "api_keys_file")
-        api_keys += found
     if config.admin_key_file is not None:
         if admin_key is not None:
             raise UserError("--admin-key and --admin-key-file exclude each other", "admin_key_file")
@@ -164,7 +170,7 @@ def keys_of(config: ServeConfig) -> Keys:
             )
         (admin_key,) = found
     stored = read_tenants(config.tenants) if config.tenants is not None else {}
-    return Keys(api_keys, admin_key, stored)
+    return Keys(config.api_key, admin_key, stored, in_file, before)
 
 
 def authorization_of(headers: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""SIGHUP: the tenants file is read again, the usage log is opened again."""
+"""SIGHUP: the files with keys and tenants are read again, the usage log is opened again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import logging
 from typing import Protocol
 
 from api.config import ServeConfig
-from api.tenants.file import read_tenants
-from api.tenants.keys import Keys
+from api.tenants.keys import Keys, keys_of
 from api.tenants.limits import Limits
 from api.tenants.usage import UsageLog
 from engine.errors import UserError
 
 log = logging.getLogger("ktserve")
+
+
+def has_key_files(config: ServeConfig) -> bool:
+    return any((config.tenants, config.api_keys_file, config.admin_key_file))
 
 
 class _Tenants(Protocol):
@@ -41,20 +44,19 @@ class Reload:
         self._running = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        path = self._service.config.tenants
+        config = self._service.config
         try:
-            while path is not None:
+            while has_key_files(config):
                 self._again = False
                 try:
-                    stored = await asyncio.to_thread(read_tenants, path)
-                    keys = self._service.keys.with_stored(stored)
+                    keys = await asyncio.to_thread(keys_of, config, self._service.keys)
                 except UserError as error:
                     log.error("the tenants stay as they are: %s", error)
                 else:
                     self._service.keys = keys
                     for limits in (self._service.limits, self._service.batch_limits):
                         limits.keep(tenant.name for tenant in keys.tenants)
-                    log.info("tenants: %d keys of %d tenants", len(stored), len({t.name for t in stored.values()}))
+                    log.info("tenants: %d keys of %d tenants", keys.count, len({t.name for t in keys.tenants}))
                 if not self._again:
                     break
         finally:

@@ -48,21 +48,26 @@ class Output:
     def calls(self) -> int:
         return 0 if self._segments is None else self._segments.calls
 
-    def push(self, tokens: Sequence[int]) -> tuple[list[Delta], list[int]]:
-        """What is certain once `tokens` have come, and where the text of each begins: as many as count."""
+    def push(self, tokens: Sequence[int]) -> tuple[list[Delta], list[int], list[int]]:
+        """What is certain once `tokens` have come; of as many as count, where the text of each begins, and how many
+        calls came before it: -1 for one of reasoning, a call or a marker (of several tokens, the last)."""
         deltas: list[Delta] = []
         offsets: list[int] = []
+        said: list[int] = []
         for token in tokens:
             offsets.append(self.num_chars)
             self.num_tokens += 1
             if self._detokenizer is None:
+                said.append(0)
                 continue
+            apart = self._segments is not None and self._segments.apart
             deltas += self._show(self._detokenizer.push(token))
+            said.append(self.calls if not apart and (self._segments is None or self._segments.says) else -1)
             self.num_reasoning_tokens += self._segments is not None and self._segments.reasons
             if self.stopped:
                 deltas += self._flush()
                 break
-        return joined(deltas), offsets
+        return joined(deltas), offsets, said
 
     def end(self, token: int) -> list[Delta]:
         """The token that ended the output is one of its tokens; its text is left out unless it is asked for."""

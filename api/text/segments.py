@@ -61,6 +61,16 @@ class Segments:
         """Whether the text so far ends in reasoning."""
         return self._state == self._reasoning
 
+    @property
+    def apart(self) -> bool:
+        """Whether the text so far ends in reasoning or in calls."""
+        return self._state in (self._reasoning, self._call)
+
+    @property
+    def says(self) -> bool:
+        """Whether it ends in text that is neither."""
+        return self._state == self._text
+
     def push(self, text: str) -> list[Delta]:
         self._buffer += text
         deltas: list[Delta] = []

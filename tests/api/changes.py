@@ -18,7 +18,7 @@ from api.http.bodies.dialects import (
     TextFormat,
     Thinking,
 )
-from api.http.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
+from api.http.bodies.generation import ChatRequest, CompletionRequest, SamplingFields, StreamOptions
 from api.http.bodies.values import Body
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
@@ -78,6 +78,7 @@ OPENAI: dict[str, dict[str, Any]] = {
     "return_token_ids": {"return_token_ids": True},
     "prompt_logprobs": {"prompt_logprobs": 2},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 2},
+    "truncation_side": {"truncate_prompt_tokens": 2, "truncation_side": "right"},
     "add_special_tokens": {"add_special_tokens": False},
     "cache_salt": {"cache_salt": "a"},
     "request_id": {"request_id": "mine"},
@@ -109,6 +110,7 @@ OPENAI: dict[str, dict[str, Any]] = {
     "thinking_token_budget": {"thinking_token_budget": 5},
 }  # fmt: skip
 _OF_CHAT = {
+    "echo": {"messages": [*MESSAGES, {"role": "assistant", "content": "Well"}], "echo": True},
     "logprobs": {"logprobs": True},
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "return_tokens_as_token_ids": {"logprobs": True, "return_tokens_as_token_ids": True},
@@ -133,7 +135,10 @@ _MESSAGES = {
     "output_format": {"output_format": _SCHEMA},
 }
 _RESPONSES = {
-    **{name: OPENAI[name] for name in ("model", "stream", "temperature", "top_p")},
+    **{name: OPENAI[name] for name in ("model", "stream", "structured_outputs", "chat_template_kwargs")},
+    **{name: OPENAI[name] for name in SamplingFields.model_fields},
+    "top_logprobs": {"top_logprobs": 2},
+    "include": {"include": ["message.output_text.logprobs"]},
     "input": {"input": "x"},
     "instructions": {"instructions": "Be kind."},
     "previous_response_id": {"previous_response_id": "resp_same"},
@@ -211,7 +216,13 @@ PARTS: dict[type[Body], dict[str, _Part]] = {
         **_format_notes(name="a", description="b", strict=True),
     },
     StreamOptions: {
-        name: (ChatRequest, "stream_options", {}, {name: True}) for name in ("include_usage", "continuous_usage_stats")
+        "include_usage": (ChatRequest, "stream_options", {}, {"include_usage": True}),
+        "continuous_usage_stats": (
+            ChatRequest,
+            "stream_options",
+            {"include_usage": True},
+            {"include_usage": True, "continuous_usage_stats": True},
+        ),
     },
     OllamaOptions: _options(
         temperature=0.5, top_p=0.5, top_k=3, min_p=0.5, seed=3, num_predict=3, stop="wor", repeat_penalty=2.0,

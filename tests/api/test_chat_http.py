@@ -57,6 +57,28 @@ def test_the_wire_form_of_a_stream(server: Running) -> None:
     assert all("usage" not in event for event in events)
 
 
+def test_usage_in_every_event_of_a_stream(server: Running) -> None:
+    """It grows with the tokens that were told of, and there is none unless it is asked for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = list(ask(server, stream=True, max_tokens=5, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(set(counts)) and counts[-1] == last.usage.completion_tokens == 5
+    assert all(chunk.choices[0].delta.content for chunk in chunks[1:])
+    assert chunks[-1].choices[0].finish_reason == "length"  # with the last piece of text
+    options["include_usage"] = False
+    assert all(chunk.usage is None for chunk in ask(server, stream=True, max_tokens=5, stream_options=options))
+
+
+def test_a_message_may_be_echoed(server: Running) -> None:
+    messages = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "Well, "}]}]
+    fields = {"messages": messages, "extra_body": {"echo": True, "continue_final_message": True}}
+    plain = ask(server, messages=messages, extra_body={"continue_final_message": True}).choices[0].message.content
+    assert ask(server, **fields).choices[0].message.content == "Well, " + plain
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in ask(server, **fields, stream=True))
+    assert text == "Well, " + plain
+    assert ask(server, extra_body={"echo": True}).choices[0].message.content == ECHO
+
+
 def test_adapters_answer_beside_the_base(server: Running) -> None:
     before = len(server.received("Submit"))
     answer = ask(server, model="reverse", extra_body={"return_token_ids": True})
@@ -210,6 +232,21 @@ def test_a_body_that_is_too_large(server: Running) -> None:
     response = server.http.post("/v1/chat/completions", content=b" " * (17 * 2**20))
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_types_of_bodies(server: Running) -> None:
+    body = json.dumps({"model": "tiny", "messages": USER, "stream": False})
+    form, page = "application/x-www-form-urlencoded", {"Origin": "https://one.example"}
+
+    def status(path: str, kind: str | None, **headers: str) -> int:
+        headers |= {"Content-Type": kind} if kind else {}
+        return server.http.post(path, content=body, headers=headers).status_code
+
+    for kind in (None, "application/json; charset=utf-8", "application/octet-stream"):
+        assert status("/v1/chat/completions", kind) == 200
+    for kind in (form, "text/plain; charset=utf-8", "Multipart/Form-Data; boundary=x"):
+        assert status("/v1/chat/completions", kind) == status("/api/chat", kind, **page) == 415
+    assert status("/api/chat", form) == 200  # curl -d
 
 
 def test_a_chunked_body_that_is_too_large(server: Running) -> None:

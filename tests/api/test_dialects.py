@@ -215,6 +215,22 @@ def test_a_streamed_response_is_the_same(server: Running, model: str) -> None:
     assert kept.output_text == ECHO and kept.model_dump() == events[-1].response.model_dump()
 
 
+def test_log_probabilities_of_a_response(server: Running) -> None:
+    fields: Any = {"model": "tiny", "input": USER, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    (item,) = server.openai.responses.create(**fields).output
+    scores = item.content[0].logprobs  # type: ignore[union-attr]
+    assert scores and {len(score.top_logprobs) for score in scores} == {2}
+    assert (
+        b"".join(bytes(score.bytes) for score in scores).decode().replace("<|im_start|>", "").replace("<|im_end|>", "")
+        == ECHO
+    )
+    events = list(server.openai.responses.create(**fields, stream=True))
+    deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+    assert all(deltas) and [score.token for delta in deltas for score in delta] == [score.token for score in scores]
+    assert events[-1].response.output[0].content == item.content  # type: ignore[union-attr]
+    assert server.openai.responses.create(model="tiny", input=USER).output[0].content[0].logprobs == []  # type: ignore[union-attr]
+
+
 def test_a_response_that_fails_ends_with_an_event(server: Running) -> None:
     events = list(server.openai.responses.create(model="fail", input="hello", stream=True))
     assert events[-1].type == "response.failed" and "a fault of the fake" in events[-1].response.error.message
@@ -342,7 +358,7 @@ def test_a_streamed_call_is_what_the_clients_put_together() -> None:
     assert message.content[2].input == {"x": 1} and message.stop_reason == "tool_use"  # type: ignore[union-attr]
     kept: list[Any] = []
     head = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"}
-    response = ResponsesFront(head, _Answers(), lambda *given: kept.append(given))  # type: ignore[arg-type]
+    response = ResponsesFront(head, _Answers(), None, lambda *given: kept.append(given))  # type: ignore[arg-type]
     client = openai.OpenAI(api_key="x", http_client=served(response, httpx))
     *_, end = client.responses.create(model="m", input="x", stream=True)
     assert [item.type for item in end.response.output] == ["reasoning", "message", "function_call"]  # type: ignore[union-attr]

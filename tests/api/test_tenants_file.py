@@ -214,14 +214,14 @@ def test_reloaded_keys() -> None:
     async def run() -> None:
         await keys.identify(f"Bearer {key}")
         (hashed,) = stored
-        changed = keys.with_stored({hashed: Tenant("a", weight=3), **other})
+        changed = Keys([], None, {hashed: Tenant("a", weight=3), **other}, before=keys)
         assert changed.tenant(f"Bearer {key}").weight == 3, "it was checked before"
         assert (await changed.identify(f"Bearer {other_key}")).name == "b"
-        gone = changed.with_stored(other)
+        gone = Keys([], None, other, before=changed)
         with pytest.raises(ApiError):
             await gone.identify(f"Bearer {key}")
         with pytest.raises(UserError, match="too"):
-            Keys(["k=b"], None).with_stored(other)
+            Keys(["k=b"], None, other)
 
     asyncio.run(run())
 

@@ -136,6 +136,27 @@ def test_reload(server: Running, tenants: Tenants) -> None:
     assert not any(key in server.stderr for key in old.values())
 
 
+def test_reload_of_plain_keys(model_dir: Path, tmp_path: Path) -> None:
+    """Keys and the admin's come and go with their files; an error leaves them as they were."""
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    keys.write_text("first=a\n")
+    admin.write_text("old\n")
+    flags = ["--api-keys-file", str(keys), "--admin-key-file", str(admin), "--api-key", "fixed=b"]
+    with serving(model_dir, tmp_path, *flags, key="first") as server:
+        keys.write_text("# nobody\n")
+        os.kill(server.process.pid, signal.SIGHUP)
+        eventually(lambda: "there is no key in it" in server.stderr)
+        assert ask(server, "first").status_code == 200
+        keys.write_text("second=a:3\n")
+        admin.write_text("new\n")
+        os.kill(server.process.pid, signal.SIGHUP)
+        eventually(lambda: ask(server, "first").status_code == 401)
+        assert ask(server, "fixed").status_code == ask(server, "second").status_code == 200
+        assert server.received("Submit")[-1]["tenant_weight"] == 3
+        for key, status in (("old", 401), ("new", 200)):
+            assert server.http.get("/metrics", headers={"Authorization": f"Bearer {key}"}).status_code == status
+
+
 def test_concurrency(server: Running, tenants: Tenants, tmp_path: Path) -> None:
     """A stream holds its place until it ends, also if its client has gone."""
     headers = {"Authorization": f"Bearer {tenants.keys['limited']}"}

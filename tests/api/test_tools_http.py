@@ -184,12 +184,26 @@ def test_mistakes_are_400(qwen: Running, fields: dict[str, Any], param: str) -> 
 def test_reasoning_is_apart(qwen: Running) -> None:
     text = "<think>\nHm.\n</think>\n\nYes."
     message = say(qwen, text).choices[0].message
-    assert message.content == "Yes." and message.reasoning_content == "Hm."
+    assert message.content == "Yes." and message.reasoning_content == message.reasoning == "Hm."
     assert streamed(qwen, text)[0] == {"content": "Yes.", "reasoning": "Hm.", "calls": []}
     hidden = say(qwen, text, extra_body={"include_reasoning": False}).choices[0].message
-    assert hidden.content == "Yes." and not hasattr(hidden, "reasoning_content")
+    assert hidden.content == "Yes." and not hasattr(hidden, "reasoning_content") and not hasattr(hidden, "reasoning")
     message, reasons = streamed(qwen, f"<think>Which?</think>{CALL}", tools=[WEATHER])
     assert message["reasoning"] == "Which?" and message["calls"][0][1] == "weather" and reasons == ["tool_calls"]
+
+
+def test_log_probabilities_of_a_response_are_those_of_its_text(qwen: Running) -> None:
+    """Neither of reasoning nor of calls, in a stream as in a whole answer. A marker is several tokens here."""
+    text = f"<think>Hm, hm.</think>\n\nYes.{CALL}No."
+    tool = {"type": "function", **WEATHER["function"]}
+    fields: Any = {"model": "say", "input": text, "tools": [tool], "include": ["message.output_text.logprobs"]}
+    whole = qwen.openai.responses.create(**fields)
+    end = list(qwen.openai.responses.create(**fields, stream=True))[-1].response
+    for response in (whole, end):
+        contents = [item.content[0] for item in response.output if item.type == "message"]
+        assert [content.text for content in contents] == ["Yes.", "No."]
+        scored = ["".join(score.token for score in content.logprobs) for content in contents]
+        assert scored == ["Yes.<tool_call", "No."]
 
 
 def test_reasoning_that_the_template_opens(qwen: Running) -> None:

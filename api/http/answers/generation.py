@@ -18,13 +18,15 @@ from engine.errors import EngineError
 @dataclass
 class Update:
     """What came of a choice since its last update. `offsets`: where each token's text begins in the answer, in
-    characters, when stop strings and what is held back are left aside. The last one has a `finish_reason`."""
+    characters, when stop strings and what is held back are left aside; `said`: how many calls came before it, -1 for
+    one that is not of the answer's text. The last one has a `finish_reason`."""
 
     deltas: list[Delta] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[m.TokenLogprobs] | None = None
     prompt_logprobs: list[m.TokenLogprobs | None] | None = None
     offsets: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str | None = None  # that ended it
 
@@ -85,7 +87,7 @@ class Choice:
         if event.logprobs is not None and len(event.logprobs) != len(event.tokens):
             self.error = EngineError(f"{len(event.logprobs)} log-probabilities came with {len(event.tokens)} tokens")
             return self.leave("failed")
-        update.deltas, update.offsets = self._output.push(event.tokens)
+        update.deltas, update.offsets, update.said = self._output.push(event.tokens)
         count = len(update.offsets)
         update.tokens = event.tokens[:count]
         if event.logprobs is not None:
@@ -113,6 +115,7 @@ class Choice:
     def _take_stop_token(self, token: int, logprobs: m.TokenLogprobs | None, update: Update) -> None:
         update.tokens = [*update.tokens, token]
         update.offsets = [*update.offsets, self._output.num_chars]
+        update.said = [*update.said, -1]
         if logprobs is not None:
             update.logprobs = [*(update.logprobs or ()), logprobs]
         update.deltas = [*update.deltas, *self._output.end(token)]
@@ -208,19 +211,19 @@ class Answers:
                 parts[index].append(update)
         return [_sum(updates) for updates in parts]
 
-    def usage(self) -> dict[str, Any]:
-        """Prompts count once, however many answers they have; outputs as delivered."""
+    def usage(self, *, told: bool = True) -> dict[str, Any]:
+        """Prompts count once, however many answers they have; outputs as delivered. `told` False: none of the output
+        has been delivered yet."""
         firsts = self.choices[:: self._n]
+        outputs = self.choices if told else []
         prompt = sum(choice.prompt_tokens for choice in firsts)
-        output = sum(choice.num_tokens for choice in self.choices)
+        output = sum(choice.num_tokens for choice in outputs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in self.choices)
-            },
+            "completion_tokens_details": {"reasoning_tokens": sum(choice.num_reasoning_tokens for choice in outputs)},
         }
 
 
@@ -229,6 +232,7 @@ def _sum(updates: Sequence[Update]) -> Update:
     for update in updates:
         whole.tokens += update.tokens
         whole.offsets += update.offsets
+        whole.said += update.said
         whole.finish_reason, whole.stop_string = update.finish_reason, update.stop_string
         whole.prompt_logprobs = whole.prompt_logprobs or update.prompt_logprobs
         if update.logprobs is not None:

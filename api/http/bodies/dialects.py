@@ -6,13 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from api.http.bodies.structured import Schema
+from api.http.bodies.generation import SamplingFields
+from api.http.bodies.structured import Schema, StructuredOutputs
 from api.http.bodies.tools import Effort
 from api.http.bodies.values import (
     INT32,
     INT64,
     MAX_TOOLS,
     MIN_TOP_P,
+    Alternatives,
     Body,
     Count,
     Integer,
@@ -24,6 +26,8 @@ from api.http.bodies.values import (
     StopString,
     Temperature,
 )
+
+LOGPROBS = "message.output_text.logprobs"  # that a response may include
 
 
 class Thinking(Body):
@@ -89,8 +93,8 @@ class TextConfig(Body):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Body):
-    """OpenAI's Responses."""
+class ResponsesRequest(SamplingFields):
+    """OpenAI's Responses, with the sampling fields of the other endpoints, as vLLM has them."""
 
     model: str | None = None
     input: str | Messages
@@ -99,14 +103,20 @@ class ResponsesRequest(Body):
     store: bool = True
     stream: bool = False
     max_output_tokens: PositiveCount | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_logprobs: Alternatives | None = None
+    include: list[str] = Field(default=[], max_length=16)
     tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] = Field(default={}, max_length=16)
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+    @property
+    def logprobs(self) -> bool:
+        return bool(self.top_logprobs) or LOGPROBS in self.include
 
 
 class OllamaOptions(Body):

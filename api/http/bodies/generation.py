@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, field_validator, model_validator
 
@@ -39,11 +39,9 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(Body):
-    """Common to chat and text completions. None: the model's default (generation_config.json), else OpenAI's."""
+class SamplingFields(Body):
+    """How tokens are chosen and where they end. None: the model's default (generation_config.json), else OpenAI's."""
 
-    model: str | None = None
-    max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
@@ -52,7 +50,6 @@ class GenerationRequest(Body):
     stop: Stops = Field(default=[])
     stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
     include_stop_str_in_output: bool = False
-    n: Choices = 1
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10), Number] | None = None
@@ -60,16 +57,11 @@ class GenerationRequest(Body):
     min_tokens: Count = 0
     bad_words: list[StopString] = Field(default=[], max_length=128)
     allowed_token_ids: Annotated[list[TokenId], FailFast()] = Field(default=[], min_length=1, max_length=MAX_TOKEN_IDS)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    prompt_logprobs: Alternatives | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32), Integer, AfterValidator(not_zero)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    request_id: RequestId | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000), Integer] = 0
 
     @field_validator("logit_bias", mode="after")
@@ -79,6 +71,20 @@ class GenerationRequest(Body):
             if not TOKEN_ID.fullmatch(key):
                 raise ValueError(f"keys are token ids in decimal digits, got {shortened(key)}")
         return value
+
+
+class GenerationRequest(SamplingFields):
+    """Common to chat and text completions."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    n: Choices = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: Alternatives | None = None
+    request_id: RequestId | None = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationRequest:
@@ -101,6 +107,7 @@ class ChatOptions(GenerationRequest):
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool = False
     top_logprobs: Alternatives | None = None
+    echo: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -26,13 +26,14 @@ class Change(Enum):
 
 @dataclass
 class Block:
-    """`text`: of a call, its arguments' JSON."""
+    """`text`: of a call, its arguments' JSON. `scores`: log-probabilities of a text's tokens."""
 
     index: int
     kind: Kind
     text: str = ""
     call_id: str = ""
     name: str = ""
+    scores: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def arguments(self) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
 from api.errors import ApiError, bad_request, shortened
 from api.http.answers.generation import Answers, Update
+from api.http.answers.logprobs import chat_logprobs
 from api.http.answers.streaming import Front
 from api.http.bodies.dialects import ResponsesRequest
-from api.http.dialects.blocks import Block, Blocks, Change, Kind, blocks_of
+from api.http.bodies.generation import SamplingFields
+from api.http.dialects.blocks import Block, Blocks, Change, Kind
 from api.http.dialects.content import kind_of, response_format, string_in, text_in, unsupported
+from api.text.tokenizer import Tokenizer
 
 Keep = Callable[[dict[str, Any], dict[str, Any]], None]
 _TEXTS = ("input_text", "output_text", "text")
@@ -24,6 +27,9 @@ WORDS = {  # of a chat's fields
     "max_tokens": "max_output_tokens",
     "messages": "input",
 }
+_SAMPLING = set(SamplingFields.model_fields)
+_OURS = {"structured_outputs", "chat_template_kwargs"}
+NOT_REPEATED = {"input", "stream", "model", "include", *_OURS, *(_SAMPLING - {"temperature", "top_p"})}
 _PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 
 # ---- requests
@@ -39,8 +45,9 @@ def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]]) -> dict[s
         "messages": messages,
         "max_tokens": body.max_output_tokens,
         "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
+        **body.model_dump(include=_SAMPLING | _OURS, by_alias=True, exclude_unset=True),
+        "logprobs": body.logprobs,
+        "top_logprobs": body.top_logprobs if body.logprobs else None,
         "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] or None,
         "parallel_tool_calls": body.parallel_tool_calls if body.tools else None,
         "tool_choice": _choice(body.tool_choice) if body.tools else None,
@@ -114,13 +121,17 @@ def _choice(choice: str | dict[str, Any]) -> Any:
 
 
 class ResponsesFront(Front):
-    """`head`: the response without what comes of the answer. `keep` is given the whole response and the assistant's
-    message at the end."""
+    """`head`: the response without what comes of the answer. `tokenizer` names the tokens of log-probabilities. `keep`
+    is given the whole response and the assistant's message at the end."""
 
     close: ClassVar[bytes] = b""
 
-    def __init__(self, head: dict[str, Any], answers: Answers, keep: Keep | None = None) -> None:
+    def __init__(
+        self, head: dict[str, Any], answers: Answers, tokenizer: Tokenizer | None, keep: Keep | None = None
+    ) -> None:
         self._head = head
+        self._tokenizer = tokenizer
+        self._unscored: list[tuple[int, dict[str, Any]]] = []  # those of tokens whose text is yet to come
         self._keep = keep
         self._answers = answers
         self._blocks = Blocks()
@@ -128,9 +139,32 @@ class ResponsesFront(Front):
         self._sequence = 0
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
-        self._reason = choices[0].finish_reason
-        self._blocks = blocks_of(choices[0].deltas)
+        for _ in self._changes(choices[0]):
+            pass
         return self._ended()
+
+    def _changes(self, update: Update | None) -> Iterator[tuple[Change, Block, str, list[dict[str, Any]]]]:
+        """What an update (None: the end) does to the blocks, with the log-probabilities that belong to it."""
+        if update is None:
+            changes = self._blocks.finish()
+        else:
+            self._reason = update.finish_reason or self._reason
+            changes = self._blocks.push(update.deltas)
+            if update.logprobs is not None:
+                scores = chat_logprobs(self._tokenizer, update.logprobs)["content"]
+                self._unscored += zip(update.said, scores, strict=True)
+        for what, block, text in changes:
+            yield what, block, text, self._scores(block) if what is not Change.START else []
+
+    def _scores(self, block: Block) -> list[dict[str, Any]]:
+        """Of a text's tokens that have come since it was last asked about."""
+        if block.kind is not Kind.TEXT:
+            return []
+        calls = len(self._blocks.calls)
+        mine = [score for before, score in self._unscored if before == calls]
+        self._unscored = [(before, score) for before, score in self._unscored if before > calls]
+        block.scores += mine
+        return mine
 
     def _ended(self) -> dict[str, Any]:
         response = self._response()
@@ -182,11 +216,10 @@ class ResponsesFront(Front):
         )
 
     def update(self, index: int, update: Update) -> bytes:
-        self._reason = update.finish_reason or self._reason
-        return b"".join(self._change(*change) for change in self._blocks.push(update.deltas))
+        return b"".join(self._change(*change) for change in self._changes(update))
 
     def end(self) -> bytes:
-        last = b"".join(self._change(*change) for change in self._blocks.finish())
+        last = b"".join(self._change(*change) for change in self._changes(None))
         response = self._ended()
         return last + self._event(f"response.{response['status']}", response=response)
 
@@ -195,12 +228,12 @@ class ResponsesFront(Front):
         response = {**self._head, "status": "failed", "error": details, "incomplete_details": None, "output": []}
         return self._event("response.failed", response=response)
 
-    def _change(self, what: Change, block: Block, text: str) -> bytes:
+    def _change(self, what: Change, block: Block, text: str, scores: list[dict[str, Any]]) -> bytes:
         at = {"item_id": self._item_id(block), "output_index": block.index}
         in_part = {**at, "content_index": 0}
         kind = _STREAMS[block.kind]
         if what is Change.MORE:
-            more: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+            more: dict[str, Any] = {"logprobs": scores} if block.kind is Kind.TEXT else {}
             return self._event(f"{kind}.delta", delta=text, **(at if block.kind is Kind.CALL else in_part), **more)
         if what is Change.START:
             item = self._item(block, "in_progress")
@@ -213,7 +246,7 @@ class ResponsesFront(Front):
         if block.kind is Kind.CALL:
             done = self._event(f"{kind}.done", name=block.name, arguments=block.text, **at)
         else:
-            scored: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+            scored: dict[str, Any] = {"logprobs": block.scores} if block.kind is Kind.TEXT else {}
             done = self._event(f"{kind}.done", text=block.text, **in_part, **scored)
             done += self._event("response.content_part.done", part=_part(block), **in_part)
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
@@ -229,7 +262,7 @@ _STREAMS = {
 def _part(block: Block) -> dict[str, Any]:
     if block.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.scores}
 
 
 def _message(blocks: Blocks) -> dict[str, Any]:

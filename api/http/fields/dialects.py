@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from api.http.bodies.generation import SamplingFields
 from api.http.fields.field import alias, no_op, refused, supported
+from api.http.fields.generation import GENERATION
 
 MESSAGES = (
     supported("model", "as everywhere"),
@@ -59,11 +61,14 @@ RESPONSES = (
     supported("store", "kept for `previous_response_id` and `GET`, as long as the bounded store has room"),
     supported("stream", "events with sequence numbers"),
     supported("max_output_tokens", "default: the rest of the context"),
-    supported("temperature", "0: greedy"),
-    supported("top_p", "1: off"),
+    supported("top_logprobs", "that many alternatives for each token of the output's text"),
+    supported("include", "`message.output_text.logprobs`: log-probabilities; reasoning is given as it is"),
     supported("tools", "functions"),
     supported("tool_choice", "`auto`, `none`, `required` or a function"),
     supported("parallel_tool_calls", "false: one call at most"),
+    supported("structured_outputs", "vLLM's: see above; not with `text.format`"),
+    supported("chat_template_kwargs", "variables for the template"),
+    *(field for field in GENERATION if field.name in SamplingFields.model_fields),
     supported("text", "its fields are below"),
     supported("reasoning", "its fields are below"),
     supported("metadata", "comes back with the response"),
@@ -72,11 +77,6 @@ RESPONSES = (
     no_op("safety_identifier", "tenants are told by their keys"),
     no_op("prompt_cache_key", "the prefix cache finds equal prompts by itself"),
     no_op("prompt_cache_retention", "the prefix cache keeps what fits, least recently used first out"),
-    no_op(
-        "include",
-        "reasoning is given as it is; log-probabilities are those of /v1/chat/completions alone",
-        never=("message.output_text.logprobs",),
-    ),
     no_op("prompt_cache_options", "the prefix cache finds equal prompts by itself"),
     no_op("stream_options", "nothing is padded"),
     refused("context_management", "an input that does not fit is a 400", []),
@@ -87,7 +87,6 @@ RESPONSES = (
     refused("conversation", "use `previous_response_id`"),
     refused("prompt", "there are no stored prompts"),
     refused("max_tool_calls", "a client calls its tools itself"),
-    refused("top_logprobs", "/v1/chat/completions gives log-probabilities", 0),
 )
 
 REASONING = (

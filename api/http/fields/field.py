@@ -22,20 +22,19 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Field:
-    """`note`: what the field does, or why it does nothing or is refused. `values`: see above; `never`: what a list in a
-    no-op may not hold; `of`: the field that an alias means."""
+    """`note`: what the field does, or why it does nothing or is refused. `values`: see above; `of`: the field that an
+    alias means."""
 
     name: str
     status: Status
     note: str
     values: tuple[Any, ...] = ()
-    never: tuple[str, ...] = ()
     of: str | None = None
 
     def takes(self, value: Any) -> bool:
         """Whether a field that is not supported may have this value."""
         if self.status is Status.NO_OP and not self.values:
-            return not (isinstance(value, list) and any(one in self.never for one in value if isinstance(one, str)))
+            return True
         return any(one == value and isinstance(one, bool) == isinstance(value, bool) for one in self.values)
 
 
@@ -47,8 +46,8 @@ def alias(name: str, of: str) -> Field:
     return Field(name, Status.ALIAS, f"another name of `{of}`", of=of)
 
 
-def no_op(name: str, note: str, *values: Any, never: tuple[str, ...] = ()) -> Field:
-    return Field(name, Status.NO_OP, note, values, never)
+def no_op(name: str, note: str, *values: Any) -> Field:
+    return Field(name, Status.NO_OP, note, values)
 
 
 def refused(name: str, note: str, *but: Any) -> Field:

@@ -33,6 +33,7 @@ GENERATION = (
     supported(
         "truncate_prompt_tokens", "only the last that many tokens of the prompt; -1: what fits beside the output"
     ),
+    supported("truncation_side", "`right`: the first tokens are kept instead"),
     supported("cache_salt", "the prefix cache is shared only with requests of the same salt"),
     supported("request_id", "the answer's id ends with it, and `x-request-id` is it; the header alone does the same"),
     supported("priority", "smaller runs first, among the tenant's own"),
@@ -50,6 +51,10 @@ GENERATION = (
     alias("max_new_tokens", "max_tokens"),
     alias("repeat_penalty", "repetition_penalty"),
     alias("no_stop_trim", "include_stop_str_in_output"),
+    alias("n_cmpl", "n"),
+    alias("return_tokens", "return_token_ids"),
+    alias("rid", "request_id"),
+    alias("extra_key", "cache_salt"),
     no_op("user", "tenants are told by their keys"),
     no_op("metadata", "nothing is kept with an answer"),
     no_op("store", "an answer is not kept here; /v1/responses keeps those it is asked to"),
@@ -59,6 +64,18 @@ GENERATION = (
     no_op("prompt_cache_options", "the prefix cache finds equal prompts by itself"),
     no_op("cache_prompt", "the prefix cache is always on", True),
     no_op("safety_identifier", "tenants are told by their keys"),
+    no_op("session_id", "the prefix cache finds equal prompts by itself"),
+    no_op("stream_interval", "events come as tokens do"),
+    no_op("media_io_kwargs", "the model reads text only"),
+    no_op("return_cached_tokens_details", "the usage has what was cached"),
+    no_op("dynatemp_exponent", "there is no such sampler to set"),
+    no_op("mirostat_tau", "there is no such sampler to set"),
+    no_op("mirostat_eta", "there is no such sampler to set"),
+    no_op("xtc_threshold", "there is no such sampler to set"),
+    no_op("dry_base", "there is no such penalty to set"),
+    no_op("dry_allowed_length", "there is no such penalty to set"),
+    no_op("dry_penalty_last_n", "there is no such penalty to set"),
+    no_op("dry_sequence_breakers", "there is no such penalty to set"),
     no_op("id_slot", "requests have no slots", -1),
     no_op("timings_per_token", "`/metrics` has the timings", False),
     no_op("return_progress", "there is no such event", False),
@@ -83,11 +100,24 @@ GENERATION = (
     refused("min_new_tokens", "its name here is `min_tokens`"),
     refused("t_max_predict_ms", "outputs are bounded in tokens", 0),
     refused("n_keep", "the context is not shifted", 0),
+    refused("n_indent", "lines are as the model writes them", 0),
+    refused("min_keep", "filters keep one token at least", 0, 1),
+    refused("response_fields", "answers have all their fields", []),
+    refused("image_data", "the model reads text only", []),
     refused("spaces_between_special_tokens", "text is the tokens' own", True),
     refused("detokenize", "`return_token_ids` gives the ids beside the text", True),
     refused("kv_transfer_params", "prompts are computed where they are answered"),
     refused("mm_processor_kwargs", "the model reads text only"),
     refused("return_hidden_states", "only tokens and log-probabilities are given", False),
+    refused("return_routed_experts", "only tokens and log-probabilities are given", False),
+    refused("logprob_token_ids", "log-probabilities are those of the most likely tokens"),
+    refused("repetition_detection", "no such end: see `stop` and `frequency_penalty`"),
+    refused("watermarking", "outputs carry no mark", False),
+    refused("vllm_xargs", "there are no extensions", {}),
+    refused("custom_params", "there are no extensions", {}),
+    refused("ec_transfer_params", "prompts are computed where they are answered"),
+    refused("lora_path", "`model` names the adapter"),
+    refused("lora", "`model` names the adapter", []),
 )
 
 CHAT = (
@@ -97,6 +127,7 @@ CHAT = (
     supported("top_logprobs", "that many alternatives for each; needs `logprobs`"),
     supported("add_generation_prompt", "the template ends where the assistant begins"),
     supported("continue_final_message", "the output goes on with the last message"),
+    supported("echo", "an assistant's message at the end stands before the output"),
     supported(
         "chat_template_kwargs", "variables for the template; one that it does not ask for is named in `warnings`"
     ),
@@ -116,6 +147,7 @@ CHAT = (
     ),
     supported("enable_thinking", "switches reasoning on or off, if the template can"),
     supported("thinking_token_budget", "after so many tokens of reasoning its end is forced"),
+    alias("thinking_budget_tokens", "thinking_token_budget"),
     refused("add_special_tokens", "the template writes them", False),
     refused("modalities", "the model writes text only", ["text"]),
     refused("audio", "the model writes text only"),
@@ -124,6 +156,12 @@ CHAT = (
     refused("moderation", "there is no moderation"),
     refused("chat_template", "the server's template is used (`--chat-template`)"),
     refused("documents", "write them into a message", []),
+    refused("input_ids", "/v1/completions takes token ids"),
+    refused("return_prompt_text", "`/tokenize` and `/detokenize` show the prompt", False),
+    refused("separate_reasoning", "reasoning has a field of its own (`--reasoning-format none`: it has not)", True),
+    refused("stream_reasoning", "reasoning is streamed as it comes", True),
+    refused("reasoning_format", "reasoning has a field of its own (`--reasoning-format`)", "auto", "deepseek"),
+    refused("parse_tool_calls", "calls of the `tools` are looked for", True),
 )
 
 COMPLETION = (
@@ -134,10 +172,11 @@ COMPLETION = (
     supported("best_of", "that many answers are made, the `n` with the highest mean log-probability given"),
     alias("n_probs", "logprobs"),
     refused("suffix", "the model does not fill in the middle", ""),
+    refused("prompt_embeds", "prompts are texts or token ids"),
 )
 
 STREAM_OPTIONS = (
     supported("include_usage", "a last event with the usage"),
-    supported("continuous_usage_stats", "the usage so far in every event"),
+    supported("continuous_usage_stats", "the usage so far in every event; needs `include_usage`"),
     no_op("include_obfuscation", "nothing is padded"),
 )

@@ -42,8 +42,6 @@ def _table(table: Table) -> str:
 
 
 def _values(field: Field) -> str:
-    if field.never:
-        return "anything but " + ", ".join(f"`{one}`" for one in field.never)
     if not field.values:
         return {Status.NO_OP: "anything", Status.REFUSED: "nothing"}.get(field.status, "")
     return "only " + ", ".join(f"`{json.dumps(value)}`" for value in field.values)

@@ -17,6 +17,27 @@ from api.http.routes.common import service_of, tenant_of
 from api.http.wire import ClientGoneError, json_response
 
 _MOST = 10_000
+_FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "a line of JSON for each request",
+                        },
+                        "purpose": {"const": "batch"},
+                    },
+                }
+            }
+        },
+    }
+}
 
 
 def batches_of(request: Request) -> Batches:
@@ -30,7 +51,7 @@ def batches_of(request: Request) -> Batches:
 def router() -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/files")
+    @routes.post("/v1/files", openapi_extra=_FORM)
     async def create(request: Request) -> Response:
         batches, tenant = batches_of(request), tenant_of(request)
         content_type = request.headers.get("content-type", "")

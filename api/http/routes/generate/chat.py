@@ -31,7 +31,8 @@ def router() -> APIRouter:
         body, answers = await open_chat(request, prepared)
         prompt, head = unpacked(prepared.prompts[0]), head_of(request, body, "chatcmpl-")
         functions = prepared.reading is not None and prepared.reading.functions
-        front = _Chat(service.tokenizer, body, prompt, answers, head, functions=functions)
+        echoed = "".join(prepared.texts)
+        front = _Chat(service.tokenizer, body, prompt, answers, head, echoed, functions=functions)
         return await respond(request, answers, front, stream=body.stream)
 
     return routes
@@ -45,6 +46,7 @@ class _Chat(Front):
         prompt: list[int],
         answers: Answers,
         head: dict[str, Any],
+        echoed: str = "",
         *,
         functions: bool = False,
     ) -> None:
@@ -54,8 +56,9 @@ class _Chat(Front):
         self._answers = answers
         options = body.stream_options
         self._with_usage = options is not None and options.include_usage
-        self._usage_so_far = options is not None and options.continuous_usage_stats
+        self._usage_so_far = self._with_usage and options is not None and options.continuous_usage_stats
         self._head = head
+        self._echoed = echoed
         self._functions = functions
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
@@ -73,9 +76,12 @@ class _Chat(Front):
         return response
 
     def _choice(self, index: int, update: Update) -> dict[str, Any]:
+        message = _message(update, functions=self._functions)
+        if self._echoed:
+            message["content"] = self._echoed + (message["content"] or "")
         choice: dict[str, Any] = {
             "index": index,
-            "message": _message(update, functions=self._functions),
+            "message": message,
             "logprobs": self._logprobs(update),
             "finish_reason": self._reason(update),
         }
@@ -93,24 +99,28 @@ class _Chat(Front):
         return event({**self._head, "object": "chat.completion.chunk", **usage, "choices": choices, **more})
 
     def begin(self) -> bytes:
-        more = {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
-        first = {"role": "assistant", "content": ""}
+        more: dict[str, Any] = {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
+        if self._usage_so_far:  # tokens may have come, but no event has told of them
+            more["usage"] = self._answers.usage(told=False)
+        first = {"role": "assistant", "content": self._echoed}
         return b"".join(self._chunk(_delta(index, first), **more) for index in range(self._body.n))
 
     def update(self, index: int, update: Update) -> bytes:
-        written = b""
+        """The last piece of text comes with the finish reason; a call's has an event of its own, as OpenAI's."""
         ids = self._body.return_token_ids and update.tokens
+        ended = update.finish_reason is not None
         deltas = [_shown(delta, functions=self._functions) for delta in update.deltas]
-        if not deltas and (update.logprobs or ids):
-            deltas = [{"content": ""}]
-        for number, delta in enumerate(deltas):
-            choice = _delta(index, delta, None if number else self._logprobs(update))
-            if ids and not number:
-                choice["token_ids"] = update.tokens
-            written += self._chunk(choice)
-        if update.finish_reason is not None:
-            written += self._chunk(_delta(index, {}, finish_reason=self._reason(update)))
-        return written
+        if ended and deltas and "content" not in deltas[-1]:
+            deltas.append({})
+        elif not deltas and (ended or update.logprobs or ids):
+            deltas = [{} if update.finish_reason == "tool_calls" else {"content": ""}]
+        choices = [_delta(index, delta) for delta in deltas]
+        if choices:
+            choices[0]["logprobs"] = self._logprobs(update)
+            choices[-1]["finish_reason"] = self._reason(update)
+            if ids:
+                choices[0]["token_ids"] = update.tokens
+        return b"".join(map(self._chunk, choices))
 
     def _reason(self, update: Update) -> str | None:
         called = self._functions and update.finish_reason == "tool_calls"
@@ -120,10 +130,8 @@ class _Chat(Front):
         return self._chunk(usage=self._answers.usage()) if self._with_usage else b""
 
 
-def _delta(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _shown(delta: Delta, *, functions: bool) -> dict[str, Any]:
@@ -132,7 +140,7 @@ def _shown(delta: Delta, *, functions: bool) -> dict[str, Any]:
         case Text(text):
             return {"content": text}
         case Reasoning(text):
-            return {"reasoning_content": text}
+            return _reasoning(text)
         case ToolStart(_, _, name) if functions:
             return {"function_call": {"name": name, "arguments": ""}}
         case ToolArguments(_, text) if functions:
@@ -144,12 +152,17 @@ def _shown(delta: Delta, *, functions: bool) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def _message(update: Update, *, functions: bool) -> dict[str, Any]:
     """A whole answer. Without text its content is null if there are calls."""
     calls = calls_of(update.deltas)
     message: dict[str, Any] = {"role": "assistant", "content": update.text or (None if calls else "")}
     if reasoning := reasoning_of(update.deltas):
-        message["reasoning_content"] = reasoning
+        message |= _reasoning(reasoning)
     made = [{"name": call.name, "arguments": call.arguments} for call in calls]
     if functions and made:
         message["function_call"] = made[0]

@@ -60,7 +60,7 @@ class _Completion(Front):
         self._begun: set[int] = set()
         options = body.stream_options
         self._with_usage = options is not None and options.include_usage
-        self._usage_so_far = options is not None and options.continuous_usage_stats
+        self._usage_so_far = self._with_usage and options is not None and options.continuous_usage_stats
         self._head = head
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def router() -> APIRouter:
             stored = Stored(tenant.name, msgspec.json.encode(written), msgspec.json.encode(messages))
             service.responses.keep(head["id"], stored)
 
-        front = ResponsesFront(head, answers, keep if head["store"] else None)
+        front = ResponsesFront(head, answers, service.tokenizer, keep if head["store"] else None)
         return await respond(request, answers, front, stream=body.stream)
 
     @routes.get("/v1/responses/{response_id}")
