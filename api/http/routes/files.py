@@ -32,6 +32,8 @@ _FORM: dict[str, Any] = {
                             "description": "a line of JSON for each request",
                         },
                         "purpose": {"const": "batch"},
+                        "expires_after[anchor]": {"const": "created_at"},
+                        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
                     },
                 }
             }

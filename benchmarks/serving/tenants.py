@@ -1,6 +1,6 @@
 """One tenant floods, the other asks now and then: its p95 latency beside what it has alone.
 
-python -m benchmarks.tenants URL --quiet-key KEY --flood-key KEY [--requests 40] [--flood 64]
+python -m benchmarks.serving.tenants URL --quiet-key KEY --flood-key KEY [--requests 40] [--flood 64]
 Ends with status 1 if the p95 beside the flood is more than 1.5 times the one alone.
 """
 
@@ -15,11 +15,15 @@ from collections.abc import Sequence
 
 import httpx
 
+from benchmarks.serving.latency import p95
+
 BOUND = 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tenants", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.tenants", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("url")
     parser.add_argument("--quiet-key", required=True)
     parser.add_argument("--flood-key", required=True)
@@ -29,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     args = parser.parse_args(argv)
     alone, beside, answered = asyncio.run(_measure(args))
-    ratio = _p95(beside) / _p95(alone)
+    ratio = p95(beside) / p95(alone)
     print("| quiet tenant | p50 s | p95 s |\n|---|---|---|")
     for name, seconds in (("alone", alone), (f"beside {args.flood} open requests", beside)):
-        print(f"| {name} | {statistics.median(seconds):.3f} | {_p95(seconds):.3f} |")
+        print(f"| {name} | {statistics.median(seconds):.3f} | {p95(seconds):.3f} |")
     print(f"\np95 beside / alone: {ratio:.2f} (at most {BOUND}); the flood got {answered} answers meanwhile")
     return 0 if ratio <= BOUND else 1
 
@@ -84,10 +88,6 @@ async def _measure(args: argparse.Namespace) -> tuple[list[float], list[float], 
             if isinstance(result, Exception):
                 raise result
         return alone, beside, answered - before
-
-
-def _p95(seconds: Sequence[float]) -> float:
-    return statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
 
 
 if __name__ == "__main__":
