@@ -118,11 +118,15 @@ class Service:
             info = self.client.adapters.get(name)
             return {} if info is None else {"residency": self.client.residency.get(name), "pinned": info.pinned}
 
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.created))
         return [
             {
                 "id": name,
                 "object": "model",
                 "created": self.created,
+                "type": "model",  # this and the next two: Anthropic's form
+                "display_name": name,
+                "created_at": created_at,
                 "owned_by": "ktserve",
                 "root": os.path.basename(os.path.normpath(root)) if self.keys.required else root,
                 "parent": None if name == base else base,

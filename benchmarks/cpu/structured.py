@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("flags", nargs="*", help="of ktserve serve, after --")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # flags may stand apart from the model
     with our_server(args.model, args.flags) as url:
         for streams in args.streams:
             prompts = [[7 * i + j + 1 for j in range(16)] for i in range(streams)]

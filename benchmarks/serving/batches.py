@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-lines", type=int, default=2000, help="of the batch beside live requests")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of the large file; 0: no large file")
     parser.add_argument("flags", nargs="*", help="of ktserve serve, after --")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # flags may stand apart from the model
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--data-dir", folder, *args.flags]
         with our_server(args.model, flags) as url, httpx.Client(base_url=url, timeout=600) as http:

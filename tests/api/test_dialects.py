@@ -181,6 +181,10 @@ def test_a_response_and_one_that_goes_on(server: Running) -> None:
     assert then.output_text == f"system\nbe kind\n{before}user\nmore\nassistant\n"
     third = client.responses.create(input="x", previous_response_id=then.id, model="tiny", max_output_tokens=5)
     assert third.status == "incomplete" and third.incomplete_details.reason == "max_output_tokens"  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(first.id)
+    counted = client.responses.input_tokens.count(model="tiny", input="hello wörld").input_tokens
+    assert counted == first.usage.input_tokens
     client.responses.delete(first.id)
     for call in (
         lambda: client.responses.retrieve(first.id),
@@ -189,7 +193,7 @@ def test_a_response_and_one_that_goes_on(server: Running) -> None:
         with pytest.raises(openai.NotFoundError):
             call()
     unkept = client.responses.create(model="tiny", input="x", store=False)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
         client.responses.retrieve(unkept.id)
 
 

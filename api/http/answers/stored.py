@@ -45,7 +45,7 @@ class ResponseStore:
         """Raises ApiError 404."""
         stored = self._kept.get(response_id)
         if stored is None or stored.tenant != tenant:
-            raise ApiError(404, f"no response {response_id!r} is kept", param=param, code="response_not_found")
+            raise ApiError(404, f"Response with id {response_id!r} not found.", param=param, code="response_not_found")
         self._kept.move_to_end(response_id)
         return stored
 

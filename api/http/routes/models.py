@@ -28,7 +28,11 @@ def router() -> APIRouter:
     @routes.get("/v1/models")
     async def models(request: Request) -> Response:
         service, tenant = service_of(request), tenant_of(request)
-        return json_response({"object": "list", "data": service.models(tenant)})
+        found = service.models(tenant)
+        ends = (
+            {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+        )
+        return json_response({"object": "list", "data": found, "has_more": False, **ends})
 
     @routes.get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> Response:

@@ -1,4 +1,4 @@
-"""POST /v1/responses; GET and DELETE of those that were kept"""
+"""POST /v1/responses and /v1/responses/input_tokens; GET and DELETE of those that were kept"""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.errors import bad_request
 from api.http.answers.stored import Stored
 from api.http.bodies.dialects import ResponsesRequest
+from api.http.bodies.generation import ChatOptions
 from api.http.dialects.responses import ResponsesFront
 from api.http.notes import answer_id
 from api.http.openapi import described
 from api.http.routes.common import model_of, open_chat, respond, service_of, tenant_of
 from api.http.wire import json_response
 from api.prepare.job import Kind
+from api.prepare.prompts import TOKEN_BYTES
 
 
 def router() -> APIRouter:
@@ -37,6 +40,19 @@ def router() -> APIRouter:
 
         front = ResponsesFront(head, answers, service.tokenizer, keep if head["store"] else None)
         return await respond(request, answers, front, stream=body.stream)
+
+    @routes.post("/v1/responses/input_tokens", openapi_extra=described(ResponsesRequest))
+    async def count_tokens(request: Request) -> Response:
+        service, tenant = service_of(request), tenant_of(request)
+        prepared = await service.prepare(Kind.RESPONSES, request)
+        service.adapter(tenant, ChatOptions.model_validate_json(prepared.options).model)
+        counted = len(prepared.prompts[0]) // TOKEN_BYTES
+        return json_response({"object": "response.input_tokens", "input_tokens": counted})
+
+    @routes.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(request: Request, response_id: str) -> Response:
+        service_of(request).responses.find(tenant_of(request).name, response_id)
+        raise bad_request("Cannot cancel a synchronous response.", "response_id")
 
     @routes.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> Response:
