@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.diagnostics.live import engine_stats, live
-from engine.diagnostics.profile import Profiler
+from engine.diagnostics.profile import StepObserver
 from engine.errors import KtserveError, UserError
 from engine.grammar.grammars import CompileFailed, Grammars
 from engine.lora.adapters import Adapters
@@ -58,7 +58,7 @@ class EngineCore:
         *,
         overlap: bool = False,
         check_integrity: bool = False,
-        profiler: Profiler | None = None,
+        profiler: StepObserver | None = None,
         read_bandwidth: float | None = None,
     ) -> None:
         self.scheduler = scheduler

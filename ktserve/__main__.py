@@ -5,7 +5,7 @@
     python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
     python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
     python PATH/ktserve/__main__.py training ...     a training run, started by `ktserve train`
-    python PATH/ktserve/__main__.py adapters         the process that readers of adapters are forked from, by the engine
+    python PATH/ktserve/__main__.py adapter-readers  the process that readers of adapters are forked from, by the engine
     python -m ktserve loadtests ...                  the load test
 
 Python searches the working directory or the script's folder first, then PYTHONPATH, then what is installed: a user's
@@ -58,7 +58,7 @@ def main() -> int:
         from training.main import main as training
 
         return training(arguments)
-    if program == ["adapters"]:
+    if program == ["adapter-readers"]:
         from engine.lora.reading.process import main as adapters
 
         adapters()

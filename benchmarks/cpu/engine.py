@@ -18,6 +18,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import Abort, Failed, FromEngine, Refused, Submit, Tokens
 from engine.model.native_executor import NativeExecutor
+from engine.steps.base import Launched
+from scheduler.plan import Event
 from scheduler.request import SamplingParams
 from testing.harness import load_adapter
 
@@ -58,13 +60,13 @@ class _Seen:
     kv_bytes_per_token: int
     step_bytes: list[int] = field(default_factory=list)
 
-    def step(self, step: Any, total_s: float, schedule_s: float) -> None:
+    def step(self, step: Launched, total_s: float, schedule_s: float) -> None:
         rows = step.plan.rows
         if all(row.is_decode for row in rows):
             kv = sum(row.start + row.num_tokens for row in rows) * self.kv_bytes_per_token
             self.step_bytes.append(self.needs.step(step.trace.experts_touched, kv))
 
-    def token(self, *_: object) -> None: ...
+    def tokens(self, event: Event, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -125,7 +127,7 @@ class BenchEngine:
         runner = self.core.runner
         kv = sum(b.kv_bytes_per_token for b in runner.model.attention_backends)
         seen = _Seen(self.needs, kv)
-        self.core.profiler, runner.tracing = seen, True  # type: ignore[assignment]
+        self.core.profiler, runner.tracing = seen, True
         try:
             self._begin(rows, length, None)
             for _ in range(tokens):

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import msgspec
 
@@ -24,8 +24,18 @@ log = logging.getLogger("ktserve")
 _QUEUE_LINES = 8192
 
 
+class StepObserver(Protocol):
+    """What the engine's core tells of its steps."""
+
+    def step(self, step: Launched, total_s: float, schedule_s: float) -> None: ...
+
+    def tokens(self, event: Event, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Profiler:
-    """`step` and `token` cost a dict and a queue put. Lines are documented in docs/profiling.md."""
+    """`step` and `tokens` cost a dict and a queue put. Lines are documented in docs/profiling.md."""
 
     def __init__(self, folder: str, source: WeightSource, kv_bytes_per_token: int) -> None:
         path = Path(folder)

@@ -24,13 +24,13 @@ from engine.lora.budget import AdapterBudget
 from engine.lora.files.reader import read_adapter
 from engine.lora.reading import handover
 from engine.lora.reading.process import AdapterReader, Limits, ReadRequest
-from testing.waiting import eventually
+from testing.waiting import PATIENCE_S, eventually
 from tests.lora import make
 from tests.lora.test_formats import assert_same
 
 CONFIG = make.model_config()
 WEIGHTS = make.random_adapter(CONFIG, extra=1)
-QUICK = Limits(wall_s=20.0, cpu_s=1.0, memory_bytes=256 << 20)
+QUICK = Limits(wall_s=PATIENCE_S, cpu_s=1.0, memory_bytes=256 << 20)
 Q = f"{make.PREFIX}model.layers.0.self_attn.q_proj"
 CONFIG_FILE, MODEL_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -248,7 +248,7 @@ def test_memory_is_bounded(folder: Path, binary: bool) -> None:
         pair = {"lora_A": torch.zeros(3, CONFIG.hidden_size), "lora_B": torch.zeros(10_000_000, 3)}
         make.write(folder, {f"{Q}.{half}.weight": t for half, t in pair.items()}, make.lora_config())
         config = make.model_config(num_attention_heads=1_250_000)
-    small = AdapterReader(Limits(wall_s=20.0, cpu_s=5.0, memory_bytes=16 << 20, memory_per_byte=0))
+    small = AdapterReader(Limits(wall_s=PATIENCE_S, cpu_s=5.0, memory_bytes=16 << 20, memory_per_byte=0))
     with pytest.raises(AdapterError, match="takes more memory than files of its size may"):
         small.read(ReadRequest(str(folder), "x", CONFIG if binary else config))
     small.close()

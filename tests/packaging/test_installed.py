@@ -21,12 +21,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 OFFLINE = ("-q", "--no-deps", "--no-build-isolation")
 SMALL = ("--cpu-threads", "1", "--pack-cache", "off")
+BUILD_S = 1200  # the kernels may have to be compiled
 DECOY = "raise SystemExit('a module of the working directory was imported')\n"
 
 
-def run(command: list[str], folder: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+pytestmark = pytest.mark.timeout(2 * BUILD_S)
+
+
+def run(
+    command: list[str], folder: Path, stdin: str = "", *, seconds: float = PATIENCE_S, **environment: str
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        command, cwd=folder, env=clean(**environment), input=stdin, capture_output=True, text=True, timeout=PATIENCE_S
+        command, cwd=folder, env=clean(**environment), input=stdin, capture_output=True, text=True, timeout=seconds
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -46,7 +52,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")) + "\n")
     python = folder / "bin" / "python"
-    run([*PIP, "--python", str(python), "install", *OFFLINE, str(ROOT)], folder)
+    run([*PIP, "--python", str(python), "install", *OFFLINE, str(ROOT)], folder, seconds=BUILD_S)
     assert (site / "ktserve").is_dir() and not list(site.glob("*editable*"))
     return python.parent
 

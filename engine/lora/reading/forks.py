@@ -1,4 +1,4 @@
-"""Forks of a process that has imported torch once and does nothing else: `python ktserve/__main__.py adapters`.
+"""Forks of a process that has imported torch once and does nothing else: `ktserve/__main__.py adapter-readers`.
 
     engine ──a socket for each fork──> server ──fork──> keeper ──fork──> job, at the other end of that socket
        ^─────────────────────── how the job ended ────────┘
@@ -53,7 +53,7 @@ class Forks:
         self._stop()
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._server = subprocess.Popen(program("adapters"), stdin=theirs.fileno())
+            self._server = subprocess.Popen(program("adapter-readers"), stdin=theirs.fileno())
 
     def close(self) -> None:
         """Ends the server with all that it has forked."""

@@ -170,7 +170,7 @@ class AdapterReader:
 
 
 def main() -> NoReturn:
-    """`ktserve/__main__.py adapters`: started by `Forks`."""
+    """`ktserve/__main__.py adapter-readers`: started by `Forks`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine decides
     os.nice(10)  # running requests come first
     torch.set_num_threads(1)
