@@ -115,7 +115,7 @@ def test_the_load_test_starts_our_server(installed: Path, tmp_path: Path) -> Non
 
 def test_a_wheel_holds_what_runs(tmp_path: Path) -> None:
     """All Python of our packages, the kernels, the rules and the demo model; no sources of the kernels, no tests."""
-    run([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(ROOT)], tmp_path)
+    run([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(ROOT)], tmp_path, seconds=BUILD_S)
     (wheel,) = tmp_path.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kernels = {name for name in names if name.startswith("native/_native.") and name.endswith(".so")}
