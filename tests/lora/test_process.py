@@ -240,7 +240,7 @@ def test_a_process_that_only_reads_limits_itself(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_memory_is_bounded(folder: Path, binary: bool) -> None:
+def test_memory_is_bounded(reader: AdapterReader, folder: Path, binary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"x": torch.zeros(20_000_000)}
     (folder / MODEL_FILE).unlink()
     make.write(folder, tensors, make.lora_config(), binary=binary)
@@ -248,10 +248,10 @@ def test_memory_is_bounded(folder: Path, binary: bool) -> None:
         pair = {"lora_A": torch.zeros(3, CONFIG.hidden_size), "lora_B": torch.zeros(10_000_000, 3)}
         make.write(folder, {f"{Q}.{half}.weight": t for half, t in pair.items()}, make.lora_config())
         config = make.model_config(num_attention_heads=1_250_000)
-    small = AdapterReader(Limits(wall_s=PATIENCE_S, cpu_s=5.0, memory_bytes=16 << 20, memory_per_byte=0))
+    small = Limits(wall_s=PATIENCE_S, cpu_s=5.0, memory_bytes=16 << 20, memory_per_byte=0)
+    monkeypatch.setattr(reader, "_limits", small)
     with pytest.raises(AdapterError, match="takes more memory than files of its size may"):
-        small.read(ReadRequest(str(folder), "x", CONFIG if binary else config))
-    small.close()
+        reader.read(ReadRequest(str(folder), "x", CONFIG if binary else config))
 
 
 def test_what_does_not_fit_is_refused_by_its_files(reader: AdapterReader, folder: Path) -> None:
@@ -276,11 +276,26 @@ def job_of(reader: AdapterReader) -> psutil.Process:
     return found[1]
 
 
-def test_time_is_bounded_and_close_ends_a_read(folder: Path) -> None:
-    slow = AdapterReader(Limits(wall_s=0.0))
+def test_time_is_bounded(reader: AdapterReader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_limits", Limits(wall_s=0.0))
     with pytest.raises(AdapterError, match="took longer than 0 s"):
-        slow.read(request(folder))
-    reader, errors = AdapterReader(Limits(cpu_s=600)), []
+        reader.read(request(folder))
+
+
+def test_close_ends_a_read_and_leaves_nothing(folder: Path) -> None:
+    """No process, of reads that were given up neither, and no descriptor; and none is made later."""
+
+    def give_up(_: object) -> None:
+        raise UserError("no room")
+
+    before, errors = psutil.Process().num_fds(), []
+    reader = AdapterReader(Limits(cpu_s=600))
+    assert_same(reader.read(request(folder)), WEIGHTS)
+    with pytest.raises(UserError, match="no room"):
+        reader.read(request(folder), give_up)
+    assert reader._forks._server is not None
+    server = psutil.Process(reader._forks._server.pid)
+    eventually(lambda: not server.children(recursive=True), "jobs end, keepers are reaped")
     (folder / CONFIG_FILE).write_text(json.dumps(make.lora_config() | {"rank_pattern": {"(.|.)*(.|.)*(.|.)*!": 3}}))
 
     def read() -> None:
@@ -291,25 +306,66 @@ def test_time_is_bounded_and_close_ends_a_read(folder: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    job_of(reader)
+    job = job_of(reader)
     reader.close()
     thread.join(30)
-    assert errors == ["adapter 'x': the engine ends"]
+    eventually(lambda: not job.is_running())
+    with pytest.raises(EngineError, match="the engine ends"):
+        reader.read(request(folder))
+    assert errors == ["adapter 'x': the engine ends"] and not server.is_running()
+    assert reader._forks._server is None and psutil.Process().num_fds() == before
 
 
-def test_a_reader_that_is_killed_is_replaced(reader: AdapterReader, folder: Path) -> None:
+def test_a_reader_that_is_killed_is_replaced(
+    reader: AdapterReader, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_limits", Limits(cpu_s=600))
     (folder / CONFIG_FILE).write_text(json.dumps(make.lora_config() | {"rank_pattern": {"(.|.)*(.|.)*(.|.)*!": 3}}))
-    patient = AdapterReader(Limits(cpu_s=600))
-
-    def kill() -> None:
-        job_of(patient).kill()
-
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=lambda: job_of(reader).kill())
     killer.start()
     with pytest.raises(AdapterError, match="was killed"):
-        patient.read(request(folder))
+        reader.read(request(folder))
     killer.join()
-    assert_same(patient.read(request(good(folder.parent / "next"))), WEIGHTS)
+    assert_same(reader.read(request(good(folder.parent / "next"))), WEIGHTS)
+
+
+@pytest.mark.parametrize("which", ["server", "keeper"])
+def test_processes_that_are_killed_beside_a_read_are_no_fault_of_the_folder(
+    reader: AdapterReader, folder: Path, which: str
+) -> None:
+    """It is read again, once."""
+    killed: list[int] = []
+
+    def kill(_: object) -> None:
+        if len(killed) < allowed:
+            job = job_of(reader)
+            keeper = job.parent()
+            assert keeper is not None
+            victim = keeper if which == "keeper" else keeper.parent()
+            assert victim is not None
+            victim.kill()
+            killed.append(job.pid)
+            eventually(lambda: not job.is_running())
+
+    allowed = 1
+    assert_same(reader.read(request(folder), kill), WEIGHTS)
+    assert len(killed) == 1
+    if which == "keeper":  # what it costs is small
+        allowed = 3
+        with pytest.raises(EngineError, match="no process to read it can be started, or stays"):
+            reader.read(request(folder), kill)
+
+
+def test_a_server_that_has_just_died_is_replaced(
+    reader: AdapterReader, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.read(request(folder))
+    server = reader._forks._server
+    assert server is not None
+    psutil.Process(server.pid).kill()
+    eventually(lambda: psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE)
+    monkeypatch.setattr(server, "poll", lambda: None)  # it was alive when it was looked at
+    assert_same(reader.read(request(folder)), WEIGHTS)
 
 
 @pytest.mark.parametrize("name", [MODEL_FILE, CONFIG_FILE])

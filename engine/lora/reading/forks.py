@@ -10,6 +10,7 @@ of them ends with its parent.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -28,36 +29,46 @@ _BYTES = 1  # of a message that brings a socket
 
 
 class Forks:
-    """The engine's side. Starts the server when it is needed, and again if it has died."""
+    """The engine's side. Starts the server when it is needed, and again if it has died, until `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._closed = False
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     def open(self) -> socket.socket:
-        """A socket to a job of its own; closing it, or `shutdown`, ends the job. Raises OSError."""
+        """A socket to a job of its own; closing it ends the job. It ends without a word of how the job ended if the
+        server or the keeper was killed. Raises OSError if no process can be started, or after `close`."""
         ours, theirs = socket.socketpair()
         try:
             with self._lock, theirs:
-                if self._server is None or self._server.poll() is not None:
-                    self._start()
-                assert self._control is not None  # _start made it
-                socket.send_fds(self._control, [bytes(_BYTES)], [theirs.fileno()])
+                self._send(theirs)
         except OSError:
             ours.close()
             raise
         return ours
 
-    def _start(self) -> None:
+    def _send(self, theirs: socket.socket) -> None:
+        if self._control is not None and self._server is not None and self._server.poll() is None:
+            with suppress(OSError):  # it has just died
+                socket.send_fds(self._control, [bytes(_BYTES)], [theirs.fileno()])
+                return
+        socket.send_fds(self._start(), [bytes(_BYTES)], [theirs.fileno()])
+
+    def _start(self) -> socket.socket:
         self._stop()
+        if self._closed:
+            raise OSError(errno.ESHUTDOWN, "no process is forked any more")
         self._control, theirs = socket.socketpair()
         with theirs:
             self._server = subprocess.Popen(program("adapter-readers"), stdin=theirs.fileno())
+        return self._control
 
     def close(self) -> None:
-        """Ends the server with all that it has forked."""
+        """Ends the server with all that it has forked, for good."""
         with self._lock:
+            self._closed = True
             self._stop()
 
     def _stop(self) -> None:
@@ -98,7 +109,8 @@ def _keep(connection: Connection, job: Callable[[Connection], None], ended: Call
         signal.set_wakeup_fd(-1)
         os.close(child_ended)
         os.close(wake)
-        job(connection)
+        with suppress(ConnectionError, EOFError):  # nobody wants what it reads any more
+            job(connection)
         os._exit(0)
     poll = select.poll()
     poll.register(child_ended, select.POLLIN)

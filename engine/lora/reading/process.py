@@ -17,9 +17,10 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import NoReturn
 
@@ -107,33 +108,35 @@ class AdapterReader:
     def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
         self._forks = Forks()
-        self._socket: socket.socket | None = None
         self._closed = False
 
     def read(
         self, request: ReadRequest, make_room: Callable[[AdapterSize], None] = lambda size: None
     ) -> AdapterWeights:
-        """`make_room` gets the adapter's size when that is known; when it has returned, the memory is taken. UserError
-        with the reason, whatever went wrong with the folder; EngineError if no process can be started."""
+        """`make_room` gets the adapter's size when that is known, once more if the processes were killed since; when it
+        has returned, the memory is taken. UserError with the reason, whatever went wrong with the folder; EngineError
+        if no process can be started, or stays."""
+        with suppress(EOFError, OSError):  # not a word of how the reader ended: that was not the folder's doing
+            return self._read_once(request, make_room)
         try:
-            ours = self._forks.open()
-        except OSError as error:
-            raise EngineError(f"adapter {request.name!r}: no process to read it can be started: {error}") from error
-        self._socket = ours
-        try:
-            with ours, Connection(os.dup(ours.fileno())) as reader:
-                reader.send((request, self._limits))
-                return self._receive(reader, request.name, make_room)
+            return self._read_once(request, make_room)
         except (EOFError, OSError) as error:
-            raise self._ended(request.name, None) from error
-        finally:
-            self._socket = None
+            reason = "the engine ends" if self._closed else f"no process to read it can be started, or stays: {error}"
+            raise EngineError(f"adapter {request.name!r}: {reason}") from error
 
     def close(self) -> None:
         self._closed = True
         self._forks.close()
 
-    def _receive(self, reader: Connection, name: str, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
+    def _read_once(self, request: ReadRequest, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
+        with self._forks.open() as ours, Connection(os.dup(ours.fileno())) as reader:
+            reader.send((request, self._limits))
+            return self._receive(ours, reader, request.name, make_room)
+
+    def _receive(
+        self, ours: socket.socket, reader: Connection, name: str, make_room: Callable[[AdapterSize], None]
+    ) -> AdapterWeights:
+        """`reader` is what speaks over `ours`."""
         began, allowed_s = time.monotonic(), self._limits.wall_s
         while True:
             left = began + allowed_s - time.monotonic()
@@ -150,23 +153,24 @@ class AdapterReader:
                 case _Refused(reason, at):
                     raise UserError(reason, at) if at != "lora_path" else AdapterError(reason)
                 case _Read(head):
-                    file = recv_handle(reader)
+                    _, files, _, _ = socket.recv_fds(ours, 1, 1)
+                    if not files:
+                        raise EOFError("its process ended before it had sent the tensors")
                     try:
-                        return unpack(head, file)
+                        return unpack(head, files[0])
                     finally:
-                        os.close(file)
+                        os.close(files[0])
                 case _Ended(status):
                     raise self._ended(name, status)
 
-    def _ended(self, name: str, status: int | None) -> Exception:
+    def _ended(self, name: str, status: int) -> Exception:
         if self._closed:
             return EngineError(f"adapter {name!r}: the engine ends")
         if status == -signal.SIGXCPU:
             return AdapterError(f"adapter {name!r}: reading it took more processor time than files of its size may")
         if status == -signal.SIGKILL:
             return AdapterError(f"adapter {name!r}: the process that read it was killed, probably for want of memory")
-        how = "ended" if status is None else f"ended (status {status})"
-        return AdapterError(f"adapter {name!r}: the process that read it {how}")
+        return AdapterError(f"adapter {name!r}: the process that read it ended (status {status})")
 
 
 def main() -> NoReturn:
