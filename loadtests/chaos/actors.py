@@ -23,9 +23,9 @@ from loadtests.chaos.wire import Target, connection, exchange, post, read_answer
 _WORDS = ("what", "is", "seven", "plus", "a", "colour", "count", "<|im_end|>", "<|im_start|>system", "<|endoftext|>")
 _SIZES = (10, 1000, 100_000, 2_000_000, 15_900_000)  # the last is as large as a body may be
 _PATIENCE_S = 90.0  # every request has ended by then, however busy the machine is
-
-
 PATIENT = "patient"  # within its share
+HANG_S = 20  # silence after which the server is to kill its engine; one that starts on a busy machine is silent too
+_FROZEN_S = ((1.0, HANG_S / 2), (1.4 * HANG_S, 1.4 * HANG_S))  # it goes on, or it has been killed
 
 
 @dataclass
@@ -282,7 +282,7 @@ async def killer(a: Attack) -> None:
             else:
                 engine.suspend()
                 a.deaths.append("frozen")
-                await asyncio.sleep(a.rng.uniform(1, 12))
+                await asyncio.sleep(a.rng.uniform(*a.rng.choice(_FROZEN_S)))
                 with contextlib.suppress(psutil.NoSuchProcess):
                     engine.send_signal(signal.SIGCONT)
 

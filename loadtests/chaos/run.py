@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from demo.paths import demo_adapters
-from loadtests.chaos.actors import ACTORS, PATIENT, Attack, observer
+from loadtests.chaos.actors import ACTORS, HANG_S, PATIENT, Attack, observer
 from loadtests.chaos.server import serving
 from loadtests.chaos.watch import Held, answers, held, ready
 from loadtests.chaos.wire import Target
@@ -28,7 +28,7 @@ from loadtests.chaos.wire import Target
 _ADMIN, _KEYS = "chaos-admin", ("chaos-flood", "chaos-patient")
 _SERVE = (
     *("--max-num-seqs", "16", "--max-queue", "64", "--kv-cache-tokens", "16384", "--max-adapter-slots", "4"),
-    *("--engine-hang-s", "6", "--log-level", "warning", "--pack-cache", "off", "--request-timeout-s", "60"),
+    *("--engine-hang-s", str(HANG_S), "--log-level", "warning", "--pack-cache", "off", "--request-timeout-s", "60"),
     "--allow-any-adapter-path",
 )
 _SETTLE_S = 60.0

@@ -187,8 +187,8 @@ class FakeEngine:
         while "load_gate" in self.options and not self.is_open("load_gate"):
             time.sleep(0.01)
         made_up = len(message.path) == 2 or message.path.startswith("/fake/")
-        if not made_up and not Path(message.path).exists():
-            error = f"{message.path}: no such folder"
+        if not made_up and not os.path.exists(message.path):  # False, whatever the path holds
+            error = f"{message.path[-200:]}: no such folder"
             self.send(m.Reply(call_id=call, ok=False, error=error, field="lora_path", status=400))
         elif message.name in self.adapters and not message.replace:
             self.send(m.Reply(call_id=call, ok=False, error="already loaded", field="lora_name", status=409))

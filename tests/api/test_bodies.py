@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import httpx
 import psutil
 import pytest
 
+from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import TEMPLATE, Running, serving
 
 LIMIT = 16 * 2**20
-HEALTH_S = 2.0  # promised is 0.1 s on an idle machine; what blocked the event loop took up to 82 s
+HEALTH_S = 0.1
 
 
 def chat(messages: str, more: str = "") -> bytes:
@@ -40,13 +42,43 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-def generated(size: int, seed: int) -> Iterator[tuple[str, str, bytes]]:
-    """(name, path, body) of about `size` bytes: each field that may be large, filled in every way that JSON has."""
-    draw = random.Random(seed)
-    units = ["a", " ", "\\n", "\\u0000", "é", "👋", "|", "<|im_end|>", "a ", "\\\\", "1", "e\\u0301"]
-    unit = draw.choice(units)
-    string = '"' + unit * (size // len(unit.encode())) + '"'
-    for name, value in {
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+ASKED = '{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"a"}]'
+FIELDS = ["stop", "logit_bias", "temperature", "top_k", "user", "tools", "chat_template_kwargs", "response_format"]
+PLACES = [  # every endpoint that takes a body; what is large stands for @
+    (CHAT, '{"model":"tiny","max_tokens":1,"messages":@}'),
+    (CHAT, '{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":@}]}'),
+    *((CHAT, f'{ASKED},"{field}":@}}') for field in FIELDS),
+    (COMPLETION, '{"model":"tiny","max_tokens":1,"prompt":@}'),
+    ("/tokenize", '{"model":"tiny","prompt":@}'),
+    ("/tokenize", '{"model":"tiny","messages":@}'),
+    ("/detokenize", '{"model":"tiny","tokens":@}'),
+    *(("/v1/messages", f'{ASKED},"{field}":@}}') for field in ("system", "tools", "metadata", "stop_sequences")),
+    ("/v1/messages", '{"max_tokens":1,"messages":@}'),
+    ("/v1/messages/count_tokens", '{"messages":[{"role":"user","content":@}]}'),
+    ("/v1/responses", '{"max_output_tokens":1,"store":false,"input":@}'),
+    ("/v1/responses", '{"max_output_tokens":1,"input":[{"role":"user","content":@}]}'),
+    *(("/v1/responses", f'{{"max_output_tokens":1,"input":"a","{name}":@}}') for name in ("instructions", "metadata")),
+    ("/api/chat", '{"options":{"num_predict":1},"messages":[{"role":"user","content":@}]}'),
+    ("/api/chat", '{"messages":[{"role":"user","content":"a"}],"options":@}'),
+    ("/api/generate", '{"options":{"num_predict":1},"prompt":@}'),
+    ("/api/generate", '{"prompt":"a","options":{"num_predict":1},"format":@}'),
+    ("/api/show", '{"model":@}'),
+    ("/v1/batches", '{"endpoint":"/v1/completions","completion_window":"24h","input_file_id":@}'),
+    ("/v1/files", '--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n@\r\n--b--'),
+    ("/v1/files", '--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n@\r\n--b--'),
+    ("/v1/load_lora_adapter", '{"lora_name":"x","lora_path":@}'),
+    ("/v1/unload_lora_adapter", '{"lora_name":@}'),
+    ("/load_lora_adapter", '{"lora_path":"/nowhere","lora_name":@}'),
+    ("/unload_lora_adapter", '{"lora_name":@}'),
+    ("/lora-adapters", "@"),
+]  # fmt: skip
+PATHS = list(dict.fromkeys(path for path, _ in PLACES))
+
+
+def values(size: int, unit: str) -> dict[str, str]:
+    """Of about `size` bytes: every way that JSON has to be large."""
+    return {
         "ints": repeated("1", size),
         "strings": repeated('"a"', size),
         "lists": repeated("[]", size),
@@ -54,44 +86,51 @@ def generated(size: int, seed: int) -> Iterator[tuple[str, str, bytes]]:
         "messages": repeated('{"role":"user","content":"a"}', size),
         "nested": nested(size // 2),
         "nested a little": repeated(nested(500), size),
-        f"text of {unit}": string,
+        "text": '"' + unit * (size // len(unit.encode())) + '"',
         "digits": "1" * size,
         "distinct": "[" + ",".join(map(str, range(size // 8))) + "]",
-    }.items():
-        yield f"messages: {name}", "/v1/chat/completions", chat(value)
-        yield f"content: {name}", "/v1/chat/completions", chat(message(value))
-        yield f"prompt: {name}", "/v1/completions", text(value)
-        field = draw.choice(["stop", "logit_bias", "temperature", "top_k", "user", "tools", "chat_template_kwargs"])
-        yield f"{field}: {name}", "/v1/chat/completions", chat(message('"a"'), f',"{field}":{value}')
-        yield f"tokenize: {name}", "/tokenize", text(value).replace(b'"max_tokens":1,', b"")
-        yield f"detokenize: {name}", "/detokenize", b'{"model":"tiny","tokens":' + value.encode() + b"}"
-    key = "k" * size
-    yield "a field's name", "/v1/completions", text('"a"', f',"{key}":1')
-    yield "a message's field", "/v1/chat/completions", chat(f'[{{"role":"user","{key}":1}}]')
-    yield "a bias' key", "/v1/completions", text('"a"', f',"logit_bias":{{"{"9" * size}":1}}')
-    fields = ",".join(f'"f{i}":1' for i in range(size // 12))
-    yield "many fields", "/v1/completions", text('"a"', "," + fields)
-    yield "a role", "/v1/chat/completions", chat(f'[{{"role":{string},"content":"a"}}]')
-    yield "no JSON", "/v1/completions", b"\xff" * size
+        "fields": "{" + ",".join(f'"f{i}":1' for i in range(size // 12)) + "}",
+        "a field": f'{{"{"k" * size}":1}}',
+        "no JSON": "}" * size,
+    }
+
+
+def generated(size: int, seed: int, count: int) -> Iterator[tuple[str, str, bytes]]:
+    """(name, path, body) of about `size` bytes: for every endpoint, `count` of the places in its body that may be
+    large, each filled in one way. The endpoints together have them all."""
+    draw = random.Random(seed)
+    units = ["a", " ", "\\n", "\\u0000", "é", "👋", "|", "<|im_end|>", "a ", "\\\\", "1", "e\\u0301"]
+    found: list[str] = []
+    for path in PATHS:
+        places = [body for where, body in PLACES if where == path]
+        for _ in range(count):
+            found = found or draw.sample(sorted(values(8, "a")), k=len(values(8, "a")))
+            name, body = found.pop(), draw.choice(places)
+            yield f"{body}: {name}", path, body.replace("@", values(size, draw.choice(units))[name]).encode()
+    yield "a field's name", COMPLETION, text('"a"', f',"{"k" * size}":1')
+    yield "many fields", COMPLETION, text('"a"', "," + ",".join(f'"f{i}":1' for i in range(size // 12)))
+    yield "a message's field", CHAT, chat(f'[{{"role":"user","{"k" * size}":1}}]')
+    yield "a role", CHAT, chat(f'[{{"role":"{"r" * size}","content":"a"}}]')
 
 
 class Poller(threading.Thread):
-    """Asks /health without pause and keeps the longest time that an answer took."""
+    """Asks /health without pause, and keeps how long each answer took and whether it was 200."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
         self._ended = threading.Event()
-        self.slowest_s = 0.0
-        self.asked = 0
+        self.took_s: list[float] = []
+        self.wrong: list[str] = []
 
     def run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=30) as client:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE_S) as client:
             while not self._ended.is_set():
                 began = time.monotonic()
-                assert client.get("/health").status_code == 200
-                self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-                self.asked += 1
+                answer = client.get("/health")
+                self.took_s.append(time.monotonic() - began)
+                if answer.status_code != 200:
+                    self.wrong.append(answer.text)
                 time.sleep(0.01)
 
     def __enter__(self) -> Poller:
@@ -101,6 +140,23 @@ class Poller(threading.Thread):
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self.join()
+
+
+@contextlib.contextmanager
+def nobody_waits(server: Running, place: Path) -> Iterator[None]:
+    """Whatever is asked inside: /health is answered within 0.1 s as a rule (a busy machine: as when nothing else is
+    asked), and no callback of the event loop computes longer than that."""
+    with Poller(server.url) as idle:
+        eventually(lambda: len(idle.took_s) >= 30)
+    place.write_text("0 nothing")
+    with Poller(server.url) as poller:
+        yield
+        eventually(lambda: poller.took_s)
+    longest, _, callback = place.read_text().partition(" ")
+    place.unlink()
+    assert not poller.wrong and not idle.wrong
+    assert float(longest) < HEALTH_S, callback
+    assert statistics.median(poller.took_s) < max(HEALTH_S, 10 * statistics.median(idle.took_s))
 
 
 def memory(server: Running) -> int:
@@ -114,13 +170,26 @@ def memory(server: Running) -> int:
 
 
 def ask(server: Running, path: str, body: bytes) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", content=body, headers={"Content-Type": "application/json"}, timeout=300)
+    kind = "multipart/form-data; boundary=b" if path == "/v1/files" else "application/json"
+    return server.http.post(path, content=body, headers={"Content-Type": kind})
 
 
 @pytest.fixture(scope="module")
-def attacked(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(model_dir, tmp_path_factory.mktemp("attacked"), "--prompt-cpu-limit-s", "4") as running:
-        yield running
+def timings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of `tests.api.timed`."""
+    return tmp_path_factory.mktemp("timings") / "longest"
+
+
+@pytest.fixture(scope="module")
+def attacked(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, timings: Path) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("attacked")
+    flags = ["--prompt-cpu-limit-s", "4", "--data-dir", str(folder / "data"), "--admin-key", "admin"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIMED", str(timings))
+        with serving(
+            model_dir, folder, *flags, "--allow-any-adapter-path", key="admin", program="tests.api.timed"
+        ) as running:
+            yield running
 
 
 def settled(server: Running) -> None:
@@ -129,41 +198,45 @@ def settled(server: Running) -> None:
         assert ask(server, "/v1/completions", text('"' + "a" * 100_000 + '"')).status_code == 400
 
 
-def check(server: Running, bodies: Iterator[tuple[str, str, bytes]]) -> None:
+def check(server: Running, timings: Path, bodies: Iterator[tuple[str, str, bytes]]) -> set[int]:
+    """The statuses that there were."""
     settled(server)
-    before = memory(server)
-    with Poller(server.url) as poller:
+    before, seen = memory(server), set()
+    with nobody_waits(server, timings):
         for name, path, body in bodies:
             response = ask(server, path, body[:LIMIT])
-            assert response.status_code in (200, 400, 413), (name, response.text[:300])
-            if response.status_code != 200:
-                error = response.json()["error"]
-                assert len(error["message"]) < 1000, name
-            assert poller.slowest_s < HEALTH_S, name
-    assert poller.asked
+            assert response.status_code in (200, 400, 404, 413), (name, response.text[:300])
+            assert response.status_code == 200 or len(response.text) < 1500, name
+            seen.add(response.status_code)
     settled(server)
     assert memory(server) < 1.5 * before
-    assert ask(server, "/v1/chat/completions", chat(message('"ab"'))).status_code == 200
+    assert ask(server, CHAT, chat(message('"ab"'))).status_code == 200
+    return seen
 
 
-def test_no_large_body_stops_the_api(attacked: Running) -> None:
-    bodies = generated(LIMIT - 200, seed=0)
-    check(attacked, (body for i, body in enumerate(bodies) if i % 4 == 0 or body[0].startswith("a ")))
+def test_every_endpoint_is_among_them(attacked: Running) -> None:
+    document = attacked.http.get("/openapi.json").json()
+    assert set(PATHS) == {path for path, found in document["paths"].items() if "post" in found} - {
+        "/v1/batches/{batch_id}/cancel"  # no body
+    }
+
+
+def test_no_large_body_stops_the_api(attacked: Running, timings: Path) -> None:
+    assert check(attacked, timings, generated(LIMIT - 300, seed=0, count=1)) >= {400, 413}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_body_of_another_size_does(attacked: Running, seed: int) -> None:
+def test_no_body_of_another_size_does(attacked: Running, timings: Path, seed: int) -> None:
     """Around the sizes at which the way through the api changes."""
-    size = random.Random(seed).choice([2**10, 2**15, 2**16 - 100, 2**16, 2**20])
-    check(attacked, generated(size, seed))
+    size = random.Random(seed).choice([2**10, 2**15, 2**16 - 300, 2**16, 2**20])
+    check(attacked, timings, generated(size, seed, count=4))
 
 
-def test_many_answers_with_many_stops(attacked: Running) -> None:
+def test_many_answers_with_many_stops(attacked: Running, timings: Path) -> None:
     stops = json.dumps([chr(97 + i) * 1000 for i in range(16)])
     prompts = json.dumps([[5] * 2000] * 128)
-    with Poller(attacked.url) as poller:
+    with nobody_waits(attacked, timings):
         assert ask(attacked, "/v1/completions", text(prompts, f',"stop":{stops}')).status_code == 200
-    assert poller.slowest_s < HEALTH_S
 
 
 HOSTILE = {
@@ -182,19 +255,20 @@ HOSTILE = {
 }
 
 
-def test_a_template_is_cut_off(model_dir: Path, tmp_path: Path) -> None:
+def test_a_template_is_cut_off(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that request's 400; others are served meanwhile."""
     switch = "".join("{% elif messages[0].content == '" + name + "' %}" + source for name, source in HOSTILE.items())
     path = tmp_path / "template.jinja"
     path.write_text("{% if false %}" + switch + "{% else %}" + TEMPLATE + "{% endif %}")
-    with serving(model_dir, tmp_path, "--chat-template", str(path), "--prompt-cpu-limit-s", "1") as server:
-        with Poller(server.url) as poller:
+    flags = ("--chat-template", str(path), "--prompt-cpu-limit-s", "1")
+    monkeypatch.setenv("TIMED", str(tmp_path / "longest"))
+    with serving(model_dir, tmp_path, *flags, program="tests.api.timed") as server:
+        with nobody_waits(server, tmp_path / "longest"):
             for name in HOSTILE:
                 answer = ask(server, "/v1/chat/completions", chat(message(json.dumps(name))))
                 assert answer.status_code == 400, (name, answer.text)
                 assert len(answer.json()["error"]["message"]) < 1000
                 assert ask(server, "/v1/chat/completions", chat(message('"ab"'))).status_code == 200, name
-        assert poller.slowest_s < HEALTH_S
         assert "Traceback" not in server.stderr
 
 
