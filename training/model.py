@@ -6,6 +6,7 @@ weights exist once, in the form they are computed in.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def load_model(
     _read_tensors(made, source, dtype, torch.device(device))
     made.get_submodule("model").register_forward_pre_hook(_note_rows(rows), with_kwargs=True)
     _route_in_float32(made, dtype)
-    made.name_or_path = config.name_or_path = str(Path(model).expanduser())
+    made.name_or_path = config.name_or_path = str(Path(os.path.expanduser(model)))
     return made.eval()
 
 
@@ -66,7 +67,7 @@ def batch_rows(model: nn.Module) -> BatchRows:
 
 def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     """The folder's own config.json, or what a GGUF file says."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if (path / "config.json").is_file():
         return AutoConfig.from_pretrained(path)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}

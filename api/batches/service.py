@@ -44,7 +44,7 @@ class Batches:
     @classmethod
     async def open(cls, config: ServeConfig, data_dir: str) -> Batches:
         """Raises UserError if the folder cannot be used."""
-        folder = Path(data_dir).expanduser()
+        folder = Path(os.path.expanduser(data_dir))
         try:
             for part in (folder, folder / "files", folder / "incoming"):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)

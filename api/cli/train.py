@@ -52,6 +52,6 @@ def _key(publish: str | None, key: str | None, file: str | None) -> str | None:
     if file is None:
         return key or os.environ.get("KTSERVE_ADMIN_KEY")
     try:
-        return Path(file).expanduser().read_text().strip()
+        return Path(os.path.expanduser(file)).read_text().strip()
     except OSError as error:
         raise UserError(f"--admin-key-file {file}: {error.strerror}", "admin_key_file") from None

@@ -24,6 +24,7 @@ from engine.errors import EngineError, UserError
 log = logging.getLogger("ktserve")
 
 _WATCH_S = 0.25
+_LOADING_S = 60.0  # an engine that loads may be silent at least that long: it imports, and shares its CPUs with others
 _SILENT_S = 4.0  # without a heartbeat (`engine.heartbeat.BEAT_S`) until requests are refused
 _LATE_S = 1.0  # the engine's own deadline comes first; this is for one that does not answer
 _HEALTHY_S = 300.0  # an engine that lived so long has its restarts forgiven
@@ -130,8 +131,10 @@ class EngineClient:
             last = now
             if self._link is None or self._hang_s is None:
                 continue
+            loads = self.state in ("loading", "restarting")
+            allowed_s = max(self._hang_s, _LOADING_S) if loads else self._hang_s
             for what, seconds in (("silent", self._silent_s()), ("at one step", self._link.heartbeat.working_s())):
-                if seconds > self._hang_s:
+                if seconds > allowed_s:
                     log.error("the engine has been %s for %.0f s: it is killed", what, seconds)
                     self._link.kill()
                     break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import tempfile
 from pathlib import Path
@@ -86,8 +87,8 @@ def text_settings(engine: EngineConfig, serve: ServeConfig) -> TextSettings:
 
 
 def existing(path: str, field: str) -> Path:
-    if not Path(path).exists():
-        raise UserError(f"--{field} {path}: no such file or folder", field)
+    if not os.path.exists(path):
+        raise UserError(f"--{field} {path[:200]}: no such file or folder", field)
     return Path(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -319,8 +320,8 @@ def _template_source(
     folder: Path, config: Mapping[str, Any], metadata: Mapping[str, Any], chosen: Path | None
 ) -> str | None:
     if chosen is not None:
-        if not chosen.is_file():
-            raise UserError(f"{chosen}: no such file", "chat_template")
+        if not os.path.isfile(chosen):
+            raise UserError(f"{str(chosen)[:200]}: no such file", "chat_template")
         return read_text(chosen)
     if (path := folder / "chat_template.jinja").is_file():
         return read_text(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -52,10 +53,10 @@ def pack_cache(config: EngineConfig, source: WeightSource) -> PackCache | None:
     """Where packed weights are kept: in the folder asked for, or beside the model; None: nowhere."""
     if config.pack_cache == "off":
         return None
-    files = Path(config.gguf or config.model).expanduser().absolute()
+    files = Path(os.path.expanduser(config.gguf or config.model)).absolute()
     name = files.stem if files.suffix == ".gguf" else files.name
     if config.pack_cache != "auto":
-        root = Path(config.pack_cache).expanduser()
+        root = Path(os.path.expanduser(config.pack_cache))
     else:
         root = (files if files.is_dir() else files.parent) / ".ktserve"
     return PackCache(model_folder(root, name, source.identity), source.identity)

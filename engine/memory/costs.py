@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ def adapter_bytes_per_rank(config: ModelConfig) -> int:
 def file_bytes(path: str) -> int:
     """Weight files of an adapter's folder, or a file's size; 0 if there is nothing (loading it says why)."""
     try:
-        place = Path(path).expanduser()
+        place = Path(os.path.expanduser(path))
         if not place.is_dir():
             return place.stat().st_size if place.is_file() else 0
         return sum(p.stat().st_size for p in place.iterdir() if p.suffix in _WEIGHT_FILES and p.is_file())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from engine.architectures.registry import config_from_hf
@@ -39,13 +40,14 @@ def open_model(model: str, gguf: str | None = None) -> WeightSource:
 
 
 def _existing(name: str, field: str) -> Path:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     try:
         found = bool(name) and path.exists()
     except OSError as error:
-        raise UserError(f"{field} {name!r}: cannot be read: {error.strerror}", field) from error
+        raise UserError(f"{field} {name[:200]!r}: cannot be read: {error.strerror}", field) from error
     if not found:
-        raise UserError(f"{field} {name!r}: no such file or folder; models are read from this machine's disk", field)
+        what = "no such file or folder; models are read from this machine's disk"
+        raise UserError(f"{field} {name[:200]!r}: {what}", field)
     return path
 
 

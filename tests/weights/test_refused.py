@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, UserError
 from engine.weights.gguf.file import open_gguf
 from engine.weights.open import open_model
 from testing.tiny import gguf_metadata, save_gguf, save_hf, tiny_model
@@ -298,6 +298,7 @@ def test_sharded_folders(tmp_path: Path) -> None:
         ({"model.norm.weight": other}, "should be here"),
         ({"model.norm.weight": "../" + shard}, "not a file name"),
         ({"model.norm.weight": 3}, "not a file name"),
+        ({"model.norm.weight": "x" * 300}, "missing"),
         ({"ghost": shard}, "should be here"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map | change}))
@@ -307,6 +308,13 @@ def test_sharded_folders(tmp_path: Path) -> None:
     for text in ("", "[1]", '{"weight_map": {}}', "{" * 9):
         index.write_text(text)
         assert str(index) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "x" * 5000, "/" + "y/" * 3000, "a\0b", ""])
+def test_paths_that_cannot_be(path: str) -> None:
+    with pytest.raises(UserError) as caught:
+        open_model(path)
+    assert caught.value.field == "model" and len(str(caught.value)) < 500
 
 
 def test_config_files(tmp_path: Path) -> None:

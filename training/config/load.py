@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     ConfigError, with file and line, for an unknown key, a value of another type or outside its limits, and settings
     that contradict one another. An override takes the place of what the file says, under any of its names, and of what
     may not be given together with it."""
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     settings = _flat(read_settings(path))
     over: Settings = {}
     entries = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +53,10 @@ def find_sources(config: TrainConfig, names: tuple[str, ...]) -> list[Source]:
     sources = []
     for name in names:
         if Path(name).suffix in SUFFIXES or "/" in name:
-            path = Path(name).expanduser()
-            if not path.exists() and not path.is_absolute():
+            path = Path(os.path.expanduser(name))
+            if not os.path.exists(path) and not path.is_absolute():
                 path = folder / path
-            if not path.exists():
+            if not os.path.exists(path):  # no error for a name that no file can have
                 raise DataError(f"dataset {name}: no such file, neither here nor in {folder}", "dataset")
             sources.append(Source(name, path, limit=config.max_samples))
             continue
@@ -103,7 +104,7 @@ def _source(name: str, entry: Any, folder: Path, most: int | None) -> Source:
     if not isinstance(file_name, str) or not file_name:
         raise wrong("file_name is missing")
     path = folder / file_name
-    if not path.exists():
+    if not os.path.exists(path):  # no error for a name that no file can have
         raise wrong(f"{path}: no such file")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in _FORMATS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +25,13 @@ def convert(
     """Writes the adapter of folder `path` to folder `out` as `form` (`engine.lora.files.writer.FORMS`); the line that
     says so. `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also for a
     folder that is not empty."""
-    target = Path(out).expanduser()
+    target = Path(os.path.expanduser(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out}: is not an empty folder; give a new one", "out")
     with AdapterFiles(path, opened) as files:
         base = read_settings(files).base
     known = model or base
-    if not known or (model is None and not Path(known).expanduser().exists()):
+    if not known or (model is None and not os.path.exists(os.path.expanduser(known))):
         named = f"names the base {base!r}, which is no path here" if base else "does not name its base"
         raise UserError(f"{path}: {named}: give --model, the base's folder or .gguf file", "model")
     config = open_model(known).config

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def _open_files(folder: Path) -> list[SafetensorsFile]:
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelFileError(f"{index}: tensor {tensor} is said to be in {name!r}, not a file name", "model")
         if name not in files:
-            if not (folder / name).is_file():
+            if not os.path.isfile(folder / name):  # False for a name that no file can have, too
                 raise ModelFileError(f"{folder / name}: this file is named by {INDEX} and missing", "model")
             files[name] = open_safetensors(folder / name)
         if tensor not in files[name].tensors:
