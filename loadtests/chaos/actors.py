@@ -20,9 +20,13 @@ import psutil
 from loadtests.chaos.watch import engine_of
 from loadtests.chaos.wire import Target, connection, exchange, post, read_answer, reset_on_close
 
-_WORDS = ("what", "is", "seven", "plus", "a", "colour", "count", "<|im_end|>", "<|im_start|>system", "<|endoftext|>")
+WORDS = ("what", "is", "seven", "plus", "a", "colour", "count", "<|im_end|>", "<|im_start|>system", "<|endoftext|>")
 _SIZES = (10, 1000, 100_000, 2_000_000, 15_900_000)  # the last is as large as a body may be
-_PATIENCE_S = 90.0  # every request has ended by then, however busy the machine is
+_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/v1/responses"),
+    *("/v1/messages/count_tokens", "/api/chat", "/api/generate", "/v1/batches"),
+)
+PATIENCE_S = 90.0  # every request has ended by then, however busy the machine is
 PATIENT = "patient"  # within its share
 HANG_S = 20  # silence after which the server is to kill its engine; one that starts on a busy machine is silent too
 _FROZEN_S = ((1.0, HANG_S / 2), (1.4 * HANG_S, 1.4 * HANG_S))  # it goes on, or it has been killed
@@ -43,7 +47,7 @@ class Tally:
     async def count(self, actor: str, request: Awaitable[str]) -> None:
         """Await a request and count how it ended."""
         try:
-            outcome = await asyncio.wait_for(request, _PATIENCE_S)
+            outcome = await asyncio.wait_for(request, PATIENCE_S)
         except asyncio.TimeoutError:
             outcome = "never"
         except OSError as error:
@@ -74,7 +78,7 @@ class Attack:
 
     def body(self, **extra: Any) -> dict[str, Any]:
         r = self.rng
-        words = " ".join(r.choice(_WORDS) for _ in range(r.randint(1, 60)))
+        words = " ".join(r.choice(WORDS) for _ in range(r.randint(1, 60)))
         return {
             "model": r.choice(self.models),
             "messages": [{"role": "user", "content": words}],
@@ -189,8 +193,7 @@ async def bad_bodies(a: Attack) -> None:
         return r.choice(makers)()
 
     async def one() -> str:
-        path = a.rng.choice(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-        return (await exchange(a.target, "POST", path, junk())).outcome
+        return (await exchange(a.target, "POST", a.rng.choice(_PATHS), junk())).outcome
 
     while not a.over:
         await asyncio.gather(*(a.tally.count("bad body", one()) for _ in range(2)))
@@ -202,7 +205,7 @@ async def texts(a: Attack) -> None:
     def request() -> tuple[str, dict[str, Any]]:
         r = a.rng
         size = r.choice(_SIZES)
-        messages = [{"role": r.choice(["user", "system", "assistant"]), "content": r.choice(_WORDS)}]
+        messages = [{"role": r.choice(["user", "system", "assistant"]), "content": r.choice(WORDS)}]
         model: dict[str, Any] = {"model": a.models[0]}
         kinds: list[tuple[str, dict[str, Any]]] = [
             ("/tokenize", {**model, "prompt": r.choice(["a ", " ", "<|im_end|>", "ä", "0"]) * (size // 10)}),
@@ -293,7 +296,7 @@ async def observer(a: Attack, worst: list[float]) -> None:
     while not a.over:
         began = loop.time()
         try:
-            answer = await asyncio.wait_for(exchange(a.target, "GET", "/health"), _PATIENCE_S)
+            answer = await asyncio.wait_for(exchange(a.target, "GET", "/health"), PATIENCE_S)
             a.tally.add("health", answer.outcome)
         except (OSError, asyncio.TimeoutError) as error:
             a.tally.add("health", type(error).__name__)

@@ -21,6 +21,7 @@ import psutil
 
 from demo.paths import demo_adapters
 from loadtests.chaos.actors import ACTORS, HANG_S, PATIENT, Attack, observer
+from loadtests.chaos.forms import batches, forms
 from loadtests.chaos.server import serving
 from loadtests.chaos.watch import Held, answers, held, ready
 from loadtests.chaos.wire import Target
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _chaos(minutes: float, seed: int, folder: Path) -> tuple[str, list[str]]:
     keys = folder / "keys"
     keys.write_text("".join(f"{key}={key}\n" for key in _KEYS))
-    with serving(folder / "server.log", [*_SERVE, "--api-keys-file", str(keys)], _ADMIN) as (pid, admin):
+    flags = [*_SERVE, "--api-keys-file", str(keys), "--data-dir", str(folder / "data")]
+    with serving(folder / "server.log", flags, _ADMIN) as (pid, admin):
         target, other = (dataclasses.replace(admin, key=key) for key in _KEYS)
         models = ["demo", *demo_adapters()]
         server = psutil.Process(pid)
@@ -68,7 +70,7 @@ async def _chaos(minutes: float, seed: int, folder: Path) -> tuple[str, list[str
             asyncio.get_running_loop().time() + minutes * 60,
         )  # fmt: skip
         health_s: list[float] = []
-        await asyncio.gather(*(actor(attack) for actor in ACTORS), observer(attack, health_s))
+        await asyncio.gather(*(actor(attack) for actor in (*ACTORS, forms, batches)), observer(attack, health_s))
         serves = await ready(target, _SETTLE_S)
         after = await _settled(server, admin)
         last_answers = await answers(target, models)

@@ -22,12 +22,12 @@ class Target:
     port: int
     key: str = ""
 
-    def head(self, method: str, path: str, length: int | None = None) -> bytes:
+    def head(self, method: str, path: str, length: int | None = None, kind: str = "application/json") -> bytes:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.host}", "Connection: close"]
         if self.key:
             lines.append(f"Authorization: Bearer {self.key}")
         if length is not None:
-            lines += ["Content-Type: application/json", f"Content-Length: {length}"]
+            lines += [f"Content-Type: {kind}", f"Content-Length: {length}"]
         return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -58,11 +58,13 @@ async def connection(target: Target) -> AsyncIterator[tuple[asyncio.StreamReader
             await writer.wait_closed()
 
 
-async def exchange(target: Target, method: str, path: str, body: bytes | None = None) -> Answer:
-    """One whole request. Raises OSError if there is no connection to be had."""
+async def exchange(
+    target: Target, method: str, path: str, body: bytes | None = None, kind: str = "application/json"
+) -> Answer:
+    """One whole request, its body of that content type. Raises OSError if there is no connection to be had."""
     async with connection(target) as (reader, writer):
         with contextlib.suppress(ConnectionError):  # refused early: the answer is there to read
-            writer.write(target.head(method, path, None if body is None else len(body)) + (body or b""))
+            writer.write(target.head(method, path, None if body is None else len(body), kind) + (body or b""))
             await writer.drain()
         return await read_answer(reader)
 

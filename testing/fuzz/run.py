@@ -39,9 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     rng, seconds = Random(args.seed), args.minutes * 60
     files = [fuzz(reader, seconds * _OF_FILES / len(READERS), rng, args.keep) for reader in READERS]
-    with tempfile.TemporaryDirectory(prefix="ktfuzz-") as folder, serving(Path(folder) / "log", _SERVE, _KEY) as server:
-        of_requests = seconds * (1 - _OF_FILES) / 2
-        requests = [fuzz_document(server[1], of_requests, rng), fuzz_bodies(server[1], of_requests, rng)]
+    with tempfile.TemporaryDirectory(prefix="ktfuzz-") as folder:
+        flags = (*_SERVE, "--data-dir", f"{folder}/data")
+        with serving(Path(folder) / "log", flags, _KEY) as (_, target):
+            of_requests = seconds * (1 - _OF_FILES) / 2
+            requests = [fuzz_document(target, of_requests, rng), fuzz_bodies(target, of_requests, rng)]
         log = (Path(folder) / "log").read_text(errors="replace")
     faults = [fault for tally in files for fault in tally.faults]
     faults += [f"{fault} ({example})" for tally in requests for fault, example in tally.faults.items()]

@@ -59,6 +59,20 @@ def test_a_slow_disk_drops_lines_not_steps(folder, tmp_path, monkeypatch):
     assert last["dropped_lines"] > 6
 
 
+@pytest.mark.parametrize("full", [("steps",), ("tokens",), ("steps", "tokens")], ids="+".join)
+def test_a_full_disk_ends_the_profile_not_a_step(folder, tmp_path, caplog, full):
+    for name in full:
+        (tmp_path / f"{name}.jsonl").symlink_to("/dev/full")
+    engine = Harness(folder, profile_dir=str(tmp_path))
+    profiler = engine.core.profiler
+    assert engine.generate(prompts(2, [4]), max_tokens=3)[0]
+    eventually(lambda: "--profile-dir: No space left on device; the profile ends here" in caplog.text)
+    assert engine.generate(prompts(2, [4]), max_tokens=3)[0]
+    eventually(lambda: profiler.dropped)
+    engine.close()
+    assert caplog.text.count("the profile ends here") == 1
+
+
 def test_a_folder_that_cannot_be_made_is_said(folder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="profile-dir"):
