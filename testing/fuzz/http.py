@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from loadtests.chaos.wire import Target
 from testing.fuzz.bodies import PATHS, bodies, content_type
 
-_ROUND = 20  # examples of an endpoint before the next one
+_ROUND = 5  # examples of an endpoint before the next one
 _PATIENCE_S = 150.0
 _MOST_TEXT = 5000  # characters of an error message
 _QUESTION = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
