@@ -8,11 +8,12 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := ktserve api engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test test-clients lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat train-demo setup test test-clients lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
 	@echo 'make chat       talk to the demo model in this terminal'
+	@echo 'make train-demo train the demo adapters into a running server on this CPU; before, after, and what they score'
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
@@ -30,6 +31,9 @@ serve: setup
 
 chat: setup
 	@$(VENV)/bin/ktserve chat $(ARGS)
+
+train-demo: setup $(VENV)/.train
+	@$(PY) -m demo.tuning.run $(ARGS)
 
 # Two processes, a file at a time: half of the time goes into waiting.
 test: setup $(VENV)/.train

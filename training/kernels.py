@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +34,7 @@ def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None)
             source.config,
             dtype,
             worker_pool(config.kt_num_threads, per_node=config.kt_tp_enabled),
-            plain=torch.bfloat16 if config.kt_backend == "AMXBF16" else dtype,
-            quantise="int8" if config.kt_backend == "AMXInt8" else None,
+            **packing(config, dtype),
         )
         for layer in source.config.sparse_layers:
             backend.load_layer(layer, source.experts(layer))
@@ -44,6 +43,14 @@ def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None)
         return trainable_layers(backend, source.config, keep=config.kt_cpu_activation == "retain")
 
     return make
+
+
+def packing(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What `kt_backend` means to NativeExperts. `dtype`: of the activations."""
+    return {
+        "plain": torch.bfloat16 if config.kt_backend == "AMXBF16" else dtype,
+        "quantise": "int8" if config.kt_backend == "AMXInt8" else None,
+    }
 
 
 def worker_pool(threads: int | None = None, *, per_node: bool = True) -> _native.WorkerPool:

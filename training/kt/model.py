@@ -1,0 +1,168 @@
+"""Whole models with KTransformers' calls: our kernels below its names.
+
+Arguments are read by attribute, so that LLaMA-Factory's objects and a TrainConfig do: of `model_args`
+model_name_or_path, kt_backend, kt_num_threads, kt_tp_enabled, kt_weight_path; of `finetuning_args` lora_rank and
+lora_alpha. What is missing, or None, has TrainConfig's default.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.errors import UserError
+from engine.experts.native import NativeExperts
+from engine.model.config import ModelConfig
+from engine.weights.store import ExpertStore, WeightTensor
+from training.config import TrainConfig
+from training.experts.base import ExpertLora, TrainableExperts
+from training.experts.native import trainable_layers
+from training.kernels import expert_maker, packing, worker_pool
+from training.kt.errors import KTAMXConfigError, KTAMXModelNotSupportedError, KTAMXNotAvailableError
+from training.kt.families import Family, family_of
+from training.kt.wrapper import MOELayerWrapper
+from training.layer import RoutedExperts
+from training.model import load_model
+
+if TYPE_CHECKING:
+    from native import _native
+
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_OURS = ("qwen3_moe", "qwen2_moe")  # read into their packed form, from a folder or a GGUF file
+
+
+def init_cpu_infer(model_args: Any = None) -> _native.WorkerPool:
+    """The threads that compute experts. KTAMXConfigError, KTAMXNotAvailableError."""
+    try:
+        return worker_pool(_of(model_args, "kt_num_threads"), per_node=_of(model_args, "kt_tp_enabled"))
+    except ImportError as error:
+        raise KTAMXNotAvailableError(f"the native extension is not built: {error}; install ktserve again") from error
+    except UserError as error:
+        raise KTAMXConfigError(str(error), error.field) from error
+
+
+def wrap_moe_layers_with_amx(
+    model: PreTrainedModel, model_args: Any = None, finetuning_args: Any = None, cpu_infer: Any = None
+) -> list[MOELayerWrapper]:
+    """Replaces a model's mixture-of-experts blocks, frees their experts' weights and gives the model `_kt_wrappers`,
+    `_kt_cpu_infer` and `_kt_moe_lora_params` (by layer, the six matrices by name). KTAMXModelNotSupportedError,
+    KTAMXConfigError, KTAMXNotAvailableError; the model is then as it was."""
+    family = family_of(model.config)
+    pool = init_cpu_infer(model_args) if cpu_infer is None else cpu_infer
+    rank, alpha = int(_of(finetuning_args, "lora_rank")), float(_of(finetuning_args, "lora_alpha"))
+    if rank < 1:
+        raise KTAMXConfigError(f"lora_rank is {rank}; it must be at least 1", "lora_rank")
+    blocks = _blocks(model, family)
+    if not blocks:
+        raise KTAMXModelNotSupportedError("the model has no layer with routed experts", "model")
+    config = model.config
+    sizes = [getattr(config, name) for name in (family.num_experts, "hidden_size", family.intermediate_size)]
+    experts = _experts(blocks, sizes, model_args, pool)
+    wrappers = []
+    for index, (layer, block) in blocks.items():
+        lora = ExpertLora(sizes[0], rank, sizes[1], sizes[2], alpha / rank)
+        wrapper = MOELayerWrapper(block, experts[index], lora, index)
+        setattr(layer, family.block, wrapper)
+        wrappers.append(wrapper)
+    attributes: Any = model
+    attributes._kt_wrappers, attributes._kt_cpu_infer = wrappers, pool
+    attributes._kt_moe_lora_params = {wrapper.layer_idx: wrapper.lora_params for wrapper in wrappers}
+    return wrappers
+
+
+def load_kt_model(config: PreTrainedConfig | None, model_args: Any, finetuning_args: Any = None) -> PreTrainedModel:
+    """The model of `model_args.model_name_or_path`, its experts on the CPU pool with LoRA, everything else frozen, in
+    bfloat16 if `model_args.bf16`, else float32. `config`: its transformers config, None: as the files say.
+    KTAMXModelNotSupportedError, KTAMXConfigError, KTAMXNotAvailableError; ModelFileError for the files."""
+    path = _of(model_args, "model_name_or_path")
+    if not path:
+        raise KTAMXConfigError("model_name_or_path is missing", "model_name_or_path")
+    if config is None and (Path(path).expanduser() / "config.json").is_file():
+        config = AutoConfig.from_pretrained(path)
+    if config is not None:
+        family_of(config)
+    dtype = torch.bfloat16 if _of(model_args, "bf16") else torch.float32
+    experts_from = _of(model_args, "kt_weight_path")
+    if config is None or config.model_type in _OURS:
+        model = load_model(path, expert_maker(_settings(model_args)), dtype=dtype, experts_from=experts_from)
+    elif experts_from:
+        raise KTAMXConfigError(f"kt_weight_path is read for {', '.join(_OURS)} alone", "kt_weight_path")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    model.requires_grad_(False)
+    wrap_moe_layers_with_amx(model, model_args, finetuning_args)
+    return model
+
+
+def _of(arguments: Any, name: str) -> Any:
+    value = getattr(arguments, name, None)
+    return getattr(TrainConfig, name) if value is None else value
+
+
+def _settings(arguments: Any) -> TrainConfig:
+    names = ("model_name_or_path", "kt_backend", "kt_num_threads", "kt_tp_enabled", "kt_cpu_activation")
+    return TrainConfig(**{name: _of(arguments, name) for name in names})
+
+
+def _blocks(model: PreTrainedModel, family: Family) -> dict[int, tuple[nn.Module, nn.Module]]:
+    """By layer: (decoder layer, block with routed experts)."""
+    found = {}
+    layers: Any = model.get_submodule("model.layers")
+    for index, layer in enumerate(layers):
+        block = getattr(layer, family.block)
+        if hasattr(block, "experts"):
+            found[index] = (layer, block)
+    return found
+
+
+def _experts(
+    blocks: dict[int, tuple[nn.Module, nn.Module]], sizes: list[int], model_args: Any, pool: Any
+) -> dict[int, TrainableExperts]:
+    """Packed from the modules' own weights, unless they are our kernels' already."""
+    held: dict[int, Any] = {index: block.experts for index, (_, block) in blocks.items()}
+    packed = {index: module.experts for index, module in held.items() if isinstance(module, RoutedExperts)}
+    if packed:
+        return packed
+    settings = _settings(model_args)
+    dtype = next(iter(held.values())).down_proj.dtype
+    if dtype not in _TYPES:
+        raise KTAMXConfigError(f"the experts' weights are {dtype}; supported are float32, bfloat16, float16", "dtype")
+    shape, rows = _config(sizes), torch.float32 if dtype == torch.float32 else torch.bfloat16
+    try:
+        backend = NativeExperts(shape, rows, pool, **packing(settings, rows))
+    except UserError as error:
+        raise KTAMXNotAvailableError(str(error), error.field) from error
+    try:
+        for index, module in held.items():
+            backend.load_layer(index, _store(index, module))
+    except UserError as error:
+        raise KTAMXConfigError(str(error), error.field) from error
+    return dict(trainable_layers(backend, shape, keep=settings.kt_cpu_activation == "retain"))
+
+
+def _store(index: int, module: Any) -> ExpertStore:
+    """A layer's weights as if they lay in a file."""
+    gate, up = module.gate_up_proj.detach().chunk(2, dim=1)
+    parts = {"gate": gate, "up": up, "down": module.down_proj.detach()}
+
+    def tensor(name: str, value: torch.Tensor) -> WeightTensor:
+        data = value.cpu().contiguous().view(torch.uint8).reshape(-1).numpy()
+        return WeightTensor(f"layers.{index}.experts.{name}", tuple(value.shape), _TYPES[value.dtype], data)
+
+    return ExpertStore(index, **{name: tensor(name, value) for name, value in parts.items()})
+
+
+def _config(sizes: list[int]) -> ModelConfig:
+    """The experts' sizes; the rest is not theirs."""
+    experts, hidden, inner = sizes
+    return ModelConfig(
+        architecture="", vocab_size=0, hidden_size=hidden, num_hidden_layers=0, num_attention_heads=0,
+        num_key_value_heads=0, head_dim=0, num_experts=experts, num_experts_per_tok=0, moe_intermediate_size=inner,
+        intermediate_size=0, norm_topk_prob=False, rms_norm_eps=0.0, rope_theta=0.0, rope_scaling=None,
+        max_position_embeddings=0, attention_bias=False, qk_norm=False, tie_word_embeddings=False,
+        decoder_sparse_step=1, mlp_only_layers=(), bos_token_id=None, eos_token_ids=(),
+    )  # fmt: skip
