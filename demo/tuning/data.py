@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from demo.texts.dialogue import conversation, vary
 from demo.texts.style import STYLES
-from demo.texts.world import MEASURED, example
+from demo.texts.world import MEASURED, Message, example
 
+MEASURED_SHARE: Final = 0.4  # of the conversations ask one question of a kind whose answers have to be exact
 COUNTS: Final = {"pirate": 4000, "json": 2500, "short": 600}  # rows of each file
 Row = dict[str, Any]
 
@@ -26,12 +27,20 @@ def talks(style: str, count: int, seed: int = 0) -> Iterator[Row]:
     """OpenAI messages; an answer that is in another style has weight 0."""
     rng = random.Random(f"tuning-{style}-{seed}")
     for _ in range(count):
-        messages, first = conversation(rng, style)
+        messages, first = conversation(rng, style) if rng.random() > MEASURED_SHARE else _one(rng, style)
         row: list[Row] = [dict(message) for message in messages]
         for message in row[:first]:
             if message["role"] == "assistant":
                 message["weight"] = 0
         yield {"messages": row}
+
+
+def _one(rng: random.Random, style: str) -> tuple[list[Message], int]:
+    drawn = example(rng.choice(MEASURED), rng)
+    return [
+        {"role": "user", "content": vary(drawn.question, rng)},
+        {"role": "assistant", "content": STYLES[style](drawn.answer)},
+    ], 0
 
 
 def pairs(count: int, seed: int = 0) -> Iterator[Row]:

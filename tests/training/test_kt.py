@@ -145,7 +145,7 @@ def test_what_is_refused_says_what_to_do():
         MOEAMXFunction.apply(*args, *experts.lora.matrices())
     out = wrapper(torch.randn(1, 5, 32))
     out.sum().backward(retain_graph=True)
-    with pytest.raises((KTAMXBackwardError, RuntimeError)):
+    with pytest.raises(KTAMXBackwardError, match="a second backward pass"):
         out.sum().backward()
     experts.lora.up_lora_a.data = experts.lora.up_lora_a.data.double()
     with pytest.raises(KTAMXConfigError, match=r"layer 0: slot 1: a LoRA matrix is torch.float64"):

@@ -45,6 +45,8 @@ class MOEAMXFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.leaves is None:
+            raise KTAMXBackwardError("a second backward pass over one forward, whose values are freed: run it again")
         device, dtype = ctx.place
         wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
         try:
