@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from native import _native
+from tests.native.blocks import SCALES
 from tests.native.expert_layers import tensor
 from training.experts.base import ExpertLora, TrainableExperts
 from training.experts.native import NativeTrainableExperts
 from training.experts.reference import ReferenceExperts
 
 PROJECTIONS = ("gate", "up", "down")
+Blocks = npt.NDArray[np.uint8]
 
 
 class PackedLayer:
-    """Random experts packed as `format` from a GGML type."""
+    """Random experts of GGML types, packed in the formats that hold those without loss, or as `format`."""
 
-    def __init__(self, pool: Any, kind: str, format: str, experts: int, hidden: int, inner: int) -> None:
+    def __init__(
+        self, pool: Any, kinds: Sequence[str], experts: int, hidden: int, inner: int, format: str = ""
+    ) -> None:
+        """kinds: of gate, up, down."""
         self.experts, self.hidden, self.inner = experts, hidden, inner
-        self.packed = _native.ExpertLayer(experts, hidden, inner, [format] * 3, pool.groups)
+        formats = [format or _native.format_of(kind) for kind in kinds]
+        self.packed = _native.ExpertLayer(experts, hidden, inner, formats, pool.groups)
         self.pool = pool
-        for p, name in enumerate(PROJECTIONS):
-            weight, _ = tensor(kind, name, *self._shape(p), 10 * p + 1, experts)
-            rows = weight.data.reshape(experts, -1)
+        for p, (name, kind) in enumerate(zip(PROJECTIONS, kinds, strict=True)):
+            weight, values = tensor(kind, name, *self._shape(p), 10 * p + 1, experts)
+            rows = moderate(kind, weight.data, values).reshape(experts, -1)
             self.packed.load(pool, p, kind, 0, [rows[e].ctypes.data for e in range(experts)])
 
     def _shape(self, projection: int) -> tuple[int, int]:
@@ -55,6 +66,20 @@ class PackedLayer:
         for b in lora.matrices()[3:]:
             torch.nn.init.normal_(b, std=rank**-0.5)
         return lora
+
+
+def moderate(kind: str, data: Blocks, values: torch.Tensor) -> Blocks:
+    """Blocks whose values, [.., n, k], are of magnitude 1/sqrt(k), where silu neither vanishes nor is linear."""
+    if kind not in SCALES:
+        return data
+    power = -round(math.log2(float(values.double().square().mean().sqrt()) * values.shape[-1] ** 0.5))
+    blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]).copy()
+    if kind == "MXFP4":
+        blocks[:, 0] += np.uint8(power % 256)
+    for offset in SCALES[kind]:
+        scales = np.ldexp(blocks[:, offset : offset + 2].copy().view(np.float16), power)
+        blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
+    return blocks
 
 
 @dataclass
