@@ -125,12 +125,13 @@ def run(experts: TrainableExperts, step: Step, loras: dict[int, ExpertLora]) -> 
 def errors(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], step: Step) -> dict[str, float]:
     """mean|d| / mean|ref| of each. A router's weight has the gradient <grad_out, y>, which may happen to be near zero
     where there are only a few: what such a product of random vectors comes to is the least that counts."""
-    least = float(step.grad_out.float().norm(dim=1).mean() * want["out"].float().norm(dim=1).mean())
+    size_of_y = want["out"].float().norm(dim=1) / step.weights.norm(dim=1)
+    least = float((step.grad_out.float().norm(dim=1) * size_of_y).mean()) / step.hidden.shape[1] ** 0.5
     result = {}
     for name, ref in want.items():
         size = float(ref.double().abs().mean())
         if name == "weights":
-            size = max(size, least / ref.shape[1] / step.hidden.shape[1] ** 0.5)
+            size = max(size, least)
         difference = float((got[name].double() - ref.double()).abs().mean())
         result[name] = difference / size if size else difference
     return result
