@@ -99,7 +99,7 @@ class _Experts(torch.autograd.Function):
         rows, top_k = ids.shape
         out = torch.empty_like(tensors[0])
         kept = torch.empty(rows * top_k, 2, experts.intermediate_size, dtype=hidden.dtype) if keep else None
-        batch, loras = _batch(*tensors[:4]), _loras(adapters, tensors[4:], [None] * len(matrices))
+        batch, loras = train_batch(*tensors[:4]), train_loras(adapters, tensors[4:], [None] * len(matrices))
         experts.trainer.forward(experts.layer, loras, batch, out=out.data_ptr(), kept=_address(kept))
         ctx.experts, ctx.adapters, ctx.kept = experts, adapters, kept
         ctx.save_for_backward(hidden, weights, ids, slots, *matrices)
@@ -114,10 +114,10 @@ class _Experts(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weights = torch.empty_like(weights)
         grads = [torch.zeros_like(m) if need else None for m, need in zip(matrices, wanted[2:], strict=True)]
-        batch = _batch(hidden, weights, ids, slots)
+        batch = train_batch(hidden, weights, ids, slots)
         experts.trainer.backward(
             experts.layer,
-            _loras(ctx.adapters, matrices, grads),
+            train_loras(ctx.adapters, matrices, grads),
             batch,
             kept=_address(ctx.kept),
             grad_out=grad_out.data_ptr(),
@@ -131,7 +131,9 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _batch(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> _native.TrainBatch:
+def train_batch(
+    hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor
+) -> _native.TrainBatch:
     from native import _native
 
     return _native.TrainBatch(
@@ -145,7 +147,7 @@ def _batch(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, slots
     )
 
 
-def _loras(
+def train_loras(
     adapters: list[tuple[int, int, float]], matrices: list[torch.Tensor], grads: list[torch.Tensor | None]
 ) -> list[_native.TrainLora]:
     """`matrices` and `grads`: of each adapter A of gate, up, down, then B."""

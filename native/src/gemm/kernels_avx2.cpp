@@ -1,5 +1,6 @@
 // Dot products on AVX2 + FMA + F16C. The tile is that of the AVX-512 kernels at half the width: one panel of 16
-// outputs is two registers (lo: rows 0-7, hi: 8-15), up to three activation rows share each load of weights.
+// outputs is two registers (lo: rows 0-7, hi: 8-15), up to three activation rows share each load of weights; of bf16
+// five and of float32 and f16 six, whose chains of additions are as many as the multiply-adds in flight need.
 //
 //    8-bit sums: vpmaddubsw + vpmaddwd. Its 16-bit step cannot overflow up to 7 bits (127 * 127 * 2 < 2^15); weights of
 //    8 bits go in as |w| * sign(x, w), at most 128 * 127 * 2 < 2^15, and then need no bias taken off.
@@ -45,7 +46,7 @@ struct Tile {
 
 template <int M>
 inline __attribute__((always_inline)) void begin(Pair (&f)[M], const Tile& t) {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
     const float* at = t.out + m * t.out_stride;
     f[m] =
@@ -55,7 +56,7 @@ inline __attribute__((always_inline)) void begin(Pair (&f)[M], const Tile& t) {
 
 template <int M>
 inline __attribute__((always_inline)) void end(const Pair (&f)[M], const Tile& t) {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
     _mm256_storeu_ps(t.out + m * t.out_stride, f[m].lo);
     _mm256_storeu_ps(t.out + m * t.out_stride + 8, f[m].hi);
@@ -134,16 +135,54 @@ __m256 odd(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
 }
 
+// Row m of up to six, as a base and an index register: odd multiples of the stride are kept from the compiler, which
+// would otherwise carry a pointer per row through the loop.
+struct Rows {
+  int64_t one, three, five;
+  explicit Rows(int64_t stride) : one(stride), three(3 * stride), five(5 * stride) {
+    __asm__("" : "+r"(one), "+r"(three), "+r"(five));
+  }
+  inline __attribute__((always_inline)) int64_t operator[](int m) const {
+    return m == 3 ? three : m == 5 ? five : m * one;
+  }
+};
+
+// Even k of a pair of all rows, then odd k: ten sums leave no room for more than one row's value at a time.
+template <int M>
+inline __attribute__((always_inline)) void add_pair(Pair (&f)[M], const uint8_t* w, const uint8_t* x,
+                                                    const Rows& rows) {
+  const __m256 lo_even = even(load(w)), hi_even = even(load(w + 32));
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    const __m256 v = even(_mm256_set1_epi32(word(x + rows[m])));
+    f[m].lo = _mm256_fmadd_ps(lo_even, v, f[m].lo);
+    f[m].hi = _mm256_fmadd_ps(hi_even, v, f[m].hi);
+  }
+  __asm__("" : "+r"(x));  // read again, rather than spilled
+  const __m256 lo_odd = odd(load(w)), hi_odd = odd(load(w + 32));
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    const __m256 v = odd(_mm256_set1_epi32(word(x + rows[m])));
+    f[m].lo = _mm256_fmadd_ps(lo_odd, v, f[m].lo);
+    f[m].hi = _mm256_fmadd_ps(hi_odd, v, f[m].hi);
+  }
+}
+
 template <int M, bool Alone>
 void tile_bf16(const Tile& t) {
   constexpr int64_t pairs = kBlock / 2;
   Pair f[M];
   begin(f, t);
+  const Rows rows(t.stride);
   const int64_t size = panel_size(Format::bf16, t.k);
   Prefetch<pairs, lines_of<Format::bf16>(M, 1, pairs, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
   const int64_t last = (t.part.first + t.part.count) * pairs;
   for (int64_t i = t.part.first * pairs; i < last; ++i) {
     next.advance();
+    if constexpr (M > 3) {
+      add_pair(f, t.w + i * 64, t.x + i * 4, rows);
+      continue;
+    }
     const __m256i lo = load(t.w + i * 64);
     const __m256i hi = load(t.w + i * 64 + 32);
     const __m256 lo_even = even(lo), lo_odd = odd(lo), hi_even = even(hi), hi_odd = odd(hi);
@@ -168,6 +207,7 @@ template <Format F, int M, bool Alone>
 void tile_f32(const Tile& t) {
   Pair f[M];
   begin(f, t);
+  const Rows rows(t.stride);
   const int64_t size = panel_size(F, t.k);
   constexpr int steps = static_cast<int>(info(F).quant_bytes / 64);  // a line each
   Prefetch<steps, lines_of<F>(M, 1, steps, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
@@ -176,9 +216,9 @@ void tile_f32(const Tile& t) {
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {
     if (steps == kBlock || i % 2 == 0) next.advance();
     const Pair w = weights<F>(t.w, i);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
-      const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + m * t.stride + i * 4)));
+      const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + rows[m] + i * 4)));
       f[m].lo = _mm256_fmadd_ps(w.lo, v, f[m].lo);
       f[m].hi = _mm256_fmadd_ps(w.hi, v, f[m].hi);
     }
@@ -196,18 +236,27 @@ void tile_for(const Tile& t) {
     tile<F, M, Alone>(t);
 }
 
-// A tile of so many rows, alone with its panel or one of several.
+// What sixteen registers hold.
 template <Format F>
+constexpr int most_rows() {
+  return F == Format::bf16 ? 5 : plain(F) ? 6 : 3;
+}
+
+// A tile of so many rows: alone with its panel, or one of several, all of which are at least half of the largest.
+template <Format F, int M = most_rows<F>()>
 void tile_of(int64_t rows, const Tile& t) {
-  const bool alone = t.part.tiles == 1;
-  if (rows == 1) return tile_for<F, 1, true>(t);
-  if (rows == 2) return alone ? tile_for<F, 2, true>(t) : tile_for<F, 2, false>(t);
-  return alone ? tile_for<F, 3, true>(t) : tile_for<F, 3, false>(t);
+  if constexpr (M > 1) {
+    if (rows < M) return tile_of<F, M - 1>(rows, t);
+  }
+  if constexpr (M > 1 && M >= most_rows<F>() / 2) {
+    if (t.part.tiles > 1) return tile_for<F, M, false>(t);
+  }
+  tile_for<F, M, true>(t);
 }
 
 template <Format F>
 void dot_format(const DotArgs& a) {
-  constexpr int64_t most = 3;
+  constexpr int64_t most = most_rows<F>();
   constexpr int64_t at_once = 16384 / info(F).quant_bytes;  // so the first-level cache keeps weights for all tiles
   const int64_t blocks = padded_k(a.k) / kBlock;
   const int64_t tiles = (a.rows + most - 1) / most;

@@ -1,5 +1,5 @@
-// PanelKernels, written once on sixteen-float vectors; included by panels_avx2.cpp and panels_avx512.cpp behind the
-// blocks of their instruction set, which give block_values.
+// PanelKernels, written once on sixteen-float vectors; included by panels_avx2.cpp and panels_avx512.cpp behind
+// what they give for their instruction set: block_values, and transpose_pairs of bf16 in the packed layout.
 #pragma once
 
 #include "simd/math16.hpp"
@@ -8,6 +8,8 @@
 
 namespace ktserve::KT_SIMD {
 namespace {
+
+constexpr int64_t kTransposedBytes = 512;  // of 16 x 16 bf16
 
 // Rows n and n + 1 of a panel as the dot product of bf16 pairs reads them: lane i holds a[i], then b[i].
 #if KT_HAS_512
@@ -40,20 +42,41 @@ inline __attribute__((always_inline)) void store_along(const F16 (&v)[16], Forma
   for (int i = 0; i < 16; i += 2) store_pair(panel + (row + i) * 32, v[i], v[i + 1]);
 }
 
+// Half a block of a panel, 16 outputs by 16 of k, to rows [row, row + 16) of the sum of a panel of the transpose.
+template <Format F>
+inline __attribute__((always_inline)) void transpose_half(const uint8_t* panel, int64_t k, int64_t b, int half,
+                                                          Format to, int64_t row, uint8_t* out) {
+  if (F == Format::bf16 && to == Format::bf16) {
+    transpose_pairs(panel + b * info(F).quant_bytes + half * kTransposedBytes, out + row * 32);
+    return;
+  }
+  F16 v[16];
+  block_values<F>(panel, k, b, half, v);
+  if (to == Format::f32) {
+    transpose16(v);
+    store_along(v, to, row, out);
+    return;
+  }
+  alignas(64) uint8_t pairs[kTransposedBytes];
+  for (int i = 0; i < 16; i += 2) store_pair(pairs + i * 32, v[i], v[i + 1]);
+  transpose_pairs(pairs, out + row * 32);
+}
+
 template <Format F>
 void transpose_format(const uint8_t* w, int64_t panels, int64_t k, int64_t first, int64_t count, Format to,
                       uint8_t* out, int64_t out_bytes) {
+  constexpr int64_t ahead = 2;  // panels: a few lines of each are read, which no prefetcher of the CPU foresees
   const int64_t size = panel_size(F, k);
   for (int64_t p = 0; p < panels; ++p) {
     const uint8_t* panel = w + p * size;
     for (int64_t b = first / kBlock; b < (first + count) / kBlock; ++b) {
+      if (p + ahead < panels) {
+        const uint8_t* next = panel + ahead * size + meta_size(F, k) + b * info(F).quant_bytes;
+        for (int64_t at = 0; at < info(F).quant_bytes; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+      }
 #pragma GCC unroll 1
       for (int half = 0; half < 2; ++half) {
-        F16 v[16];
-        block_values<F>(panel, k, b, half, v);
-        transpose16(v);
-        const int64_t target = (b - first / kBlock) * 2 + half;
-        store_along(v, to, p * kPanel, out + target * out_bytes);
+        transpose_half<F>(panel, k, b, half, to, p * kPanel, out + ((b - first / kBlock) * 2 + half) * out_bytes);
       }
     }
   }

@@ -48,6 +48,33 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
   }
 }
 
+// 16 x 16 bf16 of a panel, vectors of pairs along k, to those of the transpose: four values of two outputs by two of k
+// are a unit of 64 bits, which keeps its corners and swaps the other two; then units are transposed.
+inline __attribute__((always_inline)) void transpose_pairs(const uint8_t* from, uint8_t* to) {
+  const __m256i corners = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
+                                           0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+#pragma GCC unroll 2
+  for (int right = 0; right < 2; ++right) {
+#pragma GCC unroll 2
+    for (int below = 0; below < 2; ++below) {
+      __m256i v[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        v[i] = _mm256_shuffle_epi8(load(from + (4 * below + i) * 64 + 32 * right), corners);
+      }
+      const __m256i low[2] = {_mm256_unpacklo_epi64(v[0], v[1]), _mm256_unpacklo_epi64(v[2], v[3])};
+      const __m256i high[2] = {_mm256_unpackhi_epi64(v[0], v[1]), _mm256_unpackhi_epi64(v[2], v[3])};
+      const __m256i rows[4] = {
+          _mm256_permute2x128_si256(low[0], low[1], 0x20), _mm256_permute2x128_si256(high[0], high[1], 0x20),
+          _mm256_permute2x128_si256(low[0], low[1], 0x31), _mm256_permute2x128_si256(high[0], high[1], 0x31)};
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (4 * right + i) * 64 + 32 * below), rows[i]);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ktserve::avx2
 

@@ -42,6 +42,32 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
   }
 }
 
+// 16 x 16 bf16 of a panel, vectors of pairs along k, to those of the transpose: four values of two outputs by two of k
+// are a unit of 64 bits, which keeps its corners and swaps the other two; then units are transposed.
+inline __attribute__((always_inline)) void transpose_pairs(const uint8_t* from, uint8_t* to) {
+  const __m512i corners = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  // t[i]: of vectors 2 (i / 2), 2 (i / 2) + 1 the units i % 2, i % 2 + 2, ..
+  __m512i t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    const __m512i a = _mm512_shuffle_epi8(_mm512_load_si512(from + i * 64), corners);
+    const __m512i b = _mm512_shuffle_epi8(_mm512_load_si512(from + i * 64 + 64), corners);
+    t[i] = _mm512_unpacklo_epi64(a, b);
+    t[i + 1] = _mm512_unpackhi_epi64(a, b);
+  }
+#pragma GCC unroll 2
+  for (int odd = 0; odd < 2; ++odd) {
+    const __m512i even_above = _mm512_shuffle_i64x2(t[odd], t[2 + odd], 0x88);  // units odd, 4 + odd
+    const __m512i odd_above = _mm512_shuffle_i64x2(t[odd], t[2 + odd], 0xdd);   // units 2 + odd, 6 + odd
+    const __m512i even_below = _mm512_shuffle_i64x2(t[4 + odd], t[6 + odd], 0x88);
+    const __m512i odd_below = _mm512_shuffle_i64x2(t[4 + odd], t[6 + odd], 0xdd);
+    _mm512_storeu_si512(to + odd * 64, _mm512_shuffle_i64x2(even_above, even_below, 0x88));
+    _mm512_storeu_si512(to + (4 + odd) * 64, _mm512_shuffle_i64x2(even_above, even_below, 0xdd));
+    _mm512_storeu_si512(to + (2 + odd) * 64, _mm512_shuffle_i64x2(odd_above, odd_below, 0x88));
+    _mm512_storeu_si512(to + (6 + odd) * 64, _mm512_shuffle_i64x2(odd_above, odd_below, 0xdd));
+  }
+}
+
 }  // namespace
 }  // namespace ktserve::avx512
 
