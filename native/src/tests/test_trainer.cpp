@@ -26,14 +26,23 @@ KTSERVE_TEST(panels_of_the_transpose) {
       const std::vector<float> w = draw(n * k, random, 0.1f);
       pack_panels(source_type("F32"), format, reinterpret_cast<const uint8_t*>(w.data()), n, k, 0, n / kPanel, packed);
     } else {
-      // Any bits are quants; scales are small halves.
-      for (int64_t i = 0; i < packed_size(format, n, k); ++i) packed[i] = static_cast<uint8_t>(random.below(256));
-      for (int64_t p = 0; p < n / kPanel; ++p) {
+      // Any bits are quants; scales, and values of f16, are small.
+      const auto fill_halves = [&random](uint8_t* to, int64_t halves) {
+        for (int64_t i = 0; i < halves; ++i) {
+          const auto half = static_cast<uint16_t>(0x2000 + random.below(1024));
+          std::memcpy(to + 2 * i, &half, 2);
+        }
+      };
+      const int64_t bytes = packed_size(format, n, k);
+      for (int64_t i = 0; i < bytes; ++i) packed[i] = static_cast<uint8_t>(random.below(256));
+      if (plain(format)) fill_halves(packed, bytes / 2);
+      for (int64_t p = 0; p < n / kPanel && !plain(format); ++p) {
         for (int64_t u = 0; u < k / info(format).unit; ++u) {
           uint8_t* meta = packed + p * panel_size(format, k) + u * info(format).meta_bytes;
-          for (int i = 0; i < (info(format).minima ? 32 : 16); ++i) {
-            const auto half = static_cast<uint16_t>(0x2000 + random.below(1024));
-            std::memcpy(meta + 2 * i, &half, 2);
+          if (info(format).exponents) {
+            for (int i = 0; i < 16; ++i) meta[i] = static_cast<uint8_t>(118 + random.below(8));
+          } else {
+            fill_halves(meta, info(format).minima ? 32 : 16);
           }
         }
       }
