@@ -21,7 +21,7 @@ class PackedFormat:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales of a unit: d f16 [16] comes first."""
+        """Bytes of scales of a unit: d f16 [16] comes first (f8: d f32 [16])."""
 
     @property
     def quant_bytes(self) -> int:
@@ -61,6 +61,12 @@ class PackedFormat:
     def step_offset(self) -> int:
         """
         Offset in a unit's scales of the 8-bit factors of d, [unit / group][16]; 0: none.
+        """
+
+    @property
+    def zero_offset(self) -> int:
+        """
+        Offset in a unit's scales of zero points, u8 [16], subtracted from the quants; 0: none.
         """
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.architectures.fields import Fields, check_config
+from engine.architectures.quantisation import read_quantisation
 from engine.model.config import ModelConfig, RopeScaling
 
 _ROPE_KEYS = {
@@ -83,6 +84,7 @@ def config_of_hf(
         bos_token_id=fields.token("bos_token_id", vocab) if bos is None else bos,
         eos_token_ids=(fields.tokens("eos_token_id", vocab) or ()) if eos is None else eos,
         dtype=_dtype(fields),
+        quantisation=read_quantisation(fields),
     )
     return check_config(result, fields.where)
 
@@ -96,13 +98,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     kinds = fields.get("layer_types", [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise fields.error("layer_types", f"is {kinds!r}; only lists of 'full_attention' can be served")
-    quantised = fields.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise fields.error(
-            "quantization_config",
-            f"is {method!r}; of safetensors only BF16, F16 and F32 weights are read (GGUF files may be quantised)",
-        )
 
 
 def _num_experts(fields: Fields, default: int) -> int:

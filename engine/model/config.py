@@ -20,6 +20,16 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """How safetensors hold quantised weights: `method` "fp8", "gptq" or "awq"."""
+
+    method: str
+    group: int  # values of a row that share a scale; -1: all
+    rows: int = 1  # rows that share it
+    zeros_less_one: bool = False  # zero points are stored so
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder of attention and MLPs, dense or of routed experts. Field names are those of transformers' configs.
 
@@ -51,6 +61,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     shared_expert_intermediate_size: int = 0  # of the expert beside the routed ones, behind a sigmoid gate; 0: none
     dtype: str = "bfloat16"
+    quantisation: Quantisation | None = None  # of the folder's safetensors
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has routed experts; otherwise it is a dense MLP of `intermediate_size`."""

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import ModelFileError
-from engine.weights.gguf.types import READABLE, by_name
-from engine.weights.model_file import Bytes
+from engine.weights.gguf.types import READABLE, GGMLType, by_name
+from engine.weights.model_file import Bytes, whole
+from engine.weights.safetensors import blocks as made
 
 _CHUNK = 1 << 19  # values; a multiple of every block
 
@@ -87,23 +88,29 @@ def first_nonfinite(values: torch.Tensor) -> int | None:
 
 
 def _check(data: Bytes, type: str, shape: tuple[int, ...]) -> None:
-    if type not in READABLE:
-        raise ModelFileError(f"type {type} cannot be read; allowed are {', '.join(sorted(READABLE))}")
-    kind = by_name(type)
+    if type not in READABLE and type not in made.BLOCKS:
+        raise ModelFileError(f"type {type} cannot be read; allowed are {', '.join(sorted({*READABLE, *made.BLOCKS}))}")
+    kind = _kind(type)
     if shape[-1] % kind.block or math.prod(shape) // kind.block * kind.size != data.nbytes:
         raise ModelFileError(f"{data.nbytes} bytes are not a {type} tensor of shape {list(shape)}")
 
 
 def _pieces(data: Bytes, type: str) -> Iterator[_Piece]:
-    kind = by_name(type)
+    kind, held = _kind(type), whole(data)
     step = _CHUNK // kind.block * kind.size
-    return (data[at : at + step] for at in range(0, data.nbytes, step))
+    return (held[at : at + step] for at in range(0, held.nbytes, step))
+
+
+def _kind(type: str) -> GGMLType:
+    return made.BLOCKS[type] if type in made.BLOCKS else by_name(type)
 
 
 def _values(piece: _Piece, type: str) -> torch.Tensor:
     """One dimension, float32 or the stored float type."""
     if type in _FLOATS:
         return torch.from_numpy(piece.copy()).view(_FLOATS[type])
+    if type in made.BLOCKS:
+        return torch.from_numpy(made.values(piece, type))
     values = gguf.quants.dequantize(piece.reshape(1, -1), gguf.GGMLQuantizationType[type])
     return torch.from_numpy(values.reshape(-1))
 
@@ -112,6 +119,8 @@ def _bad(piece: _Piece, type: str) -> int:
     if type in _EXPONENT:
         word, mask = _EXPONENT[type]
         return int(np.count_nonzero((piece.view(word) & mask) == mask))
+    if type in made.BLOCKS:
+        return made.nonfinite(piece, type)
     blocks = piece.reshape(-1, by_name(type).size)
     if type in _SCALES:
         scales = np.concatenate([blocks[:, at : at + 2] for at in _SCALES[type]], axis=1).view(np.uint16)

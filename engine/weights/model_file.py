@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,24 @@ class FileBytes:
         return FileBytes(self.file, self.start + begin, max(end - begin, 0))
 
 
-Bytes = npt.NDArray[np.uint8] | FileBytes
+@dataclass(frozen=True)
+class MadeBytes:
+    """Bytes that are made of several runs of files: `made[:]`, each time anew, and of a slice the whole first."""
+
+    runs: tuple[FileBytes, ...]
+    nbytes: int
+    make: Callable[[], npt.NDArray[np.uint8]]
+
+    def __getitem__(self, wanted: slice) -> npt.NDArray[np.uint8]:
+        return self.make()[wanted]
+
+
+Bytes = npt.NDArray[np.uint8] | FileBytes | MadeBytes
+
+
+def whole(data: Bytes) -> npt.NDArray[np.uint8] | FileBytes:
+    """What may be read piece by piece: made bytes are made at once."""
+    return data[:] if isinstance(data, MadeBytes) else data
 
 
 def part(data: Bytes, wanted: slice) -> Bytes:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.memory.units import format_bytes
+from engine.weights.model_file import MadeBytes
 from engine.weights.store import WeightTensor
 
 if TYPE_CHECKING:
@@ -78,10 +79,12 @@ class PackCache:
         digest = hashlib.sha256(self.identity.encode())
         for weight in weights:
             digest.update(f"{weight.name} {weight.type} {weight.shape}".encode())
-            last = max(0, weight.num_bytes - SAMPLE_BYTES)
-            for i in range(SAMPLES):
-                start = last * i // (SAMPLES - 1)
-                digest.update(weight.data[start : start + SAMPLE_BYTES].tobytes())
+            data = weight.data
+            for run in data.runs if isinstance(data, MadeBytes) else (data,):
+                last = max(0, run.nbytes - SAMPLE_BYTES)
+                for i in range(SAMPLES):
+                    start = last * i // (SAMPLES - 1)
+                    digest.update(run[start : start + SAMPLE_BYTES].tobytes())
         return digest.hexdigest()
 
     def read(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> bool:

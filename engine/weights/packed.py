@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from engine.errors import ModelFileError
-from engine.weights.model_file import Bytes, FileBytes, ModelFile
+from engine.weights.model_file import Bytes, FileBytes, MadeBytes, ModelFile
 from engine.weights.store import WeightTensor
 
 QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # by what `quantise` says; the same as Q8_0 and Q4_1
@@ -52,9 +52,19 @@ def packed_bytes(weight: WeightTensor, plain: str) -> int:
 
 def sources(parts: Sequence[Bytes]) -> Iterator[tuple[ModelFile | None, list[int]]]:
     """What the kernels that pack read: runs of parts of one file, each with where its parts begin there; or None and
-    addresses. The parts must outlive the packing; what is in memory must be contiguous."""
-    for file, run in groupby(parts, key=lambda data: data.file if isinstance(data, FileBytes) else None):
-        yield file, [data.start if isinstance(data, FileBytes) else _address(data) for data in run]
+    addresses. The parts must outlive the packing; what is in memory must be contiguous. Bytes that must be made are
+    runs of one part, and are gone when the next is asked for."""
+    for key, run in groupby(parts, key=lambda data: data.file if isinstance(data, FileBytes) else _made(data)):
+        if isinstance(key, MadeBytes):
+            for _ in run:
+                made = key[:]
+                yield None, [_address(made)]
+            continue
+        yield key, [data.start if isinstance(data, FileBytes) else _address(data) for data in run]
+
+
+def _made(data: Bytes) -> MadeBytes | None:
+    return data if isinstance(data, MadeBytes) else None
 
 
 def _address(data: Any) -> int:

@@ -15,8 +15,10 @@ from engine.linear.base import LoraBatch
 from engine.linear.embedding import BlockEmbedding, PackedEmbedding
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.lora.adapter import LoraPair
+from engine.weights.safetensors.blocks import F8
 from engine.weights.store import WeightTensor
 from native import _native
+from testing.quantised import made_blocks
 from testing.tiny import encode
 from tests.native.blocks import QUANTISED, values_of_block
 from tests.native.isas import ISAS
@@ -33,6 +35,9 @@ def tensor(values: torch.Tensor, type: str) -> tuple[WeightTensor, torch.Tensor]
     if type == "BF16":
         data = values.to(BF16).contiguous().view(torch.uint8).numpy().ravel()
         return WeightTensor("w", tuple(values.shape), type, data), values.to(BF16).float()
+    if type == F8 or type.startswith("INT4"):
+        blocks, exact = made_blocks(values, type)
+        return WeightTensor("w", tuple(values.shape), type, blocks), exact
     data, exact = encode(values, type)
     return WeightTensor("w", tuple(values.shape), type, np.ascontiguousarray(data).view(np.uint8).ravel()), exact
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from native import _native
-from tests.native.blocks import QUANTISED, SCALES, random_blocks, values_of, values_of_block
+from tests.native.blocks import QUANTISED, SCALES, finite_f8, random_blocks, values_of, values_of_block
 from tests.native.isas import ISAS
 
 F32 = npt.NDArray[np.float32]
@@ -84,6 +84,9 @@ def test_any_bits_are_repacked_without_loss(pool: _native.WorkerPool, kind: str,
         blocks[..., at + 1][blocks[..., at + 1] & 0x7C == 0x7C] ^= 0x40
     if kind == "MXFP4":
         blocks[..., 0][blocks[..., 0] == 0xFF] = 0xFE
+    if kind == "F8_E4M3":
+        blocks[..., 3] &= 0xBF  # scales below 2
+        finite_f8(blocks)
     got = unpack(FORMATS[kind], pack(pool, kind, data, n, k), n, k)
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(got, values_of(kind, data))
@@ -163,6 +166,11 @@ def test_what_is_not_finite_is_found_wherever_it_is(
         pack(pool, kind, raw, n, k)  # without it all is well
         if kind == "MXFP4":
             blocks[row, at, 0] = 0xFF
+        elif kind == "F8_E4M3" and data.draw(st.booleans()):
+            blocks[row, at, 4 + data.draw(st.integers(0, 127))] = data.draw(st.sampled_from([0x7F, 0xFF]))
+        elif kind == "F8_E4M3":
+            bits = data.draw(st.sampled_from([*SIGN_OR_PAYLOAD[np.uint32], 0x7B800000]))
+            blocks[row, at, :4] = np.frombuffer(np.uint32(bits).tobytes(), np.uint8)
         else:
             scale, bits = (
                 data.draw(st.sampled_from(SCALES[kind])),
@@ -197,7 +205,7 @@ def relative(got: F32, expected: npt.NDArray[np.float64]) -> float:
 
 def as_llama(x: F32, kind: str) -> npt.NDArray[np.float64]:
     """Activations as llama.cpp's integer path rounds them: int8 per 32 (half-precision scale), or per block of 256."""
-    block = values_of_block(kind)
+    block = 256 if values_of_block(kind) == 256 else 32
     parts = x.reshape(len(x), -1, block).astype(np.float64)
     scale = np.abs(parts).max(-1, keepdims=True) / 127
     stored = scale if block == 256 else scale.astype(np.float16).astype(np.float64)
@@ -212,8 +220,8 @@ def test_dot_products_err_no_more_than_llama_cpp(pool: _native.WorkerPool, kind:
     x = np.random.default_rng(7).standard_normal((9, k)).astype(np.float32)
     exact = x.astype(np.float64) @ values.astype(np.float64).T
     error = relative(dot(isa, FORMATS[kind], packed, n, k, x), exact)
-    if kind in ("BF16", "F16", "F32"):
-        assert error < {"BF16": 0.003, "F16": 2e-6, "F32": 2e-6}[kind]
+    if kind in ("BF16", "F16", "F32", "F8_E4M3"):
+        assert error < {"BF16": 0.003}.get(kind, 2e-6)
     else:
         theirs = relative((as_llama(x, kind) @ values.astype(np.float64).T).astype(np.float32), exact)
         assert error <= 1.03 * theirs
@@ -291,10 +299,13 @@ def test_the_table_of_formats_gives_the_sizes(form: str) -> None:
         assert table.panel_size(k) == table.scales_size(k) + k // _native.BLOCK * table.quant_bytes
         assert -64 < k // table.unit * table.scale_bytes - table.scales_size(k) <= 0
     if not table.group:
-        assert table.scale_bytes == 0
+        assert table.scale_bytes == (64 if form == "f8" else 0)
         return
     groups = table.unit // table.group
     halves = [0, *([table.minimum_offset] if table.minimum_offset else [])]
     steps = sorted({at for at in (table.step_offset, table.minimum_step_offset) if at})
-    ends = [(at, at + (16 if table.exponents else 32)) for at in halves] + [(at, at + 16 * groups) for at in steps]
+    zeros = [(table.zero_offset, table.zero_offset + 16)] if table.zero_offset else []
+    ends = (
+        [(at, at + (16 if table.exponents else 32)) for at in halves] + [(at, at + 16 * groups) for at in steps] + zeros
+    )
     assert [end for _, end in ends] == [*(start for start, _ in ends[1:]), table.scale_bytes]  # no gap, no overlap

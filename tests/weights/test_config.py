@@ -92,7 +92,7 @@ def test_yarn_in_both_spellings() -> None:
 def test_absent_fields_are_transformers_defaults() -> None:
     config, theirs = config_from_hf({"model_type": "qwen3_moe"}), Qwen3MoeConfig()
     derived = {"head_dim", "rope_theta", "rope_scaling", "mlp_only_layers", "eos_token_ids", "architecture", "dtype"}
-    derived |= {"qk_norm", "shared_expert_intermediate_size"}
+    derived |= {"qk_norm", "shared_expert_intermediate_size", "quantisation"}
     for name in {field.name for field in dataclasses.fields(ModelConfig)} - derived:
         assert getattr(config, name) == getattr(theirs, name), name
     assert config.head_dim == 2048 // 32
@@ -117,7 +117,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
     ({"layer_types": ["sliding_attention"] * 48}, "layer_types"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
+    ({"quantization_config": "fp8"}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "group_size"),
     ({"vocab_size": 0}, "vocab_size"),
     ({"vocab_size": "big"}, "vocab_size"),
     ({"hidden_size": 2048.0}, "hidden_size"),

@@ -1,7 +1,8 @@
 """The native packed layout (native/src/packing/format.hpp) read by torch, on any device.
 
 A panel is 16 output rows: scales, then the quants in vectors of 64 bytes; the kernels' own table says what lies where.
-GGUF's formulas: value = d u - d bias, d u + m, d step u - dmin minimum_step, or d step code[u].
+GGUF's formulas: value = d u - d bias, d u + m, d step u - dmin minimum_step, or d step code[u]; of safetensors' own
+types d u - d zero, and d e4m3.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def unpack(packed: torch.Tensor, form: str, k: int, dtype: torch.dtype) -> torch
         values = packed.view(_PLAIN[form])
         return values.view(panels, k // group, PANEL, group).permute(0, 2, 1, 3).reshape(PANEL * panels, k).to(dtype)
     rows, f = packed.view(panels, -1), _formats()[form]
+    if form == "f8":
+        return _f8(rows, f, panels, k).to(dtype)
     levels = _levels(rows[:, f.scales_size(k) :], f, panels, k)  # [P, blocks, 32, 16]
     scale, offset = _scales(rows, f, panels, k)  # broadcast over [P, blocks, 32, 16]
     if f.codes:
@@ -43,6 +46,12 @@ def unpack(packed: torch.Tensor, form: str, k: int, dtype: torch.dtype) -> torch
     else:
         values = levels.float() * scale + offset
     return values.reshape(panels, k, PANEL).transpose(1, 2).reshape(PANEL * panels, k).to(dtype)
+
+
+def _f8(rows: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
+    scale = rows[:, : k // f.unit * f.scale_bytes].contiguous().view(torch.float32).view(panels, k // f.unit, 1, PANEL)
+    values = rows[:, f.scales_size(k) :].contiguous().view(torch.float8_e4m3fn).float()
+    return (values.view(panels, k // f.unit, f.unit, PANEL) * scale).view(panels, k, PANEL).mT.reshape(-1, k)
 
 
 def _levels(quants: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
@@ -93,7 +102,9 @@ def _scales(rows: torch.Tensor, f: Any, panels: int, k: int) -> tuple[torch.Tens
     if f.step_offset:
         scale = scale * steps(f.step_offset, not f.minimum_offset, 0)
     if not f.minimum_offset:
-        return spread(scale), spread(-f.bias * scale)
+        least = -scale * meta[:, :, None, f.zero_offset : f.zero_offset + PANEL] if f.zero_offset else -f.bias * scale
+        each = (-1, -1, groups, -1)
+        return spread(scale.expand(each)), spread(least.expand(each))
     least = halves(f.minimum_offset)
     if f.minimum_step_offset:
         least = -least * steps(f.minimum_step_offset, False, 4)

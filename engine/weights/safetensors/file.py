@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +19,8 @@ from engine.weights.regular import read_at
 
 _MAX_HEADER = 100_000_000  # the format's own limit
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_QUANTISED_BYTES = {"F8_E4M3": 1, "I32": 4}
+FLOATS = tuple(_ELEMENT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,15 @@ class SafetensorsFile:
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
-    """Open a file and read its header. Raises ModelFileError if it is unsound or holds other than BF16, F16, F32."""
+    """Open a file and read its header. Raises ModelFileError if it is unsound or holds other than BF16, F16, F32 and
+    what quantised weights are made of: F8_E4M3, I32."""
     file = ModelFile(path)
-    return SafetensorsFile(file, read_header(file.fd, path))
+    return SafetensorsFile(file, read_header(file.fd, path, quantised=True))
 
 
-def read_header(file: int, path: Path, most: int = _MAX_HEADER) -> dict[str, SafeTensor]:
+def read_header(file: int, path: Path, most: int = _MAX_HEADER, quantised: bool = False) -> dict[str, SafeTensor]:
     """The tensors of an open file (its descriptor), by name. ModelFileError if it is unsound, holds other types than
-    BF16, F16 and F32, or has a header of more than `most` bytes."""
+    BF16, F16 and F32 (and `quantised` ones), or has a header of more than `most` bytes."""
     end = os.fstat(file).st_size
     if end < 8:
         _fail(path, "shorter than a safetensors header")
@@ -70,7 +74,8 @@ def read_header(file: int, path: Path, most: int = _MAX_HEADER) -> dict[str, Saf
     if not isinstance(header, dict):
         _fail(path, "the header is not a JSON object")
     base = 8 + size
-    tensors = {n: _tensor(path, n, entry, base) for n, entry in header.items() if n != "__metadata__"}
+    sizes = _ELEMENT_BYTES | (_QUANTISED_BYTES if quantised else {})
+    tensors = {n: _tensor(path, n, entry, base, sizes) for n, entry in header.items() if n != "__metadata__"}
     at, last = base, "the header"
     for tensor in sorted(tensors.values(), key=lambda t: t.start):
         if tensor.start != at:
@@ -81,17 +86,18 @@ def read_header(file: int, path: Path, most: int = _MAX_HEADER) -> dict[str, Saf
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, base: int) -> SafeTensor:
+def _tensor(path: Path, name: str, entry: Any, base: int, sizes: Mapping[str, int]) -> SafeTensor:
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape", 0), fields.get("data_offsets", 0)
-    if dtype not in _ELEMENT_BYTES:
-        _fail(path, f"tensor {name} has type {repr(dtype)[:100]}; of safetensors BF16, F16 and F32 are read")
+    if not isinstance(dtype, str) or dtype not in sizes:
+        allowed = ", ".join(sorted(sizes))
+        _fail(path, f"tensor {name} has type {repr(dtype)[:100]}; of safetensors {allowed} are read")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         _fail(path, f"tensor {name} has shape {repr(shape)[:100]} and offsets {repr(offsets)[:100]}")
     if not shape or 0 in shape:
         _fail(path, f"tensor {name} has the impossible shape {shape}")
     start, end = offsets
-    if end - start != prod(shape) * _ELEMENT_BYTES[dtype]:
+    if end - start != prod(shape) * sizes[dtype]:
         _fail(path, f"tensor {name} ({dtype}, {shape}) has {end - start} bytes")
     return SafeTensor(name, tuple(shape), dtype, base + start, end - start)
 

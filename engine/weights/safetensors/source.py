@@ -16,6 +16,7 @@ from engine.weights.json_file import read_json
 from engine.weights.layout import HEAD, dense_tensors, expert_shape
 from engine.weights.model_file import ModelFile
 from engine.weights.safetensors.file import SafetensorsFile, open_safetensors
+from engine.weights.safetensors.stored import stored_weights, zero_biases
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,8 +38,9 @@ class SafetensorsSource(WeightSource):
                         f"{file.path}: tensor {name} is also in {self._files[name].path.name}", "model"
                     )
                 self._files[name] = file
+        self._weights = stored_weights(self._files, config.quantisation)
         self.config = dataclasses.replace(
-            config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in self._files
+            config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in self._weights
         )
         self._dense = dense_tensors(self.config)
         self._check()
@@ -63,7 +65,7 @@ class SafetensorsSource(WeightSource):
         return ExpertStore(layer, gate, up, down)
 
     def names(self) -> list[str]:
-        return [name for name in self._files if name in self._dense]
+        return [name for name in self._weights if name in self._dense]
 
     @property
     def num_bytes(self) -> int:
@@ -74,14 +76,14 @@ class SafetensorsSource(WeightSource):
         return sorted({id(file): file.file for file in self._files.values()}.values(), key=lambda file: file.path)
 
     def _stored(self, name: str) -> WeightTensor:
-        file = self._files[name]
-        return WeightTensor(name, file.tensors[name].shape, file.tensors[name].type, file.data(name))
+        held = self._weights[name]
+        return WeightTensor(name, held.shape, held.type, held.data)
 
     def _fused(self, layer: int) -> bool:
-        return _fused_name(layer, "gate_up") in self._files
+        return _fused_name(layer, "gate_up") in self._weights
 
     def _check(self) -> None:
-        found = {n: Found(f.tensors[n].shape, f.tensors[n].type, f.path) for n, f in self._files.items()}
+        found = {n: Found(held.shape, held.type, held.path) for n, held in self._weights.items()}
         needed = dict(self._dense)
         for layer in self.config.sparse_layers:
             experts = self.config.num_experts
@@ -95,7 +97,8 @@ class SafetensorsSource(WeightSource):
             require(name, shape, found, self.folder)
         for layer in self.config.sparse_layers:
             self._check_types(layer, found)
-        refuse_extra((n for n in found.keys() - needed.keys() if not _DERIVED.fullmatch(n)), self.folder)
+        extra = {n for n in found.keys() - needed.keys() if not _DERIVED.fullmatch(n)}
+        refuse_extra(extra - zero_biases(self._files, extra), self.folder)
 
     def _check_types(self, layer: int, found: dict[str, Found]) -> None:
         """All experts of a projection must be of one type: backends read them as one array."""

@@ -14,7 +14,7 @@ constexpr double kItemsPerWorker = 16;  // that many calls have at least
 constexpr double kBytesPerUs = 10e3;
 double operations_per_us(Isa isa, Format format) {
   if (isa == Isa::avx2) return 50e3;
-  if (isa == Isa::amx) return format == Format::f32 || format == Format::f16 ? 100e3 : 1000e3;
+  if (isa == Isa::amx) return plain(format) && format != Format::bf16 ? 100e3 : 1000e3;
   return 400e3;
 }
 

@@ -44,6 +44,10 @@ inline Pair times(Pair a, Pair b) {
   return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
 }
 
+inline Pair negated(Pair a) {
+  return {_mm256_sub_ps(_mm256_setzero_ps(), a.lo), _mm256_sub_ps(_mm256_setzero_ps(), a.hi)};
+}
+
 // The nibbles of 16 bytes, from bit `shift` on.
 inline __attribute__((always_inline)) Pair nibbles(const uint8_t* p, int shift) {
   const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
@@ -96,22 +100,43 @@ inline __attribute__((always_inline)) __m256i quants(const uint8_t* block, int j
   return v;
 }
 
+// The scales and minima of the unit that block b lies in.
+template <Format F>
+inline const uint8_t* unit_of(const uint8_t* meta, int64_t b) {
+  return meta + b / (info(F).unit / kBlock) * info(F).meta_bytes;
+}
+
 template <Format F>
 inline __attribute__((always_inline)) Pair scale_of(const uint8_t* meta, int64_t b, int g) {
   if constexpr (info(F).exponents) return exponent_scales(meta + b * info(F).meta_bytes);
-  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes);
-  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
+  const uint8_t* super = unit_of<F>(meta, b);
+  if constexpr (info(F).steps == 0) return half_scales(super);
   const uint8_t* steps = super + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
   return times(half_scales(super), nibble_steps(F) ? nibbles(steps, 0) : byte_scales<!info(F).minima>(steps));
 }
 
 template <Format F>
 inline __attribute__((always_inline)) Pair minimum_of(const uint8_t* meta, int64_t b, int g) {
-  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes + kMinimum);
-  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
+  const uint8_t* super = unit_of<F>(meta, b);
+  if constexpr (zero_points(F))
+    return negated(times(half_scales(super), byte_scales<false>(super + info(F).min_steps)));
+  if constexpr (info(F).steps == 0) return half_scales(super + kMinimum);
   const uint8_t* steps = super + info(F).min_steps + 16 * (b % 8 * groups_of(F) + g);
-  const Pair m = times(half_scales(super + kMinimum), nibble_steps(F) ? nibbles(steps, 4) : byte_scales<false>(steps));
-  return {_mm256_sub_ps(_mm256_setzero_ps(), m.lo), _mm256_sub_ps(_mm256_setzero_ps(), m.hi)};
+  return negated(times(half_scales(super + kMinimum), nibble_steps(F) ? nibbles(steps, 4) : byte_scales<false>(steps)));
+}
+
+// The scales of f8 times 2^8: its numbers are read as half precision with the same bits, 2^-8 of their value.
+inline Pair f8_scales(const uint8_t* meta, int64_t b) {
+  const auto* d = reinterpret_cast<const float*>(unit_of<Format::f8>(meta, b));
+  const __m256 up = _mm256_set1_ps(256);
+  return {_mm256_mul_ps(_mm256_load_ps(d), up), _mm256_mul_ps(_mm256_load_ps(d + 8), up)};
+}
+
+// 16 numbers of f8, times 2^-8.
+inline __attribute__((always_inline)) Pair f8_numbers(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }
 
 }  // namespace

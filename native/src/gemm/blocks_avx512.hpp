@@ -12,7 +12,7 @@ namespace ktserve {
 namespace {
 
 inline __m512 half_scales(const uint8_t* p) {
-  return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline __m512 byte_scales(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
@@ -60,12 +60,18 @@ inline __attribute__((always_inline)) __m512i quants(const uint8_t* block, int j
   return v;
 }
 
+// The scales and minima of the unit that block b lies in.
+template <Format F>
+inline const uint8_t* unit_of(const uint8_t* meta, int64_t b) {
+  return meta + b / (info(F).unit / kBlock) * info(F).meta_bytes;
+}
+
 // Scale of group g (of 16 or 32 k) of block b, per row; and the group's minima with their sign.
 template <Format F>
 inline __attribute__((always_inline)) __m512 scale_of(const uint8_t* meta, int64_t b, int g) {
   if constexpr (info(F).exponents) return exponent_scales(meta + b * info(F).meta_bytes);
-  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes);
-  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
+  const uint8_t* super = unit_of<F>(meta, b);
+  if constexpr (info(F).steps == 0) return half_scales(super);
   const uint8_t* steps = super + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
   return _mm512_mul_ps(half_scales(super), nibble_steps(F)  ? nibbles(steps, 0)
                                            : info(F).minima ? byte_scales(steps)
@@ -74,11 +80,11 @@ inline __attribute__((always_inline)) __m512 scale_of(const uint8_t* meta, int64
 
 template <Format F>
 inline __attribute__((always_inline)) __m512 minimum_of(const uint8_t* meta, int64_t b, int g) {
-  if constexpr (info(F).unit == kBlock) return half_scales(meta + b * info(F).meta_bytes + kMinimum);
-  const uint8_t* super = meta + b / 8 * info(F).meta_bytes;
-  const uint8_t* steps = super + info(F).min_steps + 16 * (b % 8 * groups_of(F) + g);
-  const __m512 m =
-      _mm512_mul_ps(half_scales(super + kMinimum), nibble_steps(F) ? nibbles(steps, 4) : byte_scales(steps));
+  const uint8_t* super = unit_of<F>(meta, b);
+  if constexpr (info(F).steps == 0 && !zero_points(F)) return half_scales(super + kMinimum);
+  const uint8_t* steps = super + info(F).min_steps + (zero_points(F) ? 0 : 16 * (b % 8 * groups_of(F) + g));
+  const __m512 d = half_scales(super + (zero_points(F) ? 0 : kMinimum));
+  const __m512 m = _mm512_mul_ps(d, nibble_steps(F) ? nibbles(steps, 4) : byte_scales(steps));
   return _mm512_sub_ps(_mm512_setzero_ps(), m);
 }
 
@@ -90,6 +96,17 @@ inline __attribute__((always_inline)) int32_t word(const uint8_t* p) {
 
 inline __attribute__((always_inline)) __m512 broadcast(const uint8_t* p) {
   return _mm512_castsi512_ps(_mm512_set1_epi32(word(p)));
+}
+
+// The scales of f8 times 2^8: its numbers are read as half precision with the same bits, 2^-8 of their value.
+inline __m512 f8_scales(const uint8_t* meta, int64_t b) {
+  return _mm512_mul_ps(_mm512_load_ps(unit_of<Format::f8>(meta, b)), _mm512_set1_ps(256));
+}
+
+// 16 numbers of f8, times 2^-8.
+inline __attribute__((always_inline)) __m512 f8_numbers(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
 }
 
 }  // namespace

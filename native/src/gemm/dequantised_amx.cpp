@@ -28,7 +28,8 @@ constexpr float most_step() {
 }
 template <Format F>
 constexpr float most_quant() {
-  constexpr int most = info(F).bias != 0 ? info(F).bias : (1 << (low_bits(F) + upper_bits(F))) - 1;
+  constexpr int range = (1 << (low_bits(F) + upper_bits(F))) - 1;
+  constexpr int most = info(F).bias != 0 ? info(F).bias : zero_points(F) ? range + 16 : range;
   return static_cast<float>(most) * most_step<F>();
 }
 template <Format F>
@@ -96,7 +97,7 @@ class Dequantiser {
     __m256i most = _mm256_setzero_si256();  // ordered as integers, NaN above all
     for (int64_t i = 0; i < units; ++i) {
       const auto* d = reinterpret_cast<const __m256i*>(panel + i * info(F).meta_bytes + offset);
-      most = _mm256_max_epu16(most, _mm256_and_si256(_mm256_load_si256(d), _mm256_set1_epi16(0x7fff)));
+      most = _mm256_max_epu16(most, _mm256_and_si256(_mm256_loadu_si256(d), _mm256_set1_epi16(0x7fff)));
     }
     return _mm512_cvtph_ps(most);
   }
@@ -105,7 +106,7 @@ class Dequantiser {
   void scale_panel(const uint8_t* panel, int64_t n) {
     __m512 most = largest_scale(panel, 0);
     most = _mm512_mul_ps(most, _mm512_set1_ps(most_quant<F>()));
-    if constexpr (info(F).minima) {
+    if constexpr (info(F).minima && !zero_points(F)) {
       most = _mm512_fmadd_ps(largest_scale(panel, kMinimum), _mm512_set1_ps(most_minimum<F>()), most);
     }
     most = _mm512_max_ps(_mm512_set1_ps(0x1p-100f), most);  // NaN stays

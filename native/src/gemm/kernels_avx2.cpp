@@ -1,6 +1,6 @@
 // Dot products on AVX2 + FMA + F16C. The tile is that of the AVX-512 kernels at half the width: one panel of 16
 // outputs is two registers (lo: rows 0-7, hi: 8-15), up to three activation rows share each load of weights; of bf16
-// five and of float32 and f16 six, whose chains of additions are as many as the multiply-adds in flight need.
+// and f8 five, and of float32 and f16 six, whose chains of additions are as many as the multiply-adds in flight need.
 //
 //    8-bit sums: vpmaddubsw + vpmaddwd. Its 16-bit step cannot overflow up to 7 bits (127 * 127 * 2 < 2^15); weights of
 //    8 bits go in as |w| * sign(x, w), at most 128 * 127 * 2 < 2^15, and then need no bias taken off.
@@ -196,9 +196,10 @@ void tile_bf16(const Tile& t) {
   end(f, t);
 }
 
-// Row k of 16 weights of f32 or f16, as float32.
+// Row k of 16 weights of f32, f16 or f8, as float32; `scale`: f8's.
 template <Format F>
-inline __attribute__((always_inline)) Pair weights(const uint8_t* w, int64_t k) {
+inline __attribute__((always_inline)) Pair weights(const uint8_t* w, int64_t k, Pair scale) {
+  if constexpr (F == Format::f8) return times(f8_numbers(w + k * 16), scale);
   if constexpr (F == Format::f16) return half_scales(w + k * 32);
   return {_mm256_castsi256_ps(load(w + k * 64)), _mm256_castsi256_ps(load(w + k * 64 + 32))};
 }
@@ -211,11 +212,14 @@ void tile_f32(const Tile& t) {
   const int64_t size = panel_size(F, t.k);
   constexpr int steps = static_cast<int>(info(F).quant_bytes / 64);  // a line each
   Prefetch<steps, lines_of<F>(M, 1, steps, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  const uint8_t* const numbers = t.w + meta_size(F, t.k);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
+  Pair scale{};
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {
-    if (steps == kBlock || i % 2 == 0) next.advance();
-    const Pair w = weights<F>(t.w, i);
+    if (i % (kBlock / steps) == 0) next.advance();
+    if (F == Format::f8 && i % kBlock == 0) scale = f8_scales(t.w, i / kBlock);
+    const Pair w = weights<F>(numbers, i, scale);
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + rows[m] + i * 4)));
@@ -239,7 +243,7 @@ void tile_for(const Tile& t) {
 // What sixteen registers hold.
 template <Format F>
 constexpr int most_rows() {
-  return F == Format::bf16 ? 5 : plain(F) ? 6 : 3;
+  return F == Format::bf16 || F == Format::f8 ? 5 : plain(F) ? 6 : 3;
 }
 
 // A tile of so many rows: alone with its panel, or one of several, all of which are at least half of the largest.

@@ -166,9 +166,10 @@ void tile_bf16(const Tile& t) {
   end(f, t);
 }
 
-// Row k of 16 weights of f32 or f16, as float32.
+// Row k of 16 weights of f32, f16 or f8, as float32; `scale`: f8's.
 template <Format F>
-inline __attribute__((always_inline)) __m512 weights(const uint8_t* w, int64_t k) {
+inline __attribute__((always_inline)) __m512 weights(const uint8_t* w, int64_t k, __m512 scale) {
+  if constexpr (F == Format::f8) return _mm512_mul_ps(f8_numbers(w + k * 16), scale);
   if constexpr (F == Format::f16) return half_scales(w + k * 32);
   return _mm512_load_ps(w + k * 64);
 }
@@ -179,13 +180,21 @@ void tile_f32(const Tile& t) {
   begin(f, t);
   constexpr int steps = static_cast<int>(info(F).quant_bytes / 64);  // a line each
   Prefetch<steps, lines_of<F>(M, N, steps, Alone)> next(t.next, N * t.panel_bytes, padded_k(t.k) / kBlock, t.part);
+  const uint8_t* const numbers = t.w + meta_size(F, t.k);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
+  __m512 scale[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) scale[n] = _mm512_setzero_ps();
   for (int64_t i = t.part.first * kBlock; i < last; ++i) {
-    if (steps == kBlock || i % 2 == 0) next.advance();
+    if (i % (kBlock / steps) == 0) next.advance();
+    if (F == Format::f8 && i % kBlock == 0) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) scale[n] = f8_scales(t.w + n * t.panel_bytes, i / kBlock);
+    }
     __m512 v[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) v[n] = weights<F>(t.w + n * t.panel_bytes, i);
+    for (int n = 0; n < N; ++n) v[n] = weights<F>(numbers + n * t.panel_bytes, i, scale[n]);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const __m512 xv = broadcast(t.x + m * t.stride + i * 4);

@@ -26,7 +26,7 @@ PackedLinear::PackedLinear(const std::string& format, int64_t n, int64_t k, int 
                            const std::vector<int>& nodes)
     : n_(n), k_(k), format_(format_named(format)), panel_bytes_(panel_size(format_, k)) {
   require(n >= 1, "n", n, "1 or more");
-  require(k >= 1 && (plain(format_) || k % info(format_).unit == 0), "k", k, "a multiple of the format's block");
+  require(k >= 1 && k % step_of_k(format_) == 0, "k", k, "a multiple of the format's block");
   require(shards >= 1 && shards <= 64, "shards", shards, "1 to 64");
   const int64_t named = static_cast<int64_t>(nodes.size());
   require(named == 0 || named == shards, "nodes", named, "none, or one for each shard");

@@ -58,7 +58,8 @@ void bind_format(nb::module_& module) {
       "How a panel of PANEL (16) output rows lies in memory: | scales, padded to 64 bytes | quants |.")
       .def_prop_ro("name", get(&FormatInfo::name))
       .def_prop_ro("unit", get(&FormatInfo::unit), "k of a unit of scales; the inner size is a multiple of it.")
-      .def_prop_ro("scale_bytes", get(&FormatInfo::meta_bytes), "Bytes of scales of a unit: d f16 [16] comes first.")
+      .def_prop_ro("scale_bytes", get(&FormatInfo::meta_bytes),
+                   "Bytes of scales of a unit: d f16 [16] comes first (f8: d f32 [16]).")
       .def_prop_ro("quant_bytes", get(&FormatInfo::quant_bytes), "Bytes of quants of a block of BLOCK (32) k.")
       .def_prop_ro("bias", get(&FormatInfo::bias), "Subtracted from the unsigned quants, unless they are codes.")
       .def_prop_ro("group", get(&FormatInfo::group), "k that share a scale; 0: no scales.")
@@ -80,12 +81,16 @@ void bind_format(nb::module_& module) {
           "upper_bits", [](const PackedFormat& f) { return upper_bits(f.format); },
           "Bits above the low ones, in planes behind theirs.")
       .def_prop_ro(
-          "minimum_offset", [](const PackedFormat& f) { return f.of().minima ? kMinimum : 0; },
+          "minimum_offset",
+          [](const PackedFormat& f) { return f.of().minima && !zero_points(f.format) ? kMinimum : 0; },
           "Offset in a unit's scales of m or dmin, f16 [16]; 0: none.")
       .def_prop_ro("step_offset", get(&FormatInfo::steps),
                    "Offset in a unit's scales of the 8-bit factors of d, [unit / group][16]; 0: none.")
       .def_prop_ro(
-          "minimum_step_offset", get(&FormatInfo::min_steps),
+          "zero_offset", [](const PackedFormat& f) { return zero_points(f.format) ? f.of().min_steps : 0; },
+          "Offset in a unit's scales of zero points, u8 [16], subtracted from the quants; 0: none.")
+      .def_prop_ro(
+          "minimum_step_offset", [](const PackedFormat& f) { return zero_points(f.format) ? 0 : f.of().min_steps; },
           "Offset in a unit's scales of the 8-bit factors of dmin, [unit / group][16]; 0: none. Where it is that of "
           "d's factors, those are the low nibbles and these the high ones.")
       .def(

@@ -8,6 +8,7 @@
 //            bf16:    for each 2 of k:  [row 0: k,k+1][row 1: k,k+1]   ... [row 15: k,k+1]        = 64 bytes
 //            f32:     for each k:       [row 0: k] ... [row 15: k]                              = 64 bytes
 //            f16:     for each k:       [row 0: k] ... [row 15: k]                              = 32 bytes
+//            f8:      for each k:       [row 0: k] ... [row 15: k]                              = 16 bytes
 //            4-bit:   for each block of 32 k, four vectors of 64 bytes; vector j holds k = 4j..4j+3 of the block in
 //                     the low nibbles and k = 16+4j..16+4j+3 in the high ones
 //            6-bit:   the same four vectors of low nibbles, then two vectors of upper bit pairs: vector j of eight
@@ -21,17 +22,20 @@
 // 16 (8) consecutive vectors are an AMX tile. Rows and k are padded with zeros to multiples of 16 and 32.
 //
 //    meta, per block of 32 k:        i8, i4, i5, n4: d[16] f16     i4m, i5m: d[16] f16, m[16] f16
-//                                    mx4: e[16] u8, d = 2^(e - 128)
+//                                    mx4: e[16] u8, d = 2^(e - 128)            z32: d[16] f16, zero[16] u8
+//               per 128 k:           z128: d[16] f16, zero[16] u8              f8: d[16] f32
 //          per super-block of 256 k: k4, k5: d[16] f16, dmin[16] f16, scale[8][16] u8, min[8][16] u8
 //                                    k2:     d[16] f16, dmin[16] f16, [16][16] u8: scale in the low nibble, min above
 //                                    k3, k6: d[16] f16, scale[16][16] i8       x4: d[16] f16, scale[8][16] i8
 //
 //    value:  i8 d (u - 128)   i4 d (u - 8)   i5 d (u - 16)   i4m, i5m d u + m   k2, k4, k5 d scale u - dmin min
-//            k3 d scale (u - 4)   k6 d scale (u - 32)   n4, mx4 d code[u]   x4 d scale code[u]
+//            k3 d scale (u - 4)   k6 d scale (u - 32)   n4, mx4 d code[u]   x4 d scale code[u]   z32, z128 d (u - zero)
+//            f8 d e4m3
 //
 // The formats hold GGUF's blocks without loss: Q8_0 -> i8; Q4_0 -> i4; Q4_1 -> i4m; Q5_0 -> i5; Q5_1 -> i5m;
 // Q2_K ... Q6_K -> k2 ... k6; IQ4_NL -> n4; IQ4_XS -> x4; MXFP4 -> mx4; F16 -> f16. f32 serves models computed in
-// float32. (Block formats: ggml-common.h of the GGML project; MXFP4: OCP Microscaling Formats.)
+// float32. Those of safetensors: F8_E4M3 with scales -> f8; INT4_G32 and INT4_G128, GPTQ's and AWQ's groups with their
+// zero points, -> z32 and z128. (Block formats: ggml-common.h of the GGML project; MXFP4: OCP Microscaling Formats.)
 #pragma once
 
 #include <cstddef>
@@ -57,9 +61,12 @@ enum class Format : int {
   k3 = 12,
   n4 = 13,
   x4 = 14,
-  mx4 = 15
+  mx4 = 15,
+  z32 = 16,
+  z128 = 17,
+  f8 = 18
 };
-constexpr int kFormats = 16;
+constexpr int kFormats = 19;
 constexpr int kLayoutVersion = 2;
 constexpr int64_t kPanel = 16;  // output rows of a panel
 constexpr int64_t kBlock = 32;  // k of a block
@@ -82,7 +89,7 @@ struct FormatInfo {
   int group;            // k that share a scale
   bool minima;          // has an additive term per group
   int64_t steps;        // offset in a unit's meta of the 8-bit factors of d, signed if there are no minima; 0: none
-  int64_t min_steps;    // and of those of dmin; the same offset: nibbles of one byte
+  int64_t min_steps;    // and of those of dmin; the same offset: nibbles of one byte. Without steps: of zero points
   Codes codes = Codes::none;
   bool exponents = false;  // d is a power of two, stored as a byte
 };
@@ -106,14 +113,23 @@ constexpr FormatInfo kFormatInfo[kFormats] = {
     {"n4", 32, 32, 256, 128, 32, false, 0, 0, Codes::nl},
     {"x4", 256, 160, 256, 128, 32, false, 32, 0, Codes::nl},
     {"mx4", 32, 16, 256, 16, 32, false, 0, 0, Codes::e2m1, true},
+    {"z32", 32, 48, 256, 0, 32, true, 0, 32},
+    {"z128", 128, 48, 256, 0, 32, true, 0, 32},
+    {"f8", 128, 64, 512, 0, 0, false, 0, 0},
 };
 
 static constexpr const FormatInfo& info(Format format) {
   return kFormatInfo[static_cast<int>(format)];
 }
 
+// Of numbers that meet floats, and need no activations of their own kind; f8 has scales nevertheless.
 static constexpr bool plain(Format f) {
-  return f == Format::bf16 || f == Format::f32 || f == Format::f16;
+  return f == Format::bf16 || f == Format::f32 || f == Format::f16 || f == Format::f8;
+}
+
+// What k must be a multiple of.
+static constexpr int64_t step_of_k(Format f) {
+  return info(f).meta_bytes == 0 ? 1 : info(f).unit;
 }
 
 // Groups of a block: 1, or 2 if 16 k share a scale.
@@ -124,6 +140,11 @@ static constexpr int groups_of(Format f) {
 // Whether factors of d are stored in the low nibbles of bytes whose high ones are those of dmin.
 static constexpr bool nibble_steps(Format f) {
   return info(f).steps != 0 && info(f).steps == info(f).min_steps;
+}
+
+// Whether the minimum is -d times a stored zero point.
+static constexpr bool zero_points(Format f) {
+  return info(f).steps == 0 && info(f).min_steps != 0;
 }
 
 // The 16 codes as quants: with the format's bias.
@@ -185,7 +206,7 @@ static constexpr int64_t packed_size(Format f, int64_t n, int64_t k) {
 //    sum(q) |
 //
 // init starts the integer accumulator, which takes the weights' bias off again; sum multiplies the minima. Rows of bf16
-// are bf16, those of f32 and f16 float32.
+// are bf16, those of f32, f16 and f8 float32.
 // The length is an odd number of cache lines, so that the same k of several rows never shares a cache set.
 struct RowLayout {
   int64_t scale, init, sum, bytes;

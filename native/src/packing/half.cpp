@@ -19,6 +19,10 @@ uint16_t f32_to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
+float e4m3_to_f32(uint8_t value) {
+  return 256 * f16_to_f32(static_cast<uint16_t>((value & 0x80) << 8 | (value & 0x7f) << 7));
+}
+
 float f16_to_f32(uint16_t half) {
   const uint32_t sign = uint32_t{half & 0x8000u} << 16;
   const uint32_t exponent = half >> 10 & 31;

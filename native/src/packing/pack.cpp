@@ -26,6 +26,10 @@ void put_meta(uint8_t* meta, Format f, int64_t row, const Unit& unit) {
     return;
   }
   std::memcpy(meta + 2 * row, &unit.d, 2);
+  if (zero_points(f)) {
+    meta[form.min_steps + row] = static_cast<uint8_t>(unit.m);
+    return;
+  }
   if (form.minima) std::memcpy(meta + kMinimum + 2 * row, &unit.m, 2);
   if (form.steps == 0) return;
   for (int64_t g = 0; g < form.unit / form.group; ++g) {
@@ -52,8 +56,18 @@ void pack_plain_row(const SourceType& source, Format target, const uint8_t* data
   }
 }
 
+// A block is its scale, float32, and the values.
+void pack_f8_row(const SourceType& source, const uint8_t* data, int64_t k, int64_t row, uint8_t* panel) {
+  uint8_t* quants = panel + meta_size(Format::f8, k);
+  for (int64_t u = 0; u < k / source.block; ++u, data += source.block_bytes) {
+    std::memcpy(panel + u * info(Format::f8).meta_bytes + 4 * row, data, 4);
+    for (int64_t i = 0; i < source.block; ++i) quants[plain_place(Format::f8, u * source.block + i, row)] = data[4 + i];
+  }
+}
+
 // A zero row: quants that stand for 0 in a format with a bias; the scales are 0 too.
 void pack_row(const SourceType& source, Format target, const uint8_t* data, int64_t k, int64_t row, uint8_t* panel) {
+  if (target == Format::f8) return pack_f8_row(source, data, k, row, panel);
   if (plain(target)) return pack_plain_row(source, target, data, k, row, panel);
   const int64_t unit_k = info(target).unit;
   const int64_t unit_bytes = unit_k / source.block * source.block_bytes;
@@ -87,7 +101,7 @@ void check_pack(const SourceType& source, Format target, int64_t n, int64_t k) {
   }
   if (n < 1 || k < 1)
     throw std::invalid_argument("a weight of shape [" + std::to_string(n) + ", " + std::to_string(k) + "]");
-  const int64_t step = plain(target) ? 1 : info(target).unit;
+  const int64_t step = step_of_k(target);
   if (k % step != 0) {
     throw std::invalid_argument(std::string(info(target).name) + ": the inner size is " + std::to_string(k) +
                                 "; it must be a multiple of " + std::to_string(step));

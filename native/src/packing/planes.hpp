@@ -32,10 +32,11 @@ BitsPlace upper_place(int64_t k, int64_t row) {
   return place_in_plane(k / kBlock * info(F).quant_bytes + 64 * low_bits(F), upper_bits(F), k % kBlock, row);
 }
 
-// Of value k of a row among a panel's float values: bf16 in pairs, others row by row.
+// Of value k of a row among a panel's floats: bf16 in pairs, others row by row.
 inline int64_t plain_place(Format f, int64_t k, int64_t row) {
   if (f == Format::bf16) return k / 2 * 64 + row * 4 + k % 2 * 2;
-  return f == Format::f16 ? k * 32 + row * 2 : k * 64 + row * 4;
+  const int64_t bytes = f == Format::f8 ? 1 : f == Format::f16 ? 2 : 4;
+  return (k * kPanel + row) * bytes;
 }
 
 }  // namespace ktserve

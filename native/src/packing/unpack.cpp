@@ -19,6 +19,12 @@ int get(const uint8_t* quants, int64_t k, int64_t row) {
   return (info(F).codes == Codes::none ? value : table.codes[value]) - info(F).bias;
 }
 
+template <Format F>
+float number(const uint8_t* quants, int64_t k, int64_t row) {
+  if constexpr (F == Format::f8) return e4m3_to_f32(quants[plain_place(F, k, row)]);
+  return static_cast<float>(get<F>(quants, k, row));
+}
+
 // 2^(e - 128), exactly.
 float exponent_value(uint8_t e) {
   const uint32_t bits = e < 2 ? 0x00200000u << e : (e - 1u) << 23;
@@ -36,7 +42,13 @@ Scales scales_of(const uint8_t* panel, Format f, int64_t k, int64_t row) {
   const FormatInfo& form = info(f);
   const uint8_t* meta = panel + k / form.unit * form.meta_bytes;
   if (form.exponents) return {exponent_value(meta[row]), 0.0f};
+  if (f == Format::f8) {
+    float scale;
+    std::memcpy(&scale, meta + 4 * row, 4);
+    return {scale, 0.0f};
+  }
   float scale = f16_to_f32(load16(meta + 2 * row));
+  if (zero_points(f)) return {scale, -scale * static_cast<float>(meta[form.min_steps + row])};
   float minimum = form.minima ? f16_to_f32(load16(meta + kMinimum + 2 * row)) : 0.0f;
   if (form.steps != 0) {
     const int64_t at = k % form.unit / form.group * 16 + row;
@@ -66,14 +78,14 @@ void unpack_rows(Format format, const uint8_t* packed, int64_t k, int64_t first,
       const uint8_t* panel = packed + n / kPanel * size;
       const uint8_t* quants = panel + meta_size(F, k);
       const int64_t row = n % kPanel;
-      if constexpr (plain(F)) {
+      if constexpr (info(F).meta_bytes == 0) {
         for (int64_t i = 0; i < k; ++i) out[i] = plain_value(F, quants + plain_place(F, i, row));
         continue;
       }
       for (int64_t begin = 0; begin < k; begin += kScaleRun) {
         const auto [scale, minimum] = scales_of(panel, F, begin, row);
         for (int64_t i = begin; i < begin + kScaleRun; ++i) {
-          const float u = scale * static_cast<float>(get<F>(quants, i, row));
+          const float u = scale * number<F>(quants, i, row);
           out[i] = info(F).minima ? u + minimum : u;
         }
       }

@@ -14,8 +14,9 @@ namespace {
 
 using test::Random;
 
-const char* const kTypes[] = {"F32",  "F16",  "BF16", "Q8_0", "Q5_0", "Q5_1",   "Q4_0",   "Q4_1",
-                              "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
+const char* const kTypes[] = {"F32",    "F16",   "BF16",     "Q8_0",      "Q5_0",   "Q5_1", "Q4_0",
+                              "Q4_1",   "Q2_K",  "Q3_K",     "Q4_K",      "Q5_K",   "Q6_K", "IQ4_NL",
+                              "IQ4_XS", "MXFP4", "INT4_G32", "INT4_G128", "F8_E4M3"};
 
 // Random bytes are valid blocks of any quantised type once the scales are tame.
 std::vector<uint8_t> random_source(const SourceType& type, int64_t n, int64_t k, Random& random) {
@@ -32,10 +33,15 @@ std::vector<uint8_t> random_source(const SourceType& type, int64_t n, int64_t k,
       std::memcpy(&data[at], &v, 4);
     } else if (name == "MXFP4") {
       data[at] = static_cast<uint8_t>(115 + random.below(8));
+    } else if (name == "F8_E4M3") {
+      const float v = 0.02f * random.symmetric();
+      std::memcpy(&data[at], &v, 4);
+      for (size_t i = 4; i < 132; ++i) data[at + i] = (data[at + i] & 0x7f) == 0x7f ? 0x7e : data[at + i];
     } else {
       for (int64_t i = 0; i < std::max<int64_t>(type.scales, 1); ++i) {
         put(static_cast<size_t>(type.scales_at + 2 * i), 0.02f * random.symmetric());
       }
+      if (name.substr(0, 4) == "INT4") data[at + 2] &= 15;  // the zero point
     }
   }
   return data;
@@ -97,7 +103,7 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
   for (Isa isa : test::isas()) {
     const Kernels& table = kernels(isa);
     results.push_back(compute(table, false, 0, rows));
-    check(results.back(), isa, format == Format::f32 || format == Format::f16 ? 1e-5f : 0.03f);
+    check(results.back(), isa, plain(format) && format != Format::bf16 ? 1e-5f : 0.03f);
     if (plain(format)) continue;
     CHECK(results.back() == results.front(), "%s differs on %s", type.name, isa_name(isa));
     if (table.dequantised_from(format) == 0) continue;
@@ -113,7 +119,7 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
 // and tiny activations.
 KTSERVE_TEST(dequantised_rows_keep_their_range) {
   Random random(5);
-  for (const char* name : {"Q8_0", "Q4_K", "Q6_K", "Q4_1", "Q2_K", "IQ4_XS"}) {
+  for (const char* name : {"Q8_0", "Q4_K", "Q6_K", "Q4_1", "Q2_K", "IQ4_XS", "INT4_G128"}) {
     const SourceType& type = source_type(name);
     constexpr int64_t n = 32, k = 512, rows = 40;
     std::vector<uint8_t> source = random_source(type, n, k, random);

@@ -25,6 +25,9 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
     for (int i = 0; i < 16; ++i) v[i] = load16(values + 16 * i);
   } else if constexpr (F == Format::f16) {
     for (int i = 0; i < 16; ++i) v[i] = lanes(half_scales(block + half * 512 + 32 * i));
+  } else if constexpr (F == Format::f8) {
+    const Pair scale = f8_scales(panel, b);
+    for (int i = 0; i < 16; ++i) v[i] = lanes(times(f8_numbers(block + half * 256 + 16 * i), scale));
   } else if constexpr (F == Format::bf16) {
     for (int i = 0; i < 8; ++i) {
       const __m256i lo = load(block + half * 512 + 64 * i);

@@ -22,6 +22,9 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
     for (int i = 0; i < 16; ++i) {
       v[i] = {_mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(block + half * 512 + 32 * i)))};
     }
+  } else if constexpr (F == Format::f8) {
+    const __m512 scale = f8_scales(panel, b);
+    for (int i = 0; i < 16; ++i) v[i] = {_mm512_mul_ps(f8_numbers(block + half * 256 + 16 * i), scale)};
   } else if constexpr (F == Format::bf16) {
     const __m512i upper = _mm512_set1_epi32(-65536);
     for (int i = 0; i < 8; ++i) {

@@ -30,6 +30,9 @@ constexpr SourceType kSources[] = {
     {"IQ4_NL", 32, 18, Format::n4, 0, 1, read_q4_0},
     {"IQ4_XS", 256, 136, Format::x4, 0, 1, read_iq4_xs},
     {"MXFP4", 32, 17, Format::mx4, 0, 0, read_mxfp4},
+    {"INT4_G32", 32, 19, Format::z32, 0, 1, read_int4_g32},
+    {"INT4_G128", 128, 67, Format::z128, 0, 1, read_int4_g128},
+    {"F8_E4M3", 128, 132, Format::f8, 0, 0},
 };
 
 // 32 plain values to i8 (as Q8_0) or i4m (as Q4_1).
@@ -81,6 +84,14 @@ int64_t first_nonfinite(const SourceType& source, Format target, const uint8_t* 
   }
   if (source.block == 1) return first_reaching<int16_t>(row, k, source.name[0] == 'B' ? 0x7f80 : half_infinity);
   for (int64_t i = 0; i < k / source.block; ++i) {
+    if (source.format == Format::f8) {
+      const uint8_t* block = row + i * source.block_bytes;
+      // 2^8 d is what the kernels multiply with.
+      if (first_reaching<int32_t>(block, 1, 0x7b800000) >= 0 ||
+          first_reaching<int8_t>(block + 4, source.block, 0x7f) >= 0)
+        return i * source.block;
+      continue;
+    }
     if (info(source.format).exponents && row[i * source.block_bytes + source.scales_at] == 0xff)
       return i * source.block;
     const uint8_t* scales = row + i * source.block_bytes + source.scales_at;

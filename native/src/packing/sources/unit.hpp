@@ -10,7 +10,7 @@ namespace ktserve {
 struct Unit {
   uint8_t quants[256];
   uint16_t d;         // as it lies in the packed meta: half precision, or an exponent
-  uint16_t m;         // the minimum, or dmin
+  uint16_t m;         // the minimum, or dmin, or the zero point
   uint8_t scale[16];  // factors of d per group, uint8 or int8
   uint8_t min[16];    // and of dmin
 };
@@ -36,6 +36,8 @@ void read_q4_1(const uint8_t* block, Unit& unit);
 void read_q5_0(const uint8_t* block, Unit& unit);
 void read_q5_1(const uint8_t* block, Unit& unit);
 void read_mxfp4(const uint8_t* block, Unit& unit);
+void read_int4_g32(const uint8_t* block, Unit& unit);
+void read_int4_g128(const uint8_t* block, Unit& unit);
 void read_q2_k(const uint8_t* block, Unit& unit);
 void read_q3_k(const uint8_t* block, Unit& unit);
 void read_q4_k(const uint8_t* block, Unit& unit);
