@@ -66,7 +66,7 @@ def weights(pool: _native.WorkerPool, kind: str, n: int, k: int) -> tuple[npt.ND
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-@pytest.mark.parametrize("n,k", [(16, 256), (50, 768), (7, 2304)])
+@pytest.mark.parametrize("n,k", [(16, 256), (50, 768), (7, 2304), (150, 256)])
 def test_repacking_loses_nothing(pool: _native.WorkerPool, kind: str, n: int, k: int) -> None:
     packed, values = weights(pool, kind, n, k)
     np.testing.assert_array_equal(unpack(FORMATS[kind], packed, n, k), values)

@@ -26,7 +26,7 @@ void pack(WorkerPool& pool, const std::string& type, const std::string& format, 
   pool.parallel_for((panels_of(n) + step - 1) / step, [&](int64_t item, int) {
     const int64_t first = item * step;
     const int64_t last = std::min(first + step, panels_of(n));
-    pack_panels(source, target, at<const uint8_t>(data), n, k, first, last,
+    pack_panels(source, target, SourceRows(at<const uint8_t>(data)), n, k, first, last,
                 at<uint8_t>(out) + first * panel_size(target, k));
   });
 }
