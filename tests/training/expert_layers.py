@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from native import _native
-from tests.native.blocks import SCALES
+from tests.native.blocks import SCALES, size_of_block
 from tests.native.expert_layers import tensor
 from training.experts.base import ExpertLora, TrainableExperts
 from training.experts.native import NativeTrainableExperts
@@ -73,9 +72,11 @@ def moderate(kind: str, data: Blocks, values: torch.Tensor) -> Blocks:
     if kind not in SCALES:
         return data
     power = -round(math.log2(float(values.double().square().mean().sqrt()) * values.shape[-1] ** 0.5))
-    blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]).copy()
+    blocks = data.reshape(-1, size_of_block(kind)[1]).copy()
     if kind == "MXFP4":
         blocks[:, 0] += np.uint8(power % 256)
+    if kind == "F8_E4M3":
+        blocks[:, :4] = np.ldexp(blocks[:, :4].copy().view(np.float32), power).view(np.uint8)
     for offset in SCALES[kind]:
         scales = np.ldexp(blocks[:, offset : offset + 2].copy().view(np.float16), power)
         blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8)

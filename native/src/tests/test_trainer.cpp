@@ -35,14 +35,21 @@ KTSERVE_TEST(panels_of_the_transpose) {
       };
       const int64_t bytes = packed_size(format, n, k);
       for (int64_t i = 0; i < bytes; ++i) packed[i] = static_cast<uint8_t>(random.below(256));
-      if (plain(format)) fill_halves(packed, bytes / 2);
+      if (format == Format::f16) fill_halves(packed, bytes / 2);
+      if (format == Format::f8) {
+        for (int64_t i = 0; i < bytes; ++i) packed[i] = static_cast<uint8_t>(packed[i] % 0x7f);  // no NaN
+        for (int64_t p = 0; p < n / kPanel; ++p) {
+          const std::vector<float> scales = draw(meta_size(format, k) / 4, random, 1e-4f);
+          std::memcpy(packed + p * panel_size(format, k), scales.data(), scales.size() * 4);
+        }
+      }
       for (int64_t p = 0; p < n / kPanel && !plain(format); ++p) {
         for (int64_t u = 0; u < k / info(format).unit; ++u) {
           uint8_t* meta = packed + p * panel_size(format, k) + u * info(format).meta_bytes;
           if (info(format).exponents) {
             for (int i = 0; i < 16; ++i) meta[i] = static_cast<uint8_t>(118 + random.below(8));
           } else {
-            fill_halves(meta, info(format).minima ? 32 : 16);
+            fill_halves(meta, info(format).minima && !zero_points(format) ? 32 : 16);
           }
         }
       }
