@@ -15,10 +15,10 @@ _TIMEOUT_S = 600.0  # a load is answered when the adapter has been read
 
 
 def check_server(url: str, key: str | None) -> None:
-    """Before hours of training: the server answers. UserError if it does not."""
+    """Before hours of training: the server answers, and the key may load adapters. UserError if not."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"--publish {url}: begins with neither http:// nor https://", "publish")
-    _call(url, "/v1/models", key, None)
+    _call(url, "/lora-adapters", key, None)
 
 
 def publish(url: str, key: str | None, name: str, folder: Path) -> str:
@@ -30,14 +30,13 @@ def publish(url: str, key: str | None, name: str, folder: Path) -> str:
     return "\n".join([f"published: {name} at {url}", *(f"warning: {text}" for text in warnings)])
 
 
-def _call(url: str, path: str, key: str | None, body: dict[str, Any] | None) -> dict[str, Any]:
+def _call(url: str, path: str, key: str | None, body: dict[str, Any] | None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
+            return json.load(response)
     except urllib.error.HTTPError as error:
         raise UserError(f"{url}{path}: {error.code}: {_reason(error.read())}", "publish") from None
     except (OSError, HTTPException, ValueError) as error:
