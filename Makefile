@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input
-SOURCES := ktserve api engine scheduler native rules training loadtests demo benchmarks testing tests
+SOURCES := ktserve api cluster engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat train-demo setup test test-clients lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat train-demo setup test test-clients test-ray lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
@@ -16,6 +16,7 @@ help:
 	@echo 'make train-demo train the demo adapters into a running server on this CPU; before, after, and what they score'
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
+	@echo 'make test-ray   install Ray; run three replicas without a model on a cluster of this machine'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       [SCENARIO=chat|tenants|adapters|long_prefill|churn|soak] [UI=1]: a minute of locust against a server of its own'
 	@echo 'make soak       two minutes of chats, floods, hang-ups and adapter churn; fails if what the server holds grows'
@@ -41,6 +42,9 @@ test: setup $(VENV)/.train
 
 test-clients: setup $(VENV)/.clients
 	@KTSERVE_TEST_CLIENTS=1 $(PY) -m pytest tests/clients $(ARGS)
+
+test-ray: setup $(VENV)/.ray
+	@KTSERVE_TEST_RAY=1 $(PY) -m pytest tests/cluster $(ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check $(SOURCES)
@@ -115,6 +119,11 @@ $(VENV)/.clients: pyproject.toml constraints.txt tests/clients/node/package.json
 	@$(PIP) install -qq --constraint constraints.txt $$($(PY) -m testing.extra clients)
 	@command -v npm >/dev/null && (cd tests/clients/node && npm install --no-package-lock --no-audit --no-fund --silent) \
 	  || echo 'npm is not here or failed: the clients of JavaScript will be skipped'
+	@touch $@
+
+$(VENV)/.ray: pyproject.toml constraints.txt | $(VENV)/.packages
+	@echo 'installing Ray ...'
+	@$(PIP) install -qq --constraint constraints.txt $$($(PY) -m testing.extra ray)
 	@touch $@
 
 # kt_kernel pins another torch in its metadata but does not use it; its wheel needs Linux x86-64 with glibc 2.35.

@@ -6,6 +6,8 @@
     python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
     python PATH/ktserve/__main__.py training ...     a training run, started by `ktserve train`
     python PATH/ktserve/__main__.py adapter-readers  the process that readers of adapters are forked from, by the engine
+    ktserve bench ...                                a benchmark of a running server
+    ktserve ray deploy CONFIG.yaml                   replicas over a Ray cluster
     python -m ktserve loadtests ...                  the load test
 
 Python searches the working directory or the script's folder first, then PYTHONPATH, then what is installed: a user's
@@ -23,7 +25,9 @@ from pathlib import Path
 from types import ModuleType
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-_PACKAGES = frozenset({"api", "demo", "engine", "ktserve", "loadtests", "native", "rules", "scheduler", "training"})
+_PACKAGES = frozenset(
+    {"api", "cluster", "demo", "engine", "ktserve", "loadtests", "native", "rules", "scheduler", "training"}
+)
 
 
 class OurPackages:
@@ -62,6 +66,14 @@ def main() -> int:
         from engine.lora.reading.process import main as adapters
 
         adapters()
+    if program == ["ray"]:
+        from cluster.main import main as ray
+
+        return ray(arguments)
+    if program == ["bench"]:
+        from loadtests.bench.main import main as bench
+
+        return bench(arguments)
     if program == ["loadtests"]:
         from loadtests.run import main as loadtests
 

@@ -17,7 +17,11 @@ def requirements(extra: str) -> list[str]:
     found = [each for each in optional if each.marker is not None and each.marker.evaluate({"extra": extra})]
     if not found:
         raise LookupError(f"pyproject.toml has no optional dependencies {extra!r}")
-    return [f"{each.name}{each.specifier}" for each in found]
+    return [f"{each.name}{_bracketed(each.extras)}{each.specifier}" for each in found]
+
+
+def _bracketed(extras: set[str]) -> str:
+    return f"[{','.join(sorted(extras))}]" if extras else ""
 
 
 if __name__ == "__main__":

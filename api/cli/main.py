@@ -28,6 +28,8 @@ examples:
   ktserve serve MODEL --adapters law=~/a --adapters med=~/b
   ktserve chat MODEL                                   talk to it in this terminal
   ktserve plan MODEL --max-model-len 32768             what it would need; loads nothing
+  ktserve bench http://127.0.0.1:8000 --help           measure a server that runs
+  ktserve ray deploy CONFIG.yaml                       replicas over a Ray cluster (docs/scale-out.md)
 
 Every setting can also be a variable (KTSERVE_MAX_NUM_SEQS=8) or a line of a YAML file (--config FILE,
 'max_num_seqs: 8'). Flags win over variables, variables over the file.

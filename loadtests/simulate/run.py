@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -58,27 +59,47 @@ class Simulation:
         self._loads: list[tuple[float, int]] = []  # time, slot
         self._contexts: list[list[int]] = []  # by conversation
         self._seen: dict[str, Seen] = {}
-        self._refused = 0
+        self._refused = self._steps = 0
         self._gap = Gap(config.prefill_weight, config.decode_weight)
 
     def run(self, trace: Trace) -> Outcome:
         """Until everything has been answered. RuntimeError if requests wait that nothing will wake."""
+        self.begin(trace)
+        for number in range(len(trace)):
+            self.arrive(number)
+        self.advance(math.inf)
+        return self.outcome()
+
+    def begin(self, trace: Trace) -> None:
+        """Of which `arrive` brings some."""
         self._trace = trace
         self._contexts = [[] for _ in trace]
-        for number, conversation in enumerate(trace):
-            heappush(self._arrivals, (conversation.start_s, number, 0))
-        steps = 0
-        while self._arrivals or self._scheduler.has_work():
+
+    def arrive(self, number: int) -> None:
+        """A conversation begins at its time, or now if that has passed."""
+        heappush(self._arrivals, (self._trace[number].start_s, number, 0))
+
+    def advance(self, until_s: float) -> None:
+        """Steps until then, or until nothing is left; the last may end later. RuntimeError as `run`."""
+        while self._now < until_s and (self._arrivals or self._scheduler.has_work()):
             self._let_in()
             plan = self._scheduler.schedule(self._now)
             for load in self._scheduler.slot_loads():
                 heappush(self._loads, (self._now + self._load_s, load.slot))
             if plan is None:
-                self._skip()
+                self._skip(until_s)
                 continue
-            steps += 1
+            self._steps += 1
             self._step(plan)
-        return Outcome(self._now, steps, list(self._seen.values()), self._refused, self._gap, self._scheduler.stats())
+
+    @property
+    def open_requests(self) -> int:
+        """That run or wait."""
+        return len(self._scheduler.requests()) + len(self._arrivals)
+
+    def outcome(self) -> Outcome:
+        seen, stats = list(self._seen.values()), self._scheduler.stats()
+        return Outcome(self._now, self._steps, seen, self._refused, self._gap, stats)
 
     def _let_in(self) -> None:
         while self._loads and self._loads[0][0] <= self._now:
@@ -87,12 +108,12 @@ class Simulation:
             asked_s, number, turn = heappop(self._arrivals)
             self._ask(asked_s, number, turn)
 
-    def _skip(self) -> None:
-        """To the next thing that happens by itself."""
+    def _skip(self, until_s: float) -> None:
+        """To the next thing that happens by itself, not beyond `until_s`."""
         soonest = [heap[0][0] for heap in (self._arrivals, self._loads) if heap]
         if not soonest:
             raise RuntimeError(f"{self._scheduler.num_waiting} requests wait and nothing can run")
-        self._now = max(self._now, min(soonest))
+        self._now = max(self._now, min(*soonest, until_s))
 
     def _ask(self, asked_s: float, number: int, turn: int) -> None:
         conversation = self._trace[number]

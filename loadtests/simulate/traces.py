@@ -82,13 +82,13 @@ def floods(seed: int, seconds: float, rate: float) -> Trace:
     return found
 
 
-def adapters(seed: int, seconds: float, rate: float) -> Trace:
-    """One question each, on one of 32 adapters, the first far more often than the last."""
+def adapters(seed: int, seconds: float, rate: float, count: int = 32) -> Trace:
+    """One question each, on one of `count` adapters, the first far more often than the last."""
     rng = random.Random(f"adapters {seed}")
     found = []
     for start in _arrivals(rng, seconds, rate):
         turn = Turn(0.0, _text(rng, _length(rng, 150)), _length(rng, 80))
-        found.append(Conversation(start, (turn,), adapter=1 + _zipf(rng, 32)))
+        found.append(Conversation(start, (turn,), adapter=1 + _zipf(rng, count)))
     return found
 
 

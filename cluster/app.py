@@ -1,0 +1,94 @@
+"""Replicas of the server as an application of Ray Serve: `ktserve ray deploy CONFIG.yaml`, or
+`serve run cluster.app:build config=CONFIG.yaml`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.policy import Affinity
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Lines of CONFIG.yaml. `serve`: settings of `ktserve serve`, the same for each replica. `autoscaling`: of Ray
+    Serve, instead of `replicas`. `max_open`: requests at a replica at once. `routing`: of `Affinity`."""
+
+    serve: dict[str, Any]
+    replicas: int = 1
+    autoscaling: dict[str, Any] | None = None
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    max_open: int = 64
+    fronts: int = 1
+    routing: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("replicas", 1), ("num_cpus", 0), ("num_gpus", 0), ("max_open", 1), ("fronts", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+                raise ValueError(f"{name} is {value!r}, must be a number of at least {least}")
+        if not isinstance(self.serve, dict):
+            raise ValueError("serve must be settings of `ktserve serve`: NAME: VALUE")
+        if taken := {"host", "port", "config"} & self.serve.keys():
+            raise ValueError(f"serve has {', '.join(sorted(taken))}: each replica chooses its own")
+        if self.autoscaling is not None and self.replicas != 1:
+            raise ValueError("replicas and autoscaling: name one of them")
+        unknown = self.routing.keys() - {each.name for each in fields(Affinity)}
+        if unknown:
+            raise ValueError(f"routing has {', '.join(sorted(unknown))}: there is {[f.name for f in fields(Affinity)]}")
+        Affinity(**self.routing)
+
+    @staticmethod
+    def read(path: Path) -> ClusterConfig:
+        """ValueError for what makes no sense, OSError for a file that cannot be read."""
+        try:
+            said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: {error}") from None
+        return ClusterConfig.of(said)
+
+    @staticmethod
+    def of(said: Any) -> ClusterConfig:
+        known = [each.name for each in fields(ClusterConfig)]
+        if not isinstance(said, dict) or "serve" not in said:
+            raise ValueError("the file must be NAME: VALUE, with `serve:` among the names")
+        if unknown := said.keys() - set(known):
+            raise ValueError(f"unknown: {', '.join(sorted(map(str, unknown)))}; there is {', '.join(known)}")
+        return ClusterConfig(**said)
+
+
+def build(args: dict[str, Any]) -> Any:
+    """The application, from {"config": FILE} or from the file's own names. Raises ImportError without Ray."""
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from cluster.front import ENGINES, asgi
+    from cluster.replica import Engine
+    from cluster.router import AffinityRouter
+
+    config = ClusterConfig.read(Path(args["config"])) if args.keys() == {"config"} else ClusterConfig.of(args)
+    scale: dict[str, Any] = {"num_replicas": config.replicas}
+    if config.autoscaling is not None:
+        scale = {"autoscaling_config": config.autoscaling}
+    engines = serve.deployment(
+        name=ENGINES,
+        max_ongoing_requests=config.max_open,
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffinityRouter,
+            request_router_kwargs=config.routing,
+            request_routing_stats_period_s=1.0,
+        ),
+        **scale,
+    )(Engine)
+    front = serve.deployment(
+        name="front",
+        num_replicas=config.fronts,
+        max_ongoing_requests=100_000,
+        ray_actor_options={"num_cpus": 0},
+    )(serve.ingress(asgi)())
+    return front.bind(engines.bind(config.serve))

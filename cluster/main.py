@@ -1,0 +1,67 @@
+"""`ktserve ray deploy CONFIG.yaml`"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.app import ClusterConfig, build
+
+_EXAMPLE = """\
+CONFIG.yaml:
+  replicas: 3
+  num_cpus: 16
+  serve:
+    model: /models/qwen3-30b-a3b-q4_k_m.gguf
+    adapters: [law=/adapters/law, med=/adapters/med]
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 if it could not be deployed, 2 for what makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="ktserve ray", description="Replicas over a Ray cluster.", epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    below = parser.add_subparsers(required=True, metavar="COMMAND")
+    deploy = below.add_parser("deploy", help="deploy, or update what was deployed under the name")
+    deploy.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    deploy.add_argument("--address", default="auto", help="of the cluster (default: the one of this machine)")
+    deploy.add_argument("--local", action="store_true", help="start a cluster on this machine, until Ctrl-C")
+    deploy.add_argument("--name", default="ktserve")
+    deploy.add_argument("--host", default="127.0.0.1", help="where the endpoint listens (default: 127.0.0.1)")
+    deploy.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args(argv)
+    try:
+        ClusterConfig.read(args.config)
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(f"{args.config}: {error}")
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        print("error: Ray is not installed: pip install 'ktserve[ray]'", file=sys.stderr)
+        return 1
+    try:
+        ray.init(address=None if args.local else args.address, log_to_driver=False)
+    except ConnectionError as error:
+        print(f"error: {error} (`ray start --head`, or --local)", file=sys.stderr)
+        return 1
+    serve.start(http_options={"host": args.host, "port": args.port})
+    serve.run(build({"config": str(args.config)}), name=args.name)
+    print(f"at http://{args.host}:{args.port}/v1")
+    while args.local:
+        try:
+            time.sleep(3600)
+        except KeyboardInterrupt:
+            serve.shutdown()
+            ray.shutdown()
+            break
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`ktserve bench`: a running OpenAI-compatible server at swept rates and concurrencies."""

@@ -1,0 +1,75 @@
+"""What a benchmark sends, from a seed, in tokens of the server's own tokenizer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from loadtests.bench.client import BenchError, Server
+from loadtests.load.traffic import text
+
+_PROBE_WORDS = (50, 250)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens of a prompt and of an answer; `spread` is the share by which both vary, uniformly. Each prompt begins
+    with the same `prefix_tokens` (part of `input_tokens`). `models` are asked in turn."""
+
+    models: tuple[str, ...]
+    input_tokens: int
+    output_tokens: int
+    prefix_tokens: int = 0
+    spread: float = 0.0
+    seed: int = 0
+    chat: bool = False
+    ignore_eos: bool = True
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, number: int, scale: Scale) -> dict[str, Any]:
+        """Of the request with this number."""
+        rng = random.Random(f"{self.seed} {number}")
+        prompt, answer = (
+            max(1, round(n * rng.uniform(1 - self.spread, 1 + self.spread)))
+            for n in (self.input_tokens, self.output_tokens)
+        )
+        shared = (
+            text(random.Random(f"prefix {self.seed}"), scale.words(self.prefix_tokens)) if self.prefix_tokens else ""
+        )
+        own = text(rng, scale.words(max(1, prompt - self.prefix_tokens)))
+        return self._asked(f"{shared} {own}".strip(), answer, self.models[number % len(self.models)])
+
+    def _asked(self, prompt: str, tokens: int, model: str) -> dict[str, Any]:
+        said = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        body = {"model": model, "max_tokens": tokens, "temperature": 0, "stream": True}
+        body |= {"ignore_eos": True} if self.ignore_eos else {}
+        return {**said, **body, "stream_options": {"include_usage": True}}
+
+    async def measure(self, server: Server) -> Scale:
+        """How many tokens words are, from two prompts. BenchError if the server does not answer them."""
+        counts = []
+        for words in _PROBE_WORDS:
+            prompt = text(random.Random(f"probe {self.seed}"), words)
+            result = await server.stream(self.path, self._asked(prompt, 2, self.models[0]))
+            if result.error:
+                raise BenchError(result.error)
+            counts.append(result.prompt_tokens)
+        if not counts[0] < counts[1]:
+            return Scale(0.0, 2.0)  # it tells no usage
+        slope = (counts[1] - counts[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])
+        return Scale(max(0.0, counts[0] - slope * _PROBE_WORDS[0]), slope)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A prompt of w words has fixed + w * per_word tokens."""
+
+    fixed: float
+    per_word: float
+
+    def words(self, tokens: int) -> int:
+        return max(1, round((tokens - self.fixed) / self.per_word))

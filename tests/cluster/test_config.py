@@ -1,0 +1,71 @@
+"""What a deployment is described by, and what of a request decides where it goes. Nothing here needs Ray."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from api.config import ServeConfig
+from cluster.app import ClusterConfig
+from cluster.call import Call, kept_headers
+from cluster.main import main
+from engine.config import EngineConfig
+
+SERVE = {"model": "null:step_ms=1"}
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ([], "with `serve:` among the names"),
+        ({"replicas": 2}, "with `serve:` among the names"),
+        ({"serve": SERVE, "replica": 2}, "unknown: replica; there is serve, replicas"),
+        ({"serve": SERVE, "replicas": 0}, "replicas is 0, must be a number of at least 1"),
+        ({"serve": SERVE, "num_cpus": "many"}, "num_cpus is 'many'"),
+        ({"serve": SERVE, "replicas": 2, "autoscaling": {}}, "replicas and autoscaling: name one"),
+        ({"serve": {**SERVE, "port": 1}}, "serve has port: each replica chooses its own"),
+        ({"serve": SERVE, "routing": {"slot": 2}}, "routing has slot"),
+        ({"serve": SERVE, "routing": {"slack": 0}}, "slack is 0"),
+    ],
+)
+def test_what_makes_no_sense_is_said(said: Any, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=line.split(";")[0].replace("(", ".")):
+        ClusterConfig.of(said)
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(said))
+    with pytest.raises(SystemExit):
+        main(["deploy", str(path)])
+    assert line in capsys.readouterr().err
+
+
+def test_the_manifest_deploys_what_there_is() -> None:
+    path = Path(__file__).resolve().parents[2] / "cluster" / "kubernetes" / "rayservice.yaml"
+    manifest = yaml.safe_load(path.read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == "cluster.app:build"
+    config = ClusterConfig.of(application["args"])
+    known = {field.name for settings in (EngineConfig, ServeConfig) for field in fields(settings)}
+    assert config.serve.keys() <= known
+    workers = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    assert config.autoscaling is not None and workers["maxReplicas"] == config.autoscaling["max_replicas"]
+    assert config.num_cpus <= int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+
+
+def test_a_call_has_what_decides() -> None:
+    headers = [("Authorization", "Bearer k"), ("Host", "x"), ("X-Request-Id", "7"), ("Connection", "close")]
+    messages = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": "law", "messages": messages, "max_tokens": 4}).encode()
+    call = Call.of("POST", "/v1/chat/completions?a=1", headers, body)
+    assert (call.model, call.key, call.body) == ("law", "Bearer k", body) and "Hello" in call.prompt
+    assert call.headers == (("Authorization", "Bearer k"), ("X-Request-Id", "7"))
+    assert kept_headers([("content-type", "a"), ("Transfer-Encoding", "chunked")]) == [("content-type", "a")]
+    for strange in (b"", b"[1]", b"{", b'{"model": 7}', b'{"prompt": [1, 2]}'):
+        assert Call.of("POST", "/v1/completions", [], strange).model == ""
+    longer = json.dumps({"model": "law", "messages": [*messages, {"role": "assistant", "content": "Hi"}]}).encode()
+    assert Call.of("POST", "/", [], longer).prompt.startswith(call.prompt[:-1])

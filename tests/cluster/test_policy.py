@@ -1,0 +1,76 @@
+"""Where requests go: what a replica has, spread by load, the same for every router."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.policy import DISK, HOST, SLOT, Affinity, Policy, prefix
+
+IDLE = {"a": 0, "b": 0, "c": 0}
+loads = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 50), min_size=1)
+
+
+def test_an_adapter_stays_where_it_is() -> None:
+    policy = Policy(Affinity(slots=1, host=2))
+    home = policy.rank(IDLE, "law", ())[0]
+    assert Policy(Affinity()).rank(IDLE, "law", ())[0] == home  # another router, which knows nothing
+    other = next(name for name in IDLE if name != home)
+    policy.sent(other, "law", ())
+    assert policy.rank(IDLE, "law", ())[0] == other and policy.tier(other, "law") == SLOT
+    policy.sent(other, "med", ())
+    assert policy.tier(other, "law") == HOST and policy.rank(IDLE, "law", ())[0] == other
+    policy.sent(home, "law", ())
+    assert policy.rank(IDLE, "law", ())[0] == home, "a slot before host memory"
+    policy.sent(other, "tax", ())
+    assert policy.tier(other, "law") == DISK
+    policy.keep([other])
+    assert policy.tier(home, "law") == DISK and policy.tier(other, "tax") == SLOT
+
+
+@given(load=loads, slack=st.integers(1, 20), sent=st.lists(st.sampled_from("abcdef")))
+def test_no_replica_is_chosen_that_is_beyond_the_slack(load: dict[str, int], slack: int, sent: list[str]) -> None:
+    policy = Policy(Affinity(slack=slack))
+    blocks = prefix("k", "x" * 2000)
+    for replica in sent:
+        policy.sent(replica, "hot", blocks)
+    for adapter in ("hot", "cold", ""):
+        ranked = policy.rank(load, adapter, blocks)
+        assert sorted(ranked) == sorted(load)
+        assert load[ranked[0]] <= min(load.values()) + slack
+
+
+def test_a_hot_adapter_spreads_and_cold_ones_stay() -> None:
+    policy, load = Policy(Affinity(slack=4)), dict.fromkeys("abcd", 0)
+    for _ in range(16):
+        replica = policy.rank(load, "hot", ())[0]
+        policy.sent(replica, "hot", ())
+        load[replica] += 1
+    assert max(load.values()) <= 6 and len([n for n in load.values() if n]) >= 3
+    calm = Policy(Affinity())
+    for number in range(100):
+        for _ in range(3):
+            calm.sent(calm.rank(dict.fromkeys("abcd", 0), f"cold{number}", ())[0], f"cold{number}", ())
+    homes = Counter(sum(calm.tier(replica, f"cold{n}") != DISK for replica in "abcd") for n in range(100))
+    assert set(homes) == {1}
+
+
+def test_the_longest_beginning_wins_then_the_least_load() -> None:
+    policy = Policy(Affinity(remembered=8))
+    text = "".join(chr(97 + i % 26) for i in range(256 * 4))
+    policy.sent("b", "", prefix("key", text[:512]))
+    policy.sent("c", "", prefix("key", text))
+    assert policy.rank({"a": 0, "b": 1, "c": 2}, "", prefix("key", text)) == ["c", "b", "a"]
+    assert policy.rank({"a": 0, "b": 1, "c": 2}, "", prefix("other key", text)) == ["a", "b", "c"]
+    assert prefix("key", text[:255]) == [] and len(prefix("key", text * 100)) == 64
+    policy.sent("c", "", prefix("key", "y" * 256 * 8))
+    assert policy.rank({"a": 3, "b": 1, "c": 2}, "", prefix("key", text))[0] == "b", "the oldest are forgotten"
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": 9, "host": 8}, {"slack": 0}, {"remembered": -1}])
+def test_settings_have_ranges(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+        Affinity(**wrong)
