@@ -1,0 +1,1 @@
+"""Training's parts: the experts' forward and backward pass."""

@@ -1,0 +1,178 @@
+"""One layer of Qwen3-30B-A3B's experts, forward and backward with LoRA, per packed format and number of rows.
+
+python -m benchmarks.training.layer [--threads N] [--isa avx2] [--types BF16 Q8_0] [--rows 128 512] [--peer]
+                                  [--json FILE]
+
+Variants run turn by turn and the fastest of `--repeats` counts: one adapter on all rows, none, eight adapters in turn
+over the rows, and one with gate and up computed again instead of kept. The share of the peak counts the operations of
+the base weights and of LoRA, forward and backward. --peer: torch's autograd over bf16 and over float32 weights, the
+faster one. kt_kernel's training class needs AVX-512; where it is missing, that is said.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.experts import HIDDEN, INTERMEDIATE, TOP_K, choices, make_layer
+from benchmarks.kernels.probe import Peaks, arguments, make_pool, measure_peaks
+from benchmarks.training.peers import TorchExperts, kt_absent
+from training.experts.base import ExpertLora
+from training.experts.native import train_batch, train_loras
+
+_native: Any = importlib.import_module("native._native")
+
+ADAPTERS = 8
+Seconds = tuple[float, float]  # of forward, of backward
+
+
+class Step:
+    """Buffers of a step of `rows` rows over `layer`."""
+
+    def __init__(self, trainer: Any, layer: Any, ids: torch.Tensor, loras: list[ExpertLora], keep: bool) -> None:
+        rows = len(ids)
+        self.trainer, self.layer = trainer, layer
+        hidden, grad_out = (torch.randn(rows, HIDDEN).bfloat16() for _ in range(2))
+        weights = torch.full((rows, TOP_K), 1 / TOP_K)
+        slots = (torch.arange(rows) % len(loras) + 1 if loras else torch.zeros(rows)).to(torch.int32)
+        kept = torch.empty(rows * TOP_K, 2, INTERMEDIATE, dtype=torch.bfloat16) if keep else None
+        matrices = [matrix.data for lora in loras for matrix in lora.matrices()]
+        grads: list[torch.Tensor | None] = [torch.zeros_like(matrix) for matrix in matrices]
+        self.out, self.grad_hidden, self.grad_weights = hidden.clone(), hidden.clone(), weights.clone()
+        self.held = (hidden, grad_out, weights, slots, ids, kept, matrices, grads)
+        self.batch = train_batch(hidden, weights, ids, slots)
+        self.loras = train_loras([(i + 1, lora.rank, 2.0) for i, lora in enumerate(loras)], matrices, grads)
+        self.kept, self.grad_out = 0 if kept is None else kept.data_ptr(), grad_out.data_ptr()
+        self.saved_bytes = (hidden.nbytes + (0 if kept is None else kept.nbytes)) / rows
+
+    def seconds(self) -> Seconds:
+        began = time.perf_counter()
+        self.trainer.forward(self.layer, self.loras, self.batch, out=self.out.data_ptr(), kept=self.kept)
+        middle = time.perf_counter()
+        self.trainer.backward(
+            self.layer,
+            self.loras,
+            self.batch,
+            kept=self.kept,
+            grad_out=self.grad_out,
+            grad_hidden=self.grad_hidden.data_ptr(),
+            grad_weights=self.grad_weights.data_ptr(),
+        )
+        return middle - began, time.perf_counter() - middle
+
+
+def turn_by_turn(variants: dict[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
+    """The fastest forward and the fastest backward of each, after a round to warm up."""
+    best: dict[str, Seconds] = {}
+    for i in range(repeats + 1):
+        for name, run in variants.items():
+            forward, backward = run()
+            if i == 1:
+                best[name] = (forward, backward)
+            elif i > 1:
+                best[name] = (min(best[name][0], forward), min(best[name][1], backward))
+    return best
+
+
+def operations(rows: int, rank: int) -> tuple[float, float]:
+    """Of forward, of backward: two per multiply-add. LoRA's backward multiplies each matrix twice, the base's once."""
+    base = 2.0 * rows * TOP_K * 3 * HIDDEN * INTERMEDIATE
+    lora = 2.0 * rows * TOP_K * 3 * rank * (HIDDEN + INTERMEDIATE)
+    return base + lora, base + 2 * lora
+
+
+class Bench:
+    def __init__(self, args: Any) -> None:
+        self.args, self.pool = args, make_pool(args.threads)
+        self.trainer = _native.ExpertTrainer(self.pool, args.isa)
+        shape = (args.experts, args.rank, HIDDEN, INTERMEDIATE, 2.0)
+        self.loras = [ExpertLora(*shape) for _ in range(ADAPTERS)]
+        for lora in self.loras:
+            for b in lora.matrices()[3:]:
+                torch.nn.init.normal_(b, std=0.02)
+        self.results: list[dict[str, Any]] = []
+
+    def type(self, type: str) -> None:
+        layer = make_layer(self.pool, type, self.args.experts, 0)
+        peaks = measure_peaks(self.pool, self.args.isa)
+        print(f"{type}: {layer.num_bytes / 1e6:.0f} MB on {self.trainer.isa}; {peaks}", flush=True)
+        for rows in self.args.rows:
+            ids = choices(rows, self.args.experts, 1)[0]
+            made = {
+                "one": Step(self.trainer, layer, ids, self.loras[:1], True),
+                "none": Step(self.trainer, layer, ids, [], True),
+                "eight": Step(self.trainer, layer, ids, self.loras, True),
+                "again": Step(self.trainer, layer, ids, self.loras[:1], False),
+            }
+            found = turn_by_turn({name: step.seconds for name, step in made.items()}, self.args.repeats)
+            self.report(type, rows, found, peaks, {name: step.saved_bytes for name, step in made.items()})
+
+    def report(self, type: str, rows: int, found: dict[str, Seconds], peaks: Peaks, saved: dict[str, float]) -> None:
+        forward, backward = found["one"]
+        total = {name: sum(seconds) for name, seconds in found.items()}
+        of_peak = sum(operations(rows, self.args.rank)) / total["one"] / peaks.of("bf16")
+        result = {
+            "type": type, "rows": rows, "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
+            "backward_of_forward": backward / forward, "of_peak": of_peak,
+            "lora_of_forward": 1 - found["none"][0] / forward, "lora_of_step": 1 - total["none"] / total["one"],
+            "one_of_eight": total["one"] / total["eight"], "recomputed_of_kept": total["again"] / total["one"],
+            "saved_bytes": saved["one"], "saved_bytes_recomputing": saved["again"], "peaks": vars(peaks),
+        }  # fmt: skip
+        print(
+            f"  {rows:>5} rows: {forward * 1e3:7.0f} + {backward * 1e3:7.0f} ms ({backward / forward:.2f}x), "
+            f"{of_peak:.0%} of peak; LoRA {result['lora_of_forward']:.0%} of forward, "
+            f"{result['lora_of_step']:.0%} of all; 8 adapters {result['one_of_eight']:.2f}x; "
+            f"recomputed {result['recomputed_of_kept']:.2f}x the time, {saved['one'] / 1e3:.1f} KB a row kept",
+            flush=True,
+        )
+        self.write({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
+
+    def peer(self) -> None:
+        """Beside the first of `--types`."""
+        print(kt_absent() or "kt_kernel's training class is here; it is not timed by this script", flush=True)
+        torch.set_num_threads(self.args.threads)
+        for dtype in (torch.bfloat16, torch.float32):
+            layer = TorchExperts(self.args.experts, HIDDEN, INTERMEDIATE, self.args.rank, dtype)
+            for rows in self.args.rows:
+                ids = choices(rows, self.args.experts, 1)[0]
+                step = (torch.randn(rows, HIDDEN), ids, torch.full((rows, TOP_K), 1 / TOP_K))
+                best = turn_by_turn({"torch": partial(layer.step_s, *step)}, 1)["torch"]
+                name = str(dtype).removeprefix("torch.")
+                print(f"  torch {name} {rows:>5} rows: {best[0] * 1e3:7.0f} + {best[1] * 1e3:7.0f} ms", flush=True)
+                self.write({"peer": f"torch {name}", "rows": rows, "forward_s": best[0], "backward_s": best[1]})
+            del layer
+        torch.set_num_threads(1)
+
+    def write(self, result: dict[str, Any]) -> None:
+        self.results.append(result)
+        if self.args.json:
+            self.args.json.write_text(json.dumps({"isa": self.trainer.isa, "results": self.results}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.set_defaults(repeats=3)
+    parser.add_argument("--types", nargs="+", default=["BF16", "Q8_0", "Q4_K"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[128, 512, 2048])
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--peer", action="store_true", help="time torch's autograd as well")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bench = Bench(args)
+    for type in args.types:
+        bench.type(type)
+    if args.peer:
+        bench.peer()
+
+
+if __name__ == "__main__":
+    main()
