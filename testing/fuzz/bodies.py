@@ -40,6 +40,7 @@ _ENDPOINTS: dict[str, tuple[_Good, type[BaseModel]]] = {
     "/v1/messages": (_MESSAGE, MessagesRequest),
     "/v1/messages/count_tokens": (_MESSAGE, MessagesRequest),
     "/v1/responses": ({"model": "demo", "input": "hello", "max_output_tokens": 3}, ResponsesRequest),
+    "/v1/responses/input_tokens": ({"model": "demo", "input": "hello"}, ResponsesRequest),
     "/api/chat": ({"model": "demo", "messages": _MESSAGES, "options": _LIMIT}, OllamaChatRequest),
     "/api/generate": ({"model": "demo", "prompt": "hello", "options": _LIMIT}, OllamaGenerateRequest),
     "/api/show": ({"model": "demo"}, OllamaShowRequest),
