@@ -18,6 +18,7 @@ from api.prepare.memory import give_back
 from engine.errors import EngineError, UserError
 
 _T = TypeVar("_T")
+_MOST_DISCARDED = 64 << 20  # bytes of a body that is too large, which are read nevertheless
 _SMALL_BODY = 2**16  # bytes; larger ones are counted
 _BODIES_HELD = 16  # bodies of the largest size that may be held at the same time
 
@@ -90,16 +91,24 @@ class Bodies:
         _check_type(request)
         too_large = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
         length = request.headers.get("content-length", "0")
-        if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):
+        refused = length.isdecimal() and (len(length) > 18 or int(length) > self._limit)
+        if refused and (len(length) > 18 or int(length) > _MOST_DISCARDED or "expect" in request.headers):
             raise too_large
+        discarded = 0
         async for chunk in request.stream():
             before = len(body)
-            if before + len(chunk) > self._limit:
-                raise too_large
+            refused = refused or before + len(chunk) > self._limit
+            if refused:  # who still sends when the connection is closed does not get to read the answer
+                discarded += len(chunk)
+                if discarded > _MOST_DISCARDED:
+                    break
+                continue
             held = len(chunk) if before > _SMALL_BODY else before + len(chunk)
             if before + len(chunk) > _SMALL_BODY:
                 self.hold(held)
             body += chunk
+        if refused:
+            raise too_large
 
 
 def _check_type(request: Request) -> None:
