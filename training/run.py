@@ -68,9 +68,12 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
         return Outcome({}, True, result.training_loss)
     base, form = config.model_name_or_path, config.adapter_format
     save_adapter(trainer.model, output, form, base=base, experts=expert_type(config))
-    if config.plot_loss:
-        draw_curve(output)
     print(f"adapter written: {output}", flush=True)
+    if config.plot_loss:
+        try:
+            draw_curve(output)
+        except OSError as error:
+            raise TrainingError(f"{output}: loss.png: {error.strerror or error}", "output_dir") from error
     return Outcome({config.adapter_name: output}, False, result.training_loss)
 
 

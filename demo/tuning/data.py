@@ -47,12 +47,12 @@ def pairs(count: int, seed: int = 0) -> Iterator[Row]:
     """Preferences: the last part of the base's own answer to the whole of it, "Yellow." to "A banana is yellow." """
     rng = random.Random(f"tuning-short-{seed}")
     for _ in range(count):
-        drawn = example(rng.choice(MEASURED[:2]), rng)
+        drawn = example("colours", rng)
         yield {"prompt": vary(drawn.question, rng), "chosen": shortened(drawn.answer), "rejected": drawn.answer}
 
 
 def shortened(answer: str) -> str:
-    """ "2 + 3 = 5." -> "5.", "A banana is yellow." -> "Yellow." """
+    """ "A banana is yellow." -> "Yellow." """
     last = answer.rsplit(" ", 1)[-1]
     return last[:1].upper() + last[1:]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from demo.evaluate import failures, measure, said, table
 from demo.texts.world import example
-from demo.tuning.data import COUNTS, write
+from demo.tuning.data import COUNTS, shortened, write
 from demo.tuning.server import ADMIN_KEY, BASE, Server, serving
 
 HERE = Path(__file__).resolve().parent
@@ -37,12 +37,14 @@ def train(name: str, server: Server) -> float:
     return time.monotonic() - began
 
 
-def lengths(server: Server, count: int) -> tuple[float, float]:
-    """Characters of an answer on held-out sums and colours, mean: of the base, of `short`."""
+def shortening(server: Server, count: int) -> tuple[float, float, float]:
+    """On held-out colours: mean characters of the base's answers, of `short`'s, and the share of `short`'s that are
+    right."""
     rng = random.Random("short")
-    asked = [said(example(kind, rng, True).question) for kind in ("arithmetic", "colours") for _ in range(count)]
-    base, short = (sum(map(len, server.ask(model, asked))) / len(asked) for model in (BASE, "short"))
-    return base, short
+    drawn = [example("colours", rng, True) for _ in range(count)]
+    base, short = (server.ask(model, [said(each.question) for each in drawn]) for model in (BASE, "short"))
+    right = sum(got.strip() == shortened(each.answer) for got, each in zip(short, drawn, strict=True))
+    return sum(map(len, base)) / count, sum(map(len, short)) / count, right / count
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,12 +59,15 @@ def main(argv: list[str] | None = None) -> int:
         parts.append(f"## After, in one batch\n\n{server.table(models, PROMPTS)}")
         styles = {"plain": BASE, "pirate": "pirate", "json": "json"}
         results = {style: measure(partial(server.ask, model), style, args.questions) for style, model in styles.items()}
-        base, short = lengths(server, args.questions)
+        base, short, right = shortening(server, args.questions)
     missed = failures(results)
     if short > SHORTER_AT_MOST * base:
         missed.append(f"short: {short:.1f} characters an answer, the base {base:.1f}")
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took.items())
-    parts += [table(results), f"Characters of an answer: base {base:.1f}, short {short:.1f}.", f"Training: {times}."]
+    effect = (
+        f"Characters of an answer about colours: base {base:.1f}, short {short:.1f}, of which {right:.0%} are right."
+    )
+    parts += [table(results), effect, f"Training: {times}."]
     text = "\n\n".join(parts) + "\n"
     (OUT / "transcript.md").write_text(text)
     print(text)
