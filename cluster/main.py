@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from cluster.app import ClusterConfig, build
 
+_PROXY_START_S = "300"
 _EXAMPLE = """\
 CONFIG.yaml:
   replicas: 3
@@ -39,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ClusterConfig.read(args.config)
     except (OSError, ValueError, TypeError) as error:
         parser.error(f"{args.config}: {error}")
+    if args.local:  # Serve kills a proxy that takes longer to start; a cluster that runs has its own settings
+        for name in ("READY_CHECK", "HEALTH_CHECK"):
+            os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", _PROXY_START_S)
     try:
         import ray
         from ray import serve

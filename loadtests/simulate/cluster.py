@@ -10,8 +10,10 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from cluster.policy import Affinity, Policy
+from loadtests.report.svg import Line, plot
 from loadtests.simulate.cost import MEASURED, StepCost, fitted
 from loadtests.simulate.report import Limits, summary
 from loadtests.simulate.run import Outcome, Simulation
@@ -69,27 +71,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--adapters", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=16.0, help="requests a second over all replicas")
+    parser.add_argument("--rate", default="16", help="requests a second over all replicas; several with commas")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--slack", type=int, default=8, help="of the policy (docs/scale-out.md)")
     parser.add_argument("--load-ms", type=float, default=50.0)
     parser.add_argument("--policy", choices=POLICIES, action="append", help="default: all")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write TTFT P50 against the rate, as SVG")
     args = parser.parse_args(argv)
-    if min(args.replicas, args.adapters, args.slots, args.slack) < 1 or min(args.rate, args.seconds) <= 0:
+    try:
+        rates = [float(rate) for rate in args.rate.split(",")]
+    except ValueError:
+        parser.error(f"--rate {args.rate}: write numbers with commas between")
+    if min(args.replicas, args.adapters, args.slots, args.slack) < 1 or min(*rates, args.seconds) <= 0:
         parser.error("--replicas, --adapters, --slots, --slack, --rate and --seconds must be above 0")
     config = SchedulerConfig(
         num_blocks=4096, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=65536, max_queue=4096,
         num_adapter_slots=args.slots, eos_token_ids=(),
     )  # fmt: skip
-    trace = adapters(args.seed, args.seconds, args.rate, args.adapters)
-    for policy in args.policy or POLICIES:
-        route = router(policy, args.slots, args.slack, args.seed)
-        outcome = run(trace, args.replicas, config, fitted(MEASURED), args.load_ms / 1000, route)
-        found = summary(outcome, Limits())
-        shown = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "goodput_s", "tokens_s", "slot_hits", "refused")
-        print(json.dumps({"policy": policy, **{key: found[key] for key in shown}}), flush=True)
+    points: dict[str, list[tuple[float, float]]] = {policy: [] for policy in args.policy or POLICIES}
+    for rate in rates:
+        trace = adapters(args.seed, args.seconds, rate, args.adapters)
+        for policy, own in points.items():
+            route = router(policy, args.slots, args.slack, args.seed)
+            outcome = run(trace, args.replicas, config, fitted(MEASURED), args.load_ms / 1000, route)
+            found = summary(outcome, Limits())
+            shown = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "goodput_s", "tokens_s", "slot_hits", "refused")
+            print(json.dumps({"rate": rate, "policy": policy, **{key: found[key] for key in shown}}), flush=True)
+            own.append((rate, found["ttft_p50_ms"] / 1000))
+    if args.plot:
+        title = f"{args.replicas} replicas, {args.adapters} adapters (simulated)"
+        lines = [Line(policy, own) for policy, own in points.items()]
+        drawn = plot(lines, title=title, x="requests a second", y="TTFT P50, s")
+        args.plot.write_text(drawn, encoding="utf-8")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -38,8 +39,12 @@ def test_affinity_keeps_adapters_in_their_slots() -> None:
     assert hits["affinity"] > 1.4 * max(hits["least"], hits["random"]), hits
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--replicas", "2", "--adapters", "4", "--seconds", "2", "--rate", "2", "--policy", "affinity"]) == 0
-    assert json.loads(capsys.readouterr().out)["policy"] == "affinity"
-    with pytest.raises(SystemExit):
-        main(["--replicas", "0"])
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--replicas", "2", "--adapters", "4", "--seconds", "2", "--policy", "affinity")
+    assert main([*small, "--rate", "2,3", "--plot", str(tmp_path / "x.svg")]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["policy"], line["rate"]) for line in lines] == [("affinity", 2), ("affinity", 3)]
+    assert (tmp_path / "x.svg").read_text().count("<circle") == 2
+    for wrong in (["--replicas", "0"], ["--rate", "x"], ["--rate", "1,0"]):
+        with pytest.raises(SystemExit):
+            main(wrong)
