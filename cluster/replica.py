@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -86,3 +87,5 @@ class Engine:
                 process.wait(_END_S)
             if process.poll() is None:
                 process.kill()
+        if (folder := getattr(self, "_folder", None)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
