@@ -24,6 +24,7 @@ from api.http.dialects import responses as responses_form
 from api.http.dialects.blocks import Blocks, Change, Kind
 from api.http.dialects.responses import ResponsesFront
 from api.http.fields.parsing import parse
+from api.text.calls.definitions import MAX_TOOLS
 from api.text.deltas import Reasoning, Text, ToolArguments, ToolStart
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import Running, serving
@@ -90,6 +91,27 @@ def test_mistakes_have_anthropics_form(claude: anthropic.Anthropic) -> None:
         claude.messages.stream(model="fail", max_tokens=9, messages=USER) as stream,
     ):
         stream.get_final_message()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions", "/api/chat"])
+def test_many_tools(server: Running, path: str) -> None:
+    """As many as the table says, in every form: clients bring those of all their plug-ins."""
+
+    def answer(count: int) -> httpx.Response:
+        wanted = {"name": "f", "description": "d"}
+        schema = {"type": "object", "properties": {}}
+        kinds = {
+            "/v1/messages": wanted | {"input_schema": schema},
+            "/v1/responses": wanted | {"type": "function", "parameters": schema},
+        }
+        tool = kinds.get(path, {"type": "function", "function": wanted | {"parameters": schema}})
+        tools = [json.loads(json.dumps(tool).replace('"f"', f'"f{i}"')) for i in range(count)]
+        asked = {"input": "x"} if path == "/v1/responses" else {"messages": USER, "max_tokens": 4}
+        return server.http.post(path, json={"model": "tiny", "stream": False, "tools": tools} | asked)
+
+    assert "maximum context length" in answer(MAX_TOOLS).text  # the tiny model's; the tools themselves are taken
+    refused = answer(MAX_TOOLS + 1)
+    assert refused.status_code == 400 and "tools" in refused.text and str(MAX_TOOLS) in refused.text
 
 
 def test_calls_and_results_become_messages() -> None:

@@ -8,11 +8,10 @@ from pydantic import Field, model_validator
 
 from api.http.bodies.generation import SamplingFields
 from api.http.bodies.structured import Schema, StructuredOutputs
-from api.http.bodies.tools import Effort
+from api.http.bodies.tools import Definitions, Effort
 from api.http.bodies.values import (
     INT32,
     INT64,
-    MAX_TOOLS,
     MIN_TOP_P,
     Alternatives,
     Body,
@@ -72,7 +71,7 @@ class MessagesRequest(Body):
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
-    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
+    tools: Definitions = Field(default=[])
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -105,7 +104,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: PositiveCount | None = None
     top_logprobs: Alternatives | None = None
     include: list[str] = Field(default=[], max_length=16)
-    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
+    tools: Definitions = Field(default=[])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
@@ -142,7 +141,7 @@ class _OllamaRequest(Body):
 
 class OllamaChatRequest(_OllamaRequest):
     messages: Messages
-    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)
+    tools: Definitions = Field(default=[])
 
 
 class OllamaGenerateRequest(_OllamaRequest):

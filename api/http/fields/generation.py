@@ -133,7 +133,7 @@ CHAT = (
     ),
     alias("n_probs", "top_logprobs"),
     no_op("verbosity", "no template has such a control"),
-    supported("tools", "functions that the answer may call; at most 128"),
+    supported("tools", "functions that the answer may call"),
     supported(
         "tool_choice", "`auto`, `none`, `required`, or one function by its name; `none`: they are not in the prompt"
     ),

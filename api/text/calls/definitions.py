@@ -10,7 +10,7 @@ from typing import Any
 
 from api.errors import ApiError, bad_request, shortened
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 _MAX_VALUES = 16_384  # in all definitions of a request
 _MAX_DEPTH = 64
