@@ -94,7 +94,7 @@ class _Lane:
     async def run(self, job: Job, raw: bytes) -> Prepared:
         limit_s = self._pool.settings.cpu_limit_s
         async with self._lock:
-            if self._reader is None or self._reader.at_eof():
+            if self._reader is None or self._writer is None or self._reader.at_eof() or self._writer.is_closing():
                 await self._open()
             finished = False
             try:
@@ -121,15 +121,16 @@ class _Lane:
         try:
             (self._pid,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         except (asyncio.IncompleteReadError, ConnectionError):
+            self.drop()
             raise EngineError("the process that prepares prompts ended") from None
 
     async def _exchange(self, job: Job, raw: bytes) -> Prepared | Declined:
         assert self._reader is not None and self._writer is not None  # run opened them
         head = encode(job)
-        self._writer.write(LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw)))
+        self._write(LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw)))
         view = memoryview(raw)
         for start in range(0, len(raw), _CHUNK):
-            self._writer.write(view[start : start + _CHUNK])
+            self._write(view[start : start + _CHUNK])
             await self._writer.drain()
         answer = decode_answer(await self._reader.readexactly(await self._length()))
         left, pieces = await self._length(), []
@@ -139,6 +140,12 @@ class _Lane:
             pieces.append(piece)
             left -= len(piece)
         return msgspec.structs.replace(answer, answer=pieces) if isinstance(answer, Prepared) else answer
+
+    def _write(self, data: bytes | memoryview) -> None:
+        assert self._writer is not None  # run opened it
+        if self._writer.is_closing():  # uvloop's writer would raise RuntimeError
+            raise ConnectionResetError
+        self._writer.write(data)
 
     async def _length(self) -> int:
         assert self._reader is not None  # run opened it

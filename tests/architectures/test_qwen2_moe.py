@@ -77,7 +77,8 @@ def test_both_spellings_are_one_config() -> None:
 def test_absent_fields_are_transformers_defaults() -> None:
     config, theirs = config_from_hf({"model_type": "qwen2_moe"}), Qwen2MoeConfig()
     derived = {"head_dim", "rope_theta", "rope_scaling", "mlp_only_layers", "eos_token_ids", "architecture", "dtype"}
-    for name in {field.name for field in dataclasses.fields(ModelConfig)} - derived - {"qk_norm", "attention_bias"}:
+    ours = {"qk_norm", "attention_bias", "quantisation"}
+    for name in {field.name for field in dataclasses.fields(ModelConfig)} - derived - ours:
         assert getattr(config, name) == getattr(theirs, name), name
     assert config.attention_bias == theirs.qkv_bias and config.rope_theta == theirs.rope_parameters["rope_theta"]
 

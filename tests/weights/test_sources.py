@@ -188,7 +188,7 @@ def test_any_part_opens_the_whole(tmp_path: Path) -> None:
 def test_a_path_that_leads_nowhere_is_named(model: str) -> None:
     with pytest.raises(UserError) as caught:
         open_model(model)
-    assert repr(model) in str(caught.value) and caught.value.field == "model"
+    assert repr(model[:200]) in str(caught.value) and caught.value.field == "model"
 
 
 def test_missing_gguf_is_named(tmp_path: Path) -> None:
