@@ -236,10 +236,11 @@ class Runner:
             tenant = self._tenant_named(batch.tenant)
             if tenant is None:
                 return False, failure("tenant_not_found", "the server has no key of this tenant any more")
-            restarts = self._client.restarts
             async with self._suspects if deaths >= _SUSPICIOUS else contextlib.nullcontext():
+                await self._engine_serves()  # the suspect before may have ended it
+                restarts = self._client.restarts
                 response = await call(self._app, batch.endpoint, bytes(line.body), tenant.for_batches())
-            died = self._client.restarts != restarts or self._client.state != "ready"
+                died = self._client.restarts != restarts or self._client.state != "ready"
             deaths += died
             faults += response.status >= 500 and response.status != 503 and not died
             if deaths >= _GIVEN_UP:

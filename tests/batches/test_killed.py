@@ -40,7 +40,7 @@ def test_a_server_killed_again_and_again_answers_each_line_once(model_dir: Path,
             if batch_id is None:
                 batch_id = start(client, jsonl(*lines))
             counts = client.batches.retrieve(batch_id).request_counts
-            goal = min(count, counts.completed + counts.failed + rng.randint(0, 40))
+            goal = min(count, counts.completed + counts.failed + rng.randint(0, 80))
 
             def far_enough(client=client, goal=goal, batch_id=batch_id) -> bool:
                 batch = client.batches.retrieve(batch_id)

@@ -56,7 +56,7 @@ def requests(draw) -> list[tuple[list[int], dict]]:
 
 
 @BACKENDS
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), shape=st.integers(0, 2), k=st.integers(1, 8), budget=st.sampled_from([8, 64]))
 def test_tokens_are_those_of_one_token_a_step(families, backend, data, shape, k, budget):
     asked = requests(data.draw)

@@ -13,8 +13,7 @@ from rules import RulesError, place
 from tests.rules.models import OPERATORS, modules, parse_rule_set
 
 MODULES = modules(2, [0, 1])
-settings.register_profile("rules", max_examples=150, derandomize=True, deadline=None)
-settings.load_profile("rules")
+MANY = settings(max_examples=150)
 
 
 def read(data: bytes) -> None:
@@ -75,11 +74,13 @@ def test_hostile_bytes(data: bytes) -> None:
         parse_rule_set(data, "x.yaml")
 
 
+@MANY
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     read(data)
 
 
+@MANY
 @given(st.text(alphabet="-:[]{}&*!|>'\"%@`#,? \n\tabnmclsreptkwg01.~", max_size=120))
 @example("? - a\n: b")
 @example("- !!bool x")
@@ -105,11 +106,13 @@ TREES = st.recursive(
 )
 
 
+@MANY
 @given(TREES)
 def test_any_tree(tree: Any) -> None:
     read(yaml.safe_dump(tree, allow_unicode=True).encode())
 
 
+@MANY
 @given(
     operator=st.sampled_from(sorted(OPERATORS)),
     match=st.fixed_dictionaries({}, optional={"name": VALUES, "class": VALUES}),
@@ -124,6 +127,7 @@ def test_any_rule_near_the_schema(operator: str, match: Any, kwargs: Any, recurs
     read(yaml.safe_dump([rule], allow_unicode=True).encode())
 
 
+@MANY
 @given(data=st.data())
 def test_a_good_rule_reads_back(data: st.DataObject) -> None:
     """The strategy above reaches accepted rules too: kwargs drawn from what the operator reads."""
