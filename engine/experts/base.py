@@ -1,8 +1,8 @@
 """The contract between the model and whatever computes the routed experts.
 
 One `ExpertBuffers` per buffer set is shared by all layers; one `ExpertTask` per (layer, buffer set) is bound once
-and then replayed. The number of rows is read from `bsz` when the task runs, so a captured graph or a replayed task
-serves any batch up to the buffers' size and padding rows cost nothing.
+and then replayed. The number of rows is read from `bsz` when the task runs, so a replayed task serves any batch up to
+the buffers' size, a captured graph any up to the rows that it was launched for, and padding rows cost nothing.
 
     model:   fill hidden, ids, weights, slots, bsz  ->  post(task)  ...other work...  wait(task)  ->  read out
 """
@@ -33,6 +33,7 @@ class ExpertBuffers:
     slots: torch.Tensor  # int32 [M]: adapter slot of the row, 0 = base
     hidden: torch.Tensor  # model dtype [M, H]
     out: torch.Tensor  # model dtype [M, H]: the weighted sum over the row's experts; rows >= bsz are not written
+    rows: int | None = None  # what is launched next is for so many rows: bsz is not more; None: for M
 
     @classmethod
     def allocate(
@@ -66,6 +67,11 @@ class ExpertBuffers:
     @property
     def max_rows(self) -> int:
         return self.hidden.shape[0]
+
+    @property
+    def launch_rows(self) -> int:
+        """What launches are sized by: a graph's rows, or a step's, and not what the buffers could hold."""
+        return self.max_rows if self.rows is None else self.rows
 
 
 @dataclass(frozen=True)

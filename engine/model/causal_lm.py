@@ -102,6 +102,7 @@ class CausalLM:
         count = torch.full((1,), rows, dtype=torch.int32, device=self.device) if bsz is None else bsz
         slots = torch.zeros(rows, dtype=torch.int32, device=self.device) if lora is None else lora.slots
         for b in self.expert_buffers:
+            b.rows = rows
             # in stream order: the step before may still be reading them
             b.bsz.copy_(count, non_blocking=True)
             b.slots[:rows].copy_(slots, non_blocking=True)

@@ -71,6 +71,20 @@ def test_mixed_adapters(family, backend, overlap):
             family.expect(name, prompt, tokens)
 
 
+def test_launches_are_sized_by_the_step(family):
+    """Not by the token budget: the rows of a prefill chunk, then those of the smallest padded size."""
+    engine = family.engine(cuda_graphs="padded", max_num_batched_tokens=64, max_num_seqs=6)
+    (buffers,) = engine.core.runner.model.expert_buffers
+    assert buffers.max_rows == buffers.launch_rows == 64
+    engine.submit(prompts(1, [20])[0], max_tokens=3)
+    engine.core.step()
+    assert buffers.launch_rows == 20
+    engine.until(lambda: buffers.launch_rows != 20)
+    assert buffers.launch_rows == 1
+    engine.run()
+    engine.close()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_sampling_penalties_and_logprobs(family, overlap):
     ways = [

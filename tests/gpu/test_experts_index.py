@@ -24,7 +24,9 @@ def batch(rows: int, k: int, experts: int, seed: int, skew: bool = False) -> tup
     return ids, slots, place
 
 
-def check(index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor) -> None:
+def check(
+    index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
+) -> None:
     rows, k = ids.shape
     experts = place.shape[1]
     wanted = sorted(
@@ -36,8 +38,8 @@ def check(index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place:
     assert index.order[: len(wanted)].tolist() == [choice for _, _, choice in wanted]
     starts = [sum(e < expert for e, _, _ in wanted) for expert in range(experts + 1)]
     assert index.start.tolist() == starts
-    blocks = [(e, first) for e in range(experts) for first in range(starts[e], starts[e + 1], index.block_rows)]
-    assert int(index.num_blocks) == len(blocks) <= most_blocks(rows * k, experts, index.block_rows)
+    blocks = [(e, first) for e in range(experts) for first in range(starts[e], starts[e + 1], block_rows)]
+    assert int(index.num_blocks) == len(blocks) <= most_blocks(rows * k, experts, block_rows)
     made = list(zip(index.block_expert.tolist(), index.block_first.tolist(), strict=True))
     assert made[: len(blocks)] == blocks
 
@@ -50,24 +52,25 @@ def check(index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place:
 def test_plain_form(rows: int, experts: int, step: int, seed: int, skew: bool, data: st.DataObject) -> None:
     ids, slots, place = batch(rows, min(3, experts), experts, seed, skew)
     bsz = data.draw(st.integers(0, rows))
-    index = Index.allocate(rows, ids.shape[1], experts, step, CPU)
-    build(index, torch.tensor([bsz], dtype=torch.int32), ids, slots, place)
-    check(index, bsz, ids, slots, place)
+    index = Index.allocate(20, ids.shape[1], experts, 1, CPU)  # larger than the batch, as an engine's is
+    build(index, torch.tensor([bsz], dtype=torch.int32), ids, slots, place, step)
+    check(index, bsz, ids, slots, place, step)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows,k,experts,step", [(1, 8, 128, 16), (5, 2, 3, 2), (32, 8, 128, 16), (60, 3, 11, 16)])
+@pytest.mark.parametrize(
+    "rows,k,experts,step", [(1, 8, 128, 16), (5, 2, 3, 2), (32, 8, 128, 16), (60, 3, 11, 16), (200, 8, 16, 64)]
+)
 def test_kernel(rows: int, k: int, experts: int, step: int, kernel_device: torch.device) -> None:
-    from engine.experts.gpu import index_kernel as kernels
+    """In one chunk and in several; `bsz` may say more rows than there are in a part of a batch."""
+    from engine.experts.gpu.index_kernel import launch
 
-    for seed, bsz in [(0, rows), (1, rows // 2), (2, 0)]:
+    for seed, bsz in [(0, rows), (1, rows // 2), (2, 0), (3, rows + 7)]:
         ids, slots, place = batch(rows, k, experts, seed, skew=seed == 1)
-        index = Index.allocate(rows, k, experts, step, kernel_device)
-        n = ids.numel()
-        kernels.index_kernel[(1 + -(-n // kernels.RANKED),)](
+        index = Index.allocate(rows + 3, k, experts, 1, kernel_device)
+        launch(
+            index,
             *(t.to(kernel_device) for t in (torch.tensor([bsz], dtype=torch.int32), ids, slots, place)),
-            index.order, index.start, index.block_expert, index.block_first, index.num_blocks,
-            N=n, K=k, E=experts, EP=1 << (experts - 1).bit_length(), B=index.block_expert.numel(), STEP=step,
-            CHUNK=64, RANK=kernels.RANKED, num_warps=4,
-        )  # fmt: skip
-        check(index, bsz, ids, slots, place)
+            step,
+        )
+        check(index, min(bsz, rows), ids, slots, place, step)

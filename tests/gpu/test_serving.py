@@ -132,7 +132,7 @@ def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch, cou
 
     def run(self: GpuCompute, b: ExpertBuffers, *tables: Any, **options: Any) -> None:
         original(self, b, *tables, **options)
-        seen.append((self.weight_passes(b.max_rows), len(b.ids[: int(b.bsz)].unique())))
+        seen.append((self.weight_passes(), len(b.ids[: int(b.bsz)].unique())))
 
     monkeypatch.setattr(GpuCompute, "run", run)
     engine = family.engine(**GPU, expert_backend="gpu", cuda_graphs="off", max_num_batched_tokens=16)
@@ -142,6 +142,23 @@ def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch, cou
     engine.close()
     assert len(seen) > 8
     assert all(passes == distinct for passes, distinct in seen)
+
+
+@pytest.mark.parametrize("experts", ["gpu", "hybrid"])
+def test_a_graph_launches_for_its_own_rows(family, monkeypatch, experts):
+    """Whatever the token budget, which the buffers are made for."""
+    seen: set[int] = set()
+    original = GpuCompute.run
+
+    def run(self: GpuCompute, b: ExpertBuffers, *tables: Any, **options: Any) -> None:
+        assert b.max_rows == 512
+        seen.add(b.launch_rows)
+        original(self, b, *tables, **options)
+
+    monkeypatch.setattr(GpuCompute, "run", run)
+    engine = family.engine(**GPU | {"expert_backend": experts}, max_num_batched_tokens=512, max_num_seqs=6)
+    engine.close()
+    assert seen == {1, 2, 4, 6}
 
 
 @pytest.mark.parametrize("experts", ["native", "gpu", "hybrid"])

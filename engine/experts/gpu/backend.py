@@ -91,7 +91,6 @@ class GpuExperts(ExpertBackend):
         if buffers.hidden.dtype != self._dtype or buffers.hidden.device.type != self._device.type:
             got = f"{buffers.hidden.dtype} on {buffers.hidden.device}"
             raise ExpertBackendError(f"hidden is {got}; the gpu experts take {self._dtype} on {self._device}")
-        self._compute.prepare(buffers.max_rows)
         return ExpertTask(layer, buffers, None)
 
     def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:

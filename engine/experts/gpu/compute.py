@@ -9,11 +9,12 @@ import torch
 
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
-from engine.experts.gpu.index import Index, build
+from engine.experts.gpu.index import Index, most_blocks
 from engine.experts.gpu.layout import Sizes
 from engine.lora.ranks import RANK_STEP, padded_rank
 
 CHUNK_ROWS = 4096  # rows computed at a time: bounds the scratch memory
+LEAST_BLOCK_ROWS = 16  # of all tiles
 _F32 = 4
 
 
@@ -51,12 +52,6 @@ class _Tiles:
     stages: int
 
 
-@dataclass(frozen=True)
-class _Scratch:
-    index: Index
-    tiles: _Tiles
-
-
 class GpuCompute:
     """`max_rank` bounds the adapters, `max_rows` the batches. One stream at a time uses an object.
 
@@ -78,7 +73,7 @@ class GpuCompute:
         self._h = torch.empty(n, sizes.inner, dtype=dtype, device=device)
         self._t = torch.empty(n, 2 * self.max_rank, dtype=dtype, device=device)
         self._y = torch.empty(n, sizes.hidden, dtype=torch.float32, device=device)
-        self._scratch: dict[int, _Scratch] = {}  # by rows
+        self._index = Index.allocate(self.rows, sizes.top_k, sizes.experts, LEAST_BLOCK_ROWS, device)
 
     @property
     def num_bytes(self) -> int:
@@ -90,27 +85,19 @@ class GpuCompute:
         narrow = sizes.inner + 2 * padded_rank(max(max_rank, 1))
         return min(max_rows, CHUNK_ROWS) * sizes.top_k * (narrow * element_bytes + sizes.hidden * _F32)
 
-    @torch.inference_mode(False)  # memory that is written to in and out of that mode
-    def prepare(self, rows: int) -> None:
-        """Make the tables for batches of `rows` rows; `run` finds them there when a graph is captured."""
-        rows = min(rows, self.rows)
-        if rows not in self._scratch:
-            s, tiles = self.sizes, self._tiles(rows)
-            index = Index.allocate(rows, s.top_k, s.experts, tiles.bm, self.device)
-            self._scratch[rows] = _Scratch(index, tiles)
-
-    def weight_passes(self, rows: int) -> int:
-        """How often the last batch bound for `rows` rows (its last chunk) goes through the weights of an expert: once
-        for each block of an expert's rows, whatever adapters they have. Waits for the device."""
-        return int(self._scratch[min(rows, self.rows)].index.num_blocks)
+    def weight_passes(self) -> int:
+        """How often the last batch (its last chunk) goes through the weights of an expert: once for each block of an
+        expert's rows, whatever adapters they have. Waits for the device."""
+        return int(self._index.num_blocks)
 
     def run(
         self, b: ExpertBuffers, layer: LayerTables, slots: SlotTables, number: int, out: torch.Tensor, lora: bool
     ) -> None:
         """out [M, H] = the rows' experts that `layer.place` holds. `number`: the layer's row in the slot tables.
         `lora`: whether any row may have an adapter."""
-        for first in range(0, b.max_rows, self.rows):
-            last = min(first + self.rows, b.max_rows)
+        rows = b.launch_rows
+        for first in range(0, rows, self.rows):
+            last = min(first + self.rows, rows)
             bsz = b.bsz if first == 0 else (b.bsz - first).clamp(min=0)
             part = ExpertBuffers(
                 bsz,
@@ -125,12 +112,10 @@ class GpuCompute:
     def _run(self, b: ExpertBuffers, layer: LayerTables, slots: SlotTables, number: int, lora: bool) -> None:
         from engine.experts.gpu import kernels
 
-        self.prepare(b.max_rows)
-        scratch, s = self._scratch[b.max_rows], self.sizes
-        tiles, index = scratch.tiles, scratch.index
-        self._index(index, b, layer.place)
+        s, tiles, index = self.sizes, self._tiles(b.max_rows), self._index
+        index.fill(b.bsz, b.ids, b.slots, layer.place, tiles.bm)
         tables = (index.order, index.start, index.block_expert, index.block_first, index.num_blocks)
-        blocks = index.block_expert.numel()
+        blocks = most_blocks(b.ids.numel(), s.experts, tiles.bm)
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
         common |= {"T": 2 * self.max_rank, "BM": tiles.bm}
         wide: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -170,20 +155,6 @@ class GpuCompute:
             num_warps=4,
         )
 
-    def _index(self, index: Index, b: ExpertBuffers, place: torch.Tensor) -> None:
-        from engine.experts.gpu import index_kernel as kernels
-
-        n, experts = b.ids.numel(), self.sizes.experts
-        if n > kernels.MOST_CHOICES:
-            build(index, b.bsz, b.ids, b.slots, place)
-            return
-        kernels.index_kernel[(1 + -(-n // kernels.RANKED),)](
-            b.bsz, b.ids, b.slots, place,
-            index.order, index.start, index.block_expert, index.block_first, index.num_blocks,
-            N=n, K=self.sizes.top_k, E=experts, EP=1 << (experts - 1).bit_length() if experts > 1 else 2,
-            B=index.block_expert.numel(), STEP=index.block_rows, CHUNK=64, RANK=kernels.RANKED, num_warps=4,
-        )  # fmt: skip
-
     def _tiles(self, rows: int) -> _Tiles:
         s = self.sizes
 
@@ -195,7 +166,7 @@ class GpuCompute:
         each = rows * s.top_k / s.experts
         if each <= 16:
             return _Tiles(
-                16, divisor(s.inner, 32), divisor(s.hidden, 32), divisor(s.hidden, bk), divisor(s.inner, bk), 4, 3
+                LEAST_BLOCK_ROWS, divisor(s.inner, 32), divisor(s.hidden, 32), divisor(s.hidden, bk), divisor(s.inner, bk), 4, 3
             )
         bm, bn = (64, 64) if each <= 96 or float32 else (128, 64)
         bk = 32 if float32 else 64

@@ -8,7 +8,7 @@ cut into blocks of rows of one expert.
 A choice is computed if its row counts (row < bsz), its id is not -1 and place [slots, E] gives its expert a frame for
 the row's slot (an expert may be here without every adapter's part of it). All of it
 is made on the device from what bsz says there, so that a graph can hold it. `build` is the plain form, for large
-batches; `index_kernel` makes the same in one launch for small ones.
+batches; `index_kernel` makes the same in one launch, and its work follows bsz.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from dataclasses import dataclass
 
 import torch
 
+MOST_CHOICES = 8192  # above, sorting in several launches is faster than one that visits all choices for each expert
+
 
 @dataclass(frozen=True)
 class Index:
-    """Device memory for batches of up to `rows` rows; int32."""
+    """Device memory for batches of up to `rows` rows in blocks of `block_rows` and more; int32."""
 
     order: torch.Tensor
     start: torch.Tensor
     block_expert: torch.Tensor
     block_first: torch.Tensor
     num_blocks: torch.Tensor
-    block_rows: int
 
     @classmethod
     def allocate(cls, rows: int, top_k: int, experts: int, block_rows: int, device: torch.device) -> Index:
@@ -37,7 +38,18 @@ class Index:
         def empty(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        return cls(empty(choices), empty(experts + 1), empty(blocks), empty(blocks), empty(1), block_rows)
+        return cls(empty(choices), empty(experts + 1), empty(blocks), empty(blocks), empty(1))
+
+    def fill(
+        self, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
+    ) -> None:
+        """For ids [M, k], slots [M], place [slots, E] on a GPU; no host synchronisation."""
+        if ids.numel() > MOST_CHOICES:
+            build(self, bsz, ids, slots, place, block_rows)
+        else:
+            from engine.experts.gpu.index_kernel import launch
+
+            launch(self, bsz, ids, slots, place, block_rows)
 
 
 def most_blocks(choices: int, experts: int, block_rows: int) -> int:
@@ -45,24 +57,26 @@ def most_blocks(choices: int, experts: int, block_rows: int) -> int:
     return min(choices, experts + choices // block_rows)
 
 
-def build(index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor) -> None:
-    """Fill `index` for ids [M, k], slots [M], place [slots, E]; no host synchronisation."""
+def build(
+    index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
+) -> None:
+    """`Index.fill` by torch's own operations, on any device."""
     rows, top_k = ids.shape
-    experts, step = place.shape[1], index.block_rows
+    experts = place.shape[1]
     row = torch.arange(rows, device=ids.device)
     valid = (row < bsz)[:, None] & (ids >= 0) & (place[slots.long()[:, None], ids.clamp(min=0)] >= 0)
     expert = torch.where(valid, ids, experts).flatten()
     key = expert * (1 << 16) + slots.long().repeat_interleave(top_k)
-    index.order.copy_(torch.sort(key, stable=True).indices)
+    index.order[: rows * top_k].copy_(torch.sort(key, stable=True).indices)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, expert, torch.ones_like(expert))
     counts = counts[:experts]
     ends = counts.cumsum(0)
     index.start[1:].copy_(ends)
-    block_ends = ((counts + step - 1) // step).cumsum(0)
+    block_ends = ((counts + block_rows - 1) // block_rows).cumsum(0)
     index.num_blocks.copy_(block_ends[-1:])
-    block = torch.arange(index.block_expert.numel(), device=ids.device)
+    block = torch.arange(most_blocks(rows * top_k, experts, block_rows), device=ids.device)
     of = torch.searchsorted(block_ends, block, right=True).clamp(max=experts - 1)
-    before = block_ends[of] - (counts[of] + step - 1) // step
-    index.block_expert.copy_(of)
-    index.block_first.copy_(ends[of] - counts[of] + (block - before) * step)
+    before = block_ends[of] - (counts[of] + block_rows - 1) // block_rows
+    index.block_expert[: len(block)].copy_(of)
+    index.block_first[: len(block)].copy_(ends[of] - counts[of] + (block - before) * block_rows)

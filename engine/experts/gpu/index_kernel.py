@@ -1,65 +1,83 @@
-"""`gpu_index.build` in one launch: program 0 counts and cuts blocks, each other one ranks some choices against all."""
+"""`engine.experts.gpu.index.build` in one launch that visits the true rows only.
+
+A program of each expert counts the choices of all experts, so that it knows where its own begin, and then puts those
+into order, one adapter slot after another. A batch has few slots, and most experts have rows of one or two of them.
+"""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-RANKED = 64  # choices of a program
-MOST_CHOICES = 4096  # every choice is compared with every other
+from engine.experts.gpu.index import Index
+
+NONE = tl.constexpr(1 << 20)  # above every adapter slot
+_WARPS = 4
+_LEAST_CHUNK, _MOST_CHUNK = 32 * _WARPS, 1024  # choices looked at at a time: one of each thread, or several
 
 
 @triton.jit
-def choice_keys(at, bsz, ids, slots, place, N: tl.constexpr, K: tl.constexpr, E: tl.constexpr):
-    """(expert, or E if it is not computed; expert * 2^16 + slot) of choices `at`."""
+def choices(at, n, ids, slots, place, K: tl.constexpr, E: tl.constexpr):
+    """(expert, or E if it is not computed; adapter slot) of choices `at`, of which there are n."""
     row = at // K
-    inside = (at < N) & (row < bsz)
-    expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
-    inside = inside & (expert >= 0)
+    expert = tl.load(ids + at, mask=at < n, other=-1).to(tl.int32)
+    inside = expert >= 0
     slot = tl.load(slots + row, mask=inside, other=0)
     frame = tl.load(place + slot * E + expert, mask=inside, other=-1)
-    expert = tl.where(frame >= 0, expert, E)
-    return expert, expert * 65536 + slot
+    return tl.where(frame >= 0, expert, E), slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def index_kernel(
-    bsz_at, ids, slots, place, order, start, block_expert, block_first, num_blocks,
-    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr,
-    CHUNK: tl.constexpr, RANK: tl.constexpr,
+    bsz, rows, ids, slots, place, order, start, block_expert, block_first, num_blocks,
+    K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    bsz = tl.load(bsz_at)
-    if pid == 0:
-        experts = tl.arange(0, EP)
-        counts = tl.zeros([EP], tl.int32)
-        for first in range(0, N, CHUNK):
-            expert, _ = choice_keys(first + tl.arange(0, CHUNK), bsz, ids, slots, place, N, K, E)
-            counts += tl.sum((expert[:, None] == experts[None, :]).to(tl.int32), 0)
-        counts = tl.where(experts < E, counts, 0)
-        ends = tl.cumsum(counts, 0)
-        tl.store(start + experts + 1, ends, mask=experts < E)
+    """Grid (E,). EP: a power of two above E. `rows`: of the batch at most, whatever bsz says."""
+    e = tl.program_id(0)
+    n = tl.minimum(tl.load(bsz), rows) * K
+    experts = tl.arange(0, EP)
+    counts = tl.zeros([EP], tl.int32)
+    current = tl.full([], NONE, tl.int32)
+    for first in range(0, n, CHUNK):
+        expert, slot = choices(first + tl.arange(0, CHUNK), n, ids, slots, place, K, E)
+        counts += tl.histogram(expert, EP)
+        current = tl.minimum(current, tl.min(tl.where(expert == e, slot, NONE), 0))
+    blocks = (counts + STEP - 1) // STEP
+    begin = tl.sum(tl.where(experts < e, counts, 0), 0)
+    count = tl.sum(tl.where(experts == e, counts, 0), 0)
+    first_block = tl.sum(tl.where(experts < e, blocks, 0), 0)
+    mine = (count + STEP - 1) // STEP
+    tl.store(start + e + 1, begin + count)
+    if e == 0:
         tl.store(start, 0)
-        blocks = (counts + STEP - 1) // STEP
-        block_ends = tl.cumsum(blocks, 0)
-        tl.store(num_blocks, tl.sum(blocks, 0))
-        for first in range(0, B, CHUNK):
-            block = first + tl.arange(0, CHUNK)
-            before = block_ends[None, :] <= block[:, None]
-            of = tl.sum(before.to(tl.int32), 0 + 1)
-            mine = experts[None, :] == of[:, None]
-            begins = tl.sum(tl.where(mine, (ends - counts)[None, :], 0), 1)
-            skipped = tl.sum(tl.where(mine, (block_ends - blocks)[None, :], 0), 1)
-            tl.store(block_expert + block, of, mask=block < B)
-            tl.store(block_first + block, begins + (block - skipped) * STEP, mask=block < B)
-    else:
-        mine = (pid - 1) * RANK + tl.arange(0, RANK)
-        expert, key = choice_keys(mine, bsz, ids, slots, place, N, K, E)
-        rank = tl.zeros([RANK], tl.int32)
-        for first in range(0, N, CHUNK):
+    if e == E - 1:
+        tl.store(num_blocks, first_block + mine)
+    for block in range(0, mine):
+        tl.store(block_expert + first_block + block, e)
+        tl.store(block_first + first_block + block, begin + block * STEP)
+    to = begin
+    while current < NONE:
+        later = tl.full([], NONE, tl.int32)
+        for first in range(0, n, CHUNK):
             at = first + tl.arange(0, CHUNK)
-            _, other = choice_keys(at, bsz, ids, slots, place, N, K, E)
-            less = (other[None, :] < key[:, None]) | ((other[None, :] == key[:, None]) & (at[None, :] < mine[:, None]))
-            rank += tl.sum((less & (at < N)[None, :]).to(tl.int32), 1)
-        tl.store(order + rank, mine, mask=(mine < N) & (expert < E))
+            expert, slot = choices(at, n, ids, slots, place, K, E)
+            now = (expert == e) & (slot == current)
+            tl.store(order + to + tl.cumsum(now.to(tl.int32), 0) - 1, at, mask=now)
+            to += tl.sum(now.to(tl.int32), 0)
+            later = tl.minimum(later, tl.min(tl.where((expert == e) & (slot > current), slot, NONE), 0))
+        current = later
+
+
+def launch(
+    index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
+) -> None:
+    """`Index.fill`; any number of choices, though many are slow."""
+    rows, top_k = ids.shape
+    experts = place.shape[1]
+    chunk = min(max(triton.next_power_of_2(rows * top_k), _LEAST_CHUNK), _MOST_CHUNK)
+    index_kernel[(experts,)](
+        bsz, rows, ids, slots, place, index.order, index.start, index.block_expert, index.block_first, index.num_blocks,
+        K=top_k, E=experts, EP=triton.next_power_of_2(experts + 1), STEP=block_rows, CHUNK=chunk, num_warps=_WARPS,
+    )  # fmt: skip

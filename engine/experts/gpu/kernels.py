@@ -6,9 +6,9 @@
     down      y = w (down h + Bd t), float32, one row per choice                 grid (blocks, tiles of H)
     combine   out = sum of a row's y in the order of its choices
 
-A block is up to BM choices of one expert (gpu_index.py); within it the adapters are visited one after another, so base
+A block is up to BM choices of one expert (index.py); within it the adapters are visited one after another, so base
 weights are read once for all of them, and a block of base rows does no LoRA work. Blocks that the batch does not
-have end at once. Sums run in one order whatever the other rows are. Layouts: gpu_layout.py.
+have end at once. Sums run in one order whatever the other rows are. Layouts: layout.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"

@@ -113,7 +113,6 @@ class HybridExperts(ExpertBackend):
         task = self._inner.bind(layer, buffers)
         if id(buffers) not in self._extra:
             self._extra[id(buffers)] = torch.zeros(buffers.hidden.shape, dtype=torch.float32, device=self._device)
-            self.parts.compute.prepare(buffers.max_rows)
         return task
 
     def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
