@@ -165,8 +165,9 @@ class GpuCompute:
         bk = 32 if float32 else 128
         each = rows * s.top_k / s.experts
         if each <= 16:
+            bm, bn = LEAST_BLOCK_ROWS, 32
             return _Tiles(
-                LEAST_BLOCK_ROWS, divisor(s.inner, 32), divisor(s.hidden, 32), divisor(s.hidden, bk), divisor(s.inner, bk), 4, 3
+                bm, divisor(s.inner, bn), divisor(s.hidden, bn), divisor(s.hidden, bk), divisor(s.inner, bk), 4, 3
             )
         bm, bn = (64, 64) if each <= 96 or float32 else (128, 64)
         bk = 32 if float32 else 64

@@ -54,7 +54,7 @@ def index_kernel(
         tl.store(start, 0)
     if e == E - 1:
         tl.store(num_blocks, first_block + mine)
-    for block in range(0, mine):
+    for block in range(mine):
         tl.store(block_expert + first_block + block, e)
         tl.store(block_first + first_block + block, begin + block * STEP)
     to = begin
