@@ -24,9 +24,7 @@ def batch(rows: int, k: int, experts: int, seed: int, skew: bool = False) -> tup
     return ids, slots, place
 
 
-def check(
-    index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
-) -> None:
+def check(index: Index, bsz: int, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int) -> None:
     rows, k = ids.shape
     experts = place.shape[1]
     wanted = sorted(
