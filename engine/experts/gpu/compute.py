@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
-from engine.experts.gpu.index import Index, most_blocks
+from engine.experts.gpu.index import MOST_CHOICES, Index, build, most_blocks
 from engine.experts.gpu.layout import Sizes
 from engine.lora.ranks import RANK_STEP, padded_rank
 
@@ -110,10 +110,11 @@ class GpuCompute:
             self._run(part, layer, slots, number, lora)
 
     def _run(self, b: ExpertBuffers, layer: LayerTables, slots: SlotTables, number: int, lora: bool) -> None:
-        from engine.experts.gpu import kernels
+        from engine.experts.gpu import index_kernel, kernels
 
         s, tiles, index = self.sizes, self._tiles(b.max_rows), self._index
-        index.fill(b.bsz, b.ids, b.slots, layer.place, tiles.bm)
+        fill = build if b.ids.numel() > MOST_CHOICES else index_kernel.launch
+        fill(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
         tables = (index.order, index.start, index.block_expert, index.block_first, index.num_blocks)
         blocks = most_blocks(b.ids.numel(), s.experts, tiles.bm)
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}

@@ -40,17 +40,6 @@ class Index:
 
         return cls(empty(choices), empty(experts + 1), empty(blocks), empty(blocks), empty(1))
 
-    def fill(
-        self, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
-    ) -> None:
-        """For ids [M, k], slots [M], place [slots, E] on a GPU; no host synchronisation."""
-        if ids.numel() > MOST_CHOICES:
-            build(self, bsz, ids, slots, place, block_rows)
-        else:
-            from engine.experts.gpu.index_kernel import launch
-
-            launch(self, bsz, ids, slots, place, block_rows)
-
 
 def most_blocks(choices: int, experts: int, block_rows: int) -> int:
     """No batch has more: every expert may end with a block that is not full."""
@@ -60,7 +49,7 @@ def most_blocks(choices: int, experts: int, block_rows: int) -> int:
 def build(
     index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
 ) -> None:
-    """`Index.fill` by torch's own operations, on any device."""
+    """Fill `index` for ids [M, k], slots [M], place [slots, E] by torch's own operations; no host synchronisation."""
     rows, top_k = ids.shape
     experts = place.shape[1]
     row = torch.arange(rows, device=ids.device)

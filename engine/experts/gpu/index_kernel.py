@@ -73,7 +73,7 @@ def index_kernel(
 def launch(
     index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
 ) -> None:
-    """`Index.fill`; any number of choices, though many are slow."""
+    """As `build`; any number of choices, though many are slow."""
     rows, top_k = ids.shape
     experts = place.shape[1]
     chunk = min(max(triton.next_power_of_2(rows * top_k), _LEAST_CHUNK), _MOST_CHUNK)
