@@ -10,6 +10,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.exit_status import exit_status
 from engine.null.settings import is_null
 
 
@@ -33,22 +34,19 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--tolerance", type=float, default=None)
     args = parser.parse_args(argv)
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
-    try:
-        if args.command == "serve":
-            return _serve(config, args.address, args.heartbeat)
-        if args.command == "plan":
-            return _plan(config)
-        if args.command == "check":
-            return _check(config, args.tokens, args.tolerance)
-        if args.command == "convert":
-            return _convert(config, args.path, args.to, args.out)
-        return _inspect(config, args.path)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader has seen enough, `| head` for instance
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return exit_status(lambda: _run(args, config))
+
+
+def _run(args: argparse.Namespace, config: EngineConfig) -> int:
+    if args.command == "serve":
+        return _serve(config, args.address, args.heartbeat)
+    if args.command == "plan":
+        return _plan(config)
+    if args.command == "check":
+        return _check(config, args.tokens, args.tolerance)
+    if args.command == "convert":
+        return _convert(config, args.path, args.to, args.out)
+    return _inspect(config, args.path)
 
 
 def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ktserve.launcher import program
+from loadtests.child import ServerError
 from loadtests.load.limits import Limit
 from loadtests.load.options import Options, parse
 from loadtests.load.recorder import Recorder, wait_until
 from loadtests.load.records import Stage
 from loadtests.load.scenarios import SCENARIOS
-from loadtests.load.server import ServerError, serving
+from loadtests.load.server import serving
 from loadtests.load.traffic import Traffic
 from loadtests.load.watch import Watch
 from loadtests.load.wire import Api, LoadError

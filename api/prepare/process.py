@@ -84,7 +84,7 @@ def _answer(preparer: Preparer, job: Job, raw: bytes) -> Prepared | Declined:
         return Declined(400, str(error), error.field)
     except MemoryError:
         return Declined(400, f"the prompt needs more than {MEMORY_LIMIT_BYTES >> 20} MiB to prepare")
-    except Exception:
+    except Exception:  # a fault of ours ends this job, not the process that the next ones need
         log.exception("preparing a %s request failed", job.kind.value)
         return Declined(500, "internal error", code="internal_error")
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from loadtests.child import ServerError, ended_after, wait_ready
 
 Request = tuple[str, dict[str, Any]]  # path, JSON body
 _START_S = 300.0
@@ -37,40 +35,13 @@ def free_port() -> int:
 @contextmanager
 def child(command: Sequence[str], health: str) -> Iterator[None]:
     """A server that answers at `health`; ended afterwards. StreamError brings the end of what it wrote."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    with tempfile.TemporaryFile() as log, ended_after(command, output=log, patience_s=30) as process:
         try:
-            try:
-                _wait_ready(process, health)
-            except StreamError as error:
-                log.seek(0)
-                raise StreamError(f"{error}: {log.read().decode(errors='replace').strip()[-500:]}") from None
-            yield
-        finally:
-            _stop(process)
-
-
-def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise StreamError(f"the server ended with status {process.returncode}")
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    raise StreamError(f"{url} was not ready after {_START_S:.0f} s")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            wait_ready(process, health, _START_S)
+        except ServerError as error:
+            log.seek(0)
+            raise StreamError(f"{error}: {log.read().decode(errors='replace').strip()[-500:]}") from None
+        yield
 
 
 @contextmanager

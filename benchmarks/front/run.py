@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import psutil
 import yaml
 
 from benchmarks.front.client import Tally, closed_loop, post
+from loadtests.child import ended_after, served_at
 
 _KTSERVE = str(Path(__file__).resolve().parents[2] / "ktserve" / "__main__.py")
 _ROWS = 256
@@ -123,23 +123,9 @@ def serving(case: Case) -> Iterator[tuple[psutil.Process, int]]:
             "api_key": [f"key-{i}=tenant-{i}" for i in range(case.tenants)],
         }  # fmt: skip
         config.write_text(yaml.safe_dump(settings))
-        with log.open("wb") as sink:
-            command = [sys.executable, _KTSERVE, "serve", "--config", str(config)]
-            process = subprocess.Popen(command, stdout=sink, stderr=sink)
-        try:
-            yield psutil.Process(process.pid), _port(process, log)
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _port(process: subprocess.Popen[bytes], log: Path) -> int:
-    while process.poll() is None:
-        for line in log.read_text(errors="replace").splitlines():
-            if line.startswith("at ") and line.endswith("/v1"):
-                return int(line.removesuffix("/v1").rpartition(":")[2])
-        time.sleep(0.1)
-    raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
+        command = [sys.executable, _KTSERVE, "serve", "--config", str(config)]
+        with log.open("wb") as sink, ended_after(command, output=sink) as process:
+            yield psutil.Process(process.pid), served_at(process, log)[1]
 
 
 def _cpu_s(server: psutil.Process) -> dict[str, float]:

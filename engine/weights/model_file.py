@@ -58,7 +58,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class FileBytes:
-    """A run of bytes of a file. A slice reads them: `run[:]`, `run[a:b]`; each time anew, into memory of its own."""
+    """A byte range of a file. A slice reads it: `data[:]`, `data[a:b]`; each time anew, into memory of its own."""
 
     file: ModelFile
     start: int
@@ -72,15 +72,15 @@ class FileBytes:
         """Some of them, not read yet. ValueError for a slice with a step."""
         begin, end, step = wanted.indices(self.nbytes)
         if step != 1:
-            raise ValueError(f"a step of {step}; runs of bytes have none")
+            raise ValueError(f"a step of {step}; byte ranges have none")
         return FileBytes(self.file, self.start + begin, max(end - begin, 0))
 
 
 @dataclass(frozen=True)
 class MadeBytes:
-    """Bytes that are made of several runs of files: `made[:]`, each time anew, and of a slice the whole first."""
+    """Bytes that are made of several byte ranges: `made[:]`, each time anew, and of a slice the whole first."""
 
-    runs: tuple[FileBytes, ...]
+    ranges: tuple[FileBytes, ...]
     nbytes: int
     make: Callable[[], npt.NDArray[np.uint8]]
 

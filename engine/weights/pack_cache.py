@@ -80,11 +80,11 @@ class PackCache:
         for weight in weights:
             digest.update(f"{weight.name} {weight.type} {weight.shape}".encode())
             data = weight.data
-            for run in data.runs if isinstance(data, MadeBytes) else (data,):
-                last = max(0, run.nbytes - SAMPLE_BYTES)
+            for piece in data.ranges if isinstance(data, MadeBytes) else (data,):
+                last = max(0, piece.nbytes - SAMPLE_BYTES)
                 for i in range(SAMPLES):
                     start = last * i // (SAMPLES - 1)
-                    digest.update(run[start : start + SAMPLE_BYTES].tobytes())
+                    digest.update(piece[start : start + SAMPLE_BYTES].tobytes())
         return digest.hexdigest()
 
     def read(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> bool:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from demo.paths import demo_adapters
 from ktserve.launcher import program
+from loadtests.child import ended_after, wait_ready
 from loadtests.load.scenarios import TENANTS
 
 _START_S = 600.0
 _ADMIN = "load-admin"
-
-
-class ServerError(Exception):
-    """The server could not be started."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +51,7 @@ def serving(scenario: str, flags: Sequence[str], adapters: int) -> Iterator[Star
             more += ["--adapters", f"a{number:02}={adapter}"]
         probe.close()
         env = os.environ | ({"KTSERVE_ADMIN_KEY": _ADMIN} if churns else {})
-        process = subprocess.Popen(program("serve", *more, *flags, "--port", str(port)), env=env)
-        try:
+        with ended_after(program("serve", *more, *flags, "--port", str(port)), env=env) as process:
             url = f"http://127.0.0.1:{port}"
-            _wait(process, url)
+            wait_ready(process, f"{url}/health", _START_S)
             yield Started(url, process.pid, keys, _ADMIN if churns else "", adapter if churns else "")
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerError(f"the server ended with status {process.returncode}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):  # 200: it is ready
-            return
-        time.sleep(0.2)
-    raise ServerError(f"the server was not ready after {_START_S:g} s")

@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import gevent
@@ -34,6 +35,7 @@ class Load(User):  # type: ignore[misc]  # locust has no types
     tenant: ClassVar[str] = ""  # whose key is sent
     paced: ClassVar[bool] = True  # False: closed whatever the run's arrivals are
     refusals_expected: ClassVar[bool] = False
+    converse: Callable[[random.Random], None]  # one conversation of a scenario; what is drawn comes from the argument
     _numbers: ClassVar[defaultdict[str, itertools.count[int]]] = defaultdict(itertools.count)
 
     def on_start(self) -> None:
@@ -60,10 +62,6 @@ class Load(User):  # type: ignore[misc]  # locust has no types
             return self.converse(rng)
         gevent.sleep(self.traffic.gap_s(rng, time.time()))
         self._jobs.spawn(self.converse, rng)
-
-    def converse(self, rng: random.Random) -> None:
-        """One conversation, by the scenario. All that is drawn comes from `rng`."""
-        raise NotImplementedError
 
     def room(self, tokens: int) -> float:
         """Words of prompt beside an answer of `tokens`, if the server tells how long its context is."""

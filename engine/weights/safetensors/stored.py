@@ -106,17 +106,17 @@ class _Int4:
                 f"stands for [{self.n}, {self.k}] in groups of {self.group}; read are whole groups of multiples of 32",
             )
         groups = self.k // self.group
-        self._runs = [
+        self._ranges = [
             self.file.data(packed.name),
             self._part("qzeros", (groups, self.n // 8), ("I32",)),
             self._part("scales", (groups, self.n), ("F16", "BF16")),
         ]
         if f"{name}.g_idx" in files:
-            self._runs.append(self._part("g_idx", (self.k,), ("I32",)))
+            self._ranges.append(self._part("g_idx", (self.k,), ("I32",)))
 
     def stored(self) -> Stored:
         kind, shape = int4_type(self.group), (self.n, self.k)
-        return Stored(shape, kind, self.file.path, MadeBytes(tuple(self._runs), _size(kind, shape), self._make))
+        return Stored(shape, kind, self.file.path, MadeBytes(tuple(self._ranges), _size(kind, shape), self._make))
 
     def _make(self) -> npt.NDArray[np.uint8]:
         self._check_order()

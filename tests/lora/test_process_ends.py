@@ -1,0 +1,182 @@
+"""Reads that are cut off, processes that die, files that change: each ends alone, and the next load works."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.errors import AdapterError, EngineError, UserError
+from engine.lora.files.reader import read_adapter
+from engine.lora.reading.process import AdapterReader, Limits
+from testing.waiting import eventually
+from tests.lora import make
+from tests.lora.reading import CONFIG, CONFIG_FILE, MODEL_FILE, WEIGHTS, good, request
+from tests.lora.test_formats import assert_same
+
+
+def job_of(reader: AdapterReader) -> psutil.Process:
+    """What reads now, once it does."""
+    found: list[psutil.Process] = []
+
+    def running() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server = reader._forks._server
+            found[:] = [] if server is None else psutil.Process(server.pid).children(recursive=True)
+        return len(found) == 2  # a keeper and its job
+
+    eventually(running)
+    return found[1]
+
+
+def test_time_is_bounded(reader: AdapterReader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_limits", Limits(wall_s=0.0))
+    with pytest.raises(AdapterError, match="took longer than 0 s"):
+        reader.read(request(folder))
+
+
+def test_close_ends_a_read_and_leaves_nothing(folder: Path) -> None:
+    """No process, of reads that were given up neither, and no descriptor; and none is made later."""
+
+    def give_up(_: object) -> None:
+        raise UserError("no room")
+
+    before, errors = psutil.Process().num_fds(), []
+    reader = AdapterReader(Limits(cpu_s=600))
+    assert_same(reader.read(request(folder)), WEIGHTS)
+    with pytest.raises(UserError, match="no room"):
+        reader.read(request(folder), give_up)
+    assert reader._forks._server is not None
+    server = psutil.Process(reader._forks._server.pid)
+    eventually(lambda: not server.children(recursive=True), "jobs end, keepers are reaped")
+    (folder / CONFIG_FILE).write_text(json.dumps(make.lora_config() | {"rank_pattern": {"(.|.)*(.|.)*(.|.)*!": 3}}))
+
+    def read() -> None:
+        try:
+            reader.read(request(folder))
+        except (AdapterError, EngineError) as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    job = job_of(reader)
+    reader.close()
+    thread.join(30)
+    eventually(lambda: not job.is_running())
+    with pytest.raises(EngineError, match="the engine ends"):
+        reader.read(request(folder))
+    assert errors == ["adapter 'x': the engine ends"] and not server.is_running()
+    assert reader._forks._server is None and psutil.Process().num_fds() == before
+
+
+def test_a_reader_that_is_killed_is_replaced(
+    reader: AdapterReader, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_limits", Limits(cpu_s=600))
+    (folder / CONFIG_FILE).write_text(json.dumps(make.lora_config() | {"rank_pattern": {"(.|.)*(.|.)*(.|.)*!": 3}}))
+    killer = threading.Thread(target=lambda: job_of(reader).kill())
+    killer.start()
+    with pytest.raises(AdapterError, match="was killed"):
+        reader.read(request(folder))
+    killer.join()
+    assert_same(reader.read(request(good(folder.parent / "next"))), WEIGHTS)
+
+
+@pytest.mark.parametrize("which", ["server", "keeper"])
+def test_processes_that_are_killed_beside_a_read_are_no_fault_of_the_folder(
+    reader: AdapterReader, folder: Path, which: str
+) -> None:
+    """It is read again, once."""
+    killed: list[int] = []
+
+    def kill(_: object) -> None:
+        if len(killed) < allowed:
+            job = job_of(reader)
+            keeper = job.parent()
+            assert keeper is not None
+            victim = keeper if which == "keeper" else keeper.parent()
+            assert victim is not None
+            victim.kill()
+            killed.append(job.pid)
+            eventually(lambda: not job.is_running())
+
+    allowed = 1
+    assert_same(reader.read(request(folder), kill), WEIGHTS)
+    assert len(killed) == 1
+    if which == "keeper":  # what it costs is small
+        allowed = 3
+        with pytest.raises(EngineError, match="no process to read it can be started, or stays"):
+            reader.read(request(folder), kill)
+
+
+def test_a_server_that_has_just_died_is_replaced(
+    reader: AdapterReader, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.read(request(folder))
+    server = reader._forks._server
+    assert server is not None
+    psutil.Process(server.pid).kill()
+    eventually(lambda: psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE)
+    monkeypatch.setattr(server, "poll", lambda: None)  # it was alive when it was looked at
+    assert_same(reader.read(request(folder)), WEIGHTS)
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, CONFIG_FILE])
+def test_truncation_while_loading(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
+    """At every read that the reader makes, the file is cut off first."""
+    import engine.weights.regular as regular
+
+    whole, preadv, at = (folder / name).read_bytes(), os.preadv, 0
+    while True:
+        calls = 0
+
+        def cut(fd: int, buffers: list, offset: int, at: int = at) -> int:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                os.truncate(folder / name, len(whole) // 3)
+            return preadv(fd, buffers, offset)
+
+        monkeypatch.setattr(regular.os, "preadv", cut)
+        try:
+            read_adapter(folder, CONFIG, name="x")
+        except AdapterError as error:
+            assert "became shorter" in str(error) or "JSON" in str(error)
+        (folder / name).write_bytes(whole)
+        if calls < at:
+            break
+        at += 1
+    assert at > 3
+
+
+def test_loads_beside_truncation(reader: AdapterReader, folder: Path, tmp_path: Path) -> None:
+    """A file that shrinks and grows all the time: read or refused, and nobody dies of it."""
+    path, whole = folder / MODEL_FILE, (folder / MODEL_FILE).read_bytes()
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            os.truncate(path, len(whole) // 2)
+            path.write_bytes(whole)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    ends = {True: 0, False: 0}
+    try:
+        for _ in range(12):
+            try:
+                reader.read(request(folder))
+                ends[True] += 1
+            except AdapterError as error:
+                assert "killed" not in str(error) and "ended" not in str(error)
+                ends[False] += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert sum(ends.values()) == 12
+    assert_same(reader.read(request(good(tmp_path / "next"))), WEIGHTS)
