@@ -143,12 +143,19 @@ def allowed_words(masks: Sequence[TokenMask], output: Sequence[int], vocab_size:
 
 
 def forbid(logits: torch.Tensor, words: dict[int, Words]) -> None:
-    """Set what is not allowed to -inf, in place: logits float32 [R, V], `words` by row."""
+    """Set what is not allowed to -inf, in place: logits float32 [R, V], `words` by row. NaN stays."""
     if not words:
         return
     device, vocabulary = logits.device, logits.shape[1]
+    stacked = np.stack(list(words.values()))
+    if device.type == "cpu":  # torch's masked_fill is scalar there: 0.7 ms a row of 150,000 tokens
+        allowed = np.unpackbits(stacked.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
+        most = (torch.from_numpy(allowed) - 0.5) * float("inf")
+        for row, limit in zip(words, most, strict=True):
+            torch.minimum(logits[row], limit, out=logits[row])
+        return
     rows = to_device(list(words), torch.int64, device)
-    packed = to_device(np.stack(list(words.values())).view(np.int32), torch.int32, device)
+    packed = to_device(stacked.view(np.int32), torch.int32, device)
     bits = (packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
-    allowed = bits.reshape(len(words), -1)[:, :vocabulary] != 0
-    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+    forbidden = bits.reshape(len(words), -1)[:, :vocabulary] == 0
+    logits[rows] = logits[rows].masked_fill(forbidden, float("-inf"))

@@ -74,7 +74,11 @@ def sample(logits: torch.Tensor, rows: list[SampleRow]) -> Sampled:
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """logits float [R, V] -> int64 [R]: the token of the largest one, NOT_FINITE if that is infinite or no number."""
-    best, tokens = logits.max(dim=-1)
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy's is vectorised: an eighth of the time
+        tokens = torch.from_numpy(logits.numpy().argmax(-1))
+        best = logits.gather(1, tokens[:, None])[:, 0]
+    else:
+        best, tokens = logits.max(dim=-1)
     return torch.where(best.isfinite(), tokens, NOT_FINITE)
 
 
