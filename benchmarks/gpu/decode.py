@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.decode [--layers 48] [--rows 1 8 32 64 128] [--experts native|kt|gpu] [--quantise int8]
                                     [--adapters 16] [--peer OTHER.json] [--out FILE.json]
 
-The engine's own steps (launch, sample, read, one step ahead) over sequences of --context positions; other tokens in
-every step. Of each row count:
+The steps (launch, sample, read, one step ahead) of the engine that `ktserve serve` builds, over sequences of --context
+positions; other tokens in every step. Of each row count:
 
 ms, tok/s   a step as CUDA graph; `plain`: the same launches one by one
 gpu         a step whose experts are left out: what the GPU needs
@@ -23,6 +23,7 @@ import json
 import math
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,21 +33,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.models.random import QWEN3_30B_A3B, RandomSource
-from engine.architectures.registry import config_from_hf
+from benchmarks.gpu.served import Served, served_config
+from benchmarks.models.folder import write_folder
 from engine.attention.base import BLOCK_SIZE
-from engine.build.gpu import gpu_backends
-from engine.build.placement import choose, find_machine
-from engine.build.plan import EnginePlan
-from engine.build.precision import choose_precision
-from engine.config import EngineConfig
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.graphs.padded import PaddedDecode
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
-from engine.memory.plan import MemoryPlan
 from engine.model.config import ModelConfig
 from engine.model.layers import SparseMlp
-from engine.model.load import Loader
 from engine.steps.runner import InFlight, ModelRunner
 from native.topology import make_pool
 from scheduler.plan import StepPlan, StepRow
@@ -77,36 +71,33 @@ class Bench:
     slots: int
     context: int
 
+    def __post_init__(self) -> None:
+        if self.runner.padded is None:
+            raise SystemExit(f"no CUDA graphs were captured: {'; '.join(self.runner.notes)}")
+        self.served = self.runner.padded
+
     @classmethod
     def load(cls, args: argparse.Namespace) -> Bench:
-        config = config_from_hf({**QWEN3_30B_A3B, "num_hidden_layers": args.layers})
-        rows, length = max(args.rows), args.context + AHEAD
-        settings = EngineConfig(
-            model="random",
-            device="cuda",
-            pack_cache="off",
-            max_num_seqs=rows,
-            max_num_batched_tokens=max(rows, 32),
-            max_adapter_slots=args.adapters,
-            max_adapter_rank=RANK,
-            quantise=args.quantise,
-            expert_backend=args.experts,
-            kt_method={"int8": "AMXInt8", "int4": "AMXInt4"}.get(args.quantise or "", "AMXBF16"),
-        )
-        source = RandomSource(config, torch.device("cuda"))
-        placement = choose(settings, config, find_machine(settings, config))
-        blocks = rows * -(-length // BLOCK_SIZE)
-        memory = MemoryPlan([], [], blocks * BLOCK_SIZE, length, 0, [], [])
-        tokens = settings.max_num_batched_tokens
-        plan = EnginePlan(settings, source, placement, choose_precision(settings, placement), memory, tokens)
-        backends = gpu_backends(plan.without_streaming())  # which would keep adapters in host memory twice
-        model = Loader(source, backends, tokens).model(lambda *_: None)
-        for attention in model.attention_backends:
-            for part in (t for pair in attention.cache for t in pair):  # type: ignore[attr-defined]
+        """The engine that `ktserve serve` builds, over a cache of random keys and values."""
+        rows = max(args.rows)
+        flags = ["--device", "cuda", "--pack-cache", "off", "--max-num-seqs", str(rows)]
+        positions = rows * (args.context + AHEAD + BLOCK_SIZE)
+        flags += ["--expert-backend", args.experts, "--kv-cache-tokens", str(positions)]
+        if args.adapters:
+            flags += ["--max-adapter-slots", str(args.adapters), "--max-adapter-rank", str(RANK)]
+        if args.experts == "kt":
+            flags += ["--kt-method", {"int8": "AMXInt8", "int4": "AMXInt4"}.get(args.quantise or "", "AMXBF16")]
+        elif args.quantise:
+            flags += ["--quantise", args.quantise]
+        with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as temporary:
+            model = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
+            core = Served(served_config(model, flags)).core
+        runner = core.runner
+        for attention in runner.model.attention_backends:
+            for part in (t for pair in attention.cache for t in pair):
                 part.normal_()
-        return cls(
-            config, ModelRunner(model, backends.device, 0, max_rows=rows), blocks, rows, args.adapters, args.context
-        )
+        blocks = core.scheduler.config.num_blocks
+        return cls(runner.model.config, runner, blocks, rows, args.adapters, args.context)
 
     def plan(self, rows: int, number: int, adapters: int) -> StepPlan:
         """Step `number` of `rows` sequences; their tokens are known, random and different from step to step."""
@@ -188,23 +179,26 @@ class _Known(Request):
         return [self._token] * (end - start)
 
 
-def no_rows(padded: PaddedDecode) -> None:
-    """From now on no row of a step counts."""
+@contextmanager
+def no_rows(padded: PaddedDecode) -> Iterator[None]:
+    """No row of a step counts."""
     fill: Callable[..., None] = padded.inputs.fill
     padded.inputs.fill = lambda step, valid_rows: fill(step, 0)  # type: ignore[method-assign]
+    yield
+    padded.inputs.fill = fill  # type: ignore[method-assign]
 
 
 def measure(bench: Bench, rows: int, bytes_per_s: float, expert_bytes: int, adapters: int) -> dict[str, Any]:
     layers = len(bench.config.sparse_layers)
     num_bytes = bench.distinct(rows) * layers * expert_bytes
-    captured = bench.padded(rows, capture=True)
+    bench.runner.padded = captured = bench.served
     step_s = bench.step_s(rows)
     found: dict[str, Any] = {"rows": rows, "ms": step_s * 1e3, "tok_s": rows / step_s, "gbytes": num_bytes / 1e9}
     if adapters:
         mixed_s = bench.step_s(rows, adapters)
         found |= {"adapters": adapters, "adapters_ms": mixed_s * 1e3, "adapters_share": step_s / mixed_s}
-    no_rows(captured)
-    idle_s = bench.step_s(rows, most_s=0.5)
+    with no_rows(captured):
+        idle_s = bench.step_s(rows, most_s=0.5)
     with bench.without_experts():
         bench.padded(rows, capture=True)
         gpu_s = bench.step_s(rows, most_s=0.5)
@@ -252,6 +246,7 @@ def read_bandwidth(backend: ExpertBackend) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of the random model; it is written if it is not there")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--context", type=int, default=512)

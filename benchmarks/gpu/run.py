@@ -50,6 +50,12 @@ PARTS = {
     "hybrid": Part("gpu.experts", "hybrid", "gpu-hybrid.json", "--layers 2 --repeats 3 --shares 0.25"),
     "attention": Part("gpu.attention", "", "gpu-attention.json", ""),
     "prefill": Part("gpu.experts", "prefill", "gpu-prefill.json", "--layers 2 --prefill-rows 512"),
+    "served": Part(
+        "gpu.served", "--layers 48 --prompt 30000 --serve=--expert-backend=gpu", "gpu-served.json", "--layers 2"
+    ),
+    "served-cpu": Part(
+        "gpu.served", "--layers 48 --prompt 30000 --serve=--expert-backend=native", "gpu-served-cpu.json", "--layers 2"
+    ),
     "llamacpp": Part("gpu.llamacpp", "", "gpu-llamacpp.json", "--layers 2 --rows 1 8 --quick"),
 }
 

@@ -1,0 +1,210 @@
+"""What a server does on a GPU: the engine as `ktserve serve` builds it, and the same behind HTTP.
+
+    python -m benchmarks.gpu.served --layers 12 [--rows 1 8 32 128] [--prompt 30000] [--out FILE]
+                                    [--serve="--expert-backend gpu"]
+
+A random model is written to --model (or a temporary folder). Then, with the same flags:
+
+http      a server as a child: so many streams at once, tokens a second while all of them are running
+engine    its engine in this process, no sockets: tokens a second of its own loop, scheduling and messages included
+host      of a step, what is not waiting for the GPU: the time that must hide behind it
+ttft      a prompt of --prompt tokens alone, and into eight running streams: their longest gap, and the median one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from api.cli.options import Parser, add_flags, resolve, settings_of
+from api.config import ServeConfig
+from benchmarks.cpu.client import Burst, burst, our_request, our_server
+from benchmarks.models.folder import write_folder
+from engine.build.assemble import build
+from engine.config import EngineConfig
+from engine.device import Arrival
+from engine.messages import Abort, Failed, FromEngine, Refused, Submit, Tokens
+from scheduler.request import SamplingParams
+
+CONTEXT = 512  # tokens of a stream's prompt
+STREAMS = 8  # that run when the long prompt comes
+OUTPUT = 128  # tokens of a stream through HTTP
+
+
+def served_config(model: Path, flags: Sequence[str]) -> EngineConfig:
+    """What `ktserve serve MODEL FLAGS` gives its engine."""
+    parser = Parser()
+    add_flags(parser, settings_of(EngineConfig) + settings_of(ServeConfig))
+    return resolve(parser.parse_args(["--model", str(model), *flags]), {})[0]
+
+
+class Served:
+    """The engine of a server, and what it sends."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.times: dict[str, list[float]] = {}  # by request: when each of its messages of tokens came
+        self.tokens = 0
+        began = time.perf_counter()
+        self.core, ready = build(config, self._take, lambda *_: None)
+        self.loaded_s = time.perf_counter() - began
+        self.lines = ready.lines
+        self.vocabulary = ready.vocab_size
+        self._count = 0
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Tokens):
+            self.times[message.request_id].append(time.perf_counter())
+            self.tokens += len(message.tokens)
+        elif isinstance(message, Refused | Failed):
+            raise RuntimeError(f"{message.request_id}: {message.message}")
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Different from any before, so that no prefix of it is cached."""
+        self._count += 1
+        return [(7919 * (i + 104729 * self._count) + 13) % self.vocabulary for i in range(tokens)]
+
+    def submit(self, tokens: int, output: int) -> str:
+        prompt = self.prompt(tokens)
+        name = f"r{self._count}"
+        self.times[name] = []
+        sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        self.core.handle(Submit(request_id=name, prompt=prompt, sampling=sampling))
+        return name
+
+    def until(self, names: Sequence[str], tokens: int) -> None:
+        """Step until each of them has brought so many."""
+        while any(len(self.times[name]) < tokens for name in names):
+            self.core.step()
+
+    @contextmanager
+    def running(self, streams: int) -> Iterator[list[str]]:
+        """So many streams in decode."""
+        names = [self.submit(CONTEXT, 4096) for _ in range(streams)]
+        self.until(names, 4)
+        yield names
+        for name in names:
+            self.core.handle(Abort(request_id=name))
+        while self.core.busy:
+            self.core.step()
+
+    def decode(self, rows: int, seconds: float) -> dict[str, float]:
+        with self.running(rows), _waits() as waited:
+            steps, tokens, began = 0, self.tokens, time.perf_counter()
+            waited.clear()
+            while (took := time.perf_counter() - began) < seconds or steps < 16:
+                self.core.step()
+                steps += 1
+            return {
+                "engine_ms": took / steps * 1e3,
+                "engine_tok_s": (self.tokens - tokens) / took,
+                "host_ms": (took - sum(waited)) / steps * 1e3,
+            }
+
+    def first_token(self, tokens: int, streams: int) -> dict[str, float]:
+        with self.running(streams) as names:
+            before = {name: len(self.times[name]) for name in names}
+            began = time.perf_counter()
+            name = self.submit(tokens, 2)
+            self.until([name], 1)
+            found = {"ttft_s": self.times[name][0] - began}
+            if names:
+                seen = [self.times[n][before[n] - 1 :] for n in names]
+                gaps = [b - a for times in seen for a, b in pairwise(times)]
+                found |= {"gap_ms": statistics.median(gaps) * 1e3, "longest_gap_ms": max(gaps) * 1e3}
+        return found
+
+
+@contextmanager
+def _waits() -> Iterator[list[float]]:
+    """Seconds of each wait for the GPU."""
+    seconds: list[float] = []
+    original = Arrival.wait
+
+    def wait(self: Arrival) -> None:
+        began = time.perf_counter()
+        original(self)
+        seconds.append(time.perf_counter() - began)
+
+    Arrival.wait = wait  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        Arrival.wait = original  # type: ignore[method-assign]
+
+
+def steady_tok_s(seen: Burst) -> float:
+    """Tokens a second from the last stream's first token to the first stream's last one."""
+    times = [list(accumulate(gaps, initial=first)) for first, gaps in zip(seen.ttft_s, seen.gaps_s, strict=True)]
+    begin, end = max(t[0] for t in times), min(t[-1] for t in times)
+    if end <= begin:
+        return float("nan")
+    return sum(begin < at <= end for t in times for at in t) / (end - begin)
+
+
+def through_http(model: Path, flags: Sequence[str], rows: Sequence[int]) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    with our_server(model, [*flags, "--skip-tokenizer"]) as url:
+        for count in rows:
+            for tokens in (4, OUTPUT):  # once to warm up
+
+                def prompt(stream: int, seed: int = tokens * 1000 + count) -> list[int]:
+                    return [(7919 * (i + 104729 * (stream + 1000 * seed)) + 29) % 30000 for i in range(CONTEXT)]
+
+                seen = burst(url, [our_request(prompt(s), tokens, None) for s in range(count)], tokens)
+            found[count] = {"http_tok_s": steady_tok_s(seen), "http_ttft_s": statistics.median(seen.ttft_s)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of the random model; it is written if it is not there")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of the long prompt; 0: none")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each row of the engine")
+    parser.add_argument("--no-http", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", type=shlex.split, default=[], help="flags of `ktserve serve`, in one argument")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as temporary:
+        model = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
+        seqs = max([*args.rows, STREAMS + 1])
+        flags = ["--max-num-seqs", str(seqs), "--pack-cache", "off", *args.serve]
+        behind = {} if args.no_http or not args.rows else through_http(model, flags, args.rows)
+        served = Served(served_config(model, flags))
+    print(f"{args.layers} layers loaded in {served.loaded_s:.0f} s: ktserve serve MODEL {' '.join(flags)}")
+    print("\n".join(served.lines), flush=True)
+    results: list[dict[str, Any]] = []
+    for rows in args.rows:
+        row: dict[str, Any] = {"rows": rows, **served.decode(rows, args.seconds), **behind.get(rows, {})}
+        if "http_tok_s" in row:
+            row["http_share"] = row["http_tok_s"] / row["engine_tok_s"]
+        results.append(row)
+        print(json.dumps(row), flush=True)
+    prompts: list[dict[str, Any]] = []
+    for streams in (0, 0, STREAMS) if args.prompt else ():  # the first one compiles kernels for such chunks
+        prompts.append({"prompt": args.prompt, "streams": streams, **served.first_token(args.prompt, streams)})
+        print(json.dumps(prompts[-1]), flush=True)
+    served.core.close()
+    if args.out:
+        about = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "torch": torch.__version__,
+            "layers": args.layers, "flags": flags, "context": CONTEXT, "loaded_s": served.loaded_s,
+            "lines": served.lines,
+        }  # fmt: skip
+        args.out.write_text(json.dumps({"about": about, "results": results, "prompts": prompts}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
