@@ -16,6 +16,10 @@ CPU_BATCHED_TOKENS = 512
 NATIVE_BATCHED_TOKENS = 1024
 # Well above the rows from which streaming a layer's experts beats computing them on the CPU (2,500 where measured).
 GPU_BATCHED_TOKENS = 8192
+# Of experts that are streamed to the GPU: all of them pass the bus once a chunk, however long that is.
+STREAMED_BATCHED_TOKENS = (32768, 16384)
+# Beside a GPU that computes long chunks, running streams wait so long for their next token, or so many decode steps.
+GPU_ITL_TARGET_S, GPU_ITL_DECODE_STEPS = 0.1, 3.0
 
 
 def option(
@@ -159,9 +163,19 @@ class EngineConfig:
         group="Placement",
         choices=("avx2", "avx512", "amx"),
     )
+    gpu_experts: str = option(
+        "auto",
+        "routed experts on the GPU: all, none, a number of each layer's, or a size (e.g. 20GiB) for the hottest and "
+        "their LoRA; auto: all if they fit beside the KV cache, else the hottest in what that leaves free, if they pay",
+        group="Placement",
+    )
     gpu_expert_memory: str | None = option(
+        None, "the size for gpu-experts, or for the hot experts of the hybrid expert backend", group="Placement"
+    )
+    expert_profile: str | None = option(
         None,
-        "GPU memory for hot experts and their LoRA (e.g. 20GiB) with the hybrid expert backend; default: what is free",
+        "file that says which experts were hot: read at start, where it exists, so that those are on the GPU from the "
+        "first step on; written at the end and every few minutes",
         group="Placement",
     )
     cpu_threads: int | None = option(
@@ -179,7 +193,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         f"token budget of a step; prefill is chunked into it; default: {CPU_BATCHED_TOKENS}; {GPU_BATCHED_TOKENS} "
-        f"where a GPU computes long chunks' experts; {NATIVE_BATCHED_TOKENS} for native experts on a CPU, of which "
+        f"where a GPU computes long chunks' experts, up to {STREAMED_BATCHED_TOKENS[0]} where they are streamed to it "
+        f"and memory allows; {NATIVE_BATCHED_TOKENS} for native experts on a CPU, of which "
         f"{CPU_BATCHED_TOKENS} beside running streams (less if memory is short)",
         group="Batching",
         aliases=("chunk_size",),
@@ -211,7 +226,9 @@ class EngineConfig:
     )
     itl_target_ms: float | None = option(
         None,
-        "prefill chunks are cut so that running streams keep this inter-token latency",
+        "prefill chunks are cut so that running streams keep this inter-token latency; default: where a GPU computes "
+        f"long chunks' experts {1000 * GPU_ITL_TARGET_S:.0f}, or {GPU_ITL_DECODE_STEPS:.0f} decode steps if that is "
+        "longer; elsewhere the token budget decides",
         group="Batching",
         limits=(0.001, 3_600_000.0),
     )

@@ -197,7 +197,10 @@ class Batch:
         if config.itl_target_s is None:
             return budget if config.mixed_chunk is None else min(budget, config.mixed_chunk)
         read = sum(row.start + 1 for row in self._rows)
-        return self._cost.chunk(len(self._rows), read, budget, config.itl_target_s)
+        target_s = config.itl_target_s
+        if config.itl_decode_steps:
+            target_s = max(target_s, config.itl_decode_steps * self._cost.predict(len(self._rows), read))
+        return self._cost.chunk(len(self._rows), read, budget, target_s)
 
     def _push(self, heap: list[tuple[float, float, int, str]], tenant: str) -> None:
         request = self._next(tenant)

@@ -11,8 +11,10 @@ class SchedulerConfig:
 
     `num_blocks` blocks of `block_size` positions hold all KV. `max_num_seqs` requests run at the same time;
     a step has at most `max_num_batched_tokens` tokens, so every running request has room for its decode row.
-    `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill; None: the budget does, and
-    `mixed_chunk`, the most prefill tokens of such a step.
+    `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill, or `itl_decode_steps` times
+    that of their decode rows alone, if that is longer; None: the budget does, and `mixed_chunk`, the most prefill
+    tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in another way: their
+    time tells nothing of mixed ones.
     """
 
     num_blocks: int
@@ -25,6 +27,8 @@ class SchedulerConfig:
     block_size: int = 16
     prefix_caching: bool = True
     itl_target_s: float | None = None
+    itl_decode_steps: float = 0.0
+    long_chunk: int | None = None
     mixed_chunk: int | None = None
 
     aging_s: float = 10.0  # one step of priority is worth this much waiting
@@ -61,7 +65,14 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request needs room for one token in a step"
             )
-        for name in ("aging_s", "slot_patience_s", "prefill_weight", "decode_weight", "cached_weight"):
+        for name in (
+            "itl_decode_steps",
+            "aging_s",
+            "slot_patience_s",
+            "prefill_weight",
+            "decode_weight",
+            "cached_weight",
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, must be a finite number, at least 0")
         if self.itl_target_s is not None and not 0 < self.itl_target_s < float("inf"):

@@ -187,8 +187,12 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
         """How long the step took, and how many distinct experts it touched over all layers, if that is known."""
-        if self._core.config.itl_target_s is not None:  # nobody else asks what a step will take
-            self._cost.observe(plan, seconds, experts)
+        config = self._core.config
+        if config.itl_target_s is None:  # nobody else asks what a step will take
+            return
+        if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:
+            return
+        self._cost.observe(plan, seconds, experts)
 
     # ---- adapters
 

@@ -26,7 +26,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _PREFIX = "KTSERVE_"
 _NOT_SETTINGS = {"KTSERVE_CONFIG"}
 _PATHS = {"model", "gguf", "rules", "profile_dir", "adapters", "tokenizer", "chat_template", "generation_config"}
-_PATHS |= {"api_keys_file", "admin_key_file", "tenants", "adapter_root", "usage_log"}
+_PATHS |= {"api_keys_file", "admin_key_file", "tenants", "adapter_root", "usage_log", "expert_profile"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,8 @@ _REPORTED = (
     _Reported("experts_touched", "distinct experts of a layer in a step, summed", ("experts_touched",), True),
     _Reported("expert_layers", "layers whose experts were counted, summed over steps", ("expert_layers",), True),
     _Reported("expert_read_bytes", "base weights of experts that the CPU went through", ("expert_read_bytes",), True),
+    _Reported("expert_choices", "experts that tokens were routed to", ("expert_choices",), True),
+    _Reported("expert_gpu_hits", "those of them that were on the GPU", ("expert_gpu_hits",), True),
     _Reported(
         "memory_read_bandwidth_bytes_per_second",
         "how fast memory is read, measured at start (--measure-bandwidth)",

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.attention.base import BLOCK_SIZE
 from engine.build.backends import make_backends
-from engine.build.plan import EnginePlan, plan_engine
-from engine.config import EngineConfig, startup_adapters
+from engine.build.plan import EnginePlan, computes_chunks, plan_engine
+from engine.config import (
+    CPU_BATCHED_TOKENS,
+    GPU_ITL_DECODE_STEPS,
+    GPU_ITL_TARGET_S,
+    EngineConfig,
+    startup_adapters,
+)
 from engine.core import EngineCore
 from engine.diagnostics.profile import Profiler
 from engine.errors import AdapterError, UserError
@@ -70,8 +76,8 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
             num_adapter_slots=config.max_adapter_slots,
             eos_token_ids=model_config.eos_token_ids,
             prefix_caching=config.prefix_caching,
-            itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
             mixed_chunk=plan.mixed_chunk,
+            **pace(plan),
         ),
         NgramProposer(plan.num_drafts) if plan.num_drafts else None,
     )
@@ -100,6 +106,19 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
         profiler=profiler,
         read_bandwidth=bandwidth,
     )
+
+
+def pace(plan: EnginePlan) -> dict[str, Any]:
+    """What SchedulerConfig is told of the time that running streams may wait while prompts are read."""
+    asked = plan.config.itl_target_ms
+    found: dict[str, Any] = {"itl_target_s": None if asked is None else asked / 1000}
+    if computes_chunks(plan.placement):
+        found["initial_chunk"] = CPU_BATCHED_TOKENS
+        if asked is None:
+            found |= {"itl_target_s": GPU_ITL_TARGET_S, "itl_decode_steps": GPU_ITL_DECODE_STEPS}
+        if plan.placement.streams_prefill:
+            found["long_chunk"] = 2 * CPU_BATCHED_TOKENS
+    return found
 
 
 def _read_bandwidth(plan: EnginePlan, pool: _native.WorkerPool | None, progress: Progress) -> float | None:

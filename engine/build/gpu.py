@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         return CudaBridge(native_experts(plan, pool, cache), model, device)
 
     def hybrid() -> HybridExperts:
-        return HybridExperts(bridged(), model, dtype, device, budget_bytes=plan.hot_expert_bytes, **sizes)
+        profile = None if config.expert_profile is None else Path(config.expert_profile)
+        inner, budget = bridged(), plan.hot_expert_bytes
+        return HybridExperts(inner, model, dtype, device, budget_bytes=budget, profile=profile, **sizes)
 
     def streamed(inner: CudaBridge | HybridExperts) -> ExpertBackend:
         if not placement.streams_prefill:

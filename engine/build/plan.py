@@ -7,16 +7,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.attention.base import BLOCK_SIZE
+from engine.build.gpu_experts import expert_bytes, gpu_share, share_lines, suits
 from engine.build.placement import Placement, choose, find_machine, kt_method, native_limits
 from engine.build.precision import Precision, choose_precision
 from engine.build.unused import unused_settings
-from engine.config import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, NATIVE_BATCHED_TOKENS, EngineConfig, check_settings
+from engine.config import (
+    CPU_BATCHED_TOKENS,
+    GPU_BATCHED_TOKENS,
+    NATIVE_BATCHED_TOKENS,
+    STREAMED_BATCHED_TOKENS,
+    EngineConfig,
+    check_settings,
+)
 from engine.errors import UserError
 from engine.experts.native import scratch_bytes
 from engine.lora.budget import AdapterBudget
+from engine.memory.costs import buffer_bytes
 from engine.memory.gpu import adapter_copies, expert_items, gpu_items, gpu_memory, hot_expert_bytes
 from engine.memory.limits import cpu_memory
-from engine.memory.plan import Inputs, Item, MemoryPlan, plan_memory
+from engine.memory.plan import (
+    GPU_KV_SHARE,
+    Inputs,
+    Item,
+    MemoryPlan,
+    asked_tokens,
+    plan_memory,
+    reserve_bytes,
+    wanted_tokens,
+)
 from engine.memory.stated import STATED
 from engine.memory.units import parse_bytes
 from engine.weights.open import open_model
@@ -24,6 +42,7 @@ from engine.weights.store import WeightSource
 from native import available as native_available
 
 _F32 = 4
+_STEP_SHARE = 0.125  # of a device's free memory, that steps longer than GPU_BATCHED_TOKENS may take
 
 MAX_DRAFTS = 8
 
@@ -74,7 +93,19 @@ class EnginePlan:
     @property
     def lines(self) -> list[str]:
         unused = unused_settings(self.config, self.source, self.placement)
-        return [*self.placement.lines, *unused, *self.memory.render().splitlines()]
+        return [*self.placement.lines, *self._share_lines, *unused, *self.memory.render().splitlines()]
+
+    @property
+    def _share_lines(self) -> list[str]:
+        model = self.source.config
+        if self.placement.device == "cpu" or not set(self.placement.used(".mlp.experts")) <= {
+            "gpu",
+            "hybrid",
+            "native",
+        }:
+            return []
+        each = expert_bytes(model, self.precision.activations.itemsize)
+        return share_lines(self.placement, model, self.hot_expert_bytes, each)
 
     @property
     def adapter_budget(self) -> AdapterBudget:
@@ -102,13 +133,37 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     if config.adapters and not config.max_adapter_slots:
         raise UserError("--adapters with --max-adapter-slots 0: allowed is 1 or more", "max_adapter_slots")
     source = open_model(config.model, config.gguf)
-    placement = choose(config, source.config, find_machine(config, source.config))
+    model, machine = source.config, find_machine(config, source.config)
+    placement = choose(config, model, machine)
+    element = choose_precision(config, placement).activations.itemsize
+    share = gpu_share(config, model, placement, element)
+    for backend in share.backends:
+        chosen = placement if backend is None else choose(replace(config, expert_backend=backend), model, machine)
+        plan = _within_memory(config, source, chosen, share.asked_bytes)
+        each = expert_bytes(model, element) if plan.hot_expert_bytes else 0
+        if backend == share.backends[-1] or suits(backend, config, model, plan.memory, plan.hot_expert_bytes, each):
+            break
+    return plan
+
+
+def _within_memory(config: EngineConfig, source: WeightSource, placement: Placement, hot: int | None) -> EnginePlan:
+    """With the first token budget that fits."""
     budgets, mixed = _token_budgets(config, placement)
     for tokens in budgets:
-        plan = _plan(config, source, placement, tokens)
-        if not plan.memory.short:
+        plan = _plan(config, source, placement, tokens, hot)
+        if not plan.memory.short and (tokens == config.max_num_batched_tokens or _affordable(plan)):
             break
     return replace(plan, mixed_chunk=mixed)
+
+
+def _affordable(plan: EnginePlan) -> bool:
+    """Whether what steps of so many tokens take leaves nearly all memory to weights and KV."""
+    if plan.token_budget <= GPU_BATCHED_TOKENS:
+        return True
+    taken = {device.name: 0 for device in plan.memory.devices}
+    for item in plan.memory.items:
+        taken[item.device] += item.num_bytes if f" {plan.token_budget}" in item.label else 0
+    return all(taken[device.name] <= _STEP_SHARE * device.free_bytes for device in plan.memory.devices)
 
 
 def _token_budgets(config: EngineConfig, placement: Placement) -> tuple[list[int], int | None]:
@@ -124,7 +179,8 @@ def _token_budgets(config: EngineConfig, placement: Placement) -> tuple[list[int
         return [asked], None
     least = max(CPU_BATCHED_TOKENS, seqs)
     if computes_chunks(placement):
-        return [max(GPU_BATCHED_TOKENS, seqs), least], None
+        long = STREAMED_BATCHED_TOKENS if placement.streams_prefill else ()
+        return [max(tokens, seqs) for tokens in (*long, GPU_BATCHED_TOKENS)] + [least], None
     if placement.device == "cpu" and placement.used(".mlp.experts") == ["native"]:
         return [max(NATIVE_BATCHED_TOKENS, seqs), least], CPU_BATCHED_TOKENS
     return [least], None
@@ -135,7 +191,9 @@ def computes_chunks(placement: Placement) -> bool:
     return placement.device != "cpu" and (placement.streams_prefill or "gpu" in placement.used(".mlp.experts"))
 
 
-def _plan(config: EngineConfig, source: WeightSource, placement: Placement, token_budget: int) -> EnginePlan:
+def _plan(
+    config: EngineConfig, source: WeightSource, placement: Placement, token_budget: int, asked_hot: int | None
+) -> EnginePlan:
     precision, threads, hot = choose_precision(config, placement), pool_threads(config), 0
     quantise = config.quantise or placement.quantise
     inputs = Inputs(
@@ -163,22 +221,25 @@ def _plan(config: EngineConfig, source: WeightSource, placement: Placement, toke
             config, source.config, token_budget, element, placement.device, experts, placement.streams_prefill
         )
         if "hybrid" in experts:
-            hot = _hot_bytes(inputs, placement, extra)
+            hot = _hot_bytes(inputs, placement, extra, asked_hot)
             extra.append(Item(inputs.gpu.name, "hot experts", hot))
         inputs = replace(inputs, extra=tuple(extra))
     memory = plan_memory(inputs)
     return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot)
 
 
-def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item]) -> int:
-    """What was asked for, by the flag or the rules, or a share of what `items` leave free."""
-    config, gpu = inputs.config, inputs.main
-    asked = str(config.gpu_expert_memory or placement.expert_option("gpu_memory", "auto"))
-    if asked != "auto":
-        return parse_bytes(asked, "gpu_expert_memory")
-    weights = inputs.stated.weight_bytes(inputs)
-    element, sequences = inputs.element_bytes, config.max_num_seqs
-    return hot_expert_bytes(inputs.source.config, weights, inputs.token_budget, sequences, element, gpu, items)
+def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], asked: int | None) -> int:
+    """What was asked for, by the flags or the rules, or what `items` and a KV cache leave free."""
+    config, gpu, model = inputs.config, inputs.main, inputs.source.config
+    said = str(placement.expert_option("gpu_memory", "auto"))
+    if asked is not None or said != "auto":
+        return parse_bytes(said, "rules") if asked is None else asked
+    used = inputs.stated.weight_bytes(inputs) + sum(item.num_bytes for item in items if item.device == gpu.name)
+    used += buffer_bytes(model, inputs.token_budget, config.max_num_seqs) + reserve_bytes(gpu)
+    kv_tokens = asked_tokens(inputs)
+    kv_bytes = (kv_tokens or int(wanted_tokens(config, model) / GPU_KV_SHARE)) * inputs.kv_token_bytes
+    left = max(gpu.free_bytes - used, 0)
+    return hot_expert_bytes(model, left, kv_bytes, inputs.activation_bytes, asked=kv_tokens is not None)
 
 
 def pool_threads(config: EngineConfig) -> int | None:

@@ -58,6 +58,10 @@ def _only_for(backend: str) -> _Rule:
     return rule
 
 
+def _gpu_experts(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    return "" if placement.device != "cpu" else "no GPU is used"
+
+
 def _threads(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
     places = {choice.device for name, choice in placement.choices.items() if name.endswith(".mlp.experts")}
     pooled = {"native", "hybrid", "kt"} & set(placement.used(".mlp.experts"))
@@ -92,6 +96,8 @@ _RULES: dict[str, _Rule] = {
     "isa": _isa,
     "kt_method": _only_for("kt"),
     "gpu_expert_memory": _only_for("hybrid"),
+    "gpu_experts": _gpu_experts,
+    "expert_profile": _only_for("hybrid"),
     "cpu_threads": _threads,
     "cuda_graphs": _graphs,
     "expert_scaling": _scaling,

@@ -29,6 +29,13 @@ def engine_stats(
     }
     if counters := model.expert_counters:
         stats["expert_read_bytes"] = sum(each.weight_bytes_read() for each in counters)
+    for places in model.expert_places:
+        for device, size in places.num_bytes().items():
+            stats[f"expert_bytes/{device}"] = stats.get(f"expert_bytes/{device}", 0) + size
+        if places.choices is not None:
+            choices, hits = places.choices()
+            stats["expert_choices"] = stats.get("expert_choices", 0) + choices
+            stats["expert_gpu_hits"] = stats.get("expert_gpu_hits", 0) + hits
     if read_bandwidth is not None:
         stats["memory_read_bandwidth"] = read_bandwidth
     return stats

@@ -2,10 +2,12 @@
 a capability, never for a class, and offers to the outside what still holds through it.
 
     native   NativeTasks, PackedWeights        its tasks run without Python; its weights can be read by others
-             ExpertCounters                    it counts what it computes
+             ExpertCounters, ExpertPlaces      it counts what it computes, and knows what it holds
     bridge   PartialTasks, PackedWeights       a row's experts can be split between the CPU and the GPU
-             ExpertCounters                    of what the CPU computes
-    hybrid   GpuParts (engine/experts/gpu/parts.py)
+             ExpertCounters, ExpertPlaces      of what the CPU computes and holds
+    hybrid   GpuParts (engine/experts/gpu/parts.py), ExpertCounters of the CPU's part, ExpertPlaces
+    gpu      ExpertPlaces
+    streamed ExpertCounters, ExpertPlaces      of the backend within
 """
 
 from __future__ import annotations
@@ -48,6 +50,15 @@ class ExpertCounters:
 
     choices: Callable[[], dict[int, list[int]]]
     weight_bytes_read: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """`num_bytes`: of base weights by device, "CPU" and "GPU" (an expert may be on both). `choices`, where some are on
+    the GPU: those that rows have made so far, and how many of their experts were there; a few steps old."""
+
+    num_bytes: Callable[[], Mapping[str, int]]
+    choices: Callable[[], tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import EngineError, ExpertBackendError, ModelFileError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertCounters, NativeTasks, PackedWeights
+from engine.experts.capabilities import ExpertCounters, ExpertPlaces, NativeTasks, PackedWeights
 from engine.lora.adapter import ExpertLora
 from engine.model.config import ModelConfig
 from engine.weights.model_file import Bytes
@@ -124,7 +124,8 @@ class NativeExperts(ExpertBackend):
     @property
     def offers(self) -> tuple[object, ...]:
         counters = ExpertCounters(self.choices, lambda: self.weight_bytes_read)
-        return NativeTasks(self.pool, self._native_task), PackedWeights(self._layers), counters
+        places = ExpertPlaces(lambda: {"CPU": self.num_bytes})
+        return NativeTasks(self.pool, self._native_task), PackedWeights(self._layers), counters, places
 
     def choices(self) -> dict[int, list[int]]:
         """By layer, how often rows have chosen each of its experts in all calls so far."""

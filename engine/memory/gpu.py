@@ -15,7 +15,7 @@ from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.streamed.backend import StreamedExperts
 from engine.graphs.inputs import bucket_sizes
 from engine.linear.gpu import slot_table_bytes
-from engine.memory.costs import TYPICAL_RANK, buffer_bytes
+from engine.memory.costs import TYPICAL_RANK
 from engine.memory.limits import Memory
 from engine.memory.plan import Item
 from engine.model.config import ModelConfig
@@ -23,7 +23,7 @@ from engine.model.config import ModelConfig
 _GRAPH_BYTES = 24 << 20  # of one CUDA graph: its nodes and its part of the shared pool
 _F32 = 4
 _CPU = "CPU"
-_HOT_SHARE = 0.6  # the KV cache comes out of the rest
+_HOT_SHARE = 0.6  # of what is left for hot experts and a KV cache whose size was not asked for
 
 
 def gpu_memory(device: str) -> Memory:
@@ -98,12 +98,8 @@ def _name(device: str) -> str:
     return f"GPU {int(device.partition(':')[2] or 0)}"
 
 
-def hot_expert_bytes(
-    model: ModelConfig, weights: int, rows: int, sequences: int, element_bytes: int, gpu: Memory, items: Sequence[Item]
-) -> int:
-    """GPU memory for hybrid experts: a share of what dense `weights`, steps of so many rows and `items` leave free, at
-    most what all experts take."""
-    used = weights + sum(item.num_bytes for item in items if item.device == gpu.name)
-    used += buffer_bytes(model, rows, sequences)
+def hot_expert_bytes(model: ModelConfig, left: int, kv_bytes: int, element_bytes: int, *, asked: bool) -> int:
+    """GPU memory for hybrid experts, of what is `left` for them and the KV cache: what the cache does not need for
+    `kv_bytes`, and unless its size was `asked` for at least _HOT_SHARE. At most what all experts take."""
     every = len(model.sparse_layers) * model.num_experts * Sizes.of(model).frame * element_bytes
-    return min(int(_HOT_SHARE * max(gpu.free_bytes - used, 0)), every)
+    return max(0, min(max(left - kv_bytes, 0 if asked else int(_HOT_SHARE * left)), every))

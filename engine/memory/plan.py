@@ -17,11 +17,12 @@ from engine.memory.limits import Memory
 from engine.memory.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
     from engine.weights.store import WeightSource
 
 _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
 _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
-_CPU_KV_SHARE, _GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
+CPU_KV_SHARE, GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
 _AGAIN = ("", "once more", "twice more")  # by copies
 
@@ -160,9 +161,9 @@ def _plan(inputs: Inputs) -> MemoryPlan:
         items.append(Item(cpu.name, f"expert scratch, {rows} tokens", inputs.scratch(rows)))
     items.append(Item(cpu.name, "while loading, one layer", loading_bytes(source.config)))
     devices = [cpu] if inputs.gpu is None else [inputs.gpu, cpu]
-    items += [Item(d.name, "reserve", max(_RESERVE, int(_RESERVE_SHARE * d.limit_bytes))) for d in devices]
+    items += [Item(d.name, "reserve", reserve_bytes(d)) for d in devices]
     used = sum(item.num_bytes for item in items if item.device == main.name)
-    share = _CPU_KV_SHARE if inputs.gpu is None else _GPU_KV_SHARE
+    share = CPU_KV_SHARE if inputs.gpu is None else GPU_KV_SHARE
     per_token = inputs.kv_token_bytes
     tokens, length, notes = _cache(inputs, int(share * max(main.free_bytes - used, 0)) // per_token)
     items.append(Item(main.name, f"KV cache, {tokens} tokens", tokens * per_token))
@@ -179,6 +180,11 @@ def _plan(inputs: Inputs) -> MemoryPlan:
         f"and {' and '.join(again)} in a slot"
     )
     return MemoryPlan(devices, items, tokens, length, room, notes, [])
+
+
+def reserve_bytes(device: Memory) -> int:
+    """What nothing is planned for."""
+    return max(_RESERVE, int(_RESERVE_SHARE * device.limit_bytes))
 
 
 def _adapter_items(inputs: Inputs) -> list[Item]:
@@ -216,13 +222,13 @@ def _cache(inputs: Inputs, affordable: int) -> tuple[int, int, list[str]]:
     length = config.max_model_len or longest
     if not 1 <= length <= max(longest, model.stretched_positions):
         raise UserError(f"max_model_len is {length}; this model allows 1 to {longest}", "max_model_len")
-    asked = _asked_tokens(inputs)
+    asked = asked_tokens(inputs)
     if asked is not None:
         if config.max_model_len is not None and asked < length:
             raise UserError(f"max_model_len is {length}, but the KV cache is set to {asked} tokens", "max_model_len")
         tokens = asked
     else:
-        wanted = max(config.max_num_seqs * min(length, _TYPICAL_LEN), length)
+        wanted = wanted_tokens(config, model)
         tokens = _blocks(max(min(wanted, affordable), min(wanted, _LEAST_TOKENS)))
         if config.max_model_len is not None:
             tokens = max(tokens, _blocks(length))
@@ -231,7 +237,13 @@ def _cache(inputs: Inputs, affordable: int) -> tuple[int, int, list[str]]:
     return tokens, tokens, [f"max_model_len is {tokens} instead of the model's {length}: the KV cache holds no more"]
 
 
-def _asked_tokens(inputs: Inputs) -> int | None:
+def wanted_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """Positions that the cache has if memory allows: some of each request's, and those of the longest one."""
+    length = config.max_model_len or model.max_position_embeddings
+    return max(config.max_num_seqs * min(length, _TYPICAL_LEN), length)
+
+
+def asked_tokens(inputs: Inputs) -> int | None:
     """The cache's size if it was set, in whole blocks."""
     config = inputs.config
     if config.kv_cache_tokens is not None and config.kv_cache_memory is not None:

@@ -12,7 +12,7 @@ import torch
 
 from engine.attention.base import BatchLayout
 from engine.errors import ExpertBackendError
-from engine.experts.capabilities import ExpertCounters
+from engine.experts.capabilities import ExpertCounters, ExpertPlaces
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.embedding import Embedding
 from engine.lora.adapter import AdapterWeights, ExtraMlp
@@ -136,6 +136,12 @@ class CausalLM:
         """Of those expert backends that count."""
         found = (backend.capability(ExpertCounters) for backend in self.expert_backends)
         return [counters for counters in found if counters is not None]
+
+    @property
+    def expert_places(self) -> list[ExpertPlaces]:
+        """Of those expert backends that say where their weights are."""
+        found = (backend.capability(ExpertPlaces) for backend in self.expert_backends)
+        return [places for places in found if places is not None]
 
     # ---- adapters
 

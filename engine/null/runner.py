@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import UserError
-from engine.experts.capabilities import ExpertCounters
+from engine.experts.capabilities import ExpertCounters, ExpertPlaces
 from engine.grammar.mask import GrammarMask
 from engine.model.config import ModelConfig
 from engine.null.settings import NullSettings
@@ -33,6 +33,10 @@ class NullModel:
 
     @property
     def expert_counters(self) -> list[ExpertCounters]:
+        return []
+
+    @property
+    def expert_places(self) -> list[ExpertPlaces]:
         return []
 
     def close(self) -> None:

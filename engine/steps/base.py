@@ -11,7 +11,7 @@ from engine.steps.masks import NO_MASKS, Masks
 from scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
-    from engine.experts.capabilities import ExpertCounters
+    from engine.experts.capabilities import ExpertCounters, ExpertPlaces
     from engine.model.config import ModelConfig
     from engine.model.step import Trace
 
@@ -37,6 +37,9 @@ class Model(Protocol):
 
     @property
     def expert_counters(self) -> Sequence[ExpertCounters]: ...
+
+    @property
+    def expert_places(self) -> Sequence[ExpertPlaces]: ...
 
     def close(self) -> None: ...
 

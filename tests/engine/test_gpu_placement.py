@@ -15,10 +15,8 @@ from engine.errors import RulesError, UserError
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.linear.gpu import slot_table_bytes
-from engine.memory.costs import buffer_bytes
 from engine.memory.gpu import adapter_copies, expert_items, gpu_items, hot_expert_bytes
 from engine.memory.limits import Memory
-from engine.memory.plan import Item
 from engine.model.config import ModelConfig
 from rules import Machine
 from testing.tiny import save_hf, tiny_model
@@ -128,10 +126,11 @@ def test_layers_that_share_experts_share_their_options(model, tmp_path):
 
 def test_memory_for_hot_experts(model):
     every = 2 * 8 * 3 * 64 * 64 * 2
-    assert hot_expert_bytes(model, 1 << 20, 512, 32, 2, Memory("GPU 0", 1 << 40, 1 << 40), []) == every
-    items = [Item("GPU 0", "workspace", 1 << 19), Item("CPU", "elsewhere", 1 << 30)]
-    left = Memory("GPU 0", (1 << 19) + buffer_bytes(model, 32, 32) + 1000, 1 << 40)
-    assert hot_expert_bytes(model, 400, 32, 32, 2, left, items) == 360  # 0.6 of 600
+    assert hot_expert_bytes(model, 1 << 40, 1000, 2, asked=False) == every
+    assert hot_expert_bytes(model, 600, 500, 2, asked=False) == 360  # 0.6 of 600
+    assert hot_expert_bytes(model, 600, 100, 2, asked=False) == 500
+    assert hot_expert_bytes(model, 600, 500, 2, asked=True) == 100
+    assert hot_expert_bytes(model, 600, 900, 2, asked=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def planned(monkeypatch, tmp_path):
     def plan(free=1 << 36, machine=GPU, **settings):
         monkeypatch.setattr(build, "find_machine", lambda config, model: machine)
         monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", free, 1 << 36))
-        return build.plan_engine(EngineConfig(model=str(tmp_path), **settings))
+        return build.plan_engine(EngineConfig(**{"model": str(tmp_path), **settings}))
 
     return plan
 
@@ -197,7 +196,7 @@ def planned(monkeypatch, tmp_path):
 def test_both_memories_are_planned(planned, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(bytes(1000))
-    plan = planned(adapters=[f"a={tmp_path / 'a'}"])
+    plan = planned(adapters=[f"a={tmp_path / 'a'}"], gpu_experts="none")
     memory = plan.memory
     assert plan.adapter_budget.copies == 2
     assert [device.name for device in memory.devices] == ["GPU 0", "CPU"]
@@ -212,10 +211,9 @@ def test_both_memories_are_planned(planned, tmp_path):
     assert planned(expert_backend="gpu").adapter_budget.copies == 0
 
 
-def test_steps_are_long_where_a_gpu_computes_their_experts(planned):
-    assert planned().token_budget == 8192
+def test_steps_are_long_where_a_gpu_computes_their_experts(planned, monkeypatch):
     assert planned(expert_backend="gpu").token_budget == 8192
-    assert planned(rules="hybrid").token_budget == 8192
+    assert planned(expert_backend="native").token_budget == planned(rules="hybrid").token_budget == 32768
     assert planned(max_num_batched_tokens=600).token_budget == 600
     assert planned(expert_backend="reference").token_budget == 512
     assert planned().mixed_chunk is None
@@ -225,9 +223,12 @@ def test_steps_are_long_where_a_gpu_computes_their_experts(planned):
     asked = planned(machine=Machine(native=True), max_num_batched_tokens=600)
     assert (asked.token_budget, asked.mixed_chunk) == (600, None)
     assert planned(machine=Machine(native=True), expert_backend="reference").token_budget == 512
-    long = planned(kv_cache_tokens=512).memory
-    tight = planned(free=long.needed(long.devices[0]) - 1, kv_cache_tokens=512)
+    fixed = {"kv_cache_tokens": 512, "expert_backend": "native"}
+    long = planned(max_num_batched_tokens=8192, **fixed).memory
+    tight = planned(free=long.needed(long.devices[0]) - 1, **fixed)
     assert tight.token_budget == 512 and not tight.memory.short
+    monkeypatch.setattr(build, "_STEP_SHARE", 0.0)
+    assert planned(expert_backend="native").token_budget == 8192  # longer steps would take too much of the memory
 
 
 def test_a_gpu_that_is_not_used_says_why(model):
@@ -258,3 +259,77 @@ def test_the_configuration_stays_what_was_asked_for(planned):
 def test_checking_streams_no_experts(planned, rules):
     plan = planned(rules=rules)
     assert plan.placement.streams_prefill and not plan.without_streaming().placement.streams_prefill
+
+
+# ---- --gpu-experts
+
+
+def experts_of(plan):
+    return plan.placement.used(".mlp.experts")
+
+
+FIXED = {"kv_cache_tokens": 4096, "max_num_batched_tokens": 512}
+
+
+def needed(plan):
+    """Bytes on the GPU."""
+    return plan.memory.needed(plan.memory.devices[0])
+
+
+def test_all_experts_go_where_they_fit(planned):
+    whole = planned(free=needed(planned(gpu_experts="all", **FIXED)), **FIXED)
+    assert experts_of(whole) == ["gpu"] and whole.hot_expert_bytes == 0 and not whole.memory.short
+    assert any("experts on the GPU: all 16" in line for line in whole.lines)
+    assert not any(item.device == "CPU" and "on native" in item.label for item in whole.memory.items)
+
+
+def test_without_memory_for_them_the_cpu_has_all(planned, tmp_path_factory):
+    """Of many layers, so that all experts take more than the two that are streamed."""
+    folder = tmp_path_factory.mktemp("deep")
+    save_hf(tiny_model(head_dim=64, num_hidden_layers=12, moe_intermediate_size=128), folder)
+    settings = {"model": str(folder), "max_adapter_slots": 0, **FIXED}
+    plan = planned(free=needed(planned(gpu_experts="none", **settings)), **settings)
+    assert experts_of(plan) == ["native"] and not plan.memory.short
+    some = planned(free=needed(planned(gpu_experts="4", **settings)), **settings)
+    assert experts_of(some) == ["hybrid"] and some.hot_expert_bytes == 12 * 4 * 3 * 64 * 128 * 2
+    assert any("experts on the GPU: none; hot ones pay from" in line for line in plan.lines)
+
+
+def test_what_fits_beside_the_cache_is_for_the_hottest(planned):
+    """A cache of the size that was asked for; the rest is for experts, and at most all of them."""
+    frame = 3 * 64 * 64 * 2
+    plan = planned(gpu_experts="3", **FIXED)
+    assert experts_of(plan) == ["hybrid"] and plan.hot_expert_bytes == 2 * 3 * frame
+    line = next(line for line in plan.lines if line.startswith("experts on the GPU"))
+    assert "the hottest 6 of 16" in line and "38%" in line and "would hold 10 more (62.5%)" in line
+    tight = planned(free=needed(plan), rules="hybrid", **FIXED)
+    assert tight.hot_expert_bytes == 2 * 3 * frame and not tight.memory.short
+
+
+def test_as_many_as_were_asked_for(planned):
+    assert experts_of(planned(gpu_experts="all")) == experts_of(planned(gpu_experts="8")) == ["gpu"]
+    assert experts_of(planned(gpu_experts="none")) == experts_of(planned(gpu_experts="0")) == ["native"]
+    for settings in ({"gpu_experts": "1MiB"}, {"gpu_expert_memory": "1MiB"}):
+        plan = planned(**settings)
+        assert experts_of(plan) == ["hybrid"] and plan.hot_expert_bytes == 1 << 20
+        assert planned(expert_backend="hybrid", **settings).hot_expert_bytes == 1 << 20
+    assert experts_of(planned()) == ["gpu"]
+    assert experts_of(planned(expert_backend="native")) == ["native"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gpu_experts": "9"}, "of a layer's 8 experts"),
+        ({"gpu_experts": "lots"}, "0 to 8"),
+        ({"gpu_experts": "all", "expert_backend": "native"}, "with --expert-backend native"),
+        ({"gpu_experts": "all", "rules": "hybrid"}, "with --rules hybrid"),
+        ({"gpu_experts": "2", "gpu_expert_memory": "1GiB"}, "takes a size"),
+        ({"gpu_experts": "2", "machine": Machine(native=True)}, "no GPU is used"),
+    ],
+    ids=str,
+)
+def test_what_gpu_experts_cannot_be_is_said(planned, settings, said):
+    with pytest.raises(UserError, match=said) as caught:
+        planned(**settings)
+    assert caught.value.field in ("gpu_experts", "gpu_expert_memory")

@@ -40,6 +40,8 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "isa": ({"isa": "avx2"}, {"isa": "avx2", **REFERENCE}),
     "kt_method": ({}, {"kt_method": "AMXInt8"}),
     "gpu_expert_memory": ({}, {"gpu_expert_memory": "1GiB"}),
+    "gpu_experts": ({}, {"gpu_experts": "none"}),
+    "expert_profile": ({}, {"expert_profile": "somewhere"}),
     "cpu_threads": ({"cpu_threads": 1}, {}),
     "measure_bandwidth": ({"measure_bandwidth": True}, {"measure_bandwidth": True, **REFERENCE}),
     "cuda_graphs": ({"cuda_graphs": "padded"}, {"cuda_graphs": "off"}),
@@ -54,6 +56,9 @@ REFUSED = [
     {"kv_cache_tokens": 64, "kv_cache_memory": "1GiB"},
     {"adapters": ["a=/x"], "max_adapter_slots": 0},
     {"expert_backend": "gpu"},
+    {"gpu_experts": "all"},
+    {"gpu_experts": "many"},
+    {"gpu_experts": "2", "gpu_expert_memory": "1GiB"},
     {"attention_backend": "flashinfer"},
     {"linear_backend": "gpu"},
 ]

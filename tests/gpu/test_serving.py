@@ -29,7 +29,7 @@ from tests.engine.test_parity import CLEAR, prompts
 pytestmark = pytest.mark.gpu
 TIE = 0.5  # of logits with a spread of several units: bf16 may order such a pair either way
 SHAPE = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-GPU = {"device": "cuda", "rules": None, "dtype": "bfloat16"}
+GPU = {"device": "cuda", "rules": None, "dtype": "bfloat16", "expert_backend": "native"}
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch, cou
         seen.append((self.weight_passes(), len(b.ids[: int(b.bsz)].unique())))
 
     monkeypatch.setattr(GpuCompute, "run", run)
-    engine = family.engine(**GPU, expert_backend="gpu", cuda_graphs="off", max_num_batched_tokens=16)
+    engine = family.engine(**GPU | {"expert_backend": "gpu"}, cuda_graphs="off", max_num_batched_tokens=16)
     seen.clear()
     names = list(family.paths)[:count]
     engine.generate(prompts(4, [16, 7, 20, 11]), [names[i % count] if i and count else None for i in range(4)])
@@ -207,7 +207,8 @@ def test_check_agrees_on_a_gpu(folder):
     from engine.build.plan import plan_engine
     from engine.diagnostics.check import check_model
 
-    plan = plan_engine(EngineConfig(model=str(folder), kv_cache_tokens=64, max_num_seqs=1, max_num_batched_tokens=32))
+    settings = {"kv_cache_tokens": 64, "max_num_seqs": 1, "max_num_batched_tokens": 32, "expert_backend": "native"}
+    plan = plan_engine(EngineConfig(model=str(folder), **settings))
     plan = plan.without_streaming()
     assert plan.placement.device == "cuda"
     lines: list[str] = []

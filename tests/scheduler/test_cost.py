@@ -126,6 +126,31 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_is_read(budget: int
     assert min(step.rows[-1].num_tokens for step in mixed[10:-1]) > 16
 
 
+def test_the_target_is_some_decode_steps_where_they_are_slow() -> None:
+    """And what prefill alone takes in long chunks, which are computed in another way, does not count."""
+    settings = {"itl_target_s": 0.05, "itl_decode_steps": 3.0, "long_chunk": 512}
+    engine = FakeEngine(config(num_blocks=2000, max_model_len=4000, max_num_batched_tokens=1024, **settings), dt=0.05)
+
+    def run(step: StepPlan) -> float:
+        streamed = step.num_tokens >= 512 and not step.rows[0].is_decode
+        seconds = 0.01 if streamed else 0.1 + 0.001 * step.num_tokens
+        engine.scheduler.observe(step, seconds, None)
+        return seconds
+
+    engine.add(make_request("first", [3] * 2048, 1))
+    for _ in range(2):
+        assert run(engine.step()) == 0.01
+    engine.add(make_request("stream", [1] * 5, 600))
+    for _ in range(20):
+        run(engine.step())
+    engine.add(make_request("long", [9] * 1800, 2))
+    mixed = []
+    while "long" not in engine.terminal:
+        step = engine.step()
+        mixed.append(run(step))
+    assert 0.2 < max(mixed[4:-1]) < 0.35
+
+
 def test_chunks_are_long_only_while_no_stream_waits() -> None:
     engine = FakeEngine(config(num_blocks=200, max_model_len=600, max_num_batched_tokens=64, mixed_chunk=10))
     engine.add(make_request("first", [1] * 150, 40))

@@ -17,7 +17,15 @@ import torch
 
 from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertCounters, HotPart, NativeTasks, PackedWeights, PartialTasks, needed
+from engine.experts.capabilities import (
+    ExpertCounters,
+    ExpertPlaces,
+    HotPart,
+    NativeTasks,
+    PackedWeights,
+    PartialTasks,
+    needed,
+)
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
 from engine.model.config import ModelConfig
@@ -69,7 +77,7 @@ class CudaBridge(ExpertBackend):
 
     @property
     def offers(self) -> tuple[object, ...]:
-        inner = (self._inner.capability(PackedWeights), self._inner.capability(ExpertCounters))
+        inner = (self._inner.capability(kind) for kind in (PackedWeights, ExpertCounters, ExpertPlaces))
         return PartialTasks(self.post_part, self.wait_part), *(offered for offered in inner if offered is not None)
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:

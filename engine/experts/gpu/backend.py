@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.capabilities import ExpertPlaces
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu.layout import Sizes, frames_of, lora_blocks
 from engine.experts.stream import on_stream
@@ -46,6 +47,10 @@ class GpuExperts(ExpertBackend):
         self._layers: dict[int, LayerTables] = {}
         self._blocks: dict[tuple[int, int], torch.Tensor] = {}  # (layer, slot): LoRA that tables point to
         self._lora = True
+
+    @property
+    def offers(self) -> tuple[object, ...]:
+        return (ExpertPlaces(lambda: {"GPU": self.num_bytes}),)
 
     @property
     def num_bytes(self) -> int:

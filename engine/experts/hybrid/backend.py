@@ -3,24 +3,27 @@
     post   CPU: the row's experts that are not on the GPU      GPU: those that are, while the CPU computes
     wait   out = both parts
 
-Which experts are hot follows the routing (policy.py); they move between steps (mover.py).
+Which experts are hot follows the routing (policy.py); they move between steps (mover.py). A profile of an earlier run
+says with which to begin (profile.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.errors import UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import HotPart, PackedWeights, PartialTasks, needed
+from engine.experts.capabilities import ExpertCounters, ExpertPlaces, HotPart, PackedWeights, PartialTasks, needed
 from engine.experts.gpu.compute import LayerTables
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.parts import GpuParts
 from engine.experts.hybrid.mover import Mover, Tables
 from engine.experts.hybrid.policy import HotPolicy
+from engine.experts.hybrid.profile import Profile
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
 from engine.model.config import ModelConfig
@@ -46,6 +49,7 @@ class HybridExperts(ExpertBackend):
         max_slots: int,
         max_rank: int,
         policy: HotPolicy | None = None,
+        profile: Path | None = None,
     ) -> None:
         self._inner = inner
         self._rest = needed(inner, PartialTasks)
@@ -70,6 +74,12 @@ class HybridExperts(ExpertBackend):
             )
         self._frames = torch.empty(frames, sizes.frame, dtype=dtype, device=device)
         self._tables = Tables.allocate(len(self._numbers), max_slots + 1, sizes.experts, device)
+        self._profile = None if profile is None else Profile(profile, config.sparse_layers, sizes.experts)
+        known = None if self._profile is None else self._profile.read()
+        if known is not None:
+            policy = policy or HotPolicy(experts)
+            policy.average.copy_(known)
+        self._waiting = set(self._numbers) if known is not None else set()  # layers that the first experts come from
         self.mover = Mover(
             sizes,
             config.sparse_layers,
@@ -94,7 +104,15 @@ class HybridExperts(ExpertBackend):
 
     @property
     def offers(self) -> tuple[object, ...]:
-        return (self.parts,)
+        counters = self._inner.capability(ExpertCounters)
+        places = ExpertPlaces(self._bytes_by_device, lambda: (self.mover.num_choices, self.mover.num_hits))
+        return self.parts, places, *(() if counters is None else (counters,))
+
+    def _bytes_by_device(self) -> dict[str, int]:
+        places = self._inner.capability(ExpertPlaces)
+        held = {} if places is None else dict(places.num_bytes())
+        frame = self._frames.shape[1] * self._frames.element_size()
+        return held | {"GPU": self.mover.resident * frame}
 
     def place(self, layer: int) -> torch.Tensor:
         """int32 [E] on the device: frame of each expert for base rows, -1 if the CPU computes it."""
@@ -103,6 +121,9 @@ class HybridExperts(ExpertBackend):
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         self._inner.load_layer(layer, store)
         self.parts.source.add(layer)
+        self._waiting.discard(layer)
+        if self._profile is not None and self._profile.known and not self._waiting:
+            self.mover.fill()
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         """The CPU serves the slot from now on; hot experts follow as their LoRA arrives."""
@@ -120,6 +141,8 @@ class HybridExperts(ExpertBackend):
         self._lora = lora
         if rows > 0:
             self.mover.step()
+            if self._profile is not None and self._profile.due:
+                self._profile.write(self.mover.policy.average)
 
     def check(self) -> None:
         self._inner.check()
@@ -141,5 +164,7 @@ class HybridExperts(ExpertBackend):
 
     def close(self) -> None:
         """No step may be in flight."""
+        if self._profile is not None:
+            self._profile.close(self.mover.policy.average)
         self.parts.source.close()
         self._inner.close()

@@ -94,6 +94,7 @@ class Mover:
         self._staging: torch.Tensor | None = None
         self._side: Any = cuda.Stream(frames.device) if self._gpu else None
         self._dirty = False
+        self.num_choices = self.num_hits = 0  # of rows; those whose expert was in the tables when that was looked at
 
     @property
     def resident(self) -> int:
@@ -114,6 +115,15 @@ class Mover:
             self._publish()
         if starts:
             self._start(starts)
+
+    def fill(self) -> None:
+        """Put the hottest experts into all frames. No step may be in flight; waits for the copies."""
+        moves = self.policy.moves(self.memory.frames, self.memory.frames)
+        self._start([_Arrival(expert, self.memory.take()) for expert in moves.admit])
+        if self._side is not None:
+            self._side.synchronize()
+        self._land()
+        self._publish()
 
     # ---- state
 
@@ -214,6 +224,8 @@ class Mover:
                 return
             uses = host.flatten() - self._seen
             self._seen = host.flatten().clone()
+            self.num_choices += int(uses.sum())
+            self.num_hits += int(uses[self._frame_of >= 0].sum())
             self.policy.observe(uses.float(), max(steps - self._read_at, 1))
             self._read_at = steps
         host = torch.empty(self._tables.uses.shape, dtype=torch.int32, pin_memory=self._gpu)

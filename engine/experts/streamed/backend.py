@@ -18,7 +18,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import PackedWeights, needed
+from engine.experts.capabilities import ExpertCounters, ExpertPlaces, PackedWeights, needed
 from engine.experts.gpu.compute import LayerTables, SlotTables
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.parts import GpuParts
@@ -29,7 +29,7 @@ from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 
 _SLICE_EXPERTS = 16  # copied and unpacked at a time: bounds the staging memory
-_PROBE_ROWS = (64, 256, 1024)
+_PROBE_ROWS = (64, 256, 1024, 4096)
 NEVER = 1 << 30
 
 
@@ -101,6 +101,11 @@ class StreamedExperts(ExpertBackend):
         self._streaming = False
         self._lora = True
         self._present: Collection[int] = range(1, max_slots + 1)  # adapter slots of the step
+
+    @property
+    def offers(self) -> tuple[object, ...]:
+        inner = (self._inner.capability(kind) for kind in (ExpertCounters, ExpertPlaces))
+        return tuple(offered for offered in inner if offered is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -261,7 +266,7 @@ class StreamedExperts(ExpertBackend):
         self._prepare()
         streamed_s = self._seconds(lambda: self._copy_layer(layer))
         cpu_s = {}
-        for rows in [r for r in _PROBE_ROWS if r < self._max_rows] + [self._max_rows]:
+        for rows in sorted({min(rows, self._max_rows) for rows in _PROBE_ROWS}):
             cpu_s[rows] = self._cpu_seconds(layer, rows)
             if cpu_s[rows] > streamed_s:
                 break
