@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,7 @@ import pytest
 from api.client import process
 from api.client.process import SocketDir
 from engine.heartbeat import Heartbeat
+from testing.waiting import PATIENCE_S
 from tests.api.conftest import ROOT, environment, serving
 from tests.api.test_faults import engine_of, eventually, gone
 
@@ -74,7 +76,7 @@ def test_the_port_answers_while_the_model_loads(model_dir: Path) -> None:
         assert second.returncode == 1 and second.stderr.splitlines()[-1].startswith("error: cannot listen on")
         assert "Traceback" not in second.stderr
         process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 143
+        assert process.wait(PATIENCE_S) == 143
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
@@ -87,7 +89,7 @@ def test_an_engine_that_keeps_dying_is_started_again_or_ends_the_server(model_di
     with serving(model_dir, tmp_path, "--adapters", "die=/x", "--max-restarts", "1") as server:
         for _ in range(2):
             die(server)
-        assert server.process.wait(15) == 1, "a server without an engine does not live on"
+        assert server.process.wait(PATIENCE_S) == 1, "a server without an engine does not live on"
         assert "--max-restarts" in server.stderr
     with serving(model_dir, tmp_path, "--adapters", "die=/x") as server:
         for _ in range(4):
@@ -157,10 +159,16 @@ def test_a_silent_engine_shows_within_five_seconds(model_dir: Path, tmp_path: Pa
     with serving(model_dir, tmp_path, "--engine-hang-s", "9") as server:
         engine = engine_of(server)
         os.kill(engine, signal.SIGSTOP)
-        began = time.monotonic()
-        eventually(lambda: server.http.get("/health").status_code == 503, 30)
-        noticed = time.monotonic() - began
-        assert noticed < 5 + 3, "4 s, and what a busy machine adds"
+        asked = [time.monotonic()]
+
+        def silent() -> bool:
+            asked.append(time.monotonic())
+            return server.http.get("/health").status_code == 503
+
+        eventually(silent, PATIENCE_S)
+        asked.append(time.monotonic())
+        stall = max(b - a for a, b in pairwise(asked))  # of a busy machine, between two questions
+        assert asked[-1] - asked[0] - stall < 5 + 1, "4 s, and what the two processes take to see it"
         eventually(lambda: gone(engine), 30)
         eventually(lambda: server.http.get("/health").status_code == 200, 40)
         assert server.openai.completions.create(model="tiny", prompt="ab").choices[0].text == "ab"
