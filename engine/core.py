@@ -6,8 +6,9 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.diagnostics.live import engine_stats, live
 from engine.diagnostics.profile import StepObserver

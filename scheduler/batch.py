@@ -6,8 +6,9 @@ their seats and blocks until live requests need them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from heapq import heapify, heappop, heappush
+
+from msgspec.structs import replace
 
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
@@ -59,8 +60,10 @@ class Batch:
         plan = StepPlan(step, rows, [tuple(row.request.blocks) for row in rows])
         flight = Flight(plan, {row.request: row for row in rows})
         core.flights.append(flight)
+        size = self._config.block_size
         for row in rows:
-            core.publish(row.request)
+            if row.request.num_computed // size > row.request.num_published:  # a block has become full
+                core.publish(row.request)
         return flight
 
     def _add_rows(self) -> None:
@@ -150,19 +153,19 @@ class Batch:
     # ---- decode
 
     def _add_decodes(self) -> None:
-        core, limit = self._core, self._config.max_tokens_held
+        core, limit, size = self._core, self._config.max_tokens_held, self._config.block_size
         for _, _, request in list(core.running):
             if request.status is not Status.RUNNING or request.background is not self._background:
                 continue  # a better one just took its place, or not its turn
             if request.num_drafts:
                 continue  # where its next token stands is known once they are committed
-            num_tokens = request.num_tokens
-            if request.num_computed < len(request.prompt) or num_tokens - request.num_computed > 1:
+            num_tokens, num_prompt = request.num_tokens, len(request.prompt)
+            if request.num_computed < num_prompt or num_tokens - request.num_computed > 1:
                 self._partial.setdefault(request.account, []).append(request)
                 continue
-            if num_tokens >= limit or num_tokens - len(request.prompt) >= request.sampling.max_tokens:
+            if num_tokens >= limit or num_tokens - num_prompt >= request.sampling.max_tokens:
                 continue  # the tokens in flight end it
-            if self._grow(request, num_tokens):
+            if num_tokens <= len(request.blocks) * size or self._grow(request, num_tokens):
                 self._add_row(request, 1)
 
     # ---- prefill

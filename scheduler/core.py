@@ -113,10 +113,12 @@ class Core:
 
     def charge(self, request: Request, end: int, prompt_weight: float, output_weight: float) -> None:
         """Charge the tenant for positions up to `end` that it has not been charged for."""
-        split = len(request.prompt)
-        prompt = max(0, min(end, split) - request.num_charged)
-        output = max(0, end - max(request.num_charged, split))
-        request.num_charged = max(request.num_charged, end)
+        begin, split = request.num_charged, len(request.prompt)
+        if end <= begin:
+            return
+        request.num_charged = end
+        prompt = min(end, split) - begin if begin < split else 0
+        output = end - max(begin, split) if end > split else 0
         self.fairness.charge(request.account, prompt * prompt_weight + output * output_weight)
 
     def accept(self, request: Request, row: StepRow, num_drafts: int) -> None:

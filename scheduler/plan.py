@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from scheduler.request import AdapterKey, Request
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: positions [start, start + num_tokens), of which the last hold the drafts.
 
     A row that samples samples after its last token and after each draft, `num_samples` tokens.
@@ -70,14 +71,13 @@ class EventKind(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, gc=False):
     """Something that happened to a request. Every request gets any number of TOKENS and exactly one other."""
 
     kind: EventKind
     request: Request
     # TOKENS; also FINISHED: the tokens committed with it. An end-of-sequence or stop token is never among them.
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
     reason: str = ""  # FINISHED: "stop" or "length"; otherwise a sentence for the user
     retry_after_s: float | None = None  # REFUSED because the queue was full
     stop_token: int | None = None  # FINISHED "stop": the token that ended it, which is not part of the output

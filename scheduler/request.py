@@ -48,6 +48,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     thinking: ThinkingBudget | None = None
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the greedy token is all that is wanted: nothing changes the logits (but perhaps a mask), nobody asks
+        for them."""
+        plain = self.presence_penalty == self.frequency_penalty == 0.0 and self.repetition_penalty == 1.0
+        return self.temperature == 0.0 and plain and not self.logit_bias and self.logprobs is None
+
     def ending_tokens(self, eos_token_ids: Iterable[int]) -> set[int]:
         """The tokens that end the output."""
         return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
@@ -121,6 +128,12 @@ class Request:
     blocks: list[int] = field(default_factory=list)  # block ids, in order of position
     block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of the full blocks of known tokens
     num_published: int = 0  # leading blocks that were found in, or offered to, the prefix cache
+
+    # asked every step
+    greedy: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.greedy = self.sampling.greedy
 
     @property
     def account(self) -> str:

@@ -6,7 +6,8 @@ add -> [schedule -> StepPlan -> (engine launches) -> commit -> events] ... -> on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from scheduler.batch import Batch
 from scheduler.config import SchedulerConfig
@@ -42,6 +43,7 @@ class Scheduler:
         self._cost = CostModel(config.initial_chunk, config.min_chunk)
         self._pace = Pace()
         self._eos = frozenset(config.eos_token_ids)
+        self._most_held = config.max_tokens_held
         self._step = 0
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
@@ -303,27 +305,26 @@ class Scheduler:
 
     def _take_tokens(self, row: StepRow, tokens: Sequence[int]) -> Event:
         request, accepted = row.request, len(tokens) - 1
+        sampling, output = request.sampling, request.output
         request.num_in_flight -= 1
-        request.num_drafts -= len(row.drafts)
-        self._num_drafted_tokens += len(row.drafts)
-        self._num_accepted_tokens += accepted
-        self._num_decode_tokens += accepted
+        if row.drafts:
+            request.num_drafts -= len(row.drafts)
+            self._num_drafted_tokens += len(row.drafts)
+            self._num_accepted_tokens += accepted
+            self._num_decode_tokens += accepted
+        most = min(sampling.max_tokens, self._most_held - len(request.prompt))
         for i, token in enumerate(tokens):
-            if self._is_stop(request, token):
+            if token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos):
                 return self._end(request, EventKind.FINISHED, "stop", tokens=tokens[:i], stop_token=token)
-            request.output.append(token)
-            total = len(request.prompt) + len(request.output)
-            if len(request.output) >= request.sampling.max_tokens or total >= self.config.max_tokens_held:
+            output.append(token)
+            if len(output) >= most:
                 return self._end(request, EventKind.FINISHED, "length", tokens=tokens[: i + 1])
         if request.status is Status.RUNNING:
             if row.drafts:
                 self._core.accept(request, row, accepted)
-            self._core.publish(request)
+            if request.num_computed // self.config.block_size > request.num_published:
+                self._core.publish(request)
         return Event(EventKind.TOKENS, request, list(tokens))
-
-    def _is_stop(self, request: Request, token: int) -> bool:
-        sampling = request.sampling
-        return token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
 
     def _end_known(self, request_id: str, kind: EventKind, reason: str) -> Event | None:
         request = self._core.requests.get(request_id)

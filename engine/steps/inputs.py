@@ -74,6 +74,11 @@ class StepArrays:
         """Of each row that samples: which of the kept tokens is its last."""
         return self.kept_starts[1:][np.diff(self.kept_starts) > 0] - 1
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every row samples once."""
+        return np.array_equal(self.kept_starts, np.arange(len(self.context_lens) + 1))
+
     def layout(self, device: torch.device) -> BatchLayout:
         return BatchLayout(
             row_starts=self.row_starts.tolist(),
@@ -138,6 +143,13 @@ def _ranges(starts: Array, lengths: Array) -> Array:
 
 
 def _ids(rows: list[StepRow], row_starts: Array, sampled: Mapping[str, int]) -> tuple[Array, Array]:
+    if row_starts[-1] == len(rows):  # one token a row
+        tokens = [row.request.token(row.start) for row in rows]
+        places = (
+            sampled[row.request.request_id] if token is None else -1 for row, token in zip(rows, tokens, strict=True)
+        )
+        known = np.array([token or 0 for token in tokens], np.int64)
+        return known, np.fromiter(places, np.int64, len(rows))
     ids, sources = np.zeros(row_starts[-1], np.int64), np.full(row_starts[-1], -1, np.int64)
     for row, (begin, end) in zip(rows, pairwise(row_starts.tolist()), strict=True):
         drafts = end - len(row.drafts)

@@ -31,7 +31,7 @@ from engine.model.step import StepInput, Trace, Want
 from engine.steps.base import Launched
 from engine.steps.inputs import StepArrays, TokenCounts
 from engine.steps.masks import NO_MASKS, Masks, Words, allowed_words
-from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, is_greedy, sample
+from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, sample
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request
 
@@ -157,7 +157,9 @@ class ModelRunner:
                     step.logprobs.setdefault(row.request.request_id, []).append(logprobs)
         for request_id, parts in step.pending_prompts:
             step.prompt_logprobs[request_id] = [x for part in parts for x in part.read() if x is not None]
-        sampled = [] if step.tokens is None else step.tokens.tolist()
+        sampled: list[int] = [] if step.tokens is None else step.tokens.tolist()
+        if step.arrays.one_each and not step.errors and NOT_FINITE not in sampled:
+            return [[token] for token in sampled]
         kept = pairwise(step.arrays.kept_starts.tolist())
         return [_accepted(step, row, sampled[a:b], a) for row, (a, b) in zip(step.plan.rows, kept, strict=True)]
 
@@ -165,7 +167,8 @@ class ModelRunner:
         began = time.perf_counter()
         arrays = StepArrays.of(plan, self._places)
         step = InFlight(plan, arrays=arrays)
-        greedy = all(is_greedy(row.request.sampling) and not _masks(masks, row, i) for row, i in step.samples)
+        greedy = all(row.request.greedy for row in plan.rows if row.samples)
+        greedy = greedy and not (masks and any(_masks(masks, row, i) for row, i in step.samples))
         if padded:
             built = time.perf_counter()
             step.trace = padded.launch(arrays)

@@ -114,14 +114,6 @@ def _penalise(logits: torch.Tensor, row: SampleRow) -> None:
         logits[ids] -= p.presence_penalty + p.frequency_penalty * counts
 
 
-def is_greedy(params: SamplingParams) -> bool:
-    """Whether the greedy token is all that is wanted: nothing changes the logits (but perhaps a mask), nobody asks for
-    them."""
-    p = params
-    plain = p.presence_penalty == 0.0 and p.frequency_penalty == 0.0 and p.repetition_penalty == 1.0
-    return p.temperature == 0.0 and plain and not p.logit_bias and p.logprobs is None
-
-
 def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
     device, vocabulary = logits.device, logits.shape[1]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.errors import UserError
 from engine.steps.limits import check_sampling
 from engine.steps.masks import allowed_words, forbid, masks_of
-from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, _draw, is_greedy, sample
+from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, _draw, sample
 from scheduler.request import SamplingParams
 
 
@@ -113,10 +113,10 @@ def test_logprobs_rank_and_order():
 
 
 def test_what_is_wanted_beside_the_greedy_token():
-    assert is_greedy(SamplingParams(temperature=0.0, top_p=0.5, top_k=3, seed=1, max_tokens=2, stop_token_ids=(1,)))
+    assert SamplingParams(temperature=0.0, top_p=0.5, top_k=3, seed=1, max_tokens=2, stop_token_ids=(1,)).greedy
     more = ({"temperature": 0.1}, {"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"repetition_penalty": 1.1})
     for changed in (*more, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
-        assert not is_greedy(SamplingParams(**({"temperature": 0.0} | changed)))
+        assert not SamplingParams(**({"temperature": 0.0} | changed)).greedy
 
 
 # ---- masks, and rows that cannot be sampled
