@@ -7,8 +7,7 @@ kept    A                         B34               C C' C"     what sampling ne
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -23,6 +22,7 @@ from engine.linear.segments import Groups, Segments
 from scheduler.plan import StepPlan, StepRow
 
 Array = NDArray[np.int64]
+_ROOM = 64  # tokens that a request's counts have room for at first, beside the prompt's
 
 
 @dataclass(frozen=True)
@@ -110,26 +110,42 @@ class StepArrays:
 
 
 class TokenCounts:
-    """A request's distinct tokens, and how often each occurs in its output, counted as that grows."""
+    """A request's distinct tokens, those of the prompt first, and how often each occurs in its output. Arrays that grow
+    with the output: a step adds to them, and goes through none of it again."""
 
     def __init__(self, prompt: list[int]) -> None:
-        self.output: Counter[int] = Counter()
-        self._prompt = np.unique(np.array(prompt, np.int64))
-        self._new = dict.fromkeys(prompt, False)  # by token: whether it occurs in the output alone
+        distinct = np.unique(np.array(prompt, np.int64))
+        self._size = len(distinct)
+        self._tokens: Array = np.concatenate((distinct, np.zeros(_ROOM, np.int64)))
+        self._counts: Array = np.zeros(len(self._tokens), np.int64)
+        self._places = {token: place for place, token in enumerate(distinct.tolist())}
         self._counted = 0
 
     def update(self, output: list[int]) -> None:
-        added = output[self._counted :]
-        self.output.update(added)
+        for token in output[self._counted :]:
+            place = self._places.setdefault(token, self._size)
+            if place == self._size:
+                if place == len(self._tokens):
+                    more = np.zeros(place, np.int64)
+                    self._tokens = np.concatenate((self._tokens, more))
+                    self._counts = np.concatenate((self._counts, more))
+                self._tokens[place] = token
+                self._size += 1
+            self._counts[place] += 1
         self._counted = len(output)
-        for token in added:
-            self._new.setdefault(token, True)
 
-    @property
-    def seen(self) -> Array:
-        """The distinct tokens of prompt and output."""
-        new = np.fromiter((token for token in self.output if self._new[token]), np.int64)
-        return np.concatenate((self._prompt, new))
+    def seen(self, drafts: Sequence[int] = ()) -> tuple[Array, Array]:
+        """(tokens, counts), as if `drafts` had followed the output. Without them they are views of what grows."""
+        tokens, counts = self._tokens[: self._size], self._counts[: self._size]
+        if not drafts:
+            return tokens, counts
+        new = dict.fromkeys((token for token in drafts if token not in self._places), 0)
+        tokens = np.concatenate((tokens, np.fromiter(new, np.int64, len(new))))
+        counts = np.concatenate((counts, np.zeros(len(new), np.int64)))
+        places = self._places | {token: self._size + i for i, token in enumerate(new)}
+        for token in drafts:
+            counts[places[token]] += 1
+        return tokens, counts
 
 
 def _offsets(lengths: Array) -> Array:
@@ -148,8 +164,7 @@ def _ids(rows: list[StepRow], row_starts: Array, sampled: Mapping[str, int]) -> 
         places = (
             sampled[row.request.request_id] if token is None else -1 for row, token in zip(rows, tokens, strict=True)
         )
-        known = np.array([token or 0 for token in tokens], np.int64)
-        return known, np.fromiter(places, np.int64, len(rows))
+        return np.array([token or 0 for token in tokens], np.int64), np.fromiter(places, np.int64, len(rows))
     ids, sources = np.zeros(row_starts[-1], np.int64), np.full(row_starts[-1], -1, np.int64)
     for row, (begin, end) in zip(rows, pairwise(row_starts.tolist()), strict=True):
         drafts = end - len(row.drafts)

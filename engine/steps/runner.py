@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from scheduler.request import Request
 if TYPE_CHECKING:
     from native import _native
 
+_NONE: NDArray[np.int64] = np.zeros(0, np.int64)
 _LOGPROB_ROWS = 64  # prompt log-probabilities are computed this many positions at a time: [64, V] float32
 
 
@@ -252,21 +252,17 @@ class ModelRunner:
         """What follows the row's last token but for its drafts, and so many of these."""
         request = row.request
         p = request.sampling
-        seen: NDArray[np.int64] = np.zeros(0, np.int64)
-        output: Counter[int] = Counter()
+        seen = counts = _NONE
         if p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
-            counts = self._counts.get(request) or self._counts.setdefault(request, TokenCounts(request.prompt))
-            counts.update(request.output)
-            seen, output = counts.seen, counts.output
-            if drafts:
-                proposed = row.drafts[:drafts]
-                seen, output = np.union1d(seen, np.array(proposed)), output + Counter(proposed)
+            known = self._counts.get(request) or self._counts.setdefault(request, TokenCounts(request.prompt))
+            known.update(request.output)
+            seen, counts = known.seen(row.drafts[:drafts])
         return SampleRow(
             params=p,
             seed=self.seed ^ zlib.crc32(request.request_id.encode()) if p.seed is None else p.seed,
             position=row.start + row.num_tokens - len(row.drafts) + drafts,
             seen=seen,
-            output=output,
+            counts=counts,
         )
 
     def _prompt_logprobs(self, step: InFlight, index: int, row: StepRow, top: int) -> list[PendingLogprobs]:

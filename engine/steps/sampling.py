@@ -8,8 +8,8 @@ What is wrong with one row's logits, or fails in it, is that row's error.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,14 +27,14 @@ _FIRST_TRY = 1024  # candidates sorted before the whole vocabulary has to be
 
 @dataclass
 class SampleRow:
-    """What sampling needs of one row. For penalties, `seen` int64: the distinct tokens of prompt and output; `output`:
-    how often each occurs there."""
+    """What sampling needs of one row. Where it has penalties, `seen` int64 [n]: the distinct tokens of prompt and
+    output; `counts` int64 [n]: how often each occurs in the output."""
 
     params: SamplingParams
     seed: int
     position: int  # of the token to be sampled
     seen: NDArray[np.int64]
-    output: Counter[int]
+    counts: NDArray[np.int64]
     words: Words | None = None  # the tokens that a mask allows; None: all
 
 
@@ -52,12 +52,7 @@ def sample(logits: torch.Tensor, rows: list[SampleRow]) -> Sampled:
 
     On a GPU nothing here waits for it: whatever the host knows is sent, whatever it does not know is not looked at.
     """
-    out = Sampled(logits.new_empty(0), logits)
-    for i, row in enumerate(rows):
-        try:
-            _penalise(logits[i], row)
-        except Exception as error:  # noqa: BLE001 - ends this row's request with the error, and no other
-            out.errors[i] = error
+    out = Sampled(logits.new_empty(0), logits, _penalise(logits, rows))
     forbid(logits, {i: row.words for i, row in enumerate(rows) if row.words is not None})
     out.tokens = greedy_tokens(logits)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and i not in out.errors]
@@ -98,20 +93,40 @@ def _has_filter(p: SamplingParams, vocabulary: int) -> bool:
     return p.top_p < 1 or p.min_p > 0 or 0 < p.top_k < vocabulary
 
 
-def _penalise(logits: torch.Tensor, row: SampleRow) -> None:
-    """Repetition over prompt and output (CTRL, arXiv 1909.05858); presence and frequency over the output, as OpenAI."""
-    p, device = row.params, logits.device
-    if p.logit_bias:
-        ids = to_device(list(p.logit_bias), torch.int64, device)
-        logits[ids] += to_device(list(p.logit_bias.values()), torch.float32, device)
-    if p.repetition_penalty != 1.0 and len(row.seen):
-        ids = to_device(row.seen, torch.int64, device)
-        seen = logits[ids]
-        logits[ids] = torch.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
-    if (p.presence_penalty or p.frequency_penalty) and row.output:
-        ids = to_device(list(row.output), torch.int64, device)
-        counts = to_device(list(row.output.values()), torch.int64, device)
-        logits[ids] -= p.presence_penalty + p.frequency_penalty * counts
+def _penalise(logits: torch.Tensor, rows: list[SampleRow]) -> dict[int, Exception]:
+    """Bias; then repetition over prompt and output (CTRL, arXiv 1909.05858); then presence and frequency over the
+    output, as OpenAI. Of all rows at once; by row, why it could not be done."""
+    errors: dict[int, Exception] = {}
+
+    def valid(i: int, ids: NDArray[np.int64]) -> bool:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < logits.shape[1]:
+            errors[i] = IndexError(f"token {ids.min()} or {ids.max()} is outside 0..{logits.shape[1] - 1}")
+        return len(ids) > 0 and i not in errors
+
+    def send(parts: list[NDArray[Any]], dtype: torch.dtype) -> torch.Tensor:
+        return to_device(np.concatenate(parts), dtype, logits.device)
+
+    biased = [
+        (i, np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias)))
+        for i, row in enumerate(rows)
+        if (bias := row.params.logit_bias)
+    ]
+    biased = [part for part in biased if valid(*part[:2])]
+    if biased:
+        at = send([np.full(len(ids), i) for i, ids, _ in biased], torch.int64)
+        ids = send([ids for _, ids, _ in biased], torch.int64)
+        logits[at, ids] += send([values for *_, values in biased], torch.float32)
+    penalised = [i for i, row in enumerate(rows) if valid(i, row.seen)]
+    if penalised:
+        at = send([np.full(len(rows[i].seen), i) for i in penalised], torch.int64)
+        ids = send([rows[i].seen for i in penalised], torch.int64)
+        counts = send([rows[i].counts for i in penalised], torch.int64)
+        params = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (r.params for r in rows)]
+        repetition, presence, frequency = to_device(np.array(params).T, torch.float32, logits.device)[:, at]
+        values = logits[at, ids]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[at, ids] = values - torch.where(counts > 0, presence + frequency * counts, 0.0)
+    return errors
 
 
 def _draw(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:

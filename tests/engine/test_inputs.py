@@ -93,8 +93,11 @@ def test_counts_follow_the_output(prompt, parts):
     for part in [[], *parts]:
         output += part
         counts.update(output)
-        assert all(counts.output[token] == output.count(token) for token in range(6))
-        assert sorted(counts.seen.tolist()) == sorted({*prompt, *output})
+        for drafts in ((), (5, 3, 5)):
+            tokens, numbers = counts.seen(drafts)
+            assert sorted(tokens.tolist()) == sorted({*prompt, *output, *drafts})
+            held = dict(zip(tokens.tolist(), numbers.tolist(), strict=True))
+            assert all(held[token] == [*output, *drafts].count(token) for token in held)
 
 
 @pytest.mark.parametrize("rules", ["reference", pytest.param(None, marks=needs_native)], ids=str)

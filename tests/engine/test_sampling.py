@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,10 @@ from scheduler.request import SamplingParams
 
 def row(position: int = 0, seed: int = 0, prompt: list[int] | None = None, output: list[int] | None = None, **params):
     seen = np.array(sorted({*(prompt or []), *(output or [])}), np.int64)
-    return SampleRow(SamplingParams(**params), seed, position, seen, Counter(output or []))
+    if not {"repetition_penalty", "presence_penalty", "frequency_penalty"} & params.keys():
+        seen = seen[:0]
+    counts = np.array([(output or []).count(token) for token in seen], np.int64)
+    return SampleRow(SamplingParams(**params), seed, position, seen, counts)
 
 
 def filtered(logits: torch.Tensor, p: SamplingParams) -> set[int]:
@@ -100,6 +101,29 @@ def test_penalties_and_bias():
     )
     out = sample(logits.clone(), [r]).logits
     assert out[0].tolist() == pytest.approx([1.0 / 2 - 0.25 - 1.0, -2.0, 2.0 / 2 - 0.25 - 0.5, 2.0])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), count=st.integers(1, 5))
+def test_rows_are_penalised_together_as_each_alone(data, count):
+    """By the definitions, token by token."""
+    tokens, size = st.lists(st.integers(0, 6), max_size=9), st.floats(-2, 2)
+    logits = torch.randn(count, 7, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    rows, wanted = [], logits.double()
+    for i in range(count):
+        prompt, output = data.draw(tokens), data.draw(tokens)
+        bias = data.draw(st.dictionaries(st.integers(0, 6), size, max_size=3))
+        p = {"repetition_penalty": data.draw(st.floats(0.5, 2)), "presence_penalty": data.draw(size)}
+        p |= {"frequency_penalty": data.draw(size), "logit_bias": bias}
+        rows.append(row(prompt=prompt, output=output, temperature=0.0, **p))
+        for token in range(7):
+            value = float(wanted[i, token]) + bias.get(token, 0.0)
+            if token in prompt + output:
+                value = value / p["repetition_penalty"] if value > 0 else value * p["repetition_penalty"]
+            if token in output:
+                value -= p["presence_penalty"] + p["frequency_penalty"] * output.count(token)
+            wanted[i, token] = value
+    assert torch.allclose(sample(logits, rows).logits.double(), wanted, atol=1e-4)
 
 
 def test_logprobs_rank_and_order():
@@ -237,5 +261,5 @@ def test_what_is_accepted_can_be_computed(temperature, top_p, top_k, min_p, pena
     )
     check_sampling(params, [], 50)
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)) * scale
-    out = sample(logits, [SampleRow(params, seed, 7, np.array([1, 2]), Counter([2]))])
+    out = sample(logits, [SampleRow(params, seed, 7, np.array([1, 2]), np.array([0, 1]))])
     assert not out.errors and 0 <= int(out.tokens) < 50
