@@ -154,6 +154,8 @@ class Batch:
 
     def _add_decodes(self) -> None:
         core, limit, size = self._core, self._config.max_tokens_held, self._config.block_size
+        rows, planned = self._rows, self._planned
+        decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
             if request.status is not Status.RUNNING or request.background is not self._background:
                 continue  # a better one just took its place, or not its turn
@@ -166,7 +168,18 @@ class Batch:
             if num_tokens >= limit or num_tokens - num_prompt >= request.sampling.max_tokens:
                 continue  # the tokens in flight end it
             if num_tokens <= len(request.blocks) * size or self._grow(request, num_tokens):
-                self._add_row(request, 1)
+                if request.num_charged != num_tokens - 1:  # it was preempted: what is computed again costs nothing
+                    self._add_row(request, 1)
+                    continue
+                # as _add_row, once for each of many rows in every step
+                rows.append(StepRow(request, num_tokens - 1, 1, request.slot, True))
+                planned.add(request)
+                request.num_computed = request.num_charged = num_tokens
+                request.num_in_flight += 1
+                account = request.account
+                decoded[account] = decoded.get(account, 0) + 1
+        for account, count in decoded.items():
+            core.fairness.charge(account, count * self._config.decode_weight)
 
     # ---- prefill
 
