@@ -9,6 +9,7 @@ import torch
 
 from engine.architectures.registry import config_from_hf
 from engine.build import plan as build
+from engine.build.assemble import pace
 from engine.build.placement import choose
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
@@ -333,3 +334,14 @@ def test_what_gpu_experts_cannot_be_is_said(planned, settings, said):
     with pytest.raises(UserError, match=said) as caught:
         planned(**settings)
     assert caught.value.field in ("gpu_experts", "gpu_expert_memory")
+
+
+def test_running_streams_are_kept_in_step_beside_long_chunks(planned):
+    """By default within 100 ms or three decode steps; chunks that are streamed are no measure of others."""
+    assert pace(planned(expert_backend="native")) == {
+        "itl_target_s": 0.1, "itl_decode_steps": 3.0, "initial_chunk": 512, "long_chunk": 1024,
+    }  # fmt: skip
+    assert "long_chunk" not in pace(planned(expert_backend="gpu"))
+    asked = pace(planned(expert_backend="gpu", itl_target_ms=40))
+    assert asked["itl_target_s"] == 0.04 and "itl_decode_steps" not in asked
+    assert pace(planned(machine=Machine(native=True))) == {"itl_target_s": None}
