@@ -107,7 +107,7 @@ def test_streamed_and_hybrid_experts(dtype: torch.dtype) -> None:
     before = streamed.num_bytes
     streamed.begin_step(8, lora=False, eager=True)
     address = 2 * (SIZES["max_slots"] + 1) * E * 8
-    assert streamed.num_bytes - before == StreamedExperts.buffer_bytes(sizes, dtype.itemsize) + address
+    assert streamed.num_bytes - before == StreamedExperts.buffer_bytes(sizes, frame) + address
     hybrid.bind(0, ExpertBuffers.allocate(24, K, H, dtype))
     assert num_bytes(*hybrid._extra.values()) == HybridExperts.scratch_bytes(sizes, 24)
     assert num_bytes(hybrid._frames) == 3 * frame

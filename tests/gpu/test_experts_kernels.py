@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu.layout import Sizes, frames_of, lora_blocks
+from engine.experts.gpu.layout import Sizes, lora_blocks
 from engine.lora.adapter import ExpertLora
+from tests.gpu.frames import frames_of
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 
 SIZES = Sizes(E, K, H, I)
@@ -17,7 +18,8 @@ DTYPES = [F32, BF16] if torch.cuda.is_available() else [F32]  # the interpreter 
 def tables(
     layer: Layer, adapters: dict[int, ExpertLora], dtype: torch.dtype, here: list[int], device: torch.device
 ) -> tuple[LayerTables, SlotTables, list[torch.Tensor]]:
-    frames = frames_of(layer.store, SIZES, dtype)[here].to(device)
+    frame, every = frames_of(layer.store, SIZES, dtype)
+    frames = every[here].to(device)
     place = torch.full((8, E), -1, dtype=torch.int32)
     place[:, here] = torch.arange(len(here), dtype=torch.int32)
     slots = SlotTables.allocate(1, 8, device)
@@ -30,7 +32,7 @@ def tables(
         address[slot] = (keep[-1].data_ptr() + torch.arange(E) * step) * present
         slots.ranks[slot] = -(-adapter.rank // 16) * 16
         slots.scales[0, slot] = torch.tensor([adapter.gate_scale, adapter.up_scale, adapter.down_scale])
-    return LayerTables(frames, place.to(device), address.to(device)), slots, keep
+    return LayerTables(frames, place.to(device), address.to(device), frame), slots, keep
 
 
 @pytest.mark.gpu

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from engine.experts.capabilities import PackedWeights, needed
 from engine.experts.gpu.adapters import HostAdapters
-from engine.experts.gpu.layout import Sizes, frames_of
+from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedSource
 from engine.experts.hybrid.mover import INTERVAL, Mover, Tables
 from engine.experts.native import NativeExperts
 from native import _native
 from testing.shapes import config
+from tests.gpu.frames import frames_of
 from tests.native.expert_layers import BF16, E, Layer, lora
 
 H, I = 64, 64  # noqa: E741
@@ -39,7 +40,7 @@ def native() -> tuple[NativeExperts, dict[int, torch.Tensor]]:
     for layer, kind in zip(LAYERS, ("BF16", "Q8_0"), strict=True):
         made = Layer(kind, hidden=H, inner=I)
         experts.load_layer(layer, made.store)
-        values[layer] = frames_of(made.store, SIZES, BF16)
+        values[layer] = frames_of(made.store, SIZES, BF16)[1]
     return experts, values
 
 
@@ -58,7 +59,7 @@ def check(mover: Mover, tables: Tables, adapters: HostAdapters, frames: torch.Te
             base = int(tables.place[number, 0, expert])
             used += base >= 0
             if base >= 0:
-                assert torch.equal(frames[base], VALUES[layer][expert])
+                assert torch.equal(frames[base][: VALUES[layer].shape[1]], VALUES[layer][expert])
             for slot in range(1, SLOTS + 1):
                 place, address = int(tables.place[number, slot, expert]), int(tables.address[number, slot, expert])
                 assert place in (-1, base)
@@ -78,13 +79,13 @@ def check(mover: Mover, tables: Tables, adapters: HostAdapters, frames: torch.Te
 @settings(max_examples=12)
 @given(frames=st.integers(1, 20), seed=st.integers(0, 99), data=st.data())
 def test_tables_point_to_the_right_values(frames: int, seed: int, data: st.DataObject) -> None:
-    device_frames = torch.zeros(frames, SIZES.frame, dtype=BF16)
+    device_frames = torch.zeros(frames, SIZES.frame * 2, dtype=torch.uint8)
     tables = Tables.allocate(len(LAYERS), SLOTS + 1, E, CPU)
     source = PackedSource(needed(NATIVE, PackedWeights), SIZES, CPU)
     for layer in LAYERS:
         source.add(layer)
     adapters = HostAdapters(SIZES, BF16, max_slots=SLOTS, max_rank=32, pin=False)
-    mover = Mover(SIZES, LAYERS, device_frames, tables, source, adapters)
+    mover = Mover(SIZES, LAYERS, device_frames, tables, source, adapters, BF16)
     g = torch.Generator().manual_seed(seed)
     for step in range(8 * INTERVAL):
         if step % 5 == 0:
@@ -97,13 +98,13 @@ def test_tables_point_to_the_right_values(frames: int, seed: int, data: st.DataO
 
 
 def test_everything_is_here_in_the_end() -> None:
-    device_frames = torch.zeros(40, SIZES.frame, dtype=BF16)
+    device_frames = torch.zeros(40, SIZES.frame * 2, dtype=torch.uint8)
     tables = Tables.allocate(len(LAYERS), SLOTS + 1, E, CPU)
     source = PackedSource(needed(NATIVE, PackedWeights), SIZES, CPU)
     for layer in LAYERS:
         source.add(layer)
     adapters = HostAdapters(SIZES, BF16, max_slots=SLOTS, max_rank=32, pin=False)
-    mover = Mover(SIZES, LAYERS, device_frames, tables, source, adapters)
+    mover = Mover(SIZES, LAYERS, device_frames, tables, source, adapters, BF16)
     adapters.put(2, ADAPTERS[2])
     for _ in range(200):
         mover.step()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.experts.gpu.unpack import panel_bytes, unpack
+from engine.weights.tiled.panels import panel_bytes, unpack
 from native import _native
 from tests.native.blocks import QUANTISED, random_blocks
 

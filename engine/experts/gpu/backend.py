@@ -11,16 +11,19 @@ from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu.layout import Sizes, frames_of, lora_blocks
+from engine.experts.gpu.layout import PROJECTIONS, Frame, Sizes, frame_of_store, lora_blocks
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
 from engine.lora.ranks import padded_rank
 from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
+from engine.weights.tiled.convert import Packer
 
 
 class GpuExperts(ExpertBackend):
-    """Weights in the activations' type. Everything that changes between steps is read from device tables, so that a
+    """Weights as the file has them where there is a form for it, otherwise in the activations' type; `quantise`
+("int8", "int4") makes those that the file does not quantise smaller. `pack` (over any pool) makes the quantised ones.
+Everything that changes between steps is read from device tables, so that a
     captured post serves any rows and adapters. `max_slots`, `max_rank`: of adapters; `max_rows`: of any buffers."""
 
     buffers_on = "cuda"
@@ -35,10 +38,14 @@ class GpuExperts(ExpertBackend):
         max_rows: int,
         max_slots: int,
         max_rank: int,
+        quantise: str | None = None,
+        pack: Packer | None = None,
     ) -> None:
         self._sizes = Sizes.of(config)
         self._dtype = dtype
         self._device = device
+        self._quantise = quantise
+        self._pack = pack or Packer(device)
         self._numbers = {layer: number for number, layer in enumerate(config.sparse_layers)}
         self._compute = GpuCompute(
             self._sizes, dtype, device, max_rows=max_rows, max_rank=max_rank, max_slots=max_slots
@@ -58,11 +65,20 @@ class GpuExperts(ExpertBackend):
         return sum(t.frames.numel() * t.frames.element_size() for t in self._layers.values())
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
-        frames = frames_of(store, self._sizes, self._dtype).to(self._device)
+        frame = frame_of_store(store, self._sizes, self._dtype.itemsize, self._quantise)
+        frames = self._frames(store, frame)
         slots, experts = self._compute.max_slots, self._sizes.experts
         place = torch.arange(experts, dtype=torch.int32, device=self._device).repeat(slots, 1)
         address = torch.zeros(slots, experts, dtype=torch.int64, device=self._device)
-        self._layers[layer] = LayerTables(frames, place, address)
+        self._layers[layer] = LayerTables(frames, place, address, frame)
+
+    @torch.inference_mode(False)
+    def _frames(self, store: ExpertStore, frame: Frame) -> torch.Tensor:
+        frames = torch.empty(self._sizes.experts, frame.num_bytes, dtype=torch.uint8, device=self._device)
+        for name, matrix, at in zip(PROJECTIONS, frame.matrices, frame.starts, strict=True):
+            weights = [store.expert(name, expert) for expert in range(self._sizes.experts)]
+            self._pack.put(weights, matrix, frames[:, at : at + matrix.num_bytes], self._dtype)
+        return frames
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         if not 1 <= slot < self._compute.max_slots:

@@ -10,11 +10,11 @@ import torch
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.index import MOST_CHOICES, Index, build, most_blocks
-from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.products import LEAST_BLOCK_ROWS, Product, Tiles, tiled_products, tiles_for
 from engine.lora.ranks import RANK_STEP, padded_rank
 
 CHUNK_ROWS = 4096  # rows computed at a time: bounds the scratch memory
-LEAST_BLOCK_ROWS = 16  # of all tiles
 _F32 = 4
 
 
@@ -22,9 +22,10 @@ _F32 = 4
 class LayerTables:
     """A layer as the kernels find it, all on the device and free to change between steps."""
 
-    frames: torch.Tensor  # model dtype [F, frame]
+    frames: torch.Tensor  # [F, >= bytes of a frame] uint8, or the same memory in the model's dtype
     place: torch.Tensor  # int32 [slots, E]: frame of an expert for rows of a slot, -1 if another backend computes it
     lora_address: torch.Tensor  # int64 [slots, E]: an expert's LoRA block, 0 if it has none
+    frame: Frame | None = None  # what a frame holds; None: plain numbers of the model's dtype
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,6 @@ class SlotTables:
     @classmethod
     def allocate(cls, layers: int, slots: int, device: torch.device) -> SlotTables:
         return cls(torch.zeros(slots, dtype=torch.int32, device=device), torch.zeros(layers, slots, 3, device=device))
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Tile sizes for an average of so many rows per expert. `bn` and `bk` divide the model's sizes."""
-
-    bm: int
-    bn_gate_up: int
-    bn_down: int
-    bk_hidden: int
-    bk_inner: int
-    warps: int
-    stages: int
 
 
 class GpuCompute:
@@ -112,16 +100,17 @@ class GpuCompute:
     def _run(self, b: ExpertBuffers, layer: LayerTables, slots: SlotTables, number: int, lora: bool) -> None:
         from engine.experts.gpu import index_kernel, kernels
 
-        s, tiles, index = self.sizes, self._tiles(b.max_rows), self._index
+        s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
         fill = build if b.ids.numel() > MOST_CHOICES else index_kernel.launch
         fill(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
         tables = (index.order, index.start, index.block_expert, index.block_first, index.num_blocks)
         blocks = most_blocks(b.ids.numel(), s.experts, tiles.bm)
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
         common |= {"T": 2 * self.max_rank, "BM": tiles.bm}
-        wide: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         address, ranks = layer.lora_address, slots.ranks
         a_tiles = self.max_rank // RANK_STEP
+        gate_up, down = self._products(layer, tiles)
+        wide = common | {"LORA": lora, "R": RANK_STEP}
 
         def lora_a(x: torch.Tensor, is_down: bool) -> None:
             kernels.lora_a[(blocks, a_tiles if is_down else 2 * a_tiles)](
@@ -132,15 +121,15 @@ class GpuCompute:
 
         if lora:
             lora_a(b.hidden, False)
-        kernels.gate_up[(blocks, s.inner // tiles.bn_gate_up)](
-            b.hidden, layer.frames, layer.place, self._h, self._t, b.slots, *tables, address, ranks,
-            **common, LORA=lora, BN=tiles.bn_gate_up, BK=tiles.bk_hidden, R=RANK_STEP, **wide,
+        gate_up.kernel[(blocks, s.inner // gate_up.columns)](
+            b.hidden, gate_up.frames, layer.place, self._h, self._t, b.slots, *tables, address, ranks,
+            **wide, BN=gate_up.columns, **gate_up.constants,
         )  # fmt: skip
         if lora:
             lora_a(self._h, True)
-        kernels.down[(blocks, s.hidden // tiles.bn_down)](
-            self._h, layer.frames, layer.place, self._y, self._t, b.weights, b.slots, *tables, address, ranks,
-            **common, LORA=lora, BN=tiles.bn_down, BK=tiles.bk_inner, R=RANK_STEP, **wide,
+        down.kernel[(blocks, s.hidden // down.columns)](
+            self._h, down.frames, layer.place, self._y, self._t, b.weights, b.slots, *tables, address, ranks,
+            **wide, BN=down.columns, **down.constants,
         )  # fmt: skip
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
             b.bsz,
@@ -156,23 +145,17 @@ class GpuCompute:
             num_warps=4,
         )
 
-    def _tiles(self, rows: int) -> _Tiles:
-        s = self.sizes
+    def _products(self, layer: LayerTables, tiles: Tiles) -> tuple[Product, Product]:
+        """How gate and up, and down, are computed."""
+        frame = layer.frame
+        if frame is not None and not frame.plain:
+            return tiled_products(frame, layer.frames.view(torch.uint8), tiles, self.dtype)
+        from engine.experts.gpu import kernels
 
-        def divisor(size: int, most: int) -> int:
-            return next(d for d in (most, most // 2, most // 4, 32) if size % d == 0 and d >= 32)
-
-        float32 = self.dtype == torch.float32
-        bk = 32 if float32 else 128
-        each = rows * s.top_k / s.experts
-        if each <= 16:
-            bm, bn = LEAST_BLOCK_ROWS, 32
-            return _Tiles(
-                bm, divisor(s.inner, bn), divisor(s.hidden, bn), divisor(s.hidden, bk), divisor(s.inner, bk), 4, 3
-            )
-        bm, bn = (64, 64) if each <= 96 or float32 else (128, 64)
-        bk = 32 if float32 else 64
-        return _Tiles(
-            bm, divisor(s.inner, bn), divisor(s.hidden, 2 * bn), divisor(s.hidden, bk), divisor(s.inner, bk),
-            8 if bm == 128 else 4, 3,
+        frames = layer.frames.view(self.dtype)
+        common: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "FRAME": frames.shape[1]}
+        return (
+            Product(kernels.gate_up, frames, tiles.bn_gate_up, common | {"BK": tiles.bk_hidden}),
+            Product(kernels.down, frames, tiles.bn_down, common | {"BK": tiles.bk_inner}),
+        )
         )  # fmt: skip

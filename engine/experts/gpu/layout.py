@@ -1,6 +1,7 @@
 """How experts and their LoRA lie in GPU memory.
 
     frame of an expert   | gate [I, H] | up [I, H] | down [H, I] |                     one frame per resident expert
+                         each as the file has it, in tiles (engine/weights/tiled), or rows of plain numbers
     LoRA of an expert    | A gate [r, H] | A up [r, H] | A down [r, I] | B gate [I, r] | B up [I, r] | B down [H, r] |
 
 r is padded with zeros to a multiple of 16, the inner size of the smallest matrix instruction.
@@ -8,6 +9,7 @@ r is padded with zeros to a multiple of 16, the inner size of the smallest matri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +18,12 @@ from engine.errors import ExpertBackendError, UserError
 from engine.lora.adapter import ExpertLora
 from engine.lora.ranks import padded_rank
 from engine.model.config import ModelConfig
+from engine.weights.packed import packed_format, plain_format
 from engine.weights.store import ExpertStore
+from engine.weights.tiled.layout import Matrix, held_as
 
 SIZE_STEP = 32
+PROJECTIONS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -50,17 +55,51 @@ class Sizes:
         return padded_rank(rank) * 3 * (self.hidden + self.inner)
 
 
-def frames_of(store: ExpertStore, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
-    """All of a layer's experts as frames [E, frame], on the CPU."""
-    h, i = sizes.hidden, sizes.inner
-    frames = torch.empty(sizes.experts, sizes.frame, dtype=dtype)
-    for at, (name, shape) in enumerate((("gate", (i, h)), ("up", (i, h)), ("down", (h, i)))):
-        for expert in range(sizes.experts):
-            weight = store.expert(name, expert)
-            if weight.shape != shape:
-                raise ExpertBackendError(f"{weight.name} is {weight.shape}; the model's {name} is {shape}")
-            frames[expert, at * h * i : (at + 1) * h * i] = weight.dequantise(dtype).flatten()
-    return frames
+@dataclass(frozen=True)
+class Frame:
+    """An expert's matrices, one behind the other."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+    @classmethod
+    def of(cls, sizes: Sizes, forms: Sequence[str], element_bytes: int) -> Frame:
+        """`forms`: the CPU's packed formats of gate, up and down; `element_bytes`: of what is not quantised here."""
+        h, i = sizes.hidden, sizes.inner
+        shapes = zip(forms, ((i, h), (i, h), (h, i)), strict=True)
+        return cls(*(Matrix(held_as(form, element_bytes), *shape) for form, shape in shapes))
+
+    @property
+    def matrices(self) -> tuple[Matrix, Matrix, Matrix]:
+        return self.gate, self.up, self.down
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is quantised."""
+        return all(matrix.plain for matrix in self.matrices)
+
+    @property
+    def starts(self) -> tuple[int, int, int]:
+        """First bytes of the matrices."""
+        return 0, self.gate.num_bytes, self.gate.num_bytes + self.up.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+
+def stored_forms(store: ExpertStore, element_bytes: int, quantise: str | None) -> tuple[str, str, str]:
+    """The packed formats of a layer's gate, up and down, as native/src/packing/format.hpp names them. `quantise`: what
+    becomes of those that the file does not quantise."""
+    plain = plain_format(element_bytes, quantise)
+    gate, up, down = (packed_format(store.type(name), plain) for name in PROJECTIONS)
+    return gate, up, down
+
+
+def frame_of_store(store: ExpertStore, sizes: Sizes, element_bytes: int, quantise: str | None) -> Frame:
+    """Of a layer that is held as the file has it."""
+    return Frame.of(sizes, stored_forms(store, element_bytes, quantise), element_bytes)
 
 
 def lora_blocks(

@@ -13,8 +13,9 @@ import torch
 
 from engine.errors import ExpertBackendError
 from engine.experts.capabilities import PackedWeights
-from engine.experts.gpu.layout import Sizes
-from engine.experts.gpu.unpack import PANEL, panel_bytes, unpack
+from engine.experts.gpu.layout import Frame, Sizes
+from engine.weights.tiled.convert import put_tiles
+from engine.weights.tiled.panels import PANEL, panel_bytes, unpack
 
 
 class PackedLayer:
@@ -50,13 +51,21 @@ class PackedLayer:
     def expert_bytes(self) -> int:
         return sum(part.shape[1] for parts in self.parts for part in parts)
 
-    def copy_experts(self, first: int, last: int, frames: torch.Tensor, staging: torch.Tensor) -> None:
-        """Experts [first, last) to `frames` [n, frame] on the current stream, packed bytes through `staging` (uint8,
-        at least (last - first) * expert_bytes). Asynchronous if the memory is pinned."""
+    def frame(self, element_bytes: int) -> Frame:
+        """How a GPU holds an expert of this layer; `element_bytes`: of what is not quantised there."""
+        return Frame.of(self.sizes, self.formats, element_bytes)
+
+    def copy_experts(
+        self, first: int, last: int, frames: torch.Tensor, staging: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Experts [first, last) to `frames` (uint8 [n, >= bytes of a frame]) on the current stream, packed bytes
+        through `staging` (uint8, at least (last - first) * expert_bytes). `dtype`: of what is not quantised there.
+        Asynchronous if the memory is pinned."""
         count, at = last - first, 0
-        for projection, (rows, inner) in enumerate(self._shapes):
-            size = rows * inner
-            target = frames[:, projection * size : (projection + 1) * size].view(count, rows, inner)
+        frame = self.frame(dtype.itemsize)
+        for projection, (_, inner) in enumerate(self._shapes):
+            matrix, begin = frame.matrices[projection], frame.starts[projection]
+            target = frames[:, begin : begin + matrix.num_bytes]
             row, form = 0, self.formats[projection]
             for part in self.parts[projection]:
                 bytes_ = part.shape[1]
@@ -64,8 +73,11 @@ class PackedLayer:
                 at += count * bytes_
                 there.copy_(part[first:last], non_blocking=True)
                 some = bytes_ // panel_bytes(form, inner) * PANEL
-                values = unpack(there.view(-1), form, inner, frames.dtype).view(count, some, inner)
-                target[:, row : row + some].copy_(values)
+                if matrix.plain:
+                    values = unpack(there.view(-1), form, inner, dtype).view(count, some, inner)
+                    target.view(dtype).view(count, -1, inner)[:, row : row + some].copy_(values)
+                else:
+                    put_tiles(target, there, matrix, row)
                 row += some
 
     def pin(self) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.errors import UserError
+from engine.errors import ExpertBackendError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces, HotPart, PackedWeights, PartialTasks, needed
 from engine.experts.gpu.compute import LayerTables
-from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.layout import Frame, Sizes
 from engine.experts.gpu.parts import GpuParts
 from engine.experts.hybrid.mover import Mover, Tables
 from engine.experts.hybrid.policy import HotPolicy
@@ -32,7 +32,8 @@ from engine.weights.store import ExpertStore
 
 class HybridExperts(ExpertBackend):
     """`inner` computes the rest and offers partial tasks and packed weights. `budget_bytes` of GPU memory hold experts
-    and their LoRA; UserError if not even one expert fits."""
+    and their LoRA, each expert in `frame_bytes`, what the largest takes there (default: plain numbers); UserError if
+    not even one fits."""
 
     buffers_on = "cuda"
     follows_stream = True
@@ -50,6 +51,7 @@ class HybridExperts(ExpertBackend):
         max_rank: int,
         policy: HotPolicy | None = None,
         profile: Path | None = None,
+        frame_bytes: int | None = None,
     ) -> None:
         self._inner = inner
         self._rest = needed(inner, PartialTasks)
@@ -66,13 +68,15 @@ class HybridExperts(ExpertBackend):
         self._device = device
         self._numbers = {layer: number for number, layer in enumerate(config.sparse_layers)}
         experts = len(self._numbers) * sizes.experts
-        frames = min(budget_bytes // (sizes.frame * dtype.itemsize), experts * (1 + max_slots))
+        size = frame_bytes or sizes.frame * dtype.itemsize
+        frames = min(budget_bytes // size, experts * (1 + max_slots))
         if frames < 1:
             raise UserError(
-                f"--gpu-expert-memory {budget_bytes} bytes: one expert takes {sizes.frame * dtype.itemsize}",
-                field="gpu_expert_memory",
+                f"--gpu-expert-memory {budget_bytes} bytes: one expert takes {size}", field="gpu_expert_memory"
             )
-        self._frames = torch.empty(frames, sizes.frame, dtype=dtype, device=device)
+        self._frames = torch.empty(frames, size, dtype=torch.uint8, device=device)
+        self._layouts: dict[int, Frame] = {}
+        self._dtype = dtype
         self._tables = Tables.allocate(len(self._numbers), max_slots + 1, sizes.experts, device)
         self._profile = None if profile is None else Profile(profile, config.sparse_layers, sizes.experts)
         known = None if self._profile is None else self._profile.read()
@@ -87,6 +91,7 @@ class HybridExperts(ExpertBackend):
             self._tables,
             self.parts.source,
             self.parts.adapters,
+            dtype,
             policy,
         )
         self._extra: dict[int, torch.Tensor] = {}  # by id of the buffers
@@ -120,7 +125,13 @@ class HybridExperts(ExpertBackend):
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         self._inner.load_layer(layer, store)
-        self.parts.source.add(layer)
+        frame = self.parts.source.add(layer).frame(self._dtype.itemsize)
+        if frame.num_bytes > self._frames.shape[1]:
+            raise ExpertBackendError(
+                f"an expert of layer {layer} takes {frame.num_bytes} bytes on the GPU; frames are of "
+                f"{self._frames.shape[1]}"
+            )
+        self._layouts[layer] = frame
         self._waiting.discard(layer)
         if self._profile is not None and self._profile.known and not self._waiting:
             self.mover.fill()
@@ -151,7 +162,7 @@ class HybridExperts(ExpertBackend):
         number, b = self._numbers[task.layer], task.buffers
         hot = self._hot(task)
         self._rest.post(task, hot, stream)
-        layer = LayerTables(self._frames, hot.place, self._tables.address[number])
+        layer = LayerTables(self._frames, hot.place, self._tables.address[number], self._layouts[task.layer])
         with on_stream(stream, self._device):
             self.parts.compute.run(b, layer, self._tables.slots, number, hot.extra, lora=self._lora)
 

@@ -56,7 +56,8 @@ class _Arrival:
 
 
 class Mover:
-    """`layers`: the model's numbers of the layers, in the order of the tables' first axis."""
+    """`layers`: the model's numbers of the layers, in the order of the tables' first axis. `frames`: bytes, or numbers
+    of the adapters' `dtype`, [F, >= a frame]."""
 
     def __init__(
         self,
@@ -66,9 +67,11 @@ class Mover:
         tables: Tables,
         source: PackedSource,
         adapters: HostAdapters,
+        dtype: torch.dtype,
         policy: HotPolicy | None = None,
     ) -> None:
         self._sizes = sizes
+        self._dtype = dtype
         self._layers = layers
         self._frames = frames
         self._tables = tables
@@ -265,15 +268,16 @@ class Mover:
         return self._staging
 
     def _copy(self, starts: list[_Arrival]) -> None:
-        flat = self._frames.view(-1)
+        flat, packed = self._frames.view(-1), self._frames.view(torch.uint8)
         for arrival in starts:
             number, expert = divmod(arrival.expert, self._sizes.experts)
             layer = self._layers[number]
             if arrival.frame >= 0:
                 source = self._source[layer]
-                frame = self._frames[arrival.frame : arrival.frame + 1]
-                source.copy_experts(expert, expert + 1, frame, self._staging_for(source.expert_bytes))
+                frame = packed[arrival.frame : arrival.frame + 1]
+                staging = self._staging_for(source.expert_bytes)
+                source.copy_experts(expert, expert + 1, frame, staging, self._dtype)
             for adapter, at in arrival.lora.values():
-                block = adapter.blocks[layer][expert]
+                block = adapter.blocks[layer][expert].view(flat.dtype)
                 flat[at : at + block.numel()].copy_(block, non_blocking=True)
             arrival.done = self._record()

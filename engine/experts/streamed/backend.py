@@ -20,7 +20,7 @@ from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces, PackedWeights, needed
 from engine.experts.gpu.compute import LayerTables, SlotTables
-from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.layout import Frame, Sizes
 from engine.experts.gpu.parts import GpuParts
 from engine.experts.stream import on_stream
 from engine.experts.streamed.threshold import threshold as crossing
@@ -37,7 +37,7 @@ NEVER = 1 << 30
 class _LayerBuffer:
     """One of two buffers for a layer's experts on the GPU."""
 
-    frames: torch.Tensor  # [E, frame]
+    frames: torch.Tensor  # uint8 [E, bytes of the largest frame]
     address: torch.Tensor  # int64 [slots, E]
     lora: dict[int, torch.Tensor]  # by slot: blocks [E, block]
     layer: int | None = None
@@ -115,9 +115,10 @@ class StreamedExperts(ExpertBackend):
         return sum(t.numel() * t.element_size() for t in held) + self._compute.num_bytes
 
     @staticmethod
-    def buffer_bytes(sizes: Sizes, element_bytes: int) -> int:
-        """What the two layers and the slice of one that is unpacked take at most, without adapters."""
-        return (2 * sizes.experts + min(_SLICE_EXPERTS, sizes.experts)) * sizes.frame * element_bytes
+    def buffer_bytes(sizes: Sizes, frame_bytes: int) -> int:
+        """What the two layers and the slice of one that is unpacked take at most, without adapters. `frame_bytes`: of
+        the largest expert."""
+        return (2 * sizes.experts + min(_SLICE_EXPERTS, sizes.experts)) * frame_bytes
 
     @staticmethod
     def lora_bytes(sizes: Sizes, slots: int, rank: int, element_bytes: int) -> int:
@@ -174,7 +175,7 @@ class StreamedExperts(ExpertBackend):
                 torch.cuda.current_stream(self._device).wait_event(buffer.arrived)
             if number + 1 < len(self._order):
                 self._fetch(number + 1)
-            tables = LayerTables(buffer.frames, self._place, buffer.address)
+            tables = LayerTables(buffer.frames, self._place, buffer.address, self._frame(task.layer))
             b = task.buffers
             self._compute.run(b, tables, self._slots, number, b.out, lora=self._lora)
             buffer.used = self._record()
@@ -191,13 +192,17 @@ class StreamedExperts(ExpertBackend):
 
     # ---- copies
 
+    def _frame(self, layer: int) -> Frame:
+        return self._source[layer].frame(self._dtype.itemsize)
+
     @torch.inference_mode(False)  # memory that is written to in and out of that mode
     def _prepare(self) -> None:
         if self._buffers:
             return
         s, slots = self._sizes, self._max_slots + 1
         for _ in range(2):
-            frames = torch.empty(s.experts, s.frame, dtype=self._dtype, device=self._device)
+            size = max(self._frame(layer).num_bytes for layer in self._order)
+            frames = torch.empty(s.experts, size, dtype=torch.uint8, device=self._device)
             address = torch.zeros(slots, s.experts, dtype=torch.int64, device=self._device)
             # The side stream's first copy waits for what used this memory before.
             self._buffers.append(_LayerBuffer(frames, address, {}, used=self._record()))
@@ -224,7 +229,7 @@ class StreamedExperts(ExpertBackend):
             raise RuntimeError("copy before prepare")
         for first in range(0, experts, _SLICE_EXPERTS):
             last = min(first + _SLICE_EXPERTS, experts)
-            source.copy_experts(first, last, buffer.frames[first:last], self._staging)
+            source.copy_experts(first, last, buffer.frames[first:last], self._staging, self._dtype)
         if self._lora:
             self._copy_lora(buffer, layer)
 

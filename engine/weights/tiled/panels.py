@@ -39,12 +39,12 @@ def unpack(packed: torch.Tensor, form: str, k: int, dtype: torch.dtype) -> torch
     rows, f = packed.view(panels, -1), _formats()[form]
     if form == "f8":
         return _f8(rows, f, panels, k).to(dtype)
-    levels = _levels(rows[:, f.scales_size(k) :], f, panels, k)  # [P, blocks, 32, 16]
+    quants = levels(rows[:, f.scales_size(k) :], f, panels, k)
     scale, offset = _scales(rows, f, panels, k)  # broadcast over [P, blocks, 32, 16]
     if f.codes:
-        values = torch.tensor(f.codes, dtype=torch.float32, device=packed.device)[levels.int()] * scale
+        values = torch.tensor(f.codes, dtype=torch.float32, device=packed.device)[quants.int()] * scale
     else:
-        values = levels.float() * scale + offset
+        values = quants.float() * scale + offset
     return values.reshape(panels, k, PANEL).transpose(1, 2).reshape(PANEL * panels, k).to(dtype)
 
 
@@ -54,7 +54,8 @@ def _f8(rows: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
     return (values.view(panels, k // f.unit, f.unit, PANEL) * scale).view(panels, k, PANEL).mT.reshape(-1, k)
 
 
-def _levels(quants: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
+def levels(quants: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
+    """The quants of uint8 [P, bytes behind the scales] as uint8 [P, blocks, 32, 16]."""
     blocks = k // BLOCK
     if f.quant_bytes == BLOCK * PANEL:  # a byte each; per 4 of k: 16 rows x 4
         return quants.view(panels, blocks, 8, PANEL, 4).transpose(3, 4).reshape(panels, blocks, BLOCK, PANEL)

@@ -1,0 +1,87 @@
+"""Which kernel computes an expert's matrices for how many rows, and in tiles of which size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.experts.gpu.layout import Frame, Sizes
+from engine.weights.tiled.layout import Matrix
+
+_VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed one after another
+_FEW_ROWS = 16
+LEAST_BLOCK_ROWS = 16  # of all tiles
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes for an average of so many rows per expert. `bn` and `bk` divide the model's sizes."""
+
+    each: float  # the average
+    bm: int
+    bn_gate_up: int
+    bn_down: int
+    bk_hidden: int
+    bk_inner: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kernel over the frames, whose programs compute so many columns each."""
+
+    kernel: Any
+    frames: torch.Tensor
+    columns: int
+    constants: dict[str, Any]
+
+
+def tiles_for(sizes: Sizes, rows: int, dtype: torch.dtype) -> Tiles:
+    float32 = dtype == torch.float32
+    bk = 32 if float32 else 128
+    each = rows * sizes.top_k / sizes.experts
+    hidden, inner = sizes.hidden, sizes.inner
+    if each <= _FEW_ROWS:
+        bn = _divisor(inner, 32), _divisor(hidden, 32)
+        return Tiles(each, LEAST_BLOCK_ROWS, *bn, _divisor(hidden, bk), _divisor(inner, bk), 4, 3)
+    bm, columns = (64, 64) if each <= 96 or float32 else (128, 64)
+    bk = 32 if float32 else 64
+    bn = _divisor(inner, columns), _divisor(hidden, 2 * columns)
+    return Tiles(each, bm, *bn, _divisor(hidden, bk), _divisor(inner, bk), 8 if bm == 128 else 4, 3)
+
+
+def _divisor(size: int, most: int) -> int:
+    return next(d for d in (most, most // 2, most // 4, 32) if size % d == 0 and d >= 32)
+
+
+def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> tuple[Product, Product]:
+    """Gate and up, and down, of experts in tiles; `frames` uint8 [F, >= frame.num_bytes]."""
+    from engine.experts.gpu import tiled_kernels as kernels
+
+    _, up_at, down_at = frame.starts
+    fast = dtype == torch.bfloat16 and frames.is_cuda  # the interpreter runs no assembly
+    common: dict[str, Any] = {"FRAME": frames.stride(0), "FAST": fast}
+    gate_up: dict[str, Any] = common | {"WG": frame.gate.constants, "WU": frame.up.constants, "UP_AT": up_at}
+    down: dict[str, Any] = common | {"WD": frame.down.constants, "DOWN_AT": down_at}
+    if tiles.each <= _VECTOR_ROWS:
+        gate_up |= {"TG": _at_once(frame.gate), "TU": _at_once(frame.up), "num_warps": 8, "num_stages": 1}
+        down |= {"TD": _at_once(frame.down), "num_warps": 8, "num_stages": 1}
+        return (
+            Product(kernels.gate_up_rows, frames, 16, gate_up),
+            Product(kernels.down_rows, frames, 16, down),
+        )
+    many = {"SCALED": tiles.bm > _FEW_ROWS, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return (
+        Product(kernels.gate_up, frames, tiles.bn_gate_up, gate_up | many),
+        Product(kernels.down, frames, tiles.bn_down, down | many),
+    )
+
+
+def _at_once(matrix: Matrix) -> int:
+    """Tiles of K that a program reads at a time: a power of two, and about 2,048 values of each column."""
+    _, k, padded, _, _, sub, subs, *_ = matrix.constants
+    tile = sub * subs
+    return min(1 << (-(-padded // tile) - 1).bit_length(), max(1, 2048 // tile))

@@ -1,0 +1,142 @@
+"""Routed experts whose matrices lie in tiles (engine/weights/tiled): the products of kernels.py with packed weights.
+
+    gate_up, down                 blocks of rows of an expert, in matrix instructions
+    gate_up_rows, down_rows       the same one row after another: for steps whose experts have hardly more than one
+
+`W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.experts.gpu.kernels import NONE, adapter_slots, block_of, lora_b
+from engine.weights.tiled.kernels import product, vector
+
+
+@triton.jit
+def gate_up(
+    x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if b >= tl.load(num_blocks):
+        return
+    e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    weights = frames + tl.load(place + e).to(tl.int64) * FRAME
+    xs = x + (choice // K).to(tl.int64)[:, None] * H
+    gate = product(xs, real, weights, n, WG, BM, BN, SCALED, FAST)
+    up = product(xs, real, weights + UP_AT, n, WU, BM, BN, SCALED, FAST)
+    if LORA:
+        slot = adapter_slots(slots, choice, real, e, address, K, E)
+        current = tl.min(slot, 0)
+        while current < NONE:
+            rank = tl.load(ranks + current)
+            lora = tl.load(address + current * E + e).to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
+            gate = lora_b(gate, t, 0, lora, rank, position, slot == current, n, T, R)
+            up = lora_b(up, t, rank, lora + rank * MID, rank, position, slot == current, n, T, R)
+            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+    inner = gate * tl.sigmoid(gate) * up
+    tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def down(
+    h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    WD: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if b >= tl.load(num_blocks):
+        return
+    e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
+    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, SCALED, FAST)
+    if LORA:
+        slot = adapter_slots(slots, choice, real, e, address, K, E)
+        current = tl.min(slot, 0)
+        while current < NONE:
+            rank = tl.load(ranks + current)
+            lora = tl.load(address + current * E + e).to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
+            sums = lora_b(sums, t, 0, lora, rank, position, slot == current, n, T, R)
+            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+    weight = tl.load(weights + choice, mask=real, other=0)
+    tl.store(y + choice[:, None].to(tl.int64) * H + n[None, :], sums * weight[:, None], mask=real[:, None])
+
+
+@triton.jit
+def lora_row(sums, t_at, b_at, rank, n, R: tl.constexpr):
+    """sums [BN] += t [rank] B[n, :]^T"""
+    at = tl.arange(0, R)
+    for r in range(0, rank, R):
+        ts = tl.load(t_at + r + at).to(tl.float32)
+        sums += tl.sum(tl.load(b_at + n[:, None] * rank + r + at[None, :]).to(tl.float32) * ts[None, :], 1)
+    return sums
+
+
+@triton.jit
+def gate_up_rows(
+    x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if b >= tl.load(num_blocks):
+        return
+    e = tl.load(block_expert + b)
+    first = tl.load(block_first + b)
+    last = tl.minimum(first + BM, tl.load(start + e + 1))
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    weights = frames + tl.load(place + e).to(tl.int64) * FRAME
+    for position in range(first, last):
+        row = tl.load(order + position) // K
+        x_at = x + row.to(tl.int64) * H
+        gate = vector(x_at, weights, n, WG, BN, TG, FAST)
+        up = vector(x_at, weights + UP_AT, n, WU, BN, TU, FAST)
+        if LORA:
+            slot = tl.load(slots + row)
+            lora_at = tl.load(address + slot * E + e)
+            if (slot > 0) & (lora_at != 0):
+                rank = tl.load(ranks + slot)
+                lora = lora_at.to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
+                t_at = t + position.to(tl.int64) * T
+                gate = lora_row(gate, t_at, lora, rank, n, R)
+                up = lora_row(up, t_at + rank, lora + rank * MID, rank, n, R)
+        inner = gate * tl.sigmoid(gate) * up
+        tl.store(h + position.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
+
+
+@triton.jit
+def down_rows(
+    h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    WD: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr, TD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if b >= tl.load(num_blocks):
+        return
+    e = tl.load(block_expert + b)
+    first = tl.load(block_first + b)
+    last = tl.minimum(first + BM, tl.load(start + e + 1))
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
+    for position in range(first, last):
+        choice = tl.load(order + position)
+        sums = vector(h + position.to(tl.int64) * MID, matrix, n, WD, BN, TD, FAST)
+        if LORA:
+            slot = tl.load(slots + choice // K)
+            lora_at = tl.load(address + slot * E + e)
+            if (slot > 0) & (lora_at != 0):
+                rank = tl.load(ranks + slot)
+                lora = lora_at.to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
+                sums = lora_row(sums, t + position.to(tl.int64) * T, lora, rank, n, R)
+        tl.store(y + choice.to(tl.int64) * H + n, sums * tl.load(weights + choice))

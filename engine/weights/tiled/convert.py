@@ -1,0 +1,135 @@
+"""Panels of the CPU's layout into the GPU's, by torch on any device; and stored weights into either.
+
+Only bytes move: a scale's 16 rows go beside those of the next panel, quants are sorted into planes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.errors import ModelFileError
+from engine.weights.store import WeightTensor
+from engine.weights.tiled.layout import PANEL, Matrix
+from engine.weights.tiled.panels import levels
+from native.topology import make_pool
+
+if TYPE_CHECKING:
+    from native import _native
+
+_ALIGN = 64  # bytes, of packed panels
+_AT_ONCE = 1 << 26  # values that are tiled at a time: bounds what it takes beside
+
+
+def tiles_of(packed: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """uint8 [B, panels of a whole matrix], contiguous -> uint8 [B, matrix.num_bytes] on the same device."""
+    out = torch.empty(packed.shape[0], matrix.num_bytes, dtype=torch.uint8, device=packed.device)
+    put_tiles(out, packed, matrix, 0)
+    return out
+
+
+def put_tiles(out: torch.Tensor, packed: torch.Tensor, matrix: Matrix, first: int) -> None:
+    """Rows from `first` on of each matrix of `out` [B, >= num_bytes] from uint8 [B, panels of some rows]. Both
+    contiguous in their last dimension."""
+    f, k = matrix.format, matrix.k
+    count = packed.shape[0]
+    panel = int(f.panel_size(k))
+    some = packed.shape[1] // panel
+    rows = packed.reshape(count * some, panel)
+    last = first + some * PANEL
+
+    def plane(name: str, width: int) -> torch.Tensor:
+        at, size = matrix.planes[name]
+        return out[:, at : at + size].view(count, -1, width)
+
+    values = levels(rows[:, f.scales_size(k) :], f, count * some, k)  # [P, blocks, 32, 16]
+    values = values.reshape(count, some, k, PANEL).transpose(2, 3).reshape(count, some * PANEL, k)
+    if matrix.padded_k > k:
+        values = torch.nn.functional.pad(values, (0, matrix.padded_k - k))
+    tiled = values.view(count, some * PANEL, -1, matrix.subs, matrix.sub)
+    low = plane("low", matrix.padded_k * matrix.low // 8)[:, first:last]
+    if matrix.low == 8:
+        low.copy_(values ^ 128)
+    else:
+        half = matrix.subs // 2
+        nibbles = tiled & 15
+        low.copy_((nibbles[..., :half, :] | nibbles[..., half:, :] << 4).flatten(2))
+    if matrix.upper:
+        bits = tiled >> 4
+        upper = bits[..., 0, :].clone()
+        for at in range(1, matrix.subs):
+            upper |= bits[..., at, :] << at * matrix.upper
+        plane("upper", matrix.padded_k * matrix.upper // 8)[:, first:last].copy_(upper.flatten(2))
+
+    units, groups = k // f.unit, f.unit // f.group
+    meta = rows[:, : units * f.scale_bytes].reshape(count, some, units, f.scale_bytes)
+
+    def scales(name: str, at: int, bytes_: int, each: int = 1, mask: int | None = None, shift: int = 0) -> None:
+        """`each` rows of 16 x bytes_ from byte `at` of each unit."""
+        part = meta[..., at : at + each * PANEL * bytes_].reshape(count, some, units * each, PANEL * bytes_)
+        if mask is not None:
+            part = part >> shift & mask
+        target = plane(name, matrix.rows * bytes_)
+        if units * each < target.shape[1]:
+            target[:, units * each :, first * bytes_ : last * bytes_].zero_()
+        target = target[:, : units * each, first * bytes_ : last * bytes_]
+        target.copy_(part.transpose(1, 2).reshape(count, units * each, -1))
+
+    scales("d", 0, 2)
+    if f.minimum_offset:
+        scales("minima", f.minimum_offset, 2)
+    if f.zero_offset:
+        scales("minima", f.zero_offset, 1)
+    if f.step_offset:
+        scales("steps", f.step_offset, 1, groups)
+    if f.minimum_step_offset:
+        scales("minimum_steps", f.minimum_step_offset, 1, groups)
+
+
+class Packer:
+    """Stored weights -> tiles on a device, over a pool of workers that is made when it is first needed."""
+
+    def __init__(self, device: torch.device, pool: Callable[[], _native.WorkerPool] | None = None) -> None:
+        self._device = device
+        self._make_pool = pool or make_pool
+        self._pool: _native.WorkerPool | None = None
+
+    def put(self, weights: Sequence[WeightTensor], matrix: Matrix, out: torch.Tensor, dtype: torch.dtype) -> None:
+        """Matrices of one type and shape into `out`, uint8 [B, matrix.num_bytes] on the device, plain ones in `dtype`.
+        ModelFileError for another shape, or what is not finite."""
+        for weight in weights:
+            if weight.shape != (matrix.n, matrix.k):
+                raise ModelFileError(f"{weight.name} is {weight.shape}; the model's is {(matrix.n, matrix.k)}")
+        if matrix.plain:
+            for number, weight in enumerate(weights):
+                out[number].copy_(weight.dequantise(dtype).flatten().view(torch.uint8))
+            return
+        step = max(1, _AT_ONCE // (matrix.n * matrix.k))
+        for first in range(0, len(weights), step):
+            some = weights[first : first + step]
+            packed = self._panels(some, matrix).to(self._device)
+            put_tiles(out[first : first + len(some)], packed, matrix, 0)
+
+    def _panels(self, weights: Sequence[WeightTensor], matrix: Matrix) -> torch.Tensor:
+        """uint8 [B, panels] on the CPU."""
+        native: Any = importlib.import_module("native._native")
+        if self._pool is None:
+            self._pool = self._make_pool()
+        size = int(native.packed_size(matrix.form, matrix.n, matrix.k))
+        memory = torch.empty(len(weights) * size + _ALIGN, dtype=torch.uint8)
+        packed = memory[-memory.data_ptr() % _ALIGN :][: len(weights) * size]
+        for number, weight in enumerate(weights):
+            data = weight.data[:]
+            if not data.flags.c_contiguous:
+                raise ModelFileError(f"{weight.name}: weights in memory must be contiguous")
+            try:
+                native.pack(
+                    self._pool, weight.type, matrix.form, data.ctypes.data, matrix.n, matrix.k,
+                    packed.data_ptr() + number * size,
+                )  # fmt: skip
+            except ValueError as error:
+                raise ModelFileError(f"{weight.name}: {error}") from error
+        return packed.view(len(weights), size)

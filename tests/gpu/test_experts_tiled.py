@@ -1,0 +1,72 @@
+"""Experts in tiles on the GPU: every format, in matrix instructions and row by row, against the file's values in
+float64; layers that mix formats; adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.experts.gpu.compute import GpuCompute
+from engine.experts.gpu.layout import Sizes
+from engine.weights.tiled.layout import has_tiles
+from native import _native
+from tests.gpu.test_experts_kernels import tables
+from tests.native.blocks import QUANTISED
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+
+SIZES = Sizes(E, K, H, I)
+GPU = torch.cuda.is_available()
+DTYPE = BF16 if GPU else F32  # the interpreter has no bf16
+BOUND = 0.008 if GPU else 3e-6  # what bf16 weights are held to
+FORMATS = [kind for kind in QUANTISED if has_tiles(_native.format_of(kind))]
+LAYERS = [*((kind, kind, kind) for kind in FORMATS), ("Q4_K", "Q5_0", "Q6_K"), ("Q8_0", "BF16", "Q4_0")]
+SOME = LAYERS if GPU else [("Q4_K", "Q5_0", "Q6_K"), ("Q8_0", "BF16", "Q4_0")]  # the interpreter is slow
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 20, 120] if GPU else [2, 9])
+@pytest.mark.parametrize("kinds", SOME, ids=lambda kinds: "-".join(dict.fromkeys(kinds)))
+def test_right_with_and_without_adapters(kinds: tuple[str, str, str], rows: int, kernel_device: torch.device) -> None:
+    """2 rows: one after another; 9 and 20 in blocks of 16; 120 with scaled weights."""
+    layer = Layer(*kinds)
+    adapters = {1: lora(4, 11, DTYPE), 2: lora(16, 12, DTYPE), 5: lora(20, 13, DTYPE)}
+    adapters[2].gate_b[3] = adapters[2].up_b[3] = adapters[2].down_b[3] = 0
+    here = list(range(E)) if rows > 2 else [1, 2, 5, 7]
+    compute = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=rows + 2, max_rank=20, max_slots=7)
+    table, slots, _keep = tables(layer, adapters, DTYPE, here, kernel_device)
+    for slot_list in (None, [0, 1, 2, 5]):
+        b, want = batch(rows, DTYPE, slots=slot_list), batch(rows, DTYPE, slots=slot_list)
+        want.ids[:rows][~torch.isin(want.ids[:rows], torch.tensor(here))] = -1
+        b.ids[rows:] = 0
+        for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
+            setattr(b, name, getattr(b, name).to(kernel_device))
+        compute.run(b, table, slots, 0, b.out, lora=slot_list is not None)
+        assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < BOUND
+        assert (b.out[rows:] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="a CUDA graph needs a GPU")
+def test_a_graph_serves_fewer_rows_and_other_adapters() -> None:
+    device = torch.device("cuda")
+    layer, adapters = Layer("Q4_K", "Q4_K", "Q6_K"), {1: lora(4, 11), 2: lora(16, 12)}
+    compute = GpuCompute(SIZES, BF16, device, max_rows=18, max_rank=20, max_slots=7)
+    table, slots, _keep = tables(layer, adapters, BF16, list(range(E)), device)
+    b = batch(16, BF16, slots=[0, 1, 2])
+    for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
+        setattr(b, name, getattr(b, name).to(device))
+    b.ids[16:] = 0
+    compute.run(b, table, slots, 0, b.out, lora=True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compute.run(b, table, slots, 0, b.out, lora=True)
+    for rows, order in ((16, [2, 0]), (5, [1, 2, 0]), (1, [0])):
+        want = batch(rows, BF16, seed=rows, slots=order)
+        for name in ("bsz", "ids", "weights", "slots", "hidden"):
+            there, here = getattr(b, name), getattr(want, name)
+            there[: len(here)].copy_(here)
+        b.ids[rows:] = 0
+        b.out.fill_(7)
+        graph.replay()
+        assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < BOUND
+        assert (b.out[rows:] == 7).all()
