@@ -228,7 +228,7 @@ def add_adapters(bench: Bench, count: int) -> None:
         t(e, RANK, h), t(e, i, RANK), t(e, RANK, h), t(e, i, RANK), t(e, RANK, i), t(e, h, RANK), 1.0, 1.0, 1.0
     )
     pairs = {
-        name: LoraPair(t(RANK, linear.weight.shape[1]), t(linear.weight.shape[0], RANK), 1.0)  # type: ignore[attr-defined]
+        name: LoraPair(t(RANK, linear.shape[1]), t(linear.shape[0], RANK), 1.0)  # type: ignore[attr-defined]
         for name, linear in bench.runner.model.linears.items()
         if name.endswith("_proj")
     }

@@ -28,6 +28,7 @@ from engine.model.load import Backends
 from engine.ops.base import Ops, TorchOps
 from engine.ops.gpu import GpuOps
 from engine.ops.rope import Rope
+from engine.weights.tiled.convert import Packer
 from native.topology import make_pool, spare_cpus
 
 
@@ -43,6 +44,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
     expert_device = torch.device("cpu") if experts_choice and experts_choice.device == "cpu" else device
     sizes: dict[str, Any] = {"max_rows": plan.token_budget, "max_slots": slots, "max_rank": rank}
 
+    pack = Packer(device, lambda: make_pool(plan.threads))
     pooled = bool({"native", "hybrid"} & set(placement.used(".mlp.experts")))
 
     def bridged() -> CudaBridge:
@@ -52,7 +54,10 @@ def gpu_backends(plan: EnginePlan) -> Backends:
     def hybrid() -> HybridExperts:
         profile = None if config.expert_profile is None else Path(config.expert_profile)
         inner, budget = bridged(), plan.hot_expert_bytes
-        return HybridExperts(inner, model, dtype, device, budget_bytes=budget, profile=profile, **sizes)
+        return HybridExperts(
+            inner, model, dtype, device, budget_bytes=budget, profile=profile,
+            frame_bytes=plan.gpu_expert_bytes, **sizes,
+        )  # fmt: skip
 
     def streamed(inner: CudaBridge | HybridExperts) -> ExpertBackend:
         if not placement.streams_prefill:
@@ -61,12 +66,12 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         threshold = None if limit == "auto" else int(limit)
         return StreamedExperts(inner, model, dtype, device, threshold=threshold, **sizes)
 
-    def linears(of: torch.dtype) -> Shared[LinearBackend]:
+    def linears(of: torch.dtype, pack: Packer | None) -> Shared[LinearBackend]:
         return Shared(
             "linear",
             {
                 "reference": lambda: ReferenceLinearBackend(of, device),
-                "gpu": lambda: GpuLinearBackend(of, device, slots, rank),
+                "gpu": lambda: GpuLinearBackend(of, device, slots, rank, config.quantise, pack),
             },
         )
 
@@ -93,11 +98,11 @@ def gpu_backends(plan: EnginePlan) -> Backends:
             "native": lambda: streamed(bridged()),
             "hybrid": lambda: streamed(hybrid()),
             "kt": lambda: kt(model, kt_method(config, placement), max_rows=plan.token_budget, threads=plan.threads),
-            "gpu": lambda: GpuExperts(model, dtype, device, **sizes),
+            "gpu": lambda: GpuExperts(model, dtype, device, quantise=plan.expert_quantise, pack=pack, **sizes),
         },
     )
     kt = KtStreamExperts if dtype == torch.bfloat16 else KtExperts
-    linear, router = linears(dtype), linears(torch.float32)
+    linear, router = linears(dtype, pack), linears(torch.float32, None)
     on_cpu = "reference" in placement.used(".mlp.experts") and expert_device.type == "cpu"
     torch.set_num_threads(plan.torch_threads if on_cpu else 1)  # torch's threads would fight the pool's
     rope, fused = Rope(model, plan.max_model_len, device), placement.used(".self_attn") != ["reference"]

@@ -8,12 +8,13 @@ none   `native`; where fewer fit than pay for what it costs to split a row's exp
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.build.placement import Placement
 from engine.config import EngineConfig
 from engine.errors import UserError
-from engine.experts.gpu.layout import SIZE_STEP, Sizes
+from engine.experts.gpu.layout import SIZE_STEP
 from engine.memory.plan import MemoryPlan, wanted_tokens
 from engine.memory.units import format_bytes, parse_bytes
 from engine.model.config import ModelConfig
@@ -32,8 +33,10 @@ class GpuShare:
     asked_bytes: int | None = None
 
 
-def gpu_share(config: EngineConfig, model: ModelConfig, placement: Placement, element_bytes: int) -> GpuShare:
-    """UserError for settings that cannot be."""
+def gpu_share(
+    config: EngineConfig, model: ModelConfig, placement: Placement, expert_bytes: Callable[[], int]
+) -> GpuShare:
+    """UserError for settings that cannot be. `expert_bytes`: of one expert on the GPU."""
     asked, older = config.gpu_experts, config.gpu_expert_memory
     if older is not None and asked != "auto":
         raise UserError(
@@ -50,7 +53,7 @@ def gpu_share(config: EngineConfig, model: ModelConfig, placement: Placement, el
         return (
             GpuShare(("gpu", "hybrid", "native")) if free and on_gpu and used == ["native"] and possible else GpuShare()
         )
-    share = _said(asked, model, element_bytes)
+    share = _said(asked, model, expert_bytes)
     if not on_gpu:
         if share.backends == ("native",):
             return GpuShare()
@@ -61,7 +64,7 @@ def gpu_share(config: EngineConfig, model: ModelConfig, placement: Placement, el
     return share if free else GpuShare((None,), share.asked_bytes)
 
 
-def _said(asked: str, model: ModelConfig, element_bytes: int) -> GpuShare:
+def _said(asked: str, model: ModelConfig, expert_bytes: Callable[[], int]) -> GpuShare:
     if asked in ("all", "none"):
         return GpuShare(("gpu",) if asked == "all" else ("native",))
     if re.fullmatch(r"\d+", asked):
@@ -70,7 +73,7 @@ def _said(asked: str, model: ModelConfig, element_bytes: int) -> GpuShare:
             raise UserError(f"--gpu-experts {asked}: of a layer's {model.num_experts} experts", "gpu_experts")
         if count in (0, model.num_experts):
             return GpuShare(("gpu",) if count else ("native",))
-        return GpuShare(("hybrid",), count * len(model.sparse_layers) * expert_bytes(model, element_bytes))
+        return GpuShare(("hybrid",), count * len(model.sparse_layers) * expert_bytes())
     try:
         return GpuShare(("hybrid",), parse_bytes(asked, "gpu_experts"))
     except UserError:
@@ -79,11 +82,6 @@ def _said(asked: str, model: ModelConfig, element_bytes: int) -> GpuShare:
             f"{model.num_experts}) or a size such as 20GiB",
             "gpu_experts",
         ) from None
-
-
-def expert_bytes(model: ModelConfig, element_bytes: int) -> int:
-    """One expert on the GPU."""
-    return Sizes.of(model).frame * element_bytes
 
 
 def suits(

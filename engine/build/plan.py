@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.attention.base import BLOCK_SIZE
-from engine.build.gpu_experts import expert_bytes, gpu_share, share_lines, suits
+from engine.build.gpu_experts import gpu_share, share_lines, suits
 from engine.build.placement import Placement, choose, find_machine, kt_method, native_limits
 from engine.build.precision import Precision, choose_precision
 from engine.build.unused import unused_settings
@@ -20,6 +20,7 @@ from engine.config import (
     check_settings,
 )
 from engine.errors import UserError
+from engine.experts.gpu.layout import frame_bytes
 from engine.experts.native import scratch_bytes
 from engine.lora.budget import AdapterBudget
 from engine.memory.costs import buffer_bytes
@@ -86,6 +87,11 @@ class EnginePlan:
         return self.threads or len(os.sched_getaffinity(0))
 
     @property
+    def gpu_expert_bytes(self) -> int:
+        """The largest expert in GPU memory, as the file has it."""
+        return _expert_bytes(self.config, self.source, self.placement, self.precision)
+
+    @property
     def expert_quantise(self) -> str | None:
         """What unquantised experts are held as on the native kernels: the flag, or what the rules say."""
         return self.config.quantise or self.placement.quantise
@@ -104,8 +110,7 @@ class EnginePlan:
             "native",
         }:
             return []
-        each = expert_bytes(model, self.precision.activations.itemsize)
-        return share_lines(self.placement, model, self.hot_expert_bytes, each)
+        return share_lines(self.placement, model, self.hot_expert_bytes, self.gpu_expert_bytes)
 
     @property
     def adapter_budget(self) -> AdapterBudget:
@@ -135,12 +140,12 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     source = open_model(config.model, config.gguf)
     model, machine = source.config, find_machine(config, source.config)
     placement = choose(config, model, machine)
-    element = choose_precision(config, placement).activations.itemsize
-    share = gpu_share(config, model, placement, element)
+    precision = choose_precision(config, placement)
+    share = gpu_share(config, model, placement, lambda: _expert_bytes(config, source, placement, precision))
     for backend in share.backends:
         chosen = placement if backend is None else choose(replace(config, expert_backend=backend), model, machine)
         plan = _within_memory(config, source, chosen, share.asked_bytes)
-        each = expert_bytes(model, element) if plan.hot_expert_bytes else 0
+        each = plan.gpu_expert_bytes if plan.hot_expert_bytes else 0
         if backend == share.backends[-1] or suits(backend, config, model, plan.memory, plan.hot_expert_bytes, each):
             break
     return plan
@@ -212,20 +217,27 @@ def _plan(
         kt_method=kt_method(config, placement),
         expert_quantise=quantise,
         scratch=lambda tokens: _scratch_bytes(config, source, precision, tokens, threads, quantise),
+        gpu_packs="gpu" in placement.used(".mlp.experts"),
         native=native_available()[0] and not native_limits(source.config),
     )
     if inputs.gpu is not None:
         experts, element = placement.used(".mlp.experts"), precision.activations.itemsize
         extra = gpu_items(config, source.config, element, placement.device, placement.used(".self_attn")[0])
         extra += expert_items(
-            config, source.config, token_budget, element, placement.device, experts, placement.streams_prefill
-        )
+            config, source.config, token_budget, element, placement.device, experts, placement.streams_prefill,
+            _expert_bytes(config, source, placement, precision),
+        )  # fmt: skip
         if "hybrid" in experts:
             hot = _hot_bytes(inputs, placement, extra, asked_hot)
             extra.append(Item(inputs.gpu.name, "hot experts", hot))
         inputs = replace(inputs, extra=tuple(extra))
     memory = plan_memory(inputs)
     return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot)
+
+
+def _expert_bytes(config: EngineConfig, source: WeightSource, placement: Placement, precision: Precision) -> int:
+    """The largest expert in GPU memory."""
+    return frame_bytes(source, precision.activations.itemsize, config.quantise or placement.quantise)
 
 
 def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], asked: int | None) -> int:
@@ -239,7 +251,8 @@ def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], aske
     kv_tokens = asked_tokens(inputs)
     kv_bytes = (kv_tokens or int(wanted_tokens(config, model) / GPU_KV_SHARE)) * inputs.kv_token_bytes
     left = max(gpu.free_bytes - used, 0)
-    return hot_expert_bytes(model, left, kv_bytes, inputs.activation_bytes, asked=kv_tokens is not None)
+    each = frame_bytes(inputs.source, inputs.activation_bytes, inputs.expert_quantise)
+    return hot_expert_bytes(model, left, kv_bytes, each, asked=kv_tokens is not None)
 
 
 def pool_threads(config: EngineConfig) -> int | None:

@@ -19,6 +19,12 @@ def unused_settings(config: EngineConfig, source: WeightSource, placement: Place
     return [f"note: --{name.replace('_', '-')} changes nothing: {reason}" for name, reason in found.items()]
 
 
+def _quantised(placement: Placement) -> set[str]:
+    """What is held in packed formats."""
+    kinds = {"experts": ".mlp.experts", "projections": "_proj"}
+    return {kind for kind, suffix in kinds.items() if {"native", "hybrid", "gpu"} & set(placement.used(suffix))}
+
+
 def _native(placement: Placement) -> set[str]:
     """What the native kernels compute."""
     kinds = {"experts": ".mlp.experts", "projections": "_proj", "attention": ".self_attn"}
@@ -26,8 +32,8 @@ def _native(placement: Placement) -> set[str]:
 
 
 def _packed(source: WeightSource, placement: Placement) -> Iterator[WeightTensor]:
-    """The tensors that the native kernels repack (of a layer's experts, the first)."""
-    native = _native(placement)
+    """The tensors that are repacked (of a layer's experts, the first)."""
+    native = _quantised(placement)
     if "experts" in native:
         for layer in source.config.sparse_layers:
             yield from (source.experts(layer).expert(name, 0) for name in ("gate", "up", "down"))
@@ -36,8 +42,8 @@ def _packed(source: WeightSource, placement: Placement) -> Iterator[WeightTensor
 
 
 def _quantise(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
-    if not _native(placement) & {"experts", "projections"}:
-        return "the native kernels compute neither experts nor projections here"
+    if not _quantised(placement):
+        return "neither experts nor projections are held in packed formats here"
     plain = any(not repacks(tensor.type) for tensor in _packed(source, placement))
     return "" if plain else "every weight is quantised already, and stays as the file has it"
 

@@ -1,4 +1,5 @@
-"""Dense projections on a GPU: torch's matrix product, adapters by segmented Triton kernels from slot tables."""
+"""Dense projections on a GPU: torch's matrix product, or one with the file's quantised weights; adapters by segmented
+Triton kernels from slot tables."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from engine.errors import AdapterError, EngineError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.gpu_weights import Weights, joined
 from engine.lora.adapter import LoraPair
 from engine.lora.ranks import RANK_STEP, padded_rank
 from engine.model.config import ModelConfig
 from engine.weights.store import WeightTensor
+from engine.weights.tiled.convert import Packer
+from engine.weights.tiled.layout import matrix_of
 
 _COLUMNS = 64  # the kernels' column block: a joined projection begins at a multiple of it
 
@@ -40,7 +43,7 @@ class _Tables:
     a [slots + 1, P R, in], b [slots + 1, out, R]; ranks int32 [slots + 1], 0 where a slot changes nothing here.
     """
 
-    def __init__(self, weight: torch.Tensor, parts: int, slots: int, rank: int) -> None:
+    def __init__(self, weight: Weights, parts: int, slots: int, rank: int) -> None:
         outer, inner = weight.shape
         self.a = torch.zeros(slots + 1, parts * rank, inner, dtype=weight.dtype, device=weight.device)
         self.b = torch.zeros(slots + 1, outer, rank, dtype=weight.dtype, device=weight.device)
@@ -66,11 +69,8 @@ class _Tables:
 class _Product:
     """y = x W^T (+ bias) of one or several projections of the same x, side by side."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, starts: list[int], slots: int, rank: int
-    ) -> None:
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, weights: Weights, starts: list[int], slots: int, rank: int) -> None:
+        self.weights = weights
         self.starts = starts
         self._slots = slots
         self._rank = rank
@@ -83,11 +83,11 @@ class _Product:
         with self._lock:
             if self._made is None:
                 with torch.inference_mode(False):  # adapters are put into them outside of it
-                    self._made = _Tables(self.weight, len(self.starts), self._slots, self._rank)
+                    self._made = _Tables(self.weights, len(self.starts), self._slots, self._rank)
             return self._made
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = self.weights.multiply(x, 0, self.weights.shape[0])
         if lora is None or not self._slots:
             return y
         segments = lora.segments
@@ -101,7 +101,7 @@ class _Product:
 
 
 class GpuLinear(Linear):
-    """One projection: a whole product, or a part of a joined one. Weights in the backend's dtype."""
+    """One projection: a whole product, or a part of a joined one."""
 
     captures = True
 
@@ -115,25 +115,22 @@ class GpuLinear(Linear):
         self._rank = rank
 
     @property
-    def weight(self) -> torch.Tensor:
-        return self.product.weight[self._start : self._start + self._outer]
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return None if self.product.bias is None else self.product.bias[self._start : self._start + self._outer]
+    def shape(self) -> tuple[int, int]:
+        """[out, in]"""
+        return self._outer, self.product.weights.shape[1]
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         if len(self.product.starts) == 1:
             return self.product(x, lora)
         if lora is None:
-            return F.linear(x, self.weight, self.bias)
+            return self.product.weights.multiply(x, self._start, self._outer)
         return self.product(x, lora)[:, self._start : self._start + self._outer]
 
     def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
         if not 1 <= slot <= self._slots:
             raise EngineError(f"{self.name}: slot {slot}; allowed are 1 to {self._slots}")
         if pair is not None:
-            inner, rank = self.product.weight.shape[1], pair.rank
+            inner, rank = self.product.weights.shape[1], pair.rank
             if rank > self._rank:
                 raise AdapterError(f"{self.name}: rank {rank}; --max-adapter-rank is {self._rank}", keys=[self.name])
             if pair.a.shape != (rank, inner) or pair.b.shape != (self._outer, rank):
@@ -150,34 +147,53 @@ class GpuLinear(Linear):
 
 class GpuLinearBackend(LinearBackend):
     """`slots` adapters of at most `rank` each; the tables of a projection are made when it first meets an adapter.
+    `pack`: holds weights as the file has them where there is a form for it, those that the file does not quantise as
+    `quantise` says ("int8", "int4"); without, and otherwise, they are numbers of `dtype`.
 
     With joined projections a base-only batch launches one product, a mixed one two kernels more, whatever the number
     of adapters in it.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, slots: int, rank: int) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        slots: int,
+        rank: int,
+        quantise: str | None = None,
+        pack: Packer | None = None,
+    ) -> None:
         self.dtype = dtype
         self.device = device
+        self._quantise = quantise
+        self._pack = pack
         self._slots = slots
         self._rank = padded_rank(rank)
 
     def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> GpuLinear:
-        dense = weight.dequantise(self.dtype).to(self.device)
         added = None if bias is None else bias.dequantise(self.dtype).to(self.device)
-        product = _Product(dense, added, [0], self._slots, self._rank)
-        return GpuLinear(name, product, dense.shape[0], self._slots, self._rank)
+        matrix = None if self._pack is None else matrix_of(weight, self.dtype.itemsize, self._quantise)
+        if self._pack is None or matrix is None or matrix.plain:
+            held = Weights(self.dtype, weight.dequantise(self.dtype).to(self.device), (), added)
+        else:
+            with torch.inference_mode(False):
+                tiles = torch.empty(1, matrix.num_bytes, dtype=torch.uint8, device=self.device)
+            self._pack.put([weight], matrix, tiles, self.dtype)
+            held = Weights(self.dtype, None, ((matrix, tiles[0]),), added)
+        return GpuLinear(name, _Product(held, [0], self._slots, self._rank), held.shape[0], self._slots, self._rank)
 
     def join(self, linears: Sequence[Linear]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]:
         """One product and one copy of the weights, where widths allow; otherwise one call each."""
         parts = [linear for linear in linears if isinstance(linear, GpuLinear)]
-        sizes = [part.weight.shape[0] for part in parts]
-        biased = [part.bias is not None for part in parts]
+        sizes = [part.shape[0] for part in parts]
+        biased = [part.product.weights.bias is not None for part in parts]
         if len(parts) != len(linears) or any(size % _COLUMNS for size in sizes[:-1]) or any(biased) != all(biased):
             return super().join(linears)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        weight = torch.cat([part.weight for part in parts])
-        bias = torch.cat([part.bias for part in parts if part.bias is not None]) if all(biased) else None
-        product = _Product(weight, bias, starts, self._slots, self._rank)
+        weights = joined([part.product.weights for part in parts])
+        if weights is None:
+            return super().join(linears)
+        product = _Product(weights, starts, self._slots, self._rank)
         for i, part in enumerate(parts):
             part.become_part(product, i)
         return lambda x, lora: list(torch.split(product(x, lora), sizes, dim=1))

@@ -131,6 +131,7 @@ class Inputs:
     expert_quantise: str | None  # what native experts make of unquantised weights
     extra: tuple[Item, ...] = ()  # what backends need besides
     scratch: Callable[[int], int] | None = None  # of native experts by rows; None: estimated with the step's buffers
+    gpu_packs: bool = False  # whether experts on "gpu" are held as the file has them
     native: bool = True  # whether the native backends can serve the model here
 
     @property

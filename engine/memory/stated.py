@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from engine.experts.gpu.layout import frame_of
 from engine.experts.kt import guard as kt
 from engine.experts.native import layer_bytes as native_layer_bytes
 from engine.linear import native as native_linear
@@ -12,6 +13,7 @@ from engine.memory.units import format_bytes
 from engine.weights.layout import EMBED, ROUTERS
 from engine.weights.packed import packed_bytes, plain_format, repacks
 from engine.weights.store import WeightTensor
+from engine.weights.tiled.layout import matrix_of
 
 _F32 = 4
 _ROUTERS = tuple(f"{name}.weight" for name in ROUTERS)
@@ -25,6 +27,8 @@ def expert_bytes(inputs: Inputs, layer: int) -> int:
         return kt.layer_bytes(store, inputs.source.config, inputs.kt_method)
     if backend in _ON_NATIVE:
         return native_layer_bytes(store, inputs.element_bytes, inputs.expert_quantise)
+    if inputs.gpu_packs:
+        return store.num_experts * frame_of(store, inputs.activation_bytes, inputs.expert_quantise).num_bytes
     return store.num_weights * inputs.element_bytes
 
 
@@ -49,6 +53,8 @@ def weight_bytes(inputs: Inputs) -> int:
 def _linear_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
     if inputs.linear_backend == "native":
         return native_linear.weight_bytes(tensor, inputs.element_bytes, inputs.config.quantise)
+    if inputs.linear_backend == "gpu":
+        return matrix_of(tensor, inputs.activation_bytes, inputs.config.quantise).num_bytes
     return prod(tensor.shape) * inputs.element_bytes
 
 

@@ -127,11 +127,11 @@ def test_layers_that_share_experts_share_their_options(model, tmp_path):
 
 def test_memory_for_hot_experts(model):
     every = 2 * 8 * 3 * 64 * 64 * 2
-    assert hot_expert_bytes(model, 1 << 40, 1000, 2, asked=False) == every
-    assert hot_expert_bytes(model, 600, 500, 2, asked=False) == 360  # 0.6 of 600
-    assert hot_expert_bytes(model, 600, 100, 2, asked=False) == 500
-    assert hot_expert_bytes(model, 600, 500, 2, asked=True) == 100
-    assert hot_expert_bytes(model, 600, 900, 2, asked=True) == 0
+    assert hot_expert_bytes(model, 1 << 40, 1000, 3 * 64 * 64 * 2, asked=False) == every
+    assert hot_expert_bytes(model, 600, 500, 1 << 20, asked=False) == 360  # 0.6 of 600
+    assert hot_expert_bytes(model, 600, 100, 1 << 20, asked=False) == 500
+    assert hot_expert_bytes(model, 600, 500, 1 << 20, asked=True) == 100
+    assert hot_expert_bytes(model, 600, 900, 1 << 20, asked=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_memory_for_hot_experts(model):
 )
 def test_what_experts_need_beside_their_weights(model, backends, streams, gpu, cpu):
     config = EngineConfig(max_adapter_slots=3, max_adapter_rank=20)
-    items = expert_items(config, model, 5000, 2, "cuda:1", backends, streams)
+    items = expert_items(config, model, 5000, 2, "cuda:1", backends, streams, 1 << 10)
     for device, wanted in (("GPU 1", gpu), ("CPU", cpu)):
         found = [item for item in items if item.device == device]
         assert all(any(item.label.startswith(label) for item in found) for label in wanted)
@@ -161,9 +161,9 @@ def test_the_scratch_memory_is_what_is_taken(model):
         taken = GpuCompute(Sizes.of(model), torch.bfloat16, torch.device("cpu"), max_slots=2, **sizes).num_bytes
         assert GpuCompute.planned_bytes(Sizes.of(model), 2, **sizes) == taken
         config = EngineConfig(max_adapter_rank=20)
-        (scratch,) = expert_items(config, model, rows, 2, "cuda", ["gpu"], False)
+        (scratch,) = expert_items(config, model, rows, 2, "cuda", ["gpu"], False, 1 << 10)
         assert scratch.num_bytes == taken
-        hybrid = expert_items(config, model, rows, 2, "cuda", ["hybrid"], False)
+        hybrid = expert_items(config, model, rows, 2, "cuda", ["hybrid"], False, 1 << 10)
         assert hybrid[0].num_bytes == taken + rows * model.hidden_size * 4  # the GPU's own part of each row
 
 

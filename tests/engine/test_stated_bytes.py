@@ -11,15 +11,17 @@ import torch
 
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.backend import GpuExperts
-from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.layout import Sizes, frame_of
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts, layer_bytes
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
 from engine.linear.embedding import TableEmbedding
-from engine.linear.gpu import _Tables, padded_rank, slot_table_bytes
+from engine.linear.gpu import GpuLinearBackend, _Tables, padded_rank, slot_table_bytes
 from engine.linear.native import NativeLinearBackend, embedding_bytes, weight_bytes
 from engine.weights.store import WeightTensor
+from engine.weights.tiled.convert import Packer
+from engine.weights.tiled.layout import matrix_of
 from native import available
 from testing.bridge import HostBridge
 from testing.shapes import config
@@ -59,11 +61,30 @@ def test_native_experts(kind: str, plain: torch.dtype, quantise: str | None, gro
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F32"])
 def test_experts_held_in_one_type(kind: str, dtype: torch.dtype) -> None:
     store = Layer(kind).store
-    reference, gpu = ReferenceExperts(dtype, CPU), GpuExperts(CONFIG, dtype, CPU, **SIZES)
+    reference = ReferenceExperts(dtype, CPU)
     reference.load_layer(0, store)
-    gpu.load_layer(0, store)
     held = reference._layers[0]
-    assert num_bytes(held.gate, held.up, held.down) == gpu.num_bytes == store.num_weights * dtype.itemsize
+    assert num_bytes(held.gate, held.up, held.down) == store.num_weights * dtype.itemsize
+
+
+@pytest.mark.parametrize("quantise", [None, "int8"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("kind", [*TYPES, "IQ4_XS"])
+def test_gpu_experts_and_projections(kind: str, dtype: torch.dtype, quantise: str | None) -> None:
+    """As large as in the file, where the GPU has a form for its type; hardly larger with odd sizes."""
+    store = Layer(kind).store
+    pack = Packer(CPU, make_pool)
+    gpu = GpuExperts(CONFIG, dtype, CPU, **SIZES, quantise=quantise, pack=pack)
+    gpu.load_layer(0, store)
+    assert gpu.num_bytes == E * frame_of(store, dtype.itemsize, quantise).num_bytes
+    weight = store.expert("gate", 0)
+    linear = GpuLinearBackend(dtype, CPU, 2, 16, quantise, pack).load("p", weight, None)
+    stated = matrix_of(weight, dtype.itemsize, quantise).num_bytes
+    assert linear.product.weights.num_bytes == stated
+    if weight.quantised and kind != "IQ4_XS":
+        assert gpu.num_bytes <= 1.03 * store.num_bytes and stated <= 1.03 * weight.num_bytes
+    elif quantise is None:
+        assert gpu.num_bytes == store.num_weights * dtype.itemsize
 
 
 @pytest.mark.parametrize("quantise", [None, "int8"])

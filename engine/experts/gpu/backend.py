@@ -11,7 +11,7 @@ from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu.layout import PROJECTIONS, Frame, Sizes, frame_of_store, lora_blocks
+from engine.experts.gpu.layout import PROJECTIONS, Frame, Sizes, frame_of, lora_blocks
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
 from engine.lora.ranks import padded_rank
@@ -22,9 +22,9 @@ from engine.weights.tiled.convert import Packer
 
 class GpuExperts(ExpertBackend):
     """Weights as the file has them where there is a form for it, otherwise in the activations' type; `quantise`
-("int8", "int4") makes those that the file does not quantise smaller. `pack` (over any pool) makes the quantised ones.
-Everything that changes between steps is read from device tables, so that a
-    captured post serves any rows and adapters. `max_slots`, `max_rank`: of adapters; `max_rows`: of any buffers."""
+    ("int8", "int4") makes those that the file does not quantise smaller. `pack` (over any pool) makes the quantised ones.
+    Everything that changes between steps is read from device tables, so that a
+        captured post serves any rows and adapters. `max_slots`, `max_rank`: of adapters; `max_rows`: of any buffers."""
 
     buffers_on = "cuda"
     follows_stream = True
@@ -65,7 +65,7 @@ Everything that changes between steps is read from device tables, so that a
         return sum(t.frames.numel() * t.frames.element_size() for t in self._layers.values())
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
-        frame = frame_of_store(store, self._sizes, self._dtype.itemsize, self._quantise)
+        frame = frame_of(store, self._dtype.itemsize, self._quantise)
         frames = self._frames(store, frame)
         slots, experts = self._compute.max_slots, self._sizes.experts
         place = torch.arange(experts, dtype=torch.int32, device=self._device).repeat(slots, 1)

@@ -158,4 +158,3 @@ class GpuCompute:
             Product(kernels.gate_up, frames, tiles.bn_gate_up, common | {"BK": tiles.bk_hidden}),
             Product(kernels.down, frames, tiles.bn_down, common | {"BK": tiles.bk_inner}),
         )
-        )  # fmt: skip

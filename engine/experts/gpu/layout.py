@@ -18,9 +18,8 @@ from engine.errors import ExpertBackendError, UserError
 from engine.lora.adapter import ExpertLora
 from engine.lora.ranks import padded_rank
 from engine.model.config import ModelConfig
-from engine.weights.packed import packed_format, plain_format
-from engine.weights.store import ExpertStore
-from engine.weights.tiled.layout import Matrix, held_as
+from engine.weights.store import ExpertStore, WeightSource
+from engine.weights.tiled.layout import Matrix, held_as, matrix_of
 
 SIZE_STEP = 32
 PROJECTIONS = ("gate", "up", "down")
@@ -89,17 +88,16 @@ class Frame:
         return sum(matrix.num_bytes for matrix in self.matrices)
 
 
-def stored_forms(store: ExpertStore, element_bytes: int, quantise: str | None) -> tuple[str, str, str]:
-    """The packed formats of a layer's gate, up and down, as native/src/packing/format.hpp names them. `quantise`: what
-    becomes of those that the file does not quantise."""
-    plain = plain_format(element_bytes, quantise)
-    gate, up, down = (packed_format(store.type(name), plain) for name in PROJECTIONS)
-    return gate, up, down
+def frame_of(store: ExpertStore, element_bytes: int, quantise: str | None) -> Frame:
+    """Of a stored layer's experts. `element_bytes` of what is not quantised; `quantise`: what becomes of weights that
+    the file does not quantise."""
+    return Frame(*(matrix_of(store.expert(name, 0), element_bytes, quantise) for name in PROJECTIONS))
 
 
-def frame_of_store(store: ExpertStore, sizes: Sizes, element_bytes: int, quantise: str | None) -> Frame:
-    """Of a layer that is held as the file has it."""
-    return Frame.of(sizes, stored_forms(store, element_bytes, quantise), element_bytes)
+def frame_bytes(source: WeightSource, element_bytes: int, quantise: str | None) -> int:
+    """The largest expert on a GPU."""
+    stores = (source.experts(layer) for layer in source.config.sparse_layers)
+    return max((frame_of(store, element_bytes, quantise).num_bytes for store in stores), default=0)
 
 
 def lora_blocks(

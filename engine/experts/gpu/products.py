@@ -82,6 +82,6 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
 
 def _at_once(matrix: Matrix) -> int:
     """Tiles of K that a program reads at a time: a power of two, and about 2,048 values of each column."""
-    _, k, padded, _, _, sub, subs, *_ = matrix.constants
+    _, _, padded, _, _, sub, subs, *_ = matrix.constants
     tile = sub * subs
     return min(1 << (-(-padded // tile) - 1).bit_length(), max(1, 2048 // tile))

@@ -6,7 +6,7 @@
 `W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
 from __future__ import annotations
 
 import triton

@@ -89,6 +89,25 @@ def put_tiles(out: torch.Tensor, packed: torch.Tensor, matrix: Matrix, first: in
         scales("minimum_steps", f.minimum_step_offset, 1, groups)
 
 
+def joined_tiles(parts: Sequence[tuple[Matrix, torch.Tensor]]) -> tuple[Matrix, torch.Tensor]:
+    """Matrices of one format and width, one below the other, as one; each uint8 [num_bytes]. All but the last have
+    rows in multiples of 16."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0][0]
+    whole = Matrix(first.form, sum(matrix.n for matrix, _ in parts), first.k)
+    out = torch.zeros(whole.num_bytes, dtype=torch.uint8, device=parts[0][1].device)
+    for name, (at, size) in whole.planes.items():
+        if not size:
+            continue
+        views = []
+        for matrix, tiles in parts:
+            begin, length = matrix.planes[name]
+            views.append(tiles[begin : begin + length].view(matrix.lines(name), -1))
+        out[at : at + size] = torch.cat(views, 0 if name in ("low", "upper") else 1).flatten()
+    return whole, out
+
+
 class Packer:
     """Stored weights -> tiles on a device, over a pool of workers that is made when it is first needed."""
 

@@ -1,11 +1,12 @@
 """Products with a matrix in tiles (layout.py), for kernels of every kind of projection.
 
-    product   [BM, K] x [BN, K]^T in matrix instructions     the quants are exact in bf16, so a group's product is scaled
-                                                             after it; SCALED: the weights are scaled first, for many rows
-    vector    [K] x [BN, K]^T in float32, for single rows    all of a row's bytes are asked for at once
+    product   [BM, K] x [BN, K]^T in matrix instructions: the quants are exact in bf16, so a group's product is scaled
+              after it; SCALED: the weights are scaled first, for many rows
+    vector    [K] x [BN, K]^T in float32, for single rows: many of a column's bytes are asked for at once
 
-`W` is Matrix.constants. Plain matrices (W[3] is 16 or 32 bits) are of x's type. A quant u stands for s u + c: s is d, or d times the group's step; c takes the bias or the
-minimum. FAST makes bf16 of nibbles by bits alone: 0x4300 | u is 128 + u, so that c takes 128 s off again.
+`W` is Matrix.constants. Plain matrices (W[3] is 16 or 32 bits) are of x's type. A quant u stands for s u + c: s is d,
+or d times the group's step; c takes the bias or the minimum. FAST makes bf16 of nibbles by bits alone: 0x4300 | u is
+128 + u, so that c takes 128 s off again.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -72,7 +73,7 @@ def numbers(low, upper, S: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr, F
     """Run S of a tile, from the bytes that hold it, as numbers that DTYPE holds exactly; 128 more if FAST."""
     LOW: tl.constexpr = W[3]
     UPPER: tl.constexpr = W[4]
-    HIGH: tl.constexpr = S >= W[6] // 2
+    HIGH: tl.constexpr = W[6] // 2 <= S
     if LOW == 8:
         return low.to(tl.int8, bitcast=True).to(DTYPE)
     if UPPER > 0:

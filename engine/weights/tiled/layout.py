@@ -17,7 +17,13 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from engine.weights.packed import packed_format, plain_format
+from native import available as native_available
+
+if TYPE_CHECKING:
+    from engine.weights.store import WeightTensor
 
 PANEL = 16
 _ALIGN = 64  # bytes: of planes, so that rows of any matrix are read in vectors
@@ -40,7 +46,18 @@ PLAIN = ("bf16", "f32")
 
 def held_as(form: str, element_bytes: int) -> str:
     """How a GPU holds what the CPU has in a packed format."""
-    return form if has_tiles(form) else "f32" if element_bytes == 4 else "bf16"
+    if form not in PLAIN and has_tiles(form):
+        return form
+    return "f32" if element_bytes == 4 else "bf16"
+
+
+def matrix_of(weight: WeightTensor, element_bytes: int, quantise: str | None) -> Matrix:
+    """How a GPU holds a stored [n, k]; `quantise` ("int8", "int4"): what becomes of one that the file does not
+    quantise. `element_bytes`: of one that is not quantised then. Without the native kernels, which pack, none is."""
+    form = plain_format(element_bytes, None)
+    if native_available()[0]:
+        form = held_as(packed_format(weight.type, plain_format(element_bytes, quantise)), element_bytes)
+    return Matrix(form, *weight.shape)
 
 
 def _up(value: int, step: int) -> int:
@@ -81,7 +98,7 @@ class Matrix:
 
     @property
     def sub(self) -> int:
-        return 32 if self.format.group >= 32 and self.k % (32 * self.subs) == 0 or self.subs == 1 else 16
+        return 32 if (self.format.group >= 32 and self.k % (32 * self.subs) == 0) or self.subs == 1 else 16
 
     @property
     def tile(self) -> int:
@@ -110,6 +127,12 @@ class Matrix:
             found[name] = (at, size)
             at = _up(at + size, _ALIGN)
         return found
+
+    def lines(self, plane: str) -> int:
+        """Of a plane: the matrix's rows, or its units or groups."""
+        if plane in ("low", "upper"):
+            return self.rows
+        return -(-self.padded_k // int(self.format.unit if plane in ("d", "minima") else self.format.group))
 
     @property
     def num_bytes(self) -> int:

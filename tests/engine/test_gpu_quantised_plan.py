@@ -1,0 +1,102 @@
+"""What a quantised model takes in GPU memory, planned from its types and shapes alone."""
+
+from __future__ import annotations
+
+from math import prod
+
+import gguf
+import pytest
+
+import engine.build.plan as build
+from engine.config import EngineConfig
+from engine.memory.limits import Memory
+from engine.model.config import ModelConfig
+from engine.weights.layout import EMBED, HEAD, ROUTERS, dense_tensors, expert_shape
+from engine.weights.model_file import ModelFile
+from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+from native import available
+from rules import Machine
+from testing.shapes import config
+
+pytestmark = pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")
+GPU = Machine(gpu=True, native=True, kt=False, flashinfer=True, gpu_count=1, reasons={})
+
+
+class Unread:
+    """Bytes of a file that nobody reads."""
+
+    def __init__(self, kind: str, shape: tuple[int, ...]) -> None:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        self.nbytes = prod(shape) // block * size
+
+    def __getitem__(self, _: slice) -> Unread:
+        return self
+
+
+class Q4KM(WeightSource):
+    """A model as llama.cpp's Q4_K_M mixes types: values and `down` of some layers in Q6_K, the rest in Q4_K."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.config = model
+        self._shapes = dense_tensors(model)
+
+    def _finer(self, layer: int) -> bool:
+        count = self.config.num_hidden_layers
+        return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
+
+    def _tensor(self, name: str, kind: str, shape: tuple[int, ...]) -> WeightTensor:
+        return WeightTensor(name, shape, kind, Unread(kind, shape))  # type: ignore[arg-type]
+
+    def tensor(self, name: str) -> WeightTensor:
+        shape = self._shapes[name]
+        kind = "Q4_K"
+        if len(shape) == 1 or name.endswith(tuple(f"{router}.weight" for router in ROUTERS)):
+            kind = "F32"
+        elif name == HEAD or (".v_proj." in name and self._finer(int(name.split(".")[2]))):
+            kind = "Q6_K"
+        return self._tensor(name, kind, shape)
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def experts(self, layer: int) -> ExpertStore:
+        made = []
+        for name in ("gate", "up", "down"):
+            kind = "Q6_K" if name == "down" and self._finer(layer) else "Q4_K"
+            made.append(self._tensor(name, kind, (self.config.num_experts, *expert_shape(self.config, name))))
+        return ExpertStore(layer, *made)
+
+    @property
+    def num_bytes(self) -> int:
+        dense = sum(self.tensor(name).num_bytes for name in self.names())
+        return dense + sum(self.experts(layer).num_bytes for layer in self.config.sparse_layers)
+
+    @property
+    def files(self) -> list[ModelFile]:
+        return []
+
+
+def test_a_30b_model_in_q4_k_m_is_whole_on_a_card_of_24_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 32K positions of KV, of 24564 MiB as such cards state them, less what the driver takes."""
+    model = config(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        max_position_embeddings=40960,
+    )  # fmt: skip
+    source = Q4KM(model)
+    assert 18.0e9 < source.num_bytes < 19.0e9
+    monkeypatch.setattr(build, "open_model", lambda *_: source)
+    monkeypatch.setattr(build, "find_machine", lambda *_: GPU)
+    monkeypatch.setattr(build, "gpu_memory", lambda _: Memory("GPU 0", 24060 << 20, 24564 << 20))
+    monkeypatch.setattr(build, "cpu_memory", lambda: Memory("CPU", 60 << 30, 64 << 30))
+    plan = build.plan_engine(EngineConfig(model="m", max_num_seqs=16, kv_cache_tokens=32768, max_adapter_slots=4))
+    assert not plan.memory.short and plan.memory.kv_tokens == 32768
+    assert plan.placement.used(".mlp.experts") == ["gpu"] and plan.placement.used("_proj") == ["gpu"]
+    held = {item.label: item.num_bytes for item in plan.memory.items if item.device == "GPU 0"}
+    experts = sum(source.experts(layer).num_bytes for layer in model.sparse_layers)
+    assert held["experts, 48 layers on gpu"] == pytest.approx(experts, rel=0.03)
+    dense = sum(source.tensor(name).num_bytes for name in source.names() if name != EMBED)
+    assert held["dense weights"] == pytest.approx(dense + 2 * prod(source.tensor(EMBED).shape), rel=0.03)
