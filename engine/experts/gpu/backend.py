@@ -21,10 +21,10 @@ from engine.weights.tiled.convert import Packer
 
 
 class GpuExperts(ExpertBackend):
-    """Weights as the file has them where there is a form for it, otherwise in the activations' type; `quantise`
-    ("int8", "int4") makes those that the file does not quantise smaller. `pack` (over any pool) makes the quantised ones.
-    Everything that changes between steps is read from device tables, so that a
-        captured post serves any rows and adapters. `max_slots`, `max_rank`: of adapters; `max_rows`: of any buffers."""
+    """Weights as the file has them where the GPU has a form for it, otherwise in the activations' type; `quantise`
+    ("int8", "int4") makes those that the file does not quantise smaller. Everything that changes between steps is read
+    from device tables, so that a captured post serves any rows and adapters. `max_slots`, `max_rank`: of adapters;
+    `max_rows`: of any buffers."""
 
     buffers_on = "cuda"
     follows_stream = True

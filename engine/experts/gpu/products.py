@@ -73,11 +73,18 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
             Product(kernels.gate_up_rows, frames, 16, gate_up),
             Product(kernels.down_rows, frames, 16, down),
         )
-    many = {"SCALED": tiles.bm > _FEW_ROWS, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    many: dict[str, Any] = {"SCALED": tiles.bm > _FEW_ROWS, "num_warps": tiles.warps}
+    gate_up |= many | {"num_stages": min(_stages(matrix, tiles) for matrix in (frame.gate, frame.up))}
+    down |= many | {"num_stages": _stages(frame.down, tiles)}
     return (
-        Product(kernels.gate_up, frames, tiles.bn_gate_up, gate_up | many),
-        Product(kernels.down, frames, tiles.bn_down, down | many),
+        Product(kernels.gate_up, frames, tiles.bn_gate_up, gate_up),
+        Product(kernels.down, frames, tiles.bn_down, down),
     )
+
+
+def _stages(matrix: Matrix, tiles: Tiles) -> int:
+    """Tiles of five bits are so long that three of them, with their rows, need more shared memory than there is."""
+    return 2 if matrix.upper == 1 and tiles.bm > _FEW_ROWS else tiles.stages
 
 
 def _at_once(matrix: Matrix) -> int:
