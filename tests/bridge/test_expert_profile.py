@@ -43,7 +43,7 @@ def test_a_start_begins_with_the_experts_that_were_hot(tmp_path: Path) -> None:
     first.close()
     again = hybrid(path, 3)
     assert [(place >= 0).nonzero().flatten().tolist() for place in (again.place(0), again.place(1))] == [[2], [0, 4]]
-    frame = again._frames[int(again.place(1)[4])]
+    frame = again._frames[int(again.place(1)[4])].view(F32)
     wanted = Layer("F32").store.expert("down", 4).dequantise(F32).flatten()
     assert torch.equal(frame[2 * H * I :], wanted)
     places = again.capability(ExpertPlaces)

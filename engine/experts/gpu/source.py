@@ -24,6 +24,7 @@ class PackedLayer:
     def __init__(self, layer: Any, sizes: Sizes) -> None:
         self.sizes = sizes
         self.formats: list[str] = layer.formats
+        self._frames: dict[int, Frame] = {}
         self._owner = layer
         self._unpin: weakref.finalize[..., PackedLayer] | None = None
         self.shards: list[torch.Tensor] = []  # whole shards
@@ -53,7 +54,9 @@ class PackedLayer:
 
     def frame(self, element_bytes: int) -> Frame:
         """How a GPU holds an expert of this layer; `element_bytes`: of what is not quantised there."""
-        return Frame.of(self.sizes, self.formats, element_bytes)
+        if element_bytes not in self._frames:
+            self._frames[element_bytes] = Frame.of(self.sizes, self.formats, element_bytes)
+        return self._frames[element_bytes]
 
     def copy_experts(
         self, first: int, last: int, frames: torch.Tensor, staging: torch.Tensor, dtype: torch.dtype

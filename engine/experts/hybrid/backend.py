@@ -19,7 +19,7 @@ from engine.errors import ExpertBackendError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces, HotPart, PackedWeights, PartialTasks, needed
 from engine.experts.gpu.compute import LayerTables
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.parts import GpuParts
 from engine.experts.hybrid.mover import Mover, Tables
 from engine.experts.hybrid.policy import HotPolicy
@@ -75,7 +75,6 @@ class HybridExperts(ExpertBackend):
                 f"--gpu-expert-memory {budget_bytes} bytes: one expert takes {size}", field="gpu_expert_memory"
             )
         self._frames = torch.empty(frames, size, dtype=torch.uint8, device=device)
-        self._layouts: dict[int, Frame] = {}
         self._dtype = dtype
         self._tables = Tables.allocate(len(self._numbers), max_slots + 1, sizes.experts, device)
         self._profile = None if profile is None else Profile(profile, config.sparse_layers, sizes.experts)
@@ -131,7 +130,6 @@ class HybridExperts(ExpertBackend):
                 f"an expert of layer {layer} takes {frame.num_bytes} bytes on the GPU; frames are of "
                 f"{self._frames.shape[1]}"
             )
-        self._layouts[layer] = frame
         self._waiting.discard(layer)
         if self._profile is not None and self._profile.known and not self._waiting:
             self.mover.fill()
@@ -162,7 +160,8 @@ class HybridExperts(ExpertBackend):
         number, b = self._numbers[task.layer], task.buffers
         hot = self._hot(task)
         self._rest.post(task, hot, stream)
-        layer = LayerTables(self._frames, hot.place, self._tables.address[number], self._layouts[task.layer])
+        frame = self.parts.source[task.layer].frame(self._dtype.itemsize)
+        layer = LayerTables(self._frames, hot.place, self._tables.address[number], frame)
         with on_stream(stream, self._device):
             self.parts.compute.run(b, layer, self._tables.slots, number, hot.extra, lora=self._lora)
 
