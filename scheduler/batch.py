@@ -13,10 +13,14 @@ from msgspec.structs import replace
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
 from scheduler.plan import StepPlan, StepRow
-from scheduler.policy.cost import CostModel
+from scheduler.policy.cost import CostModel, pairs
+from scheduler.policy.drafting import add_drafts
+from scheduler.policy.room import PacedRoom, Room
 from scheduler.policy.shares import Shares
 from scheduler.policy.waiting import entry
 from scheduler.request import AdapterKey, Request, Status, is_background
+
+_LOOKED_AT = 16  # of an account's waiting requests, for one that is cached
 
 
 class Batch:
@@ -53,7 +57,7 @@ class Batch:
         if not self._rows and not self._live_could_run:
             self._background, self._admitting = True, not core.num_live_waiting
             self._add_rows()
-        self._add_drafts()
+        add_drafts(core, self._rows, max(0, self._owed))
         if not self._rows:
             return None
         rows = sorted(self._rows, key=lambda row: not row.is_decode)
@@ -185,7 +189,7 @@ class Batch:
 
     def _add_prefills(self) -> None:
         """Chunks go to the tenant that got the least service, one request after another."""
-        budget = self._prefill_budget()
+        room = self._room()
         for tenant, requests in self._partial.items():
             self._partial[tenant] = [request for request in requests if request.status is Status.RUNNING]
             self._owed += sum(self._blocks_missing(request) for request in self._partial[tenant])
@@ -193,30 +197,30 @@ class Batch:
         for tenant in dict.fromkeys([*self._partial, *self._accounts()]):
             self._push(heap, tenant)
         heapify(heap)
-        while heap and budget > 0:
+        while heap and room.num_tokens > 0:
             tenant = heappop(heap)[-1]
             request = self._next(tenant)
             if request is None:
                 continue
             if request.status is Status.RUNNING:
                 self._partial[tenant].pop(0)
-                budget -= self._continue(request, budget)
+                self._continue(request, room)
             else:
-                budget -= self._admit(request, budget)
+                self._admit(request, room)
             self._push(heap, tenant)
 
-    def _prefill_budget(self) -> int:
+    def _room(self) -> Room:
         config = self._config
         budget = config.max_num_batched_tokens - len(self._rows)
         if not self._rows and not self._background:
-            return budget  # nobody waits for a next token
+            return Room(budget)  # nobody waits for a next token
         if config.itl_target_s is None:
-            return budget if config.mixed_chunk is None else min(budget, config.mixed_chunk)
-        read = sum(row.start + 1 for row in self._rows)
+            return Room(budget if config.mixed_chunk is None else min(budget, config.mixed_chunk))
         target_s = config.itl_target_s
         if config.itl_decode_steps:
+            read = sum(pairs(row.start, 1) for row in self._rows)
             target_s = max(target_s, config.itl_decode_steps * self._cost.predict(len(self._rows), read))
-        return self._cost.chunk(len(self._rows), read, budget, target_s)
+        return PacedRoom(budget, self._rows, self._cost, target_s, config.min_chunk)
 
     def _push(self, heap: list[tuple[float, float, int, str]], tenant: str) -> None:
         request = self._next(tenant)
@@ -230,10 +234,22 @@ class Batch:
         running = partial[0] if partial else None
         waiting = None
         if tenant in self._reserved or (self._admitting and self._free_seats > 0):
-            waiting = self._core.waiting.first(tenant, self._is_open, self._put_off)
+            waiting = self._best_waiting(tenant)
         if running is None or waiting is None:
             return running or waiting
         return running if entry(running) < entry(waiting) else waiting
+
+    def _best_waiting(self, tenant: str) -> Request | None:
+        """The first. While its blocks would push cached ones out, rather the one close behind it, of the same priority,
+        that uses the most of these; but nobody is overtaken who has waited for `overtake_s`."""
+        core, blocks = self._core, self._core.blocks
+        first = core.waiting.first(tenant, self._is_open, self._put_off)
+        if first is None or self._now - first.arrival_s >= self._config.overtake_s:
+            return first
+        if blocks.num_free - blocks.num_free_cached >= blocks.blocks_for(first.num_tokens):
+            return first
+        few = core.waiting.first_few(tenant, self._is_open, self._put_off, _LOOKED_AT)
+        return max((each for each in few if each.priority == first.priority), key=blocks.num_findable)
 
     def _is_open(self, adapter: AdapterKey) -> bool:
         is_open = self._open.get(adapter)
@@ -241,21 +257,21 @@ class Batch:
             is_open = self._open[adapter] = self._core.slots.is_open(adapter)
         return is_open
 
-    def _continue(self, request: Request, budget: int) -> int:
-        """The next chunk of a running request, cut to the blocks there are; returns its tokens."""
+    def _continue(self, request: Request, room: Room) -> None:
+        """The next chunk of a running request, cut to the blocks there are."""
         blocks = self._core.blocks
         missing = self._blocks_missing(request)
-        if not self._grow(request, request.num_computed + 1):
-            return 0
+        start = request.num_computed
+        if not self._grow(request, start + 1):
+            return
         have = (len(request.blocks) + blocks.num_free) * blocks.block_size
-        size = min(budget, request.num_tokens - request.num_computed, have - request.num_computed)
-        blocks.grow(request, request.num_computed + size)
+        size = room.fit(start, min(request.num_tokens, have) - start)
+        blocks.grow(request, start + size)
         self._owed -= missing - self._blocks_missing(request)
-        self._add_chunk(request, size)
-        return size
+        self._add_chunk(request, size, room)
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """The first chunk of a waiting request, if all its known tokens fit beside what runs; returns its tokens.
+    def _admit(self, request: Request, room: Room) -> None:
+        """The first chunk of a waiting request, if all its known tokens fit beside what runs.
 
         If they do not, nobody is admitted in this step: smaller requests must not overtake it indefinitely.
         """
@@ -267,53 +283,35 @@ class Batch:
         if core.blocks.next_hash(request, match) in self._completed:
             # another request computes its next block right now: in the next step it is a hit
             self._put_off.add(request)
-            return 0 if len(self._put_off) < self._config.max_num_seqs else self._stop_admitting(request)
+            if len(self._put_off) >= self._config.max_num_seqs:
+                self._stop_admitting(request)
+            return None
         if core.blocks.blocks_for(request.num_tokens) - len(match.blocks) > spare - match.num_free:
+            if request is not core.waiting.first(request.account, self._is_open, self._put_off):
+                self._put_off.add(request)  # whom it was to overtake may fit
+                return None
             core.blocked = request, spare
             return self._stop_admitting(request)
+        if not (size := room.fit(match.num_tokens, request.num_tokens - match.num_tokens)):
+            return None
         core.admit(request, match, self._now)
         self._reserved.discard(request.account)
-        size = min(budget, request.num_tokens - request.num_computed)
         core.blocks.grow(request, request.num_computed + size)
         self._owed += self._blocks_missing(request)
-        self._add_chunk(request, size)
-        return size
+        self._add_chunk(request, size, room)
+        return None
 
-    def _stop_admitting(self, request: Request) -> int:
+    def _stop_admitting(self, request: Request) -> None:
         self._admitting = False
         self._reserved.discard(request.account)
-        return 0
 
-    def _add_chunk(self, request: Request, size: int) -> None:
+    def _add_chunk(self, request: Request, size: int, room: Room) -> None:
+        if not size:
+            return
         start = request.num_computed
+        room.take(start, size)
         self._completed.update(self._core.blocks.hashes(request, start, start + size))
         self._add_row(request, size)
-
-    # ---- drafts
-
-    def _add_drafts(self) -> None:
-        """Into tokens and blocks that nobody else wants. Blocks that turn out not to be needed come back at once."""
-        proposer, blocks = self._core.proposer, self._core.blocks
-        if proposer is None:
-            return
-        budget = self._config.max_num_batched_tokens - sum(row.num_tokens for row in self._rows)
-        spare = blocks.num_free - max(0, self._owed)
-        for i, row in enumerate(self._rows):
-            request = row.request
-            if not (row.is_decode and row.samples) or request.num_in_flight > 1:
-                continue  # its last token is not known
-            end = row.start + 1
-            room = (len(request.blocks) + max(0, spare)) * blocks.block_size - end
-            wanted = min(request.sampling.max_tokens - len(request.output), self._config.max_tokens_held - end) - 1
-            count = min(budget, room, wanted)
-            drafts = tuple(proposer.propose(request)[:count]) if count > 0 else ()
-            if drafts:
-                spare += len(request.blocks)
-                blocks.grow(request, end + len(drafts))
-                spare -= len(request.blocks)
-                budget -= len(drafts)
-                request.num_drafts = len(drafts)
-                self._rows[i] = replace(row, num_tokens=1 + len(drafts), drafts=drafts)
 
     # ---- both
 

@@ -32,6 +32,7 @@ class SchedulerConfig:
     mixed_chunk: int | None = None
 
     aging_s: float = 10.0  # one step of priority is worth this much waiting
+    overtake_s: float = 15.0  # a request that has waited for so long is overtaken by none whose prefix is cached
     slot_patience_s: float = 4.0  # after it, a waiting adapter makes a resident one stop taking requests
 
     # service per token (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models, 2024)
@@ -68,6 +69,7 @@ class SchedulerConfig:
         for name in (
             "itl_decode_steps",
             "aging_s",
+            "overtake_s",
             "slot_patience_s",
             "prefill_weight",
             "decode_weight",

@@ -127,6 +127,9 @@ class Request:
     # BlockManager
     blocks: list[int] = field(default_factory=list)  # block ids, in order of position
     block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of the full blocks of known tokens
+    num_findable: int = (
+        0  # leading blocks that were in the prefix cache when it was last asked while the request waited
+    )
     num_published: int = 0  # leading blocks that were found in, or offered to, the prefix cache
 
     # asked every step

@@ -40,7 +40,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
         self.config = config
         self._core = Core(config, proposer)
-        self._cost = CostModel(config.initial_chunk, config.min_chunk)
+        self._cost = CostModel(config.initial_chunk)
         self._pace = Pace()
         self._eos = frozenset(config.eos_token_ids)
         self._most_held = config.max_tokens_held

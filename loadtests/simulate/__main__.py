@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mixed-chunk", type=int, help="prefill tokens beside decode rows at most")
     parser.add_argument("--itl-target-ms", type=float)
     parser.add_argument("--adapter-slots", type=int, default=8)
+    parser.add_argument("--overtake-s", type=float, default=15.0)
     parser.add_argument("--slot-patience-s", type=float, default=4.0)
     parser.add_argument("--load-ms", type=float, default=50.0, help="of an adapter into a slot (default: 50)")
     parser.add_argument("--no-prefix-caching", action="store_true")
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prefix_caching=not args.no_prefix_caching,
             itl_target_s=None if args.itl_target_ms is None else args.itl_target_ms / 1000,
             mixed_chunk=args.mixed_chunk,
+            overtake_s=args.overtake_s,
             slot_patience_s=args.slot_patience_s,
         )
     except (OSError, ValueError, KeyError) as error:

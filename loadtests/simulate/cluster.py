@@ -16,7 +16,7 @@ from cluster.policy import Affinity, Policy
 from loadtests.report.svg import Line, plot
 from loadtests.simulate.cost import MEASURED, StepCost, fitted
 from loadtests.simulate.report import Limits, summary
-from loadtests.simulate.run import Outcome, Simulation
+from loadtests.simulate.run import Outcome, Simulation, Slots
 from loadtests.simulate.traces import Trace, adapters
 from scheduler.config import SchedulerConfig
 
@@ -47,7 +47,8 @@ def run(trace: Trace, count: int, config: SchedulerConfig, cost: StepCost, load_
     refused = sum(outcome.refused for outcome in found)
     worst = max(found, key=lambda outcome: outcome.gap.largest)
     steps = sum(outcome.steps for outcome in found)
-    return Outcome(max(outcome.seconds for outcome in found), steps, requests, refused, worst.gap, stats)
+    slots = Slots(sum(outcome.slots.uses for outcome in found), sum(outcome.slots.cold for outcome in found))
+    return Outcome(max(outcome.seconds for outcome in found), steps, requests, refused, worst.gap, slots, stats)
 
 
 def router(policy: str, slots: int, slack: int, seed: int) -> Route:

@@ -40,7 +40,7 @@ def summary(outcome: Outcome, limits: Limits) -> dict[str, float]:
         "itl_p99_ms": float(np.percentile(itl, 99)),
         "goodput_s": good / outcome.seconds,
         "prefix_hits": stats["prefix_hit_tokens"] / max(1, stats["prefix_lookup_tokens"]),
-        "slot_hits": 1 - stats["adapter_slot_loads"] / max(1, stats["adapter_uses"]),
+        "slot_hits": 1 - outcome.slots.cold / max(1, outcome.slots.uses),
         "preemptions": stats["preemptions"],
         "fairness_gap": outcome.gap.largest,
         "fairness_bound": outcome.gap.bound,

@@ -37,6 +37,15 @@ class Seen:
 
 
 @dataclass
+class Slots:
+    """`uses`: requests that began to run with an adapter; `cold`: those of them that were the first in their slot since
+    its adapter was loaded into it."""
+
+    uses: int = 0
+    cold: int = 0
+
+
+@dataclass
 class Outcome:
     """What a run came to. `stats` are the scheduler's own at the end."""
 
@@ -45,6 +54,7 @@ class Outcome:
     requests: list[Seen]
     refused: int
     gap: Gap
+    slots: Slots
     stats: dict[str, float | int]
 
 
@@ -59,6 +69,9 @@ class Simulation:
         self._loads: list[tuple[float, int]] = []  # time, slot
         self._contexts: list[list[int]] = []  # by conversation
         self._seen: dict[str, Seen] = {}
+        self._slots = Slots()
+        self._began: set[str] = set()  # requests that ran with an adapter
+        self._unused: set[int] = set()  # slots that nothing has run in since they were loaded
         self._refused = self._steps = 0
         self._gap = Gap(config.prefill_weight, config.decode_weight)
 
@@ -99,11 +112,13 @@ class Simulation:
 
     def outcome(self) -> Outcome:
         seen, stats = list(self._seen.values()), self._scheduler.stats()
-        return Outcome(self._now, self._steps, seen, self._refused, self._gap, stats)
+        return Outcome(self._now, self._steps, seen, self._refused, self._gap, self._slots, stats)
 
     def _let_in(self) -> None:
         while self._loads and self._loads[0][0] <= self._now:
-            self._scheduler.slot_loaded(heappop(self._loads)[1])
+            slot = heappop(self._loads)[1]
+            self._scheduler.slot_loaded(slot)
+            self._unused.add(slot)
         while self._arrivals and self._arrivals[0][0] <= self._now:
             asked_s, number, turn = heappop(self._arrivals)
             self._ask(asked_s, number, turn)
@@ -137,6 +152,7 @@ class Simulation:
 
     def _step(self, plan: StepPlan) -> None:
         self._gap.look(self._scheduler)
+        self._count_uses(plan)
         seconds = self._cost.seconds(plan)
         self._now += seconds
         tokens = [[_word(row)] if row.samples else [] for row in plan.rows]
@@ -146,6 +162,14 @@ class Simulation:
             seen.token_s += [self._now] * len(event.tokens)
             if event.kind is EventKind.FINISHED:
                 self._answered(event.request)
+
+    def _count_uses(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if row.adapter_slot and row.request.request_id not in self._began:
+                self._began.add(row.request.request_id)
+                self._slots.uses += 1
+                self._slots.cold += row.adapter_slot in self._unused
+            self._unused.discard(row.adapter_slot)
 
     def _answered(self, request: Request) -> None:
         number, turn = map(int, request.request_id.split("."))

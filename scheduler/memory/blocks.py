@@ -25,7 +25,8 @@ class Match(NamedTuple):
 
 
 class BlockManager:
-    """`num_blocks` blocks of `block_size` positions; writes only Request.blocks, block_hashes and num_published.
+    """`num_blocks` blocks of `block_size` positions; writes only Request.blocks, block_hashes,
+    num_findable and num_published.
 
     A findable block is never written: a request writes only blocks it got from `grow`, or the last one of a full
     hit, which `take` makes unfindable first.
@@ -67,6 +68,19 @@ class BlockManager:
         elif rewrite:
             num_tokens -= 1
         return Match(blocks, num_tokens, sum(not self._holders[block] for block in blocks), rewrite)
+
+    def num_findable(self, request: Request) -> int:
+        """Positions at the request's beginning that a match would find, as far as hashes tell. Cheap to ask again."""
+        if not self._looks_up(request):
+            return 0
+        count = request.num_findable
+        if count and request.block_hashes[count - 1] not in self.cache.hashes:
+            count = 0
+        total = len(request.prompt) + len(request.output)
+        while (count + 1) * self.block_size <= total and self.cache.content(request, count).hash in self.cache.hashes:
+            count += 1
+        request.num_findable = count
+        return min(count * self.block_size, total - 1)
 
     def next_hash(self, request: Request, match: Match) -> bytes | None:
         """Hash of the first full block that the match lacks; None if a hit would not help."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from scheduler.request import AdapterKey, Request
@@ -44,6 +44,11 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return block in self._content
+
+    @property
+    def hashes(self) -> Container[bytes]:
+        """Of what is findable."""
+        return self._block_of
 
     def content(self, request: Request, index: int) -> Content:
         """Of the request's block `index`, whose tokens are all known."""

@@ -38,7 +38,8 @@ class AdapterSlots:
     """Slots 1 .. num_slots; the base is in slot 0, always.
 
     An adapter that waits longer than `patience_s` is promised the least used slot, whose adapter then takes no new
-    requests: however popular a set of adapters is, it gives a slot up within the length of its running requests.
+    requests: however popular a set of adapters is, it gives a slot up within the length of its running requests. At
+    most half of the slots (rounded up) are promised at a time, in the order of the requests that wait for them.
     """
 
     def __init__(self, num_slots: int, patience_s: float) -> None:
@@ -185,6 +186,8 @@ class AdapterSlots:
     def _promise(self, key: AdapterKey, waiting: Mapping[AdapterKey, Rank]) -> None:
         if any(slot.promised == key for slot in self.slots):
             return
+        if 2 * sum(slot.promised is not None for slot in self.slots) >= max(2, len(self.slots)):
+            return  # the others go on: with all slots promised at once, what runs would dwindle
         # what was loaded is used before it has to go, however long loading takes: else two adapters could
         # displace each other indefinitely
         ready = [

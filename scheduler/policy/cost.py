@@ -1,4 +1,5 @@
-"""How long a step takes, learnt while running: t = c0 + c1 tokens + c2 distinct experts + c3 positions read."""
+"""How long a step takes, learnt while running: t = c0 + c1 tokens + c2 distinct experts + c3 pairs of a token
+and a position that it reads."""
 
 from __future__ import annotations
 
@@ -16,9 +17,8 @@ class CostModel:
     from the caller.
     """
 
-    def __init__(self, initial_chunk: int, min_chunk: int) -> None:
+    def __init__(self, initial_chunk: int) -> None:
         self._initial_chunk = initial_chunk
-        self._min_chunk = min_chunk
         self._num_samples = 0
         self._moments = [[0.0] * 4 for _ in range(4)]
         self._targets = [0.0] * 4
@@ -28,7 +28,7 @@ class CostModel:
     def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
         """`experts`: distinct experts that the step touched, over all layers; None if nobody counted."""
         tokens = plan.num_tokens
-        read = sum(row.start + row.num_tokens for row in plan.rows)
+        read = sum(pairs(row.start, row.num_tokens) for row in plan.rows)
         if not 0 < seconds < float("inf") or not tokens:
             return  # a clock that stood still or jumped tells nothing
         if experts is not None:
@@ -48,20 +48,21 @@ class CostModel:
         self._coefficients = _fit(self._moments, self._targets)
 
     def predict(self, tokens: int, read: int) -> float:
-        """Seconds of a step of so many tokens that reads so many positions of the KV cache."""
+        """Seconds of a step of so many tokens that read so many positions of the KV cache, all together."""
         return self._dot(self._features(tokens, read, None))
 
-    def chunk(self, num_decodes: int, decode_read: int, budget: int, target_s: float) -> int:
-        """The most prefill tokens, at most `budget`, that beside so many decode rows keep the step within target.
+    @property
+    def cautious_chunk(self) -> int | None:
+        """The prefill tokens of a step while there are too few samples to predict from; then None."""
+        return self._initial_chunk if self._num_samples < MIN_SAMPLES else None
 
-        Never under the smallest chunk: prefill goes on even if decoding alone is over target.
-        """
-        low, high = min(self._min_chunk, budget), budget
-        if self._num_samples < MIN_SAMPLES:
-            return min(self._initial_chunk, budget)
+    def chunk(self, tokens: int, read: int, start: int, most: int, target_s: float, least: int) -> int:
+        """The most prefill tokens from position `start` on, at most `most`, that keep a step within target that has so
+        many tokens and reads already. At least `least` of them, even if it is over target without any."""
+        low, high = max(0, min(least, most)), most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.predict(num_decodes + middle, decode_read + middle) <= target_s:
+            if self.predict(tokens + middle, read + pairs(start, middle)) <= target_s:
                 low = middle
             else:
                 high = middle - 1
@@ -101,6 +102,11 @@ class CostModel:
             return below[1]
         share = (tokens - below[0]) / (above[0] - below[0])
         return max(0.0, below[1] + share * (above[1] - below[1]))
+
+
+def pairs(start: int, num_tokens: int) -> int:
+    """Of tokens at [start, start + num_tokens) and the positions that each of them reads: those up to itself."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 def _fit(moments: list[list[float]], targets: list[float]) -> list[float]:

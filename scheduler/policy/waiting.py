@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterator
+from itertools import islice
 
 from scheduler.request import AdapterKey, Request, is_background
 
@@ -51,13 +52,18 @@ class WaitingQueue:
     def first(self, account: str, is_open: Callable[[AdapterKey], bool], put_off: Container[Request]) -> Request | None:
         """The account's best request whose adapter is open, leaving out those put off, those held and those whose
         sampled token is still to come in."""
-        best: Entry | None = None
+        return next(iter(self.first_few(account, is_open, put_off, 1)), None)
+
+    def first_few(
+        self, account: str, is_open: Callable[[AdapterKey], bool], put_off: Container[Request], count: int
+    ) -> list[Request]:
+        """As `first`, the best `count` of them, best first."""
+        best: list[Entry] = []
         for adapter, entries in self._lists.get(account, {}).items():
-            if (best is None or entries[0][:2] < best[:2]) and is_open(adapter):
-                head = next((e for e in entries if not (e[2] in put_off or e[2].held or e[2].num_in_flight)), None)
-                if head is not None and (best is None or head[:2] < best[:2]):
-                    best = head
-        return best[2] if best is not None else None
+            if (len(best) < count or entries[0][:2] < best[-1][:2]) and is_open(adapter):
+                ready = (e for e in entries if not (e[2] in put_off or e[2].held or e[2].num_in_flight))
+                best = sorted([*best, *islice(ready, count)], key=lambda e: e[:2])[:count]
+        return [request for _, _, request in best]
 
     def best_ranks(self, *, background: bool) -> dict[AdapterKey, tuple[float, int]]:
         ranks: dict[AdapterKey, tuple[float, int]] = {}

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from scheduler.plan import StepPlan, StepRow
-from scheduler.policy.cost import MIN_SAMPLES, CostModel
+from scheduler.policy.cost import MIN_SAMPLES, CostModel, pairs
+from scheduler.policy.room import PacedRoom
 from tests.scheduler.harness import FakeEngine, config, make_request
 
 
@@ -20,8 +21,8 @@ def plan(num_decodes: int, chunk: int, context: int) -> StepPlan:
 
 
 def seconds_of(step: StepPlan, experts: int) -> float:
-    read = sum(r.start + r.num_tokens for r in step.rows)
-    return 0.002 + 0.0005 * step.num_tokens + 0.0001 * experts + 1e-6 * read
+    read = sum(pairs(r.start, r.num_tokens) for r in step.rows)
+    return 0.002 + 0.0005 * step.num_tokens + 0.0001 * experts + 1e-7 * read
 
 
 def experts_of(tokens: int) -> int:
@@ -30,7 +31,7 @@ def experts_of(tokens: int) -> int:
 
 def trained(noise: float = 0.0, num_steps: int = 300) -> CostModel:
     rng = random.Random(5)
-    model = CostModel(64, 16)
+    model = CostModel(64)
     for _ in range(num_steps):
         step = plan(rng.randint(1, 32), rng.choice([0, 0, 16, 64, 200]), rng.randint(10, 2000))
         experts = experts_of(step.num_tokens)
@@ -44,7 +45,7 @@ def test_it_learns_the_time_of_a_step(noise: float, tolerance: float) -> None:
     model = trained(noise)
     for decodes, chunk, context in ((1, 0, 500), (8, 0, 1000), (8, 64, 1000), (32, 200, 2000)):
         step = plan(decodes, chunk, context)
-        read = sum(r.start + r.num_tokens for r in step.rows)
+        read = sum(pairs(r.start, r.num_tokens) for r in step.rows)
         expected = seconds_of(step, experts_of(step.num_tokens))
         assert model.predict(step.num_tokens, read) == pytest.approx(expected, rel=tolerance)
 
@@ -52,26 +53,47 @@ def test_it_learns_the_time_of_a_step(noise: float, tolerance: float) -> None:
 def test_the_chunk_keeps_the_target_and_uses_it() -> None:
     model = trained()
     for target in (0.05, 0.1, 0.2):
-        chunk = model.chunk(8, 8 * 500, 512, target)
+        chunk = model.chunk(8, 8 * 501, 0, 512, target, 16)
         time = seconds_of(plan(8, chunk, 500), experts_of(8 + chunk))
         assert 0.8 * target < time < 1.15 * target
-    assert model.chunk(8, 4000, 512, 100.0) == 512
-    assert model.chunk(8, 4000, 512, 1e-6) == 16  # prefill goes on
-    assert model.chunk(8, 4000, 5, 1e-6) == 5
+    assert model.chunk(8, 4000, 0, 512, 100.0, 16) == 512
+    assert model.chunk(8, 4000, 0, 512, 1e-6, 16) == 16  # prefill goes on
+    assert model.chunk(8, 4000, 0, 5, 1e-6, 16) == 5
+    assert model.chunk(8, 4000, 0, 512, 1e-6, -3) == 0
+    deep = model.chunk(8, 8 * 501, 50_000, 512, 0.1, 16)
+    assert deep < model.chunk(8, 8 * 501, 0, 512, 0.1, 16), "what is behind a long context takes longer"
+    far = StepPlan(0, [*plan(8, 0, 500).rows, StepRow(make_request("b", [1]), 50_000, deep, 0, True)], [()] * 9)
+    assert seconds_of(far, experts_of(8 + deep)) < 0.115
 
 
 def test_without_samples_the_chunk_is_cautious() -> None:
-    model = CostModel(64, 16)
-    assert model.chunk(4, 100, 512, 10.0) == 64
-    assert model.chunk(4, 100, 10, 10.0) == 10
+    model = CostModel(64)
+    decodes = plan(4, 0, 10).rows
+    for budget, fits in ((512, 64), (10, 10)):
+        room = PacedRoom(budget, decodes, model, 10.0, 16)
+        assert room.fit(0, 40) == min(40, fits)
+        room.take(0, min(40, fits))
+        assert room.fit(0, 40) == fits - min(40, fits), "all chunks of a step together"
     for _ in range(MIN_SAMPLES):
         model.observe(plan(4, 0, 10), 0.001, None)
-    assert model.chunk(4, 40, 512, 10.0) == 512
+    assert PacedRoom(512, decodes, model, 10.0, 16).fit(0, 512) == 512
+
+
+def test_the_chunks_of_a_step_keep_the_target_together() -> None:
+    model = trained()
+    room, taken = PacedRoom(512, plan(8, 0, 500).rows, model, 0.1, 16), []
+    while room.num_tokens > 0:
+        size = room.fit(1000, 30)
+        room.take(1000, size)
+        taken.append(size)
+    rows = [*plan(8, 0, 500).rows, *(StepRow(make_request("b", [1]), 1000, size, 0, True) for size in taken if size)]
+    assert len(taken) > 2 and taken[0] == 30 > taken[-1]
+    assert 0.08 < seconds_of(StepPlan(0, rows, [()] * len(rows)), experts_of(8 + sum(taken))) < 0.115
 
 
 def test_more_work_is_never_predicted_to_take_less() -> None:
     rng = random.Random(2)
-    model = CostModel(64, 16)
+    model = CostModel(64)
     for _ in range(200):
         model.observe(
             plan(rng.randint(1, 9), rng.choice([0, 50]), rng.randint(1, 99)), rng.random(), rng.randint(1, 99)
@@ -98,7 +120,7 @@ def test_it_follows_a_machine_that_becomes_slower() -> None:
         model.observe(step, 3 * seconds_of(step, experts_of(step.num_tokens)), experts_of(step.num_tokens))
     step = plan(8, 64, 500)
     expected = 3 * seconds_of(step, experts_of(72))
-    assert model.predict(72, sum(r.start + r.num_tokens for r in step.rows)) == pytest.approx(expected, rel=0.15)
+    assert model.predict(72, sum(pairs(r.start, r.num_tokens) for r in step.rows)) == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.parametrize("budget", [512, 8192])

@@ -221,6 +221,35 @@ def test_a_failed_step_takes_back_what_was_shared_from_it() -> None:
     assert engine.terminal["reader"].kind is engine.terminal["other"].kind is EventKind.FINISHED
 
 
+def test_what_is_cached_goes_before_what_would_push_it_out() -> None:
+    """Eight blocks, five of them cached: the first in the queue would take these, the last uses them."""
+    order = {}
+    for name, waited_s in (("close behind", 0.0), ("too late", 15.0)):
+        engine = FakeEngine(config(num_blocks=8, max_num_seqs=1, max_num_batched_tokens=64))
+        run_one(engine, "before", PROMPT)
+        engine.add(make_request("running", [1, 2, 3], 3))
+        engine.step()
+        first = engine.add(make_request("first", list(range(40, 65)), 1))
+        engine.add(make_request("lower", [*PROMPT, 9], 1, priority=1))
+        again = engine.add(make_request("again", [*PROMPT, 1], 1))
+        engine.now += waited_s
+        engine.drain(30)
+        engine.check_outputs()
+        order[name] = [each for each in engine.terminal if each in ("first", "again", "lower")], again.num_cached
+        assert first.num_cached == 0
+    assert order["close behind"] == (["again", "first", "lower"], 20)
+    assert order["too late"] == (["first", "again", "lower"], 0)
+
+
+def test_with_room_for_all_the_first_comes_first() -> None:
+    engine = FakeEngine(config(max_num_seqs=1, max_num_batched_tokens=64))
+    run_one(engine, "before", PROMPT)
+    engine.add(make_request("first", [1, 2, 3], 1))
+    engine.add(make_request("again", PROMPT, 1))
+    engine.drain(10)
+    assert list(engine.terminal) == ["before", "first", "again"]
+
+
 @pytest.mark.parametrize("drop", [False, True])
 def test_the_blocks_of_an_aborted_request_are_good_only_if_its_step_was(drop: bool) -> None:
     engine = FakeEngine(config(max_num_batched_tokens=64), depth=1)

@@ -142,3 +142,24 @@ def test_two_adapters_in_one_slot_take_turns_without_displacing_each_other_unuse
     loads = [e for e in engine.trace if isinstance(e, SlotLoad)]
     assert len(loads) <= 20
     engine.check_outputs()
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 1), (4, 2), (5, 3)])
+def test_half_of_the_slots_go_on_while_others_wait_for_theirs(slots: int, most: int) -> None:
+    """As many adapters again want a slot, all of them for longer than they are to wait."""
+    running = [AdapterKey(uid, 1) for uid in range(1, slots + 1)]
+    engine = FakeEngine(config(num_adapter_slots=slots, max_num_seqs=12, num_blocks=400, slot_patience_s=0.0), dt=0.01)
+    for i, adapter in enumerate(running):
+        engine.add(make_request(f"r{i}", [i], 40, adapter=adapter))
+    for _ in range(3):
+        engine.step()
+    for i in range(slots):
+        engine.add(make_request(f"w{i}", [i], 2, adapter=AdapterKey(100 + i, 1)))
+    engine.step()
+    for i, adapter in enumerate(running):
+        engine.add(make_request(f"more{i}", [i], 2, adapter=adapter))
+    plan = engine.step()
+    began = [row.request.request_id for row in plan.rows if row.request.request_id.startswith("more")]
+    assert len(began) == slots - most
+    engine.drain(400)
+    assert all(event.kind is EventKind.FINISHED for event in engine.terminal.values())
