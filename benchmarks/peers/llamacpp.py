@@ -105,11 +105,14 @@ class Peer:
         return {int(test["pl"]): float(test["speed_tg"]) for test in map(json.loads, lines)}
 
     @contextmanager
-    def server(self, model: Path, flags: Flags, streams: int, context: int, loras: list[Path]) -> Iterator[str]:
-        """URL of a llama-server with `streams` slots of `context` positions; the loras are loaded, not applied."""
+    def server(
+        self, model: Path, flags: Flags, streams: int, context: int, loras: list[Path], cache: bool = False
+    ) -> Iterator[str]:
+        """URL of a llama-server with `streams` slots of `context` positions; the loras are loaded, not applied.
+        `cache`: a prompt's beginning may be found again, as it comes; else nowhere."""
         port = free_port()
         args = ["-m", str(model), "--port", str(port), "-np", str(streams), "-c", str(streams * context)]
-        args += [*flags.common(), "--no-cache-prompt", "--cache-ram", "0", "--no-slots"]
+        args += [*flags.common(), "--no-slots", *([] if cache else ["--no-cache-prompt", "--cache-ram", "0"])]
         if loras:
             args += ["--lora", ",".join(map(str, loras)), "--lora-init-without-apply"]
         with child([str(self._binary("llama-server")), *args], f"http://127.0.0.1:{port}/health"):

@@ -29,6 +29,7 @@ class Result:
     gaps_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     tokens: int = 0
+    text: str = ""
     error: str = ""
 
     @property
@@ -81,8 +82,9 @@ class Server:
                 usage = event.get("usage") or {}
                 result.tokens = usage.get("completion_tokens", result.tokens)
                 result.prompt_tokens = usage.get("prompt_tokens", result.prompt_tokens)
-                if not any(_text(choice) for choice in event.get("choices", ())):
+                if not (text := "".join(_text(choice) for choice in event.get("choices", ()))):
                     continue
+                result.text += text
                 now = time.perf_counter()
                 if pieces:
                     result.gaps_s.append(now - last)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ examples:
   ktserve bench http://127.0.0.1:8000 --concurrency 1,8,16,32 --json ours.json
   ktserve bench http://127.0.0.1:8000 --rate 0.5,1,2,4 --ttft-limit-ms 2000 --itl-limit-ms 200 --plot ours.html
   ktserve bench http://127.0.0.1:8000 --models base,law,med --prefix-tokens 512 --input-tokens 640
+  ktserve bench http://127.0.0.1:8000 --turns 4 --prefix-tokens 512 --input-tokens 576 --chat
   ktserve bench --compare ours.json theirs.json --plot both.html
 """
 
@@ -70,12 +71,23 @@ def _parser() -> argparse.ArgumentParser:
     add("url", nargs="?", help="e.g. http://127.0.0.1:8000")
     add("--concurrency", help="open requests, several with commas (default: 1,8,16,32 unless --rate)")
     add("--rate", help="requests a second with Poisson arrivals, several with commas")
-    add("--requests", type=int, help="of a point (default: 4 for each open one and at least 16, or 60 at a rate)")
+    add(
+        "--requests",
+        type=int,
+        help="of a point, conversations with --turns (default: 4 for each open one and at least 16, or 60 at a rate)",
+    )
     add("--input-tokens", type=int, default=128)
     add("--output-tokens", type=int, default=64)
     add("--prefix-tokens", type=int, default=0, help="of the input, the same in all prompts")
     add("--spread", type=float, default=0.0, help="by which lengths vary, 0 to 1: a share of them (default: 0)")
     add("--models", help="asked in turn (default: the first that /v1/models lists)")
+    add(
+        "--turns",
+        type=int,
+        default=1,
+        help="of a conversation: each prompt is all that was said, and more (default: 1)",
+    )
+    add("--fields", action="append", default=[], metavar="JSON", help="added to requests; several are taken in turn")
     add("--chat", action="store_true", help="/v1/chat/completions instead of /v1/completions")
     add("--respect-eos", action="store_true", help="for servers that do not know ignore_eos; answers may be shorter")
     add("--ttft-limit-ms", type=float, default=5000.0, help="of a good request (default: 5000)")
@@ -102,6 +114,11 @@ def _checked(args: argparse.Namespace) -> tuple[Work, list[tuple[str, float]]]:
         raise ValueError(f"--spread {args.spread}: 0 to 1")
     if args.requests is not None and args.requests < 1:
         raise ValueError(f"--requests {args.requests}: at least 1")
+    if args.turns < 1:
+        raise ValueError(f"--turns {args.turns}: at least 1")
+    fields = tuple(json.loads(text) for text in args.fields)
+    if not all(isinstance(each, dict) for each in fields):
+        raise ValueError("--fields: each must be a JSON object")
     open_requests = args.concurrency or ("" if args.rate else "1,8,16,32")
     levels = [("concurrency", float(int(part))) for part in open_requests.split(",") if part]
     levels += [("rate", float(part)) for part in (args.rate or "").split(",") if part]
@@ -110,7 +127,7 @@ def _checked(args: argparse.Namespace) -> tuple[Work, list[tuple[str, float]]]:
     models = tuple(name for name in (args.models or "").split(",") if name)
     work = Work(
         models, args.input_tokens, args.output_tokens, args.prefix_tokens, args.spread, args.seed, args.chat,
-        not args.respect_eos,
+        not args.respect_eos, args.turns, fields,
     )  # fmt: skip
     return work, levels
 
@@ -125,7 +142,7 @@ async def _run(
         bases = [model["id"] for model in listed if not model.get("parent")]
         if not bases:
             raise BenchError("/v1/models lists no model: name one with --models")
-        work = Work(**{**asdict(work), "models": (bases[0],)})
+        work = replace(work, models=(bases[0],))
     scale = await work.measure(server)
     limits = Limits(args.ttft_limit_ms / 1000, args.itl_limit_ms / 1000)
     load, points = os.getloadavg()[0], []

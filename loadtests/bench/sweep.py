@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from loadtests.bench.work import Scale, Work
 _READ = re.compile(rb"^ktserve_expert_read_bytes_total ([0-9.e+-]+)$", re.M)
 _ROOF = re.compile(rb"^ktserve_memory_read_bandwidth_bytes_per_second ([0-9.e+-]+)$", re.M)
 _PERCENTILES = (50, 90, 99)
+_Talk = Callable[[], Awaitable[list[Result]]]
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,16 @@ class Limits:
 async def point(
     server: Server, metrics: Server, work: Work, scale: Scale, kind: str, level: float, requests: int, limits: Limits
 ) -> dict[str, Any]:
-    """`kind` is "rate" (Poisson arrivals, requests a second) or "concurrency" (so many open, closed loop)."""
+    """`kind` is "rate" (Poisson arrivals, requests a second) or "concurrency" (so many open, closed loop).
+    `requests`: conversations, where those have several turns."""
     before, began = await _counters(metrics), time.perf_counter()
-    first = random.Random(f"{kind} {level}").randrange(1 << 30) // len(work.models) * len(work.models)
-    bodies = [work.body(first + i, scale) for i in range(requests)]  # no prompt of another point, which may be cached
-    if kind == "rate":
-        results = await _open(server, work.path, bodies, level, work.seed)
-    else:
-        results = await _closed(server, work.path, bodies, int(level))
+    several = math.lcm(len(work.models), len(work.fields) or 1)
+    first = (
+        random.Random(f"{kind} {level}").randrange(1 << 30) // several * several
+    )  # no prompt of another point, which
+    talks = [partial(work.converse, server, first + i, scale) for i in range(requests)]  # may be cached
+    talked = await (_open(talks, level, work.seed) if kind == "rate" else _closed(talks, int(level)))
+    results = [result for results in talked for result in results]
     seconds = time.perf_counter() - began
     return {
         "kind": kind,
@@ -52,22 +57,22 @@ async def point(
     }
 
 
-async def _open(server: Server, path: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int) -> list[Result]:
+async def _open(talks: Sequence[_Talk], rate: float, seed: int) -> list[list[Result]]:
     rng, began, due = random.Random(f"arrivals {seed}"), time.perf_counter(), 0.0
     tasks = []
-    for body in bodies:
+    for talk in talks:
         await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
-        tasks.append(asyncio.create_task(server.stream(path, body)))
+        tasks.append(asyncio.ensure_future(talk()))
         due += rng.expovariate(rate)
     return await asyncio.gather(*tasks)
 
 
-async def _closed(server: Server, path: str, bodies: Sequence[dict[str, Any]], streams: int) -> list[Result]:
-    left, results = iter(bodies), []
+async def _closed(talks: Sequence[_Talk], streams: int) -> list[list[Result]]:
+    left, results = iter(talks), []
 
     async def stream() -> None:
-        for body in left:
-            results.append(await server.stream(path, body))
+        for talk in left:
+            results.append(await talk())
 
     await asyncio.gather(*(stream() for _ in range(streams)))
     return results

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from loadtests.bench.client import BenchError, Server
+from loadtests.bench.client import BenchError, Result, Server
 from loadtests.load.traffic import text
 
 _PROBE_WORDS = (50, 250)
@@ -15,7 +15,9 @@ _PROBE_WORDS = (50, 250)
 @dataclass(frozen=True)
 class Work:
     """Tokens of a prompt and of an answer; `spread` is the share by which both vary, uniformly. Each prompt begins
-    with the same `prefix_tokens` (part of `input_tokens`). `models` are asked in turn."""
+    with the same `prefix_tokens` (part of `input_tokens`). `models` are asked in turn, with each of them the next of
+    `fields`, which are added to the request. A conversation has `turns`, each after the answer before it and all that
+    was said, with as many tokens of its own as the first has behind the prefix."""
 
     models: tuple[str, ...]
     input_tokens: int
@@ -25,6 +27,8 @@ class Work:
     seed: int = 0
     chat: bool = False
     ignore_eos: bool = True
+    turns: int = 1
+    fields: tuple[dict[str, Any], ...] = ()
 
     @property
     def path(self) -> str:
@@ -41,20 +45,38 @@ class Work:
             text(random.Random(f"prefix {self.seed}"), scale.words(self.prefix_tokens)) if self.prefix_tokens else ""
         )
         own = text(rng, scale.words(max(1, prompt - self.prefix_tokens)))
-        return self._asked(f"{shared} {own}".strip(), answer, self.models[number % len(self.models)])
+        return self._asked(f"{shared} {own}".strip(), answer, number)
 
-    def _asked(self, prompt: str, tokens: int, model: str) -> dict[str, Any]:
+    async def converse(self, server: Server, number: int, scale: Scale) -> list[Result]:
+        """Its turns; the last one has failed if there are fewer."""
+        body = self.body(number, scale)
+        results = [await server.stream(self.path, body)]
+        for turn in range(1, self.turns):
+            if results[-1].error:
+                break
+            rng = random.Random(f"{self.seed} {number} turn {turn}")
+            own, said = text(rng, scale.words(max(1, self.input_tokens - self.prefix_tokens))), results[-1].text
+            if self.chat:
+                answer = {"role": "assistant", "content": said}
+                body = body | {"messages": [*body["messages"], answer, {"role": "user", "content": own}]}
+            else:
+                body = body | {"prompt": f"{body['prompt']}{said} {own}"}
+            results.append(await server.stream(self.path, body))
+        return results
+
+    def _asked(self, prompt: str, tokens: int, number: int) -> dict[str, Any]:
         said = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        body = {"model": model, "max_tokens": tokens, "temperature": 0, "stream": True}
+        body = {"model": self.models[number % len(self.models)], "max_tokens": tokens, "temperature": 0, "stream": True}
         body |= {"ignore_eos": True} if self.ignore_eos else {}
-        return {**said, **body, "stream_options": {"include_usage": True}}
+        added = self.fields[number % len(self.fields)] if self.fields else {}
+        return {**said, **body, "stream_options": {"include_usage": True}, **added}
 
     async def measure(self, server: Server) -> Scale:
         """How many tokens words are, from two prompts. BenchError if the server does not answer them."""
         counts = []
         for words in _PROBE_WORDS:
             prompt = text(random.Random(f"probe {self.seed}"), words)
-            result = await server.stream(self.path, self._asked(prompt, 2, self.models[0]))
+            result = await server.stream(self.path, self._asked(prompt, 2, 0))
             if result.error:
                 raise BenchError(result.error)
             counts.append(result.prompt_tokens)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class Fake:
         if self.fault == "error":
             events.append({"error": {"message": "a fault"}})
         if self.tells:
-            usage = {"prompt_tokens": self.fixed + len(body["prompt"].split()), "completion_tokens": count}
+            said = body["prompt"] if "prompt" in body else " ".join(each["content"] for each in body["messages"])
+            usage = {"prompt_tokens": self.fixed + len(said.split()), "completion_tokens": count}
             events.append({"choices": [], "usage": usage})
         lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
         return "".join([": hello\n\n", *lines, "" if self.fault == "cut" else "data: [DONE]\n\n"]).encode()
@@ -136,6 +138,31 @@ def test_a_sweep_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "output_tokens_s" in capsys.readouterr().out and "<svg" in (tmp_path / "both.html").read_text()
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_conversation_goes_on_where_it_was(chat: bool, tmp_path: Path) -> None:
+    fake, file = Fake(), tmp_path / "a.json"
+    fields = [json.dumps({"lora": [{"id": i, "scale": 1.0}]}) for i in range(2)]
+    flags = ["--concurrency", "2", "--requests", "4", "--turns", "3", "--input-tokens", "40", "--prefix-tokens", "10"]
+    flags += ["--output-tokens", "2", "--json", str(file), "--fields", fields[0], "--fields", fields[1]]
+    assert bench(fake, *flags, *(["--chat"] if chat else []))[0] == 0
+    assert json.loads(file.read_text())["points"][0]["requests"] == 12
+    talks: dict[str, list[Any]] = {}
+    for body in fake.bodies[2:]:
+        said = body["messages"] if chat else body["prompt"]
+        begun = said[0]["content"] if chat else " ".join(said.split()[:30])
+        talks.setdefault(begun, []).append((said, body["lora"][0]["id"]))
+    assert sorted(len(turns) for turns in talks.values()) == [3] * 4
+    assert sorted(turns[0][1] for turns in talks.values()) == [0, 0, 1, 1]
+    for turns in talks.values():
+        assert len({adapter for _, adapter in turns}) == 1
+        for (before, _), (after, _) in pairwise(turns):
+            if chat:
+                assert after[: len(before)] == before and [m["role"] for m in after[-2:]] == ["assistant", "user"]
+                assert after[-2]["content"] == "wörd wörd "
+            else:
+                assert after.startswith(f"{before}wörd wörd ") and len(after.split()) > len(before.split()) + 20
+
+
 def test_failures_end_with_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(Fake(fault="400"), "--requests", "2")[0] == 1
     assert "too long" in capsys.readouterr().err
@@ -144,6 +171,8 @@ def test_failures_end_with_a_status(capsys: pytest.CaptureFixture[str]) -> None:
         "http://x --concurrency 0": "all must be above 0",
         "http://x --prefix-tokens 128": "0 to --input-tokens - 1 (127)",
         "http://x --spread 2": "--spread 2.0: 0 to 1",
+        "http://x --turns 0": "--turns 0: at least 1",
+        "http://x --fields [1]": "--fields: each must be a JSON object",
         "http://x --requests 0": "--requests 0: at least 1",
         "--compare /nope /nope": "No such file",
     }.items():
