@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from msgspec.structs import replace
-
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
 from scheduler.plan import StepPlan, StepRow
