@@ -7,12 +7,13 @@ attention's projections; optimisers, clipping, checkpoints and `disable_adapter`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners import lora as peft_lora
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
@@ -25,10 +26,17 @@ PROJECTIONS = ("gate", "up", "down")
 
 @dataclass
 class BatchRows:
-    """What the experts have to know of a batch beyond its hidden states; shared by all layers, set before a forward."""
+    """What LoRA has to know of a batch beyond its hidden states; shared by all layers, set before a forward."""
 
     mask: torch.Tensor | None = None  # bool [rows]: the tokens that are not padding; None: all
     slots: torch.Tensor | None = None  # int32 [rows]: 1 + index of the active adapter that acts on it; None: the first
+    parts: tuple[int, ...] = ()  # with `slots`: rows of each active adapter, which lie behind one another
+
+    def divide(self, parts: Sequence[int]) -> None:
+        """The first parts[0] rows of the batches to come are the first active adapter's, and so on."""
+        self.parts = tuple(parts)
+        numbers = torch.arange(1, len(parts) + 1, dtype=torch.int32)
+        self.slots = numbers.repeat_interleave(torch.tensor(self.parts))
 
 
 class RoutedExperts(nn.Module):
@@ -126,15 +134,38 @@ class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has 
         """Nothing is ever merged."""
 
 
+class RowsLinear(peft_lora.Linear):  # type: ignore[misc]
+    """PEFT's LoRA around a linear layer, each active adapter on its own rows of the batch (`BatchRows.parts`)."""
+
+    rows: BatchRows
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.disable_adapters or not self.rows.parts:
+            out: torch.Tensor = super().forward(x, *args, **kwargs)
+            return out
+        out = self.base_layer(x, *args, **kwargs)
+        parts = x.reshape(-1, x.shape[-1]).split(self.rows.parts)
+        deltas = [self._delta(name, part) for name, part in zip(self.active_adapters, parts, strict=True) if len(part)]
+        return (out + torch.cat(deltas).view(out.shape)).to(out.dtype)
+
+    def _delta(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.lora_A[adapter], self.lora_B[adapter]
+        delta: torch.Tensor = b(a(x.to(a.weight.dtype))) * self.scaling[adapter]
+        return delta
+
+
 @dataclass
 class ExpertLoraConfig(LoraConfig):  # type: ignore[misc]
-    """PEFT's LoraConfig that knows our experts: name `mlp.experts` among `target_modules`."""
+    """PEFT's LoraConfig that knows our experts: name `mlp.experts` among `target_modules`. `by_rows`: linear layers
+    become `RowsLinear`, whose `rows` have to be set."""
 
     expert_projections: tuple[str, ...] = PROJECTIONS
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._register_custom_module({RoutedExperts: ExpertsLoraLayer})
+        linear = {nn.Linear: RowsLinear} if self.by_rows else {}
+        self._register_custom_module({RoutedExperts: ExpertsLoraLayer, **linear})
 
 
 def lora_config(

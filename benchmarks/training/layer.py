@@ -1,12 +1,13 @@
 """One layer of Qwen3-30B-A3B's experts, forward and backward with LoRA, per packed format and number of rows.
 
-python -m benchmarks.training.layer [--threads N] [--isa avx2] [--types BF16 Q8_0] [--rows 128 512] [--peer]
-                                  [--json FILE]
+python -m benchmarks.training.layer [--threads N] [--isa avx2] [--types BF16 Q8_0] [--rows 128 512] [--peers kt torch]
+                                  [--seconds S] [--json FILE]
 
 Variants run turn by turn and the fastest of `--repeats` counts: one adapter on all rows, none, eight adapters in turn
 over the rows, and one with gate and up computed again instead of kept. The share of the peak counts the operations of
-the base weights and of LoRA, forward and backward. --peer: torch's autograd over bf16 and over float32 weights, the
-faster one. kt_kernel's training class needs AVX-512; where it is missing, that is said.
+the base weights and of LoRA, forward and backward. --peers kt: kt_kernel's training class on bf16 weights in the same
+turns, with a transposed copy of the weights of its own and with a shared one, of which the faster counts; it needs
+AVX-512 with BF16, and what is missing is said. --peers torch: autograd over bf16 and over float32 weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch
 
 from benchmarks.kernels.experts import HIDDEN, INTERMEDIATE, TOP_K, choices, make_layer
 from benchmarks.kernels.probe import Peaks, arguments, make_pool, measure_peaks
-from benchmarks.training.peers import TorchExperts, kt_absent
+from benchmarks.peers.kt import KtError
+from benchmarks.training.kt import KtShape, KtTrainer
+from benchmarks.training.peers import TorchExperts
 from training.experts.base import ExpertLora
 from training.experts.native import train_batch, train_loras
 
@@ -91,6 +94,7 @@ def operations(rows: int, rank: int) -> tuple[float, float]:
 class Bench:
     def __init__(self, args: Any) -> None:
         self.args, self.pool = args, make_pool(args.threads)
+        self.until = time.monotonic() + args.seconds
         self.trainer = _native.ExpertTrainer(self.pool, args.isa)
         shape = (args.experts, args.rank, HIDDEN, INTERMEDIATE, 2.0)
         self.loras = [ExpertLora(*shape) for _ in range(ADAPTERS)]
@@ -98,12 +102,34 @@ class Bench:
             for b in lora.matrices()[3:]:
                 torch.nn.init.normal_(b, std=0.02)
         self.results: list[dict[str, Any]] = []
+        self.kt = self.start_kt() if "kt" in args.peers else {}
+
+    def start_kt(self) -> dict[str, KtTrainer]:
+        """By the names of their variants; those that cannot be, or for which there is no time, are left out."""
+        args, began, found = self.args, time.monotonic(), dict[str, KtTrainer]()
+        shape = (args.experts, TOP_K, HIDDEN, INTERMEDIATE, args.rank, max(args.rows), args.threads, args.kt_variant)
+        for name, shared in (("kt", False), ("kt shared", True)):
+            if time.monotonic() - began > args.seconds / 4:
+                print(f"no time for {name}", flush=True)
+                continue
+            try:
+                found[name] = KtTrainer(KtShape(*shape, shared=shared))
+            except KtError as error:
+                print(error, flush=True)
+        return found
+
+    def close(self) -> None:
+        for trainer in self.kt.values():
+            trainer.close()
 
     def type(self, type: str) -> None:
         layer = make_layer(self.pool, type, self.args.experts, 0)
         peaks = measure_peaks(self.pool, self.args.isa)
         print(f"{type}: {layer.num_bytes / 1e6:.0f} MB on {self.trainer.isa}; {peaks}", flush=True)
         for rows in self.args.rows:
+            if time.monotonic() > self.until:
+                print(f"no time for {type} x {rows}", flush=True)
+                continue
             ids = choices(rows, self.args.experts, 1)[0]
             made = {
                 "one": Step(self.trainer, layer, ids, self.loras[:1], True),
@@ -111,41 +137,50 @@ class Bench:
                 "eight": Step(self.trainer, layer, ids, self.loras, True),
                 "again": Step(self.trainer, layer, ids, self.loras[:1], False),
             }
-            found = turn_by_turn({name: step.seconds for name, step in made.items()}, self.args.repeats)
+            turns = {name: step.seconds for name, step in made.items()}
+            if type == "BF16":
+                turns |= {name: partial(trainer.step_s, ids) for name, trainer in self.kt.items()}
+            found = turn_by_turn(turns, self.args.repeats)
             self.report(type, rows, found, peaks, {name: step.saved_bytes for name, step in made.items()})
 
     def report(self, type: str, rows: int, found: dict[str, Seconds], peaks: Peaks, saved: dict[str, float]) -> None:
         forward, backward = found["one"]
         total = {name: sum(seconds) for name, seconds in found.items()}
         of_peak = sum(operations(rows, self.args.rank)) / total["one"] / peaks.of("bf16")
-        result = {
+        result: dict[str, Any] = {
             "type": type, "rows": rows, "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
             "backward_of_forward": backward / forward, "of_peak": of_peak,
             "lora_of_forward": 1 - found["none"][0] / forward, "lora_of_step": 1 - total["none"] / total["one"],
             "one_of_eight": total["one"] / total["eight"], "recomputed_of_kept": total["again"] / total["one"],
             "saved_bytes": saved["one"], "saved_bytes_recomputing": saved["again"], "peaks": vars(peaks),
         }  # fmt: skip
+        text = ""
+        if theirs := [name for name in self.kt if name in found]:
+            best = min(theirs, key=lambda name: total[name])
+            result |= {"kt_ms": {name: [s * 1e3 for s in found[name]] for name in theirs}}
+            result["kt_ratio"] = total[best] / total["one"]
+            text = f"; {best} {found[best][0] * 1e3:.1f} + {found[best][1] * 1e3:.1f} ms: {result['kt_ratio']:.2f}x"
         print(
-            f"  {rows:>5} rows: {forward * 1e3:7.0f} + {backward * 1e3:7.0f} ms ({backward / forward:.2f}x), "
+            f"  {rows:>5} rows: {forward * 1e3:7.1f} + {backward * 1e3:7.1f} ms ({backward / forward:.2f}x), "
             f"{of_peak:.0%} of peak; LoRA {result['lora_of_forward']:.0%} of forward, "
             f"{result['lora_of_step']:.0%} of all; 8 adapters {result['one_of_eight']:.2f}x; "
-            f"recomputed {result['recomputed_of_kept']:.2f}x the time, {saved['one'] / 1e3:.1f} KB a row kept",
+            f"recomputed {result['recomputed_of_kept']:.2f}x the time, {saved['one'] / 1e3:.1f} KB a row kept{text}",
             flush=True,
         )
         self.write({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
 
-    def peer(self) -> None:
-        """Beside the first of `--types`."""
-        print(kt_absent() or "kt_kernel's training class is here; it is not timed by this script", flush=True)
+    def autograd(self) -> None:
         torch.set_num_threads(self.args.threads)
         for dtype in (torch.bfloat16, torch.float32):
             layer = TorchExperts(self.args.experts, HIDDEN, INTERMEDIATE, self.args.rank, dtype)
             for rows in self.args.rows:
+                if time.monotonic() > self.until:
+                    continue
                 ids = choices(rows, self.args.experts, 1)[0]
                 step = (torch.randn(rows, HIDDEN), ids, torch.full((rows, TOP_K), 1 / TOP_K))
                 best = turn_by_turn({"torch": partial(layer.step_s, *step)}, 1)["torch"]
                 name = str(dtype).removeprefix("torch.")
-                print(f"  torch {name} {rows:>5} rows: {best[0] * 1e3:7.0f} + {best[1] * 1e3:7.0f} ms", flush=True)
+                print(f"  torch {name} {rows:>5} rows: {best[0] * 1e3:7.1f} + {best[1] * 1e3:7.1f} ms", flush=True)
                 self.write({"peer": f"torch {name}", "rows": rows, "forward_s": best[0], "backward_s": best[1]})
             del layer
         torch.set_num_threads(1)
@@ -163,15 +198,22 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[128, 512, 2048])
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--peer", action="store_true", help="time torch's autograd as well")
+    parser.add_argument("--peers", nargs="*", choices=["kt", "torch"], default=[], help="what is timed as well")
+    parser.add_argument(
+        "--kt-variant", default="", help="kt_kernel's build, avx512_bf16 for instance; default: its own"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(args)
-    for type in args.types:
-        bench.type(type)
-    if args.peer:
-        bench.peer()
+    try:
+        for type in args.types:
+            bench.type(type)
+        if "torch" in args.peers:
+            bench.autograd()
+    finally:
+        bench.close()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""What a layer's training step is compared with: torch's own products, and kt_kernel's where the CPU has them."""
+"""What a layer's training step is compared with where nothing of ours is there: torch's own products and autograd."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-_KT_CLASS = "AMXBF16_SFT_MOE"
 
 
 class TorchExperts:
@@ -49,16 +46,3 @@ class TorchExperts:
         middle = time.perf_counter()
         out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
         return middle - began, time.perf_counter() - middle
-
-
-def kt_absent() -> str:
-    """Why kt_kernel's training class cannot be timed on this machine; empty if it can."""
-    from engine.experts.kt.process import load_extension
-
-    try:
-        extension: Any = load_extension()
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"kt_kernel does not load: {error}"
-    if not hasattr(extension.moe, _KT_CLASS):
-        return f"kt_kernel has no {_KT_CLASS} on this CPU: it needs AVX-512 with BF16, or AMX"
-    return ""
