@@ -67,6 +67,8 @@ class RoutedExperts(nn.Module):
             slots = torch.zeros_like(slots)
         if mask is not None:
             ids = ids.masked_fill(~mask[:, None], -1)
+        if self.rows.parts and loras:  # an adapter without rows has no gradients either
+            loras = {slot: loras[slot] for slot, count in enumerate(self.rows.parts, 1) if count}
         x, ids, weights, slots = (tensor.to("cpu") for tensor in (hidden, ids, weights.float(), slots))
         return self.experts.forward(x, ids, weights, slots, loras or {}).to(hidden.device)
 
@@ -144,7 +146,7 @@ class RowsLinear(peft_lora.Linear):  # type: ignore[misc]
             out: torch.Tensor = super().forward(x, *args, **kwargs)
             return out
         out = self.base_layer(x, *args, **kwargs)
-        parts = x.reshape(-1, x.shape[-1]).split(self.rows.parts)
+        parts = torch.split(x.reshape(-1, x.shape[-1]), list(self.rows.parts))
         deltas = [self._delta(name, part) for name, part in zip(self.active_adapters, parts, strict=True) if len(part)]
         return (out + torch.cat(deltas).view(out.shape)).to(out.dtype)
 
@@ -164,12 +166,20 @@ class ExpertLoraConfig(LoraConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        linear = {nn.Linear: RowsLinear} if self.by_rows else {}
-        self._register_custom_module({RoutedExperts: ExpertsLoraLayer, **linear})
+        layers: dict[type[nn.Module], type[nn.Module]] = {RoutedExperts: ExpertsLoraLayer}
+        if self.by_rows:
+            layers[nn.Linear] = RowsLinear
+        self._register_custom_module(layers)
 
 
 def lora_config(
-    model: nn.Module, targets: tuple[str, ...] = ("all",), *, rank: int, alpha: float, dropout: float = 0.0
+    model: nn.Module,
+    targets: tuple[str, ...] = ("all",),
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    by_rows: bool = False,
 ) -> ExpertLoraConfig:
     """LoRA on `targets`: names out of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or `all`. The last
     three mean routed experts and, where a model has them, shared experts and dense layers. UserError for other names,
@@ -199,4 +209,5 @@ def lora_config(
         target_modules=sorted(modules),
         task_type="CAUSAL_LM",
         expert_projections=projections or PROJECTIONS,
+        by_rows=by_rows,
     )

@@ -20,17 +20,19 @@ _SHOWN = ("loss", "eval_loss", "rewards/margins", "rewards/accuracies", "grad_no
 class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """A line for each of transformers' log records, into log.jsonl and, shorter, to the terminal."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, label: str = "") -> None:
+        """`label`: stands before a line on the terminal."""
         self._path = output / LOG
+        self._label = f"{label}  " if label else ""
         self._begun = self._last = (0.0, 0, 0)  # seconds, tokens, steps
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments | None, state: TrainerState, control: Any, **_: Any) -> None:
         self._begun = self._last = (time.monotonic(), state.num_input_tokens_seen, state.global_step)
         kept = [record for record in read_log(self._path) if record["step"] <= state.global_step]
         self._path.write_text("".join(json.dumps(record) + "\n" for record in kept if state.global_step))
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any
+        self, args: TrainingArguments | None, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any
     ) -> None:
         if "train_runtime" in logs:  # transformers' summary of the whole run
             return
@@ -44,7 +46,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
             self._last = now
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        print(line(record, state.max_steps), flush=True)
+        print(self._label + line(record, state.max_steps), flush=True)
 
     def _remaining(self, now: tuple[float, int, int], state: TrainerState) -> float:
         done = now[2] - self._begun[2]

@@ -24,6 +24,7 @@ from training.memory.plan import plan_training
 from training.model import load_model
 from training.progress import Progress, StopOnSignal, draw_curve
 from training.save import save_adapter
+from training.together.group import Group
 from training.trainer import PAD, Run, TrainingError, checkpoints, remove_folder
 
 
@@ -39,42 +40,78 @@ class Outcome:
 def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     """Trains what `config` describes and writes the adapter into its `output_dir`. UserError (TrainingError) says what
     to change; checkpoints written before are whole."""
-    output = config.output
-    if config.adapters:
-        raise UserError("adapters: several in one batch cannot be trained yet: train them one by one", "adapters")
+    output, stop = config.output, stop or StopOnSignal()
     checkpoint = _begin(config, output)
     plan_training(config).check(config.force_memory_plan)
+    if config.adapters:
+        return _train_together(config, checkpoint, stop)
     rows, held = build_datasets(config, load_tokenizer(config))
     set_seed(config.seed)
     trainer = _trainer(config, load_base(config), rows, held)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Progress(output))
-    stop = stop or StopOnSignal()
     trainer.add_callback(stop)
     if config.early_stopping_steps:
         trainer.add_callback(EarlyStoppingCallback(config.early_stopping_steps))
     for note in _notes(trainer.model, rows):
         print(note, flush=True)
     if checkpoint is None:
-        for old in checkpoints(output):  # of a run that this one overwrites, and no one shall resume
-            remove_folder(old)
+        _forget(output)
     try:
         result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except OSError as error:
         raise TrainingError(f"{output}: {error.strerror or error}", "output_dir") from error
     if stop.stopped:
-        last = checkpoints(output)[-1]
-        print(f"stopped at {last}; --resume goes on from there", flush=True)
-        return Outcome({}, True, result.training_loss)
+        return _stopped(output, result.training_loss)
+    _write(config, trainer.model, output)
+    return Outcome({config.adapter_name: output}, False, result.training_loss)
+
+
+def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSignal) -> Outcome:
+    """The adapters of `config.adapters` in one batch; each into output_dir/NAME. The outcome's loss is their mean."""
+    tokenizer = load_tokenizer(config)
+    data = [build_datasets(run, tokenizer)[0] for run in config.adapters]
+    group = Group(config, load_base(config), data)
+    for member in group.members:
+        trained = sum(parameter.numel() for parameter in member.parameters.values())
+        print(f"{member.config.adapter_name}: {member.rows.report}; {trained:,} parameters are trained", flush=True)
+    if checkpoint is None:
+        _forget(config.output)
+    else:
+        group.load(checkpoint)
+    try:
+        group.train(stop)
+    except OSError as error:
+        raise TrainingError(f"{config.output}: {error.strerror or error}", "output_dir") from error
+    loss = sum(member.total / max(member.state.global_step, 1) for member in group.members) / len(group.members)
+    if stop.stopped:
+        return _stopped(config.output, loss)
+    for member in group.members:
+        _write(member.config, group.model, member.output, member.key)
+    return Outcome({member.config.adapter_name: member.output for member in group.members}, False, loss)
+
+
+def _forget(output: Path) -> None:
+    """Checkpoints of a run that this one overwrites, and no one shall resume."""
+    for old in checkpoints(output):
+        remove_folder(old)
+
+
+def _stopped(output: Path, loss: float) -> Outcome:
+    print(f"stopped at {checkpoints(output)[-1]}; --resume goes on from there", flush=True)
+    return Outcome({}, True, loss)
+
+
+def _write(config: TrainConfig, model: PeftModel, folder: Path, adapter: str = "default") -> None:
+    """The adapter's files and its curve. `adapter`: its name within the model."""
     base, form = config.model_name_or_path, config.adapter_format
-    save_adapter(trainer.model, output, form, base=base, experts=expert_type(config))
-    print(f"adapter written: {output}", flush=True)
+    save_adapter(model, folder, form, adapter=adapter, base=base, experts=expert_type(config))
+    print(f"adapter written: {folder}", flush=True)
     if config.plot_loss:
         try:
-            draw_curve(output)
+            draw_curve(folder)
         except OSError as error:
-            raise TrainingError(f"{output}: loss.png: {error.strerror or error}", "output_dir") from error
-    return Outcome({config.adapter_name: output}, False, result.training_loss)
+            raise TrainingError(f"{folder}: loss.png: {error.strerror or error}", "output_dir") from error
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:

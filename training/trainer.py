@@ -3,6 +3,7 @@ there, a stop at the first loss that is no number, and a count of tokens."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 
 from engine.errors import UserError
+from training.data import ShuffledSampler
 
 _STAGE = ".partial"
 _STATE = "trainer_state.json"
@@ -26,16 +28,15 @@ class TrainingError(UserError):
 class Run(Trainer):  # type: ignore[misc]  # transformers has no types
     """Fine-tuning: cross entropy on the labels, averaged over all tokens of a step. A base of other trainers too."""
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> ShuffledSampler:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        return ShuffledSampler(len(rows), self.args.seed if self.args.data_seed is None else self.args.data_seed)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         tokens = _tokens(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         state: TrainerState = self.state
-        if not torch.isfinite(loss):
-            raise TrainingError(
-                f"step {state.global_step + 1}: the loss is {loss.item()}. The last checkpoint is good: lower "
-                "learning_rate or raise warmup_steps, and look for broken rows in the data",
-                "learning_rate",
-            )
+        check_loss(loss.item(), f"step {state.global_step + 1}")
         state.num_input_tokens_seen += tokens
         return loss
 
@@ -84,6 +85,16 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
         for folder in found[:-kept]:
             if str(folder) != best:
                 remove_folder(folder)
+
+
+def check_loss(loss: float, step: str) -> None:
+    """TrainingError if it is no number."""
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"{step}: the loss is {loss}. The last checkpoint is good: lower learning_rate or raise warmup_steps, and "
+            "look for broken rows in the data",
+            "learning_rate",
+        )
 
 
 def checkpoints(output: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import torch
 from api.text.tokenizer import load_tokenizer
 from demo.paths import demo_model
 from testing.tiny import save_hf, tiny_model
+from training.config import TrainConfig
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -58,3 +59,22 @@ def pairs(tmp_path_factory) -> Path:
         for n in range(16)
     ]
     return _write(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows)
+
+
+@pytest.fixture
+def config(chat_model, talks, tmp_path) -> TrainConfig:
+    return TrainConfig(
+        model_name_or_path=str(chat_model),
+        dataset=(str(talks),),
+        output_dir=str(tmp_path / "out"),
+        cutoff_len=64,
+        lora_rank=4,
+        lora_alpha=8.0,
+        learning_rate=5e-3,
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        device="cpu",
+        plot_loss=False,
+    )

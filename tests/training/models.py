@@ -16,6 +16,7 @@ from training.experts.base import TrainableExperts
 from training.experts.reference import ReferenceExperts
 from training.layer import ExpertsLoraLayer, lora_config
 from training.model import ExpertMaker, load_model
+from training.progress import read_log
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -98,3 +99,8 @@ def draw_b(model: PeftModel, seed: int = 1, scale: float = 0.05) -> PeftModel:
         if "lora_B" in name or name.endswith("lora_b"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     return model
+
+
+def losses(folder: Path) -> list[float]:
+    """Of a run's log, in the order of its steps."""
+    return [record["loss"] for record in read_log(folder / "log.jsonl") if "loss" in record]

@@ -96,6 +96,10 @@ kt_config:
         ("adapters:\n  - {lora_rank: 4}\n", 5, "needs a name"),
         ("adapters:\n  - {name: a, bf16: true}\n", 5, "the same for all adapters"),
         ("adapters:\n  - {name: a}\n  - {name: a}\n", 4, "two adapters are named a"),
+        ("stage: dpo\nadapters:\n  - {name: a}\n", 4, "stage: dpo contradicts adapters"),
+        ("save_strategy: epoch\nadapters:\n  - {name: a}\n", 4, "save_strategy: epoch contradicts adapters"),
+        ("val_size: 4\neval_strategy: steps\nadapters:\n  - {name: a}\n", 5, "eval_strategy: steps contradicts"),
+        ("lora_target: q_proj\nadapters:\n  - {name: a, lora_dropout: 0.1}\n", 5, "lora_dropout: 0.1 contradicts"),
     ],
 )
 def test_errors_name_file_and_line(load, text: str, line: int, said: str) -> None:  # type: ignore[no-untyped-def]

@@ -17,38 +17,14 @@ from engine.errors import UserError
 from engine.lora.files.reader import read_adapter
 from engine.weights.open import open_model
 from testing.tiny import tiny_model
-from tests.training.models import copy_lora, ours, plain
+from tests.training.models import copy_lora, losses, ours, plain
 from training.arguments import common_arguments
-from training.config import TrainConfig
 from training.data import build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
 from training.progress import StopOnSignal, read_log
 from training.run import train
 from training.trainer import Run, TrainingError, checkpoints
-
-
-@pytest.fixture
-def config(chat_model, talks, tmp_path) -> TrainConfig:
-    return TrainConfig(
-        model_name_or_path=str(chat_model),
-        dataset=(str(talks),),
-        output_dir=str(tmp_path / "out"),
-        cutoff_len=64,
-        lora_rank=4,
-        lora_alpha=8.0,
-        learning_rate=5e-3,
-        max_steps=6,
-        save_steps=3,
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        device="cpu",
-        plot_loss=False,
-    )
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in read_log(folder / "log.jsonl") if "loss" in record]
 
 
 def test_fifty_steps_of_loss_are_those_of_peft_on_plain_transformers(config, chat_model):

@@ -107,11 +107,29 @@ def _check_schedule(run: TrainConfig, where: Mapping[str, str], wrong: Callable[
         raise wrong("save_steps", message, "eval_steps", "early_stopping_steps")
 
 
-def check_adapters(config: TrainConfig, value: Value) -> None:
-    """ConfigError unless the entries can be trained together."""
+# Settings of a run that adapters in one batch do not have, and the value of each that means so.
+_ALONE: Mapping[str, object] = {
+    "stage": "sft",
+    "lora_dropout": 0.0,
+    "eval_strategy": "no",
+    "early_stopping_steps": None,
+}
+
+
+def check_adapters(config: TrainConfig, value: Value, where: Mapping[str, str]) -> None:
+    """ConfigError unless the entries can be trained together. `where`: of the settings at the top level."""
     names = [run.adapter_name for run in config.adapters]
     for name in names:
         if names.count(name) > 1:
             raise value.error(f"two adapters are named {name}", "adapters")
-    if config.stage == "dpo":
-        raise value.error("adapters contradicts stage: dpo, which trains one adapter", "adapters")
+    for run in (config, *config.adapters):
+        for name, allowed in _ALONE.items():
+            if (given := getattr(run, name)) != allowed:
+                raise ConfigError(
+                    f"{where.get(name, value.where)}: {name}: {given} contradicts adapters, which are trained in one "
+                    "batch: leave it out, or train one adapter alone",
+                    name,
+                )
+    if config.save_strategy == "epoch":
+        message = "save_strategy: epoch contradicts adapters, whose epochs differ; allowed is steps or no"
+        raise ConfigError(f"{where.get('save_strategy', value.where)}: {message}", "save_strategy")

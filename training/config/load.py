@@ -116,7 +116,7 @@ def _config(settings: Settings, source: str) -> TrainConfig:
         check_run(base, where, source)
         return base
     base = replace(base, adapters=tuple(_adapter(entry, base, where, fixed_alpha) for entry in entries))
-    check_adapters(base, settings["adapters"])
+    check_adapters(base, settings["adapters"], where)
     return base
 
 

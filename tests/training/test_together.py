@@ -1,0 +1,102 @@
+"""Several adapters in one batch: each is what it is alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.errors import UserError
+from tests.training.models import losses
+from training.config import TrainConfig
+from training.progress import StopOnSignal
+from training.run import train
+from training.trainer import checkpoints
+
+
+@pytest.fixture
+def together(config, talks, tmp_path) -> TrainConfig:
+    """Three adapters that differ in all that they may; two leave the batch before the last step."""
+    some = tmp_path / "some.jsonl"
+    some.write_text("".join(talks.read_text().splitlines(keepends=True)[5:12]))
+    base = replace(config, gradient_accumulation_steps=2, max_grad_norm=0.5, weight_decay=0.01, adam_epsilon=1e-6)
+    runs = (
+        replace(base, adapter_name="first.v1", lora_rank=2, lora_alpha=4.0, lr_scheduler_type="cosine"),
+        replace(base, adapter_name="second", dataset=(str(some),), max_steps=None, num_train_epochs=2.0),
+        replace(
+            base, adapter_name="third", lora_rank=8, lora_alpha=8.0, learning_rate=2e-3, max_steps=3, warmup_steps=2
+        ),
+    )
+    return replace(base, adapters=runs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"packing": True, "gradient_checkpointing": True, "lora_target": ("q_proj", "up_proj", "down_proj")}],
+    ids=["padded", "packed"],
+)
+def test_each_is_trained_as_if_it_were_alone(together, tmp_path, change):
+    """Losses and weights of N adapters in one batch against a run of each, in float32."""
+    runs = tuple(replace(run, **change) for run in together.adapters)
+    together = replace(together, **change, adapters=runs, save_strategy="no")
+    outcome = train(together)
+    assert set(outcome.folders) == {"first.v1", "second", "third"}
+    for run in together.adapters:
+        alone = replace(run, output_dir=str(tmp_path / f"alone-{run.adapter_name}"), save_strategy="no")
+        train(alone)
+        folder = outcome.folders[run.adapter_name]
+        want, got = losses(alone.output), losses(folder)
+        assert len(want) == len(got) >= 2
+        assert max(abs(a - b) for a, b in zip(want, got, strict=True)) < 1e-6
+        files = [load_file(each / "adapter_model.safetensors") for each in (alone.output, folder)]
+        assert set(files[0]) == set(files[1])
+        assert any(tensor.any() for name, tensor in files[0].items() if "lora_B" in name)
+        difference = sum(float((files[0][name] - files[1][name]).abs().sum()) for name in files[0])
+        assert difference < 1e-6 * sum(float(tensor.abs().sum()) for tensor in files[0].values())
+
+
+def test_a_stop_is_gone_on_from_bit_for_bit(together, tmp_path):
+    whole = replace(together, output_dir=str(tmp_path / "whole"))
+    whole = replace(whole, adapters=tuple(replace(run, output_dir=whole.output_dir) for run in together.adapters))
+    train(whole)
+
+    class AtOnce(StopOnSignal):
+        def install(self) -> None:
+            super().install()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stop = AtOnce()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop.install()
+    try:
+        outcome = train(together, stop=stop)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert outcome.stopped and not outcome.folders
+    assert [path.name for path in checkpoints(together.output)] == ["checkpoint-1"]
+    torch.manual_seed(99)
+    outcome = train(replace(together, resume_from_checkpoint="true"))
+    for run in together.adapters:
+        folders = [whole.output / run.adapter_name, outcome.folders[run.adapter_name]]
+        assert losses(folders[0]) == losses(folders[1])
+        first, second = ((folder / "adapter_model.safetensors").read_bytes() for folder in folders)
+        assert first == second
+
+
+def test_another_run_s_checkpoint_is_refused(together):
+    train(replace(together, adapters=together.adapters[2:]))
+    again = {"resume_from_checkpoint": "true"}
+    with pytest.raises(UserError, match="is of the adapters third, the configuration's are first"):
+        train(replace(together, **again))
+    other = (replace(together.adapters[2], lora_rank=4),)
+    with pytest.raises(UserError, match="resume with the same lora_rank"):
+        train(replace(together, adapters=other, **again))
+    with pytest.raises(UserError, match="is not a checkpoint of several adapters"):
+        folder = checkpoints(together.output)[-1]
+        (folder / "members.pt").unlink()
+        train(replace(together, adapters=together.adapters[2:], **again))
