@@ -58,9 +58,41 @@ class PackedFormat:
         """Offset in a unit's scales of m or dmin, f16 [16]; 0: none."""
 
     @property
+    def grid_values(self) -> int:
+        """
+        Values of an entry of the table that the quants are indices of (8 or 4), whose bytes of signs and steps of scales are format.hpp's; 0: no such table.
+        """
+
+    @property
+    def grid(self) -> list[int]:
+        """That table's values, entry by entry."""
+
+    @property
+    def grid_index_bits(self) -> int:
+        """Bits of an index; eight of them are a byte of the quants."""
+
+    @property
+    def grid_parity(self) -> bool:
+        """
+        Whether a word holds 4 x 7 signs, whose parity is the eighth, and 4 bits above them.
+        """
+
+    @property
+    def grid_high_offset(self) -> int:
+        """
+        Offset in a unit's scales of the upper bits of indices, u8 [8][16]; 0: none, or above a word's signs.
+        """
+
+    @property
+    def grid_step(self) -> float:
+        """
+        Of a factor s: the scale is d (2 s + 1) grid_step. Factors are nibbles at step_offset, [groups / 2][16], or lie above a word's signs.
+        """
+
+    @property
     def step_offset(self) -> int:
         """
-        Offset in a unit's scales of the 8-bit factors of d, [unit / group][16]; 0: none.
+        Offset in a unit's scales of the 8-bit factors of d, [unit / group][16] (of grids in nibbles); 0: none.
         """
 
     @property

@@ -41,6 +41,11 @@ GGUF = (
     "MXFP4",
     "Q3_K",
     "Q2_K",
+    "IQ3_S",
+    "IQ3_XXS",
+    "IQ2_S",
+    "IQ2_XS",
+    "IQ2_XXS",
 )
 MADE = ("F8_E4M3", "INT4_G32", "INT4_G128")
 N, K, ERROR_ROWS = 1024, 2048, 8
@@ -98,7 +103,7 @@ def errors(w: Weight, isa: str) -> tuple[float, float | None]:
     w.run(isa, x, out)
     if w.type in (*MADE, "F16", "BF16"):
         return relative(out, exact), None
-    long = w.type.endswith("_K") or w.type == "IQ4_XS"
+    long = w.type.endswith("_K") or w.type.startswith(("IQ2", "IQ3", "IQ4_XS"))
     parts = x.astype(np.float64).reshape(ERROR_ROWS, -1, 256 if long else 32)
     scale = np.abs(parts).max(-1, keepdims=True) / 127
     rounded = np.rint(parts / scale) * (scale if long else scale.astype(np.float16).astype(np.float64))

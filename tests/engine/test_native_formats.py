@@ -20,7 +20,8 @@ from tests.native.isas import ISAS
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 NAMES = [None, "one", "two", None, "one"]
-KINDS = ["Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "BF16", "F16"]  # each shape of format
+# Each shape of format.
+KINDS = ["Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ2_XS", "MXFP4", "BF16", "F16"]
 
 
 class Family:

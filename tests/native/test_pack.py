@@ -302,6 +302,12 @@ def test_the_table_of_formats_gives_the_sizes(form: str) -> None:
         assert table.scale_bytes == (64 if form == "f8" else 0)
         return
     groups = table.unit // table.group
+    if table.grid_values:
+        parts = [(0, 32), (32, 32 + 8 * groups), (table.grid_high_offset, table.grid_high_offset + 128)]
+        held = [parts[0], *(parts[1:2] if table.step_offset else []), *(parts[2:] if table.grid_high_offset else [])]
+        assert [end for _, end in held] == [*(start for start, _ in held[1:]), table.scale_bytes]
+        assert len(table.grid) == table.grid_values << table.grid_index_bits
+        return
     halves = [0, *([table.minimum_offset] if table.minimum_offset else [])]
     steps = sorted({at for at in (table.step_offset, table.minimum_step_offset) if at})
     zeros = [(table.zero_offset, table.zero_offset + 16)] if table.zero_offset else []

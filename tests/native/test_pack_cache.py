@@ -158,7 +158,7 @@ def projection(pool: Any, cache: PackCache | None, type: str = "Q8_0", seed: int
 
 def test_projections_are_read_back(pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(5, 256, seed=3).to(BF16)
-    for type in ("Q8_0", "Q4_K", "Q6_K", "BF16", "F16", "Q2_K", "IQ4_NL", "INT4_G128", "F8_E4M3", "IQ1_S"):
+    for type in ("Q8_0", "Q4_K", "Q6_K", "BF16", "F16", "Q2_K", "IQ4_NL", "IQ2_S", "INT4_G128", "F8_E4M3", "IQ1_S"):
         cache = PackCache(tmp_path / type, "a")
         expected = projection(pool, None, type)(x, None)
         assert torch.equal(projection(pool, cache, type)(x, None), expected)

@@ -87,7 +87,7 @@ def test_experts_by_backend(source: WeightSource, backend: str, method: str, exp
 
 @pytest.mark.parametrize(
     "type",
-    ["Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "IQ1_S", "F16"],
+    ["Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "IQ2_XS", "IQ1_S", "F16"],
 )
 def test_native_and_kt_sizes(tmp_path: Path, type: str) -> None:
     """What the plan says is what the kernels' own arithmetic says."""

@@ -38,7 +38,7 @@ def packed_formats() -> Mapping[str, Any]:
 def has_tiles(form: str) -> bool:
     """Whether a packed format has a form for GPUs; others are dequantised there."""
     f = packed_formats()[form]
-    return bool(f.group) and f.low_bits in (4, 8) and not f.codes
+    return bool(f.group) and f.low_bits in (4, 8) and not f.codes and not f.grid_values
 
 
 PLAIN = ("bf16", "f32")

@@ -2,7 +2,7 @@
 
 A panel is 16 output rows: scales, then the quants in vectors of 64 bytes; the kernels' own table says what lies where.
 GGUF's formulas: value = d u - d bias, d u + m, d step u - dmin minimum_step, or d step code[u]; of safetensors' own
-types d u - d zero, and d e4m3.
+types d u - d zero, and d e4m3; of grids d (2 s + 1) step times an entry and its signs.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def unpack(packed: torch.Tensor, form: str, k: int, dtype: torch.dtype) -> torch
     rows, f = packed.view(panels, -1), _formats()[form]
     if form == "f8":
         return _f8(rows, f, panels, k).to(dtype)
+    if f.grid_values:
+        return _grid(rows, f, panels, k).to(dtype)
     quants = levels(rows[:, f.scales_size(k) :], f, panels, k)
     scale, offset = _scales(rows, f, panels, k)  # broadcast over [P, blocks, 32, 16]
     if f.codes:
@@ -52,6 +54,39 @@ def _f8(rows: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
     scale = rows[:, : k // f.unit * f.scale_bytes].contiguous().view(torch.float32).view(panels, k // f.unit, 1, PANEL)
     values = rows[:, f.scales_size(k) :].contiguous().view(torch.float8_e4m3fn).float()
     return (values.view(panels, k // f.unit, f.unit, PANEL) * scale).view(panels, k, PANEL).mT.reshape(-1, k)
+
+
+def _grid(rows: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:
+    units, blocks, entries, upper = k // f.unit, k // BLOCK, BLOCK // f.grid_values, f.grid_index_bits - 8
+    meta = rows[:, : units * f.scale_bytes].reshape(panels, units, f.scale_bytes)
+    block = rows[:, f.scales_size(k) :].reshape(panels, blocks, f.quant_bytes)
+    words = block[..., : 4 * PANEL].contiguous().view(torch.int32).long()[:, :, None]  # [P, blocks, 1, 16]
+
+    def counted(count: int, step: int = 1) -> torch.Tensor:
+        return torch.arange(0, count * step, step, device=rows.device)[:, None] if step else words.new_zeros(1, 1)
+
+    def bytes_at(at: int, lines: int) -> torch.Tensor:
+        return meta[..., at : at + lines * PANEL].long().reshape(panels, -1, 1, PANEL)
+
+    index = block[..., 4 * PANEL :].view(panels, blocks, -1, PANEL, 4).mT.reshape(panels, blocks, entries, PANEL).long()
+    high = bytes_at(f.grid_high_offset, 8) if f.grid_high_offset else words >> 28
+    index = index | (high >> counted(entries, upper) & (1 << upper) - 1) << 8
+    table = torch.tensor(f.grid, dtype=torch.float32, device=rows.device).view(-1, f.grid_values)
+    values: torch.Tensor = table[index].mT.reshape(panels, blocks, BLOCK, PANEL)
+    signs = words >> counted(4, 7 if f.grid_parity else 8) & (127 if f.grid_parity else 255)
+    if f.grid_parity:
+        odd = signs ^ signs >> 4
+        odd = odd ^ odd >> 2
+        signs = signs | ((odd ^ odd >> 1) & 1) << 7
+    negative = (signs[:, :, :, None] >> counted(8) & 1).reshape(panels, blocks, BLOCK, PANEL)
+    factor = words >> 28 & 15
+    if f.step_offset:
+        factor = bytes_at(f.step_offset, f.unit // f.group // 2) >> counted(2, 4) & 15
+    d = meta[..., :_HALVES].contiguous().view(torch.float16).float()[:, :, None]
+    scale = d * ((2 * factor + 1) * f.grid_step).view(panels, units, -1, PANEL)
+    values = values.reshape(panels, units, -1, f.group, PANEL) * scale[:, :, :, None]
+    values = values.reshape(panels, k, PANEL) * (1 - 2 * negative.reshape(panels, k, PANEL))
+    return values.mT.reshape(PANEL * panels, k)
 
 
 def levels(quants: torch.Tensor, f: Any, panels: int, k: int) -> torch.Tensor:

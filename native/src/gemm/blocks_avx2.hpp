@@ -78,10 +78,11 @@ inline __attribute__((always_inline)) __m256i shifted(__m256i v, int left) {
 template <Format F>
 constexpr bool as_signed = info(F).bias == 128;
 
-// Half h (0: rows 0-7, 1: rows 8-15) of vector j of a block: u8, or int8.
+// Half h (0: rows 0-7, 1: rows 8-15) of vector j of a block (a decoded one of a grid): u8, or int8.
 template <Format F>
 inline __attribute__((always_inline)) __m256i quants(const uint8_t* block, int j, int h) {
   constexpr int low = low_bits(F), bits = upper_bits(F);
+  if constexpr (has_grid(F)) return load(block + 64 * j + 32 * h);
   if constexpr (low == 8) return _mm256_xor_si256(load(block + 64 * j + 32 * h), _mm256_set1_epi8(-128));
   __m256i v = load(block + 64 * (low == 4 ? j & 3 : j / 4) + 32 * h);
   v = shifted(v, low == 4 ? -(j & 4) : -2 * (j & 3));

@@ -39,7 +39,7 @@ inline __attribute__((always_inline)) __m512i shifted(__m512i v, int left) {
   return left > 0 ? _mm512_slli_epi16(v, left) : left < 0 ? _mm512_srli_epi16(v, -left) : v;
 }
 
-// Vector j of 8 of a block: u8 quants of k = 4j..4j+3 for 16 rows.
+// Vector j of 8 of a block (a decoded one of a grid): u8 quants of k = 4j..4j+3 for 16 rows.
 template <Format F>
 inline __attribute__((always_inline)) __m512i quants(const uint8_t* block, int j) {
   constexpr int low = low_bits(F), bits = upper_bits(F);

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 
 #include "gemm/bf16_tiles.hpp"
-#include "gemm/blocks_avx512.hpp"
+#include "gemm/grids_avx512.hpp"
 #include "simd/amx.hpp"
 #include "simd/half_lanes.hpp"
 
@@ -24,7 +24,11 @@ constexpr int kBitsExponent = -112;  // bf16's exponent bias is 127, half's 15
 // |weight| <= d * most_quant<F> + |m| * most_minimum<F>
 template <Format F>
 constexpr float most_step() {
-  return info(F).steps == 0 ? 1 : nibble_steps(F) ? 15 : info(F).minima ? 255 : 128;
+  return has_grid(F)          ? 31 * info(F).grid.step
+         : info(F).steps == 0 ? 1
+         : nibble_steps(F)    ? 15
+         : info(F).minima     ? 255
+                              : 128;
 }
 template <Format F>
 constexpr float most_quant() {
@@ -127,15 +131,15 @@ class Dequantiser {
   inline __attribute__((always_inline)) void convert(const uint8_t* panel, int64_t index, __m512 up,
                                                      uint8_t* to) const {
     constexpr int groups = groups_of(F);
-    const uint8_t* block = panel + meta_ + index * info(F).quant_bytes;
+    const Block<F> block(panel, panel + meta_ + index * info(F).quant_bytes, index);
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
-      const Half scale = pairs(_mm512_mul_ps(scale_of<F>(panel, index, g), up));
+      const Half scale = pairs(_mm512_mul_ps(block.scale(g), up));
       Half offset = multiply(scale, half_all(-info(F).bias));
       if constexpr (info(F).minima) offset = pairs(_mm512_mul_ps(minimum_of<F>(panel, index, g), up));
 #pragma GCC unroll 8
       for (int j = g * 8 / groups; j < (g + 1) * 8 / groups; ++j) {
-        const __m512i v = quants<F>(block, j);
+        const __m512i v = block.vector(j);
         store(to + j * 128, words<0>(v), scale, offset);
         store(to + j * 128 + 64, words<2>(v), scale, offset);
       }

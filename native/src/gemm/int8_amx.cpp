@@ -11,7 +11,7 @@
 // f stays in 16 registers for the 16 blocks and waits in `out`, exactly, for the next ones.
 #include <xmmintrin.h>
 
-#include "gemm/blocks_avx512.hpp"
+#include "gemm/grids_avx512.hpp"
 #include "simd/amx.hpp"
 #include "simd/tiles.hpp"
 
@@ -33,12 +33,13 @@ void unpack(const uint8_t* panel, int64_t k, int64_t first, int64_t blocks, Unpa
   const uint8_t* q = panel + meta_size(F, k) + first * info(F).quant_bytes;
   const __m512i bias = _mm512_set1_epi8(static_cast<char>(info(F).bias));
   for (int64_t b = 0; b < blocks; ++b, q += info(F).quant_bytes) {
+    const Block<F> block(panel, q, first + b);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-      _mm512_store_si512(to.quants + b * 512 + 64 * j, _mm512_sub_epi8(quants<F>(q, j), bias));
+      _mm512_store_si512(to.quants + b * 512 + 64 * j, _mm512_sub_epi8(block.vector(j), bias));
     }
     for (int g = 0; g < groups; ++g) {
-      _mm512_store_ps(to.scales[b * groups + g], scale_of<F>(panel, first + b, g));
+      _mm512_store_ps(to.scales[b * groups + g], block.scale(g));
       if constexpr (info(F).minima) _mm512_store_ps(to.minima[b * groups + g], minimum_of<F>(panel, first + b, g));
     }
   }

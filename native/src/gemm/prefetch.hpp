@@ -69,7 +69,8 @@ struct PrefetchAbreast {
   // `next`: the first of the next panels, `panel_bytes` each, of `blocks` of k.
   PrefetchAbreast(const uint8_t* next, int64_t panel_bytes, int64_t blocks, const Part& part)
       : at(next), panel_bytes(panel_bytes), step(Alone ? 64 * lines : panel_bytes / (blocks * part.tiles)) {
-    if (!Alone) at += (part.first * part.tiles + part.index * part.count) * step;
+    at += Alone ? 64 * (part.first * lines + (part.first * meta + 63) / 64)
+                : (part.first * part.tiles + part.index * part.count) * step;
   }
   // Once a block, if alone: one more line where the scales of block `b` are the first to end in a line.
   inline __attribute__((always_inline)) void begin(int64_t b) {

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "gemm/kernels.hpp"
+#include "packing/grids.hpp"
 #include "packing/pack.hpp"
 #include "runtime/address.hpp"
 #include "runtime/arena.hpp"
@@ -84,8 +85,41 @@ void bind_format(nb::module_& module) {
           "minimum_offset",
           [](const PackedFormat& f) { return f.of().minima && !zero_points(f.format) ? kMinimum : 0; },
           "Offset in a unit's scales of m or dmin, f16 [16]; 0: none.")
-      .def_prop_ro("step_offset", get(&FormatInfo::steps),
-                   "Offset in a unit's scales of the 8-bit factors of d, [unit / group][16]; 0: none.")
+      .def_prop_ro(
+          "grid_values", [](const PackedFormat& f) { return f.of().grid.values; },
+          "Values of an entry of the table that the quants are indices of (8 or 4), whose bytes of signs and steps of "
+          "scales are format.hpp's; 0: no such table.")
+      .def_prop_ro(
+          "grid",
+          [](const PackedFormat& f) {
+            std::vector<int> values;
+            with_format(f.format, [&](auto form) {
+              if constexpr (has_grid(decltype(form)::value)) {
+                for (const auto entry : grid_of<decltype(form)::value>()) {
+                  for (int i = 0; i < f.of().grid.values; ++i)
+                    values.push_back(static_cast<int>(entry >> 8 * i & 255) - f.of().bias);
+                }
+              }
+            });
+            return values;
+          },
+          "That table's values, entry by entry.")
+      .def_prop_ro(
+          "grid_index_bits", [](const PackedFormat& f) { return f.of().grid.index_bits; },
+          "Bits of an index; eight of them are a byte of the quants.")
+      .def_prop_ro(
+          "grid_parity", [](const PackedFormat& f) { return f.of().grid.parity; },
+          "Whether a word holds 4 x 7 signs, whose parity is the eighth, and 4 bits above them.")
+      .def_prop_ro(
+          "grid_high_offset", [](const PackedFormat& f) { return f.of().grid.high; },
+          "Offset in a unit's scales of the upper bits of indices, u8 [8][16]; 0: none, or above a word's signs.")
+      .def_prop_ro(
+          "grid_step", [](const PackedFormat& f) { return f.of().grid.step; },
+          "Of a factor s: the scale is d (2 s + 1) grid_step. Factors are nibbles at step_offset, [groups / 2][16], or "
+          "lie above a word's signs.")
+      .def_prop_ro(
+          "step_offset", get(&FormatInfo::steps),
+          "Offset in a unit's scales of the 8-bit factors of d, [unit / group][16] (of grids in nibbles); 0: none.")
       .def_prop_ro(
           "zero_offset", [](const PackedFormat& f) { return zero_points(f.format) ? f.of().min_steps : 0; },
           "Offset in a unit's scales of zero points, u8 [16], subtracted from the quants; 0: none.")

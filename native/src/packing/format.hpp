@@ -17,6 +17,9 @@
 //            j
 //            2-bit:   two vectors of pairs of bits: vector j of eight takes bits 2(j%4), 2(j%4)+1 of vector j/4
 //            3-bit:   the same two vectors of pairs, then one vector of upper bits as 5-bit has
+//            grids:   a word per row, then a byte per entry of a grid (8 values, or 4), four entries of each row a
+//                     vector. The word: 4 x 8 signs; or 4 x 7, each group's eighth sign being their parity, and above
+//                     them 4 bits: the ninth bits of four indices (g2xs) or the factor of d (g2xxs, g3xxs)
 //
 // so one 64-byte load feeds one vpdpbusd / vdpbf16ps for 16 outputs, with four (two) activations broadcast, and
 // 16 (8) consecutive vectors are an AMX tile. Rows and k are padded with zeros to multiples of 16 and 32.
@@ -27,15 +30,19 @@
 //          per super-block of 256 k: k4, k5: d[16] f16, dmin[16] f16, scale[8][16] u8, min[8][16] u8
 //                                    k2:     d[16] f16, dmin[16] f16, [16][16] u8: scale in the low nibble, min above
 //                                    k3, k6: d[16] f16, scale[16][16] i8       x4: d[16] f16, scale[8][16] i8
+//                                    g2xxs, g3xxs: d[16] f16      g2xs: d[16] f16, [8][16] u8: two factors in nibbles
+//                                    g2s, g3s: d[16] f16, [8][16] ([4][16]) u8: two factors, [8][16] u8: upper bits of
+//                                    the indices of 32 k
 //
 //    value:  i8 d (u - 128)   i4 d (u - 8)   i5 d (u - 16)   i4m, i5m d u + m   k2, k4, k5 d scale u - dmin min
 //            k3 d scale (u - 4)   k6 d scale (u - 32)   n4, mx4 d code[u]   x4 d scale code[u]   z32, z128 d (u - zero)
-//            f8 d e4m3
+//            f8 d e4m3   g2* d (2 factor + 1) / 8 entry   g3xxs d (2 factor + 1) / 4 entry   g3s d (2 factor + 1) entry
 //
 // The formats hold GGUF's blocks without loss: Q8_0 -> i8; Q4_0 -> i4; Q4_1 -> i4m; Q5_0 -> i5; Q5_1 -> i5m;
-// Q2_K ... Q6_K -> k2 ... k6; IQ4_NL -> n4; IQ4_XS -> x4; MXFP4 -> mx4; F16 -> f16. f32 serves models computed in
-// float32. Those of safetensors: F8_E4M3 with scales -> f8; INT4_G32 and INT4_G128, GPTQ's and AWQ's groups with their
-// zero points, -> z32 and z128. (Block formats: ggml-common.h of the GGML project; MXFP4: OCP Microscaling Formats.)
+// Q2_K ... Q6_K -> k2 ... k6; IQ4_NL -> n4; IQ4_XS -> x4; MXFP4 -> mx4; F16 -> f16; IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS,
+// IQ3_S -> g2xxs, g2xs, g2s, g3xxs, g3s. f32 serves models computed in float32. Those of safetensors: F8_E4M3 with
+// scales -> f8; INT4_G32 and INT4_G128, GPTQ's and AWQ's groups with their zero points, -> z32 and z128. (Block
+// formats: ggml-common.h of the GGML project; MXFP4: OCP Microscaling Formats.)
 #pragma once
 
 #include <cstddef>
@@ -64,9 +71,14 @@ enum class Format : int {
   mx4 = 15,
   z32 = 16,
   z128 = 17,
-  f8 = 18
+  f8 = 18,
+  g2xxs = 19,
+  g2xs = 20,
+  g2s = 21,
+  g3xxs = 22,
+  g3s = 23
 };
-constexpr int kFormats = 19;
+constexpr int kFormats = 24;
 constexpr int kLayoutVersion = 2;
 constexpr int64_t kPanel = 16;  // output rows of a panel
 constexpr int64_t kBlock = 32;  // k of a block
@@ -78,6 +90,15 @@ static constexpr int64_t round_up(int64_t value, int64_t step) {
 
 // What 4-bit quants stand for, where they are no numbers themselves.
 enum class Codes { none, nl, e2m1 };
+
+// Of formats whose quants are indices into a table of vectors (packing/grids.hpp).
+struct Grid {
+  int values = 0;       // of an entry; 0: no grid
+  int index_bits = 0;   // eight in the quants, those above in the word or the meta
+  bool parity = false;  // of whether words hold 7 signs of 8
+  int64_t high = 0;     // offset in a unit's meta of the upper bits of indices; 0: none
+  float step = 0;       // of the factor 2 s + 1 of d
+};
 
 // Numbers that differ between formats, in one place; packed_formats() shows them to Python.
 struct FormatInfo {
@@ -92,6 +113,7 @@ struct FormatInfo {
   int64_t min_steps;    // and of those of dmin; the same offset: nibbles of one byte. Without steps: of zero points
   Codes codes = Codes::none;
   bool exponents = false;  // d is a power of two, stored as a byte
+  Grid grid = {};          // then steps are of nibbles, two groups a byte
 };
 
 constexpr int64_t kMinimum = 32;  // offset in a unit's meta of m or dmin, behind d[16]
@@ -116,6 +138,11 @@ constexpr FormatInfo kFormatInfo[kFormats] = {
     {"z32", 32, 48, 256, 0, 32, true, 0, 32},
     {"z128", 128, 48, 256, 0, 32, true, 0, 32},
     {"f8", 128, 64, 512, 0, 0, false, 0, 0},
+    {"g2xxs", 256, 32, 128, 64, 32, false, 0, 0, Codes::none, false, {8, 8, true, 0, 0.125f}},
+    {"g2xs", 256, 160, 128, 64, 16, false, 32, 0, Codes::none, false, {8, 9, true, 0, 0.125f}},
+    {"g2s", 256, 288, 128, 64, 16, false, 32, 0, Codes::none, false, {8, 10, false, 160, 0.125f}},
+    {"g3xxs", 256, 32, 192, 64, 32, false, 0, 0, Codes::none, false, {4, 8, true, 0, 0.25f}},
+    {"g3s", 256, 224, 192, 64, 32, false, 32, 0, Codes::none, false, {4, 9, false, 96, 1}},
 };
 
 static constexpr const FormatInfo& info(Format format) {
@@ -125,6 +152,11 @@ static constexpr const FormatInfo& info(Format format) {
 // Of numbers that meet floats, and need no activations of their own kind; f8 has scales nevertheless.
 static constexpr bool plain(Format f) {
   return f == Format::bf16 || f == Format::f32 || f == Format::f16 || f == Format::f8;
+}
+
+// Whether kernels decode blocks before they multiply.
+static constexpr bool has_grid(Format f) {
+  return info(f).grid.values != 0;
 }
 
 // What k must be a multiple of.
@@ -176,12 +208,13 @@ static void with_format(Format format, Call&& call) {
   with_format_of(format, call, std::make_integer_sequence<int, kFormats>{});
 }
 
-// Bits of a quant: the low ones, and those above them in planes of their own.
+// Bits of a quant: the low ones, and those above them in planes of their own. Grids: of a value.
 static constexpr int low_bits(Format f) {
+  if (has_grid(f)) return 8;
   return info(f).quant_bytes >= 512 ? 8 : info(f).quant_bytes >= 256 ? 4 : 2;
 }
 static constexpr int upper_bits(Format f) {
-  return plain(f) ? 0 : static_cast<int>(info(f).quant_bytes / 64) - low_bits(f);
+  return plain(f) || has_grid(f) ? 0 : static_cast<int>(info(f).quant_bytes / 64) - low_bits(f);
 }
 
 static constexpr int64_t padded_k(int64_t k) {

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "packing/grid_blocks.hpp"
 #include "packing/planes.hpp"
 #include "packing/sources/unit.hpp"
 
@@ -75,6 +76,11 @@ void pack_row(const SourceType& source, Format target, const uint8_t* data, int6
   Unit unit;
   for (int64_t u = 0; u < k / unit_k; ++u) {
     read_unit(source, target, data + u * unit_bytes, unit);
+    if (has_grid(target)) {
+      put_grid_unit(target, panel + u * info(target).meta_bytes,
+                    quants + u * (unit_k / kBlock) * info(target).quant_bytes, row, unit);
+      continue;
+    }
     put_meta(panel + u * info(target).meta_bytes, target, row, unit);
     with_format(target, [&](auto f) {
       for (int64_t i = 0; i < unit_k; ++i) put<decltype(f)::value>(quants, u * unit_k + i, row, unit.quants[i]);

@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "packing/grid_blocks.hpp"
 #include "packing/pack.hpp"
 #include "packing/planes.hpp"
 #include "packing/sources/unit.hpp"
@@ -68,6 +69,21 @@ float plain_value(Format f, const uint8_t* p) {
   return v;
 }
 
+template <Format F>
+void unpack_grid_row(const uint8_t* panel, int64_t k, int64_t row, float* out) {
+  const uint8_t* block = panel + meta_size(F, k);
+  int values[kBlock];
+  for (int64_t i = 0; i < k / kBlock; ++i, block += info(F).quant_bytes, out += kBlock) {
+    const int64_t b = i % (kSuper / kBlock);
+    const uint8_t* meta = panel + i / (kSuper / kBlock) * info(F).meta_bytes;
+    grid_values<F>(meta, block, b, row, values);
+    for (int j = 0; j < kBlock; ++j) {
+      const float scale = f16_to_f32(load16(meta + 2 * row)) * grid_factor<F>(meta, block, b, j / info(F).group, row);
+      out[j] = scale * static_cast<float>(values[j]);
+    }
+  }
+}
+
 }  // namespace
 
 void unpack_rows(Format format, const uint8_t* packed, int64_t k, int64_t first, int64_t last, float* out) {
@@ -78,6 +94,10 @@ void unpack_rows(Format format, const uint8_t* packed, int64_t k, int64_t first,
       const uint8_t* panel = packed + n / kPanel * size;
       const uint8_t* quants = panel + meta_size(F, k);
       const int64_t row = n % kPanel;
+      if constexpr (has_grid(F)) {
+        unpack_grid_row<F>(panel, k, row, out);
+        continue;
+      }
       if constexpr (info(F).meta_bytes == 0) {
         for (int64_t i = 0; i < k; ++i) out[i] = plain_value(F, quants + plain_place(F, i, row));
         continue;

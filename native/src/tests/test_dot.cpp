@@ -14,9 +14,9 @@ namespace {
 
 using test::Random;
 
-const char* const kTypes[] = {"F32",    "F16",   "BF16",     "Q8_0",      "Q5_0",   "Q5_1", "Q4_0",
-                              "Q4_1",   "Q2_K",  "Q3_K",     "Q4_K",      "Q5_K",   "Q6_K", "IQ4_NL",
-                              "IQ4_XS", "MXFP4", "INT4_G32", "INT4_G128", "F8_E4M3"};
+const char* const kTypes[] = {"F32",      "F16",       "BF16",    "Q8_0",    "Q5_0",   "Q5_1",   "Q4_0",    "Q4_1",
+                              "Q2_K",     "Q3_K",      "Q4_K",    "Q5_K",    "Q6_K",   "IQ4_NL", "IQ4_XS",  "MXFP4",
+                              "INT4_G32", "INT4_G128", "F8_E4M3", "IQ2_XXS", "IQ2_XS", "IQ2_S",  "IQ3_XXS", "IQ3_S"};
 
 // Random bytes are valid blocks of any quantised type once the scales are tame.
 std::vector<uint8_t> random_source(const SourceType& type, int64_t n, int64_t k, Random& random) {
@@ -119,7 +119,7 @@ void dot_case(const SourceType& type, Format format, int64_t n, int64_t k, int64
 // and tiny activations.
 KTSERVE_TEST(dequantised_rows_keep_their_range) {
   Random random(5);
-  for (const char* name : {"Q8_0", "Q4_K", "Q6_K", "Q4_1", "Q2_K", "IQ4_XS", "INT4_G128"}) {
+  for (const char* name : {"Q8_0", "Q4_K", "Q6_K", "Q4_1", "Q2_K", "IQ4_XS", "INT4_G128", "IQ2_XS", "IQ3_S"}) {
     const SourceType& type = source_type(name);
     constexpr int64_t n = 32, k = 512, rows = 40;
     std::vector<uint8_t> source = random_source(type, n, k, random);

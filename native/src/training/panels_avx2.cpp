@@ -1,4 +1,4 @@
-#include "gemm/blocks_avx2.hpp"
+#include "gemm/grids_avx2.hpp"
 #include "simd/simd16.hpp"
 
 namespace ktserve::avx2 {
@@ -39,13 +39,14 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
     }
   } else {
     const int group = groups_of(F) == 2 ? half : 0;
-    const F16 scale = lanes(scale_of<F>(panel, b, group));
+    const Block<F> quantised(panel, block, b);
+    const F16 scale = lanes(quantised.scale(group));
     F16 offset = as_signed<F> ? zero16() : mul(scale, set16(static_cast<float>(-info(F).bias)));
     if constexpr (info(F).minima) offset = lanes(minimum_of<F>(panel, b, group));
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const __m256i lo = half != 0 ? quants<F>(block, 4 + j, 0) : quants<F>(block, j, 0);
-      const __m256i hi = half != 0 ? quants<F>(block, 4 + j, 1) : quants<F>(block, j, 1);
+      const __m256i lo = half != 0 ? quantised.vector(4 + j, 0) : quantised.vector(j, 0);
+      const __m256i hi = half != 0 ? quantised.vector(4 + j, 1) : quantised.vector(j, 1);
       for (int i = 0; i < 4; ++i) v[4 * j + i] = fma(F16{byte_of<F>(lo, i), byte_of<F>(hi, i)}, scale, offset);
     }
   }

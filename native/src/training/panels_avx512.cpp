@@ -1,4 +1,4 @@
-#include "gemm/blocks_avx512.hpp"
+#include "gemm/grids_avx512.hpp"
 #include "simd/simd16.hpp"
 
 namespace ktserve::avx512 {
@@ -34,12 +34,13 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
     }
   } else {
     const int group = groups_of(F) == 2 ? half : 0;
-    const F16 scale = {scale_of<F>(panel, b, group)};
+    const Block<F> quantised(panel, block, b);
+    const F16 scale = {quantised.scale(group)};
     F16 offset = mul(scale, set16(static_cast<float>(-info(F).bias)));
     if constexpr (info(F).minima) offset = {minimum_of<F>(panel, b, group)};
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const __m512i u = half != 0 ? quants<F>(block, 4 + j) : quants<F>(block, j);
+      const __m512i u = half != 0 ? quantised.vector(4 + j) : quantised.vector(j);
       for (int i = 0; i < 4; ++i) v[4 * j + i] = fma(byte_of(u, i), scale, offset);
     }
   }

@@ -1,0 +1,24 @@
+// A block of a grid's format as kernels multiply it. Included by files compiled for one instruction set, hence internal
+// linkage.
+#pragma once
+
+#include "packing/format.hpp"
+
+namespace ktserve {
+namespace {
+
+// Quants of 8 bits in the vectors of 8-bit formats, and the scales of each group.
+template <Format F>
+struct alignas(64) Decoded {
+  uint8_t quants[512];
+  float scales[groups_of(F)][16];
+};
+
+// Bytes from block to block where tiles read them: in the panel, or decoded.
+template <Format F>
+constexpr int64_t block_stride() {
+  return has_grid(F) ? static_cast<int64_t>(sizeof(Decoded<F>)) : info(F).quant_bytes;
+}
+
+}  // namespace
+}  // namespace ktserve
