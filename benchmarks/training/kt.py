@@ -49,7 +49,7 @@ class KtTrainer:
 
     def step_s(self, ids: torch.Tensor) -> tuple[float, float]:
         """Seconds of forward (saving for backward) and of backward. ids [rows, top_k]."""
-        self._pipe.send(ids)
+        self._pipe.send(ids.numpy())  # a tensor would be moved into shared memory, away from who has its address
         seconds: tuple[float, float] = self._receive()
         return seconds
 
@@ -85,7 +85,7 @@ def _serve(pipe: Connection, shape: KtShape) -> None:
     pipe.send(None)
     with contextlib.suppress(EOFError):  # the parent is gone
         while (ids := pipe.recv()) is not None:
-            seconds = layer.step_s(ids)
+            seconds = layer.step_s(torch.from_numpy(ids))
             time.sleep(_SETTLE_S)
             pipe.send(seconds)
 
