@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from training.meter import Meter
+
 LOG, CURVE = "log.jsonl", "loss.png"
 _SHOWN = ("loss", "eval_loss", "rewards/margins", "rewards/accuracies", "grad_norm", "learning_rate")
 
@@ -20,9 +22,10 @@ _SHOWN = ("loss", "eval_loss", "rewards/margins", "rewards/accuracies", "grad_no
 class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """A line for each of transformers' log records, into log.jsonl and, shorter, to the terminal."""
 
-    def __init__(self, output: Path, label: str = "") -> None:
+    def __init__(self, output: Path, meter: Meter | None = None, label: str = "") -> None:
         """`label`: stands before a line on the terminal."""
-        self._path = output / LOG
+        self._path, self._meter = output / LOG, meter
+        self._done = 0.0 if meter is None else meter.done
         self._label = f"{label}  " if label else ""
         self._begun = self._last = (0.0, 0, 0)  # seconds, tokens, steps
 
@@ -42,6 +45,9 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
         record["tokens"] = state.num_input_tokens_seen
         if "loss" in logs:
             record["tokens_per_s"] = round((now[1] - self._last[1]) / max(now[0] - self._last[0], 1e-9), 1)
+            if self._meter is not None:
+                rate = (self._meter.done - self._done) / max(now[0] - self._last[0], 1e-9)
+                record["of_peak"], self._done = round(rate / self._meter.peak, 4), self._meter.done
             record["remaining_s"] = round(self._remaining(now, state), 1)
             self._last = now
         with self._path.open("a") as file:
@@ -82,6 +88,8 @@ def line(record: dict[str, Any], steps: int) -> str:
     parts += [f"{key.rpartition('/')[2]} {record[key]:.4g}" for key in _SHOWN if key in record]
     if "tokens_per_s" in record:
         parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
+        if "of_peak" in record:
+            parts.append(f"{record['of_peak']:.0%} of peak")
         parts.append(f"{_clock(record['remaining_s'])} left")
     return "  ".join(parts)
 

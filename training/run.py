@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
 from engine.errors import UserError
+from engine.weights.open import open_model
 from training.arguments import common_arguments
 from training.config import TrainConfig
 from training.data import Dataset, PackedDataset, build_datasets, load_tokenizer
@@ -21,6 +22,7 @@ from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
 from training.layer import lora_config
 from training.memory.plan import plan_training
+from training.meter import Meter, make_meter
 from training.model import load_model
 from training.progress import Progress, StopOnSignal, draw_curve
 from training.save import save_adapter
@@ -49,7 +51,8 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     set_seed(config.seed)
     trainer = _trainer(config, load_base(config), rows, held)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Progress(output))
+    trainer.meter = _meter(config, trainer.model.device)
+    trainer.add_callback(Progress(output, trainer.meter))
     trainer.add_callback(stop)
     if config.early_stopping_steps:
         trainer.add_callback(EarlyStoppingCallback(config.early_stopping_steps))
@@ -71,7 +74,8 @@ def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSi
     """The adapters of `config.adapters` in one batch; each into output_dir/NAME. The outcome's loss is their mean."""
     tokenizer = load_tokenizer(config)
     data = [build_datasets(run, tokenizer)[0] for run in config.adapters]
-    group = Group(config, load_base(config), data)
+    base = load_base(config)
+    group = Group(config, base, data, _meter(config, base.device))
     for member in group.members:
         trained = sum(parameter.numel() for parameter in member.parameters.values())
         print(f"{member.config.adapter_name}: {member.rows.report}; {trained:,} parameters are trained", flush=True)
@@ -89,6 +93,10 @@ def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSi
     for member in group.members:
         _write(member.config, group.model, member.output, member.key)
     return Outcome({member.config.adapter_name: member.output for member in group.members}, False, loss)
+
+
+def _meter(config: TrainConfig, device: torch.device) -> Meter:
+    return make_meter(open_model(config.model_name_or_path).config, config, experts_only=device.type != "cpu")
 
 
 def _forget(output: Path) -> None:
@@ -159,7 +167,7 @@ def _begin(config: TrainConfig, output: Path) -> Path | None:
     return None
 
 
-def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Dataset | None) -> Trainer:
+def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Dataset | None) -> Run:
     device = base.device.type
     data: dict[str, Any] = {"train_dataset": rows, "eval_dataset": held}
     lora = lora_config(

@@ -15,6 +15,7 @@ from transformers.trainer_callback import TrainerState
 
 from engine.errors import UserError
 from training.data import ShuffledSampler
+from training.meter import Meter
 
 _STAGE = ".partial"
 _STATE = "trainer_state.json"
@@ -28,16 +29,20 @@ class TrainingError(UserError):
 class Run(Trainer):  # type: ignore[misc]  # transformers has no types
     """Fine-tuning: cross entropy on the labels, averaged over all tokens of a step. A base of other trainers too."""
 
+    meter: Meter | None = None
+
     def _get_train_sampler(self, train_dataset: Any = None) -> ShuffledSampler:
         rows = self.train_dataset if train_dataset is None else train_dataset
         return ShuffledSampler(len(rows), self.args.seed if self.args.data_seed is None else self.args.data_seed)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        tokens = _tokens(inputs)
+        samples = _lengths(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         state: TrainerState = self.state
         check_loss(loss.item(), f"step {state.global_step + 1}")
-        state.num_input_tokens_seen += tokens
+        state.num_input_tokens_seen += sum(samples)
+        if self.meter is not None:
+            self.meter.count(samples)
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -122,8 +127,11 @@ def sync_tree(folder: Path, deep: bool = True) -> None:
             os.close(handle)
 
 
-def _tokens(inputs: Any) -> int:
-    """Without padding."""
+def _lengths(inputs: Any) -> list[int]:
+    """Tokens of each sample, without padding."""
     if "segments" in inputs:
-        return int((inputs["segments"] >= 0).sum())
-    return int(inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel())
+        rows = [row[row >= 0] for row in inputs["segments"]]
+        return [count for row in rows for count in row.unique(return_counts=True)[1].tolist()]
+    if "attention_mask" in inputs:
+        return list(inputs["attention_mask"].sum(1).tolist())
+    return [inputs["input_ids"].shape[1]] * len(inputs["input_ids"])

@@ -78,6 +78,29 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(config):
     assert read.format == "peft-per-expert" and sorted(read.experts) == [0, 1]
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_computing_again_changes_no_bit(config, bf16):
+    """Gate and up computed again in the backward pass, instead of kept."""
+    config = replace(config, save_strategy="no", bf16=bf16, max_steps=4, gradient_accumulation_steps=2)
+    again = replace(config, kt_cpu_activation="recompute", output_dir=f"{config.output_dir}-again")
+    for each in (config, again):
+        train(each)
+    assert losses(config.output) == losses(again.output)
+    files = [folder / "adapter_model.safetensors" for folder in (config.output, again.output)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_experts_in_int8_are_trained_over_as_exact_ones_are(config):
+    """Twelve steps: the loss falls, and stays near that over the weights before they were rounded."""
+    config = replace(config, save_strategy="no", max_steps=12)
+    rounded = replace(config, kt_backend="AMXInt8", output_dir=f"{config.output_dir}-int8")
+    for each in (config, rounded):
+        train(each)
+    want, got = losses(config.output), losses(rounded.output)
+    assert got != want and got[-1] < 0.9 * got[0]
+    assert max(abs(a - b) / a for a, b in zip(want, got, strict=True)) < 0.02
+
+
 @torch.no_grad()
 def test_packed_samples_see_and_teach_nothing_of_one_another(config, chat_model):
     config = replace(config, cutoff_len=128, train_on_prompt=True)

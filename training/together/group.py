@@ -9,6 +9,7 @@ step            of each: clip, AdamW, schedule. One that has done its steps leav
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +25,7 @@ from training.data import IGNORED, Dataset, PackedDataset
 from training.data.build import Item
 from training.data.collate import PackingCollator, PaddingCollator
 from training.layer import RowsLinear, lora_config
+from training.meter import Meter
 from training.model import batch_rows
 from training.progress import StopOnSignal
 from training.together.member import Member
@@ -37,13 +39,13 @@ _STAGE = ".partial"
 class Group:
     """The adapters of `config.adapters` over one base."""
 
-    def __init__(self, config: TrainConfig, base: PreTrainedModel, data: Sequence[Dataset]) -> None:
+    def __init__(self, config: TrainConfig, base: PreTrainedModel, data: Sequence[Dataset], meter: Meter) -> None:
         self.config = config
-        self.model = _with_adapters(config, base)
+        self.model, self.meter = _with_adapters(config, base), meter
         self.rows = batch_rows(base)
         keys = [_key(i) for i in range(len(config.adapters))]
         self.members = [
-            Member(run, rows, key, _parameters(self.model, key))
+            Member(run, rows, key, _parameters(self.model, key), meter)
             for run, rows, key in zip(config.adapters, data, keys, strict=True)
         ]
         packed = isinstance(data[0], PackedDataset)
@@ -105,7 +107,10 @@ class Group:
             )
             first += len(items)
         torch.stack(found).sum().backward()  # type: ignore[no-untyped-call]
-        tokens = [sum(len(item["input_ids"]) for item in items) for items in batches]
+        lengths = [_lengths(items) for items in batches]
+        tokens = [sum(each) for each in lengths]
+        for member, each in zip(members, lengths, strict=True):
+            self.meter.count(each, member.config.lora_rank)
         return list(zip((float(loss.detach()) for loss in found), tokens, strict=True))
 
     def save(self) -> Path:
@@ -154,6 +159,11 @@ class Group:
         for member in self.members:
             _load(member, saved["members"][member.config.adapter_name], checkpoint)
         self.step = saved["step"]
+
+
+def _lengths(items: Sequence[Item]) -> list[int]:
+    """Tokens of each sample."""
+    return [count for item in items for count in Counter(item.get("segments", [0] * len(item["input_ids"]))).values()]
 
 
 def _values(member: Member) -> dict[str, torch.Tensor]:

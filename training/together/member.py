@@ -14,14 +14,18 @@ from transformers.trainer_callback import TrainerState
 from training.config import TrainConfig
 from training.data import IGNORED, Dataset, ShuffledSampler
 from training.data.build import Item
+from training.meter import Meter
 from training.progress import Progress
 
 
 class Member:
     """Steps, learning rate and losses are those of a run of `config` alone."""
 
-    def __init__(self, config: TrainConfig, rows: Dataset, key: str, parameters: dict[str, nn.Parameter]) -> None:
-        """`key`: the adapter's name within the model; `parameters`: all that is trained of it, by name."""
+    def __init__(
+        self, config: TrainConfig, rows: Dataset, key: str, parameters: dict[str, nn.Parameter], meter: Meter
+    ) -> None:
+        """`key`: the adapter's name within the model; `parameters`: all that is trained of it, by name; `meter`: of all
+        adapters together."""
         self.config, self.key, self.rows, self.parameters = config, key, rows, parameters
         self.output = config.output / config.adapter_name
         per_epoch = math.ceil(len(rows) / config.per_device_train_batch_size)
@@ -38,7 +42,7 @@ class Member:
         warm = config.warmup_steps or math.ceil(most * config.warmup_ratio)
         self.schedule: Any = get_scheduler(config.lr_scheduler_type, self.optimizer, warm, most)
         self._sampler = ShuffledSampler(len(rows), config.order_seed)
-        self._progress = Progress(self.output, config.adapter_name)
+        self._progress = Progress(self.output, meter, config.adapter_name)
         self._losses: list[float] = []
         self.total = 0.0  # of all steps' losses
 
