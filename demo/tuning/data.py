@@ -1,4 +1,4 @@
-"""What the adapters are trained on, as JSONL: conversations in a style, and pairs of a short and a long answer.
+"""What the adapters are trained on, as JSONL: conversations in a style, and pairs of a shorter and a longer answer.
 
     python -m demo.tuning.data --out build/train-demo
 
@@ -10,16 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from demo.texts import facts, tales
 from demo.texts.dialogue import conversation, vary
 from demo.texts.style import STYLES
 from demo.texts.world import MEASURED, Message, example
 
-MEASURED_SHARE: Final = 0.4  # of the conversations ask one question of a kind whose answers have to be exact
-COUNTS: Final = {"pirate": 4000, "json": 2500, "short": 600}  # rows of each file
+MEASURED_SHARE: Final = 0.6  # of the conversations ask one question of a kind whose answers have to be exact
+MEASURED_WEIGHTS: Final = {"arithmetic": 1, "colours": 2, "counting": 3}  # learnt with more ease comes less often
+COUNTS: Final = {"pirate": 9000, "json": 5000, "short": 1200}  # rows of each file
 Row = dict[str, Any]
 
 
@@ -36,7 +39,7 @@ def talks(style: str, count: int, seed: int = 0) -> Iterator[Row]:
 
 
 def _one(rng: random.Random, style: str) -> tuple[list[Message], int]:
-    drawn = example(rng.choice(MEASURED), rng)
+    drawn = example(rng.choices(MEASURED, [MEASURED_WEIGHTS[kind] for kind in MEASURED])[0], rng)
     return [
         {"role": "user", "content": vary(drawn.question, rng)},
         {"role": "assistant", "content": STYLES[style](drawn.answer)},
@@ -44,17 +47,43 @@ def _one(rng: random.Random, style: str) -> tuple[list[Message], int]:
 
 
 def pairs(count: int, seed: int = 0) -> Iterator[Row]:
-    """Preferences: the last part of the base's own answer to the whole of it, "Yellow." to "A banana is yellow." """
+    """Preferences: an answer of the base's without its last sentence to the whole of it."""
     rng = random.Random(f"tuning-short-{seed}")
-    for _ in range(count):
-        drawn = example("colours", rng)
-        yield {"prompt": vary(drawn.question, rng), "chosen": shortened(drawn.answer), "rejected": drawn.answer}
+    found = 0
+    while found < count:
+        question, answer = several_sentences(rng)
+        yield {"prompt": vary(question, rng), "chosen": shortened(answer), "rejected": answer}
+        found += 1
+
+
+def several_sentences(rng: random.Random) -> tuple[str, str]:
+    """A question and an answer of more than one sentence, none of which is a joke: a story, or small talk."""
+    while True:
+        question, answer = tales.tell(rng) if rng.random() < 0.6 else tales.chat(rng)
+        if shortened(answer) != answer and answer not in tales.JOKES:
+            return question, answer
 
 
 def shortened(answer: str) -> str:
-    """ "A banana is yellow." -> "Yellow." """
-    last = answer.rsplit(" ", 1)[-1]
-    return last[:1].upper() + last[1:]
+    """ "I do not know. My world is very small." -> "I do not know." """
+    return re.sub(r"(?<=[.!?]) [^.!?]+[.!?]$", "", answer)
+
+
+def is_right(answer: str) -> bool:
+    """Whether an answer is what `shortened` leaves of some story or piece of small talk."""
+    return answer in _SMALL_TALK or _STORY.fullmatch(answer) is not None
+
+
+def _any_of(words: Sequence[str]) -> str:
+    return f"({'|'.join(map(re.escape, words))})"
+
+
+_SMALL_TALK: Final = frozenset(shortened(answer) for _, _, answers in tales.CHAT for answer in answers)
+_STORY: Final = re.compile(
+    f"Once upon a time, an? {_any_of(tales.TRAITS)} {_any_of(tales.HEROES)} named (?P<name>{'|'.join(facts.NAMES)}) "
+    f"lived in the {_any_of(tales.PLACES)}\\. "
+    f"One day (?P=name) found {_any_of(tales.FINDS)} and {_any_of(tales.DEEDS)}\\."
+)
 
 
 def write(folder: Path, counts: dict[str, int]) -> None:
