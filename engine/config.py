@@ -213,9 +213,10 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto",
         "type of the KV cache; auto: as dtype says. fp8 (e4m3, half of bfloat16's bytes): by flashinfer on a GPU only; "
-        "bfloat16 under float32 activations: by the native attention on a CPU",
+        "bfloat16 under float32 activations, and int8 (half of bfloat16's bytes, scales of each position and head): by "
+        "the native attention on a CPU",
         group="Batching",
-        choices=("auto", "bfloat16", "float32", "fp8"),
+        choices=("auto", "bfloat16", "float32", "fp8", "int8"),
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="Batching")
     max_queue: int = option(

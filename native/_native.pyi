@@ -350,12 +350,12 @@ class PagedAttention:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        is_bf16: bool,
+        kv: str,
         isa: str = "",
         float_rows: bool = False,
     ) -> None:
         """
-        is_bf16: the cache, and q, k, v and out unless float_rows; float32 otherwise. ValueError for a shape that the kernels do not take.
+        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. ValueError for a shape that the kernels do not take.
         """
 
     @property

@@ -16,6 +16,11 @@ from engine.config import KV_BLOCK_TOKENS
 BLOCK_SIZE = KV_BLOCK_TOKENS
 
 
+def kv_scale_bytes(kv_dtype: torch.dtype) -> int:
+    """Beside each head's key, and value, of a position: an int8 cache has a float32 scale there."""
+    return 4 if kv_dtype == torch.int8 else 0
+
+
 @dataclass
 class BatchLayout:
     """Where the step's T tokens of R rows live. Host-side lists and the same as tensors on the model's device.

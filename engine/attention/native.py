@@ -6,23 +6,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.attention.base import AttentionBackend, BatchLayout
+from engine.attention.base import AttentionBackend, BatchLayout, kv_scale_bytes
 from engine.errors import EngineError, UserError
 from engine.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from native import _native
 
+_KV_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 
 
 class NativeAttention(AttentionBackend):
     """Owns the KV blocks of all layers in the kernels' layout (drawn in native/src/attention/attention.hpp).
 
-    `dtype` is that of q, k, v and the result, `kv_dtype` the cache's: the same (default), or bfloat16 under float32
-    rows; k and v are then rounded as they are stored. `pool` is a `native._native.WorkerPool`; `isa` "avx2", "avx512"
-    or "amx", "" for the best. The cache's pages are taken from the system when a block is first written. A NaN in q,
-    k or v stays within its own sequence.
+    `dtype` is that of q, k, v and the result, `kv_dtype` the cache's: the same (default), bfloat16 under float32 rows,
+    or int8 with a float32 scale of each position and head; k and v are then rounded as they are stored. `pool` is a
+    `native._native.WorkerPool`; `isa` "avx2", "avx512" or "amx", "" for the best. The cache's pages are taken from the
+    system when a block is first written. A NaN in q, k or v stays within its own sequence.
     Raises UserError for shapes and dtypes that the kernels do not take.
     """
 
@@ -46,8 +47,8 @@ class NativeAttention(AttentionBackend):
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native attention takes bfloat16 and float32", field="dtype")
         kv_dtype = kv_dtype or dtype
-        if kv_dtype not in (dtype, torch.bfloat16):
-            raise UserError(f"kv_dtype {kv_dtype}: beside {dtype} it is {dtype} or bfloat16", field="dtype")
+        if kv_dtype not in (dtype, torch.bfloat16, torch.int8):
+            raise UserError(f"kv_dtype {kv_dtype}: beside {dtype} it is {dtype}, bfloat16 or int8", field="dtype")
         from native import _native
 
         try:
@@ -58,7 +59,7 @@ class NativeAttention(AttentionBackend):
                 heads=config.num_attention_heads,
                 kv_heads=config.num_key_value_heads,
                 head_dim=dim,
-                is_bf16=kv_dtype == torch.bfloat16,
+                kv=_KV_NAMES[kv_dtype],
                 isa=isa,
                 float_rows=dtype == torch.float32,
             )
@@ -67,7 +68,7 @@ class NativeAttention(AttentionBackend):
         self.dtype = dtype
         self._q_shape = (config.num_attention_heads, dim)
         self._kv_shape = (config.num_key_value_heads, dim)
-        self._token_bytes = config.kv_bytes_per_token(kv_dtype.itemsize)
+        self._token_bytes = config.kv_bytes_per_token(kv_dtype.itemsize, kv_scale_bytes(kv_dtype))
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.attention.base import BLOCK_SIZE
+from engine.attention.base import BLOCK_SIZE, kv_scale_bytes
 from engine.build.gpu_experts import gpu_share, share_lines, suits
 from engine.build.placement import Placement, choose, find_machine, kt_method, native_limits
 from engine.build.precision import Precision, choose_precision
@@ -209,7 +209,7 @@ def _plan(
         placement.used("_proj")[0],
         element_bytes=precision.weights.itemsize,
         activation_bytes=precision.activations.itemsize,
-        kv_token_bytes=source.config.kv_bytes_per_token(precision.kv.itemsize),
+        kv_token_bytes=source.config.kv_bytes_per_token(precision.kv.itemsize, kv_scale_bytes(precision.kv)),
         token_budget=token_budget,
         cpu=cpu_memory(),
         gpu=None if placement.device == "cpu" else gpu_memory(placement.device),

@@ -10,7 +10,8 @@ from engine.build.placement import Placement, activation_dtype
 from engine.config import EngineConfig
 from engine.errors import UserError
 
-KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.float8_e4m3fn}
+KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_NEEDS = {"fp8": "a GPU with flashinfer", "int8": "the native attention, on a CPU"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ def choose_precision(config: EngineConfig, placement: Placement) -> Precision:
         allowed = _kv_names(backend, chosen.activations)
         if config.kv_cache_dtype not in allowed:
             rows = str(chosen.activations).removeprefix("torch.")
-            where = "" if backend == "flashinfer" else "; fp8 needs a GPU with flashinfer"
+            needs = _NEEDS.get(config.kv_cache_dtype)
+            where = f"; {config.kv_cache_dtype} needs {needs}" if needs else ""
             raise UserError(
                 f"--kv-cache-dtype {config.kv_cache_dtype}: attention by {backend} with {rows} rows takes auto, "
                 f"{', '.join(allowed)}{where}",
@@ -49,5 +51,5 @@ def _kv_names(backend: str, rows: torch.dtype) -> list[str]:
     """What an attention backend can hold beside rows of a type."""
     own = str(rows).removeprefix("torch.")
     if backend == "native":
-        return list(dict.fromkeys([own, "bfloat16"]))
+        return list(dict.fromkeys([own, "bfloat16", "int8"]))
     return [own, "fp8"] if backend == "flashinfer" else [own]

@@ -86,5 +86,7 @@ class ModelConfig:
         """Parameters of routed experts that one token reads, all layers."""
         return len(self.sparse_layers) * self.num_experts_per_tok * 3 * self.hidden_size * self.moe_intermediate_size
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * element_bytes
+    def kv_bytes_per_token(self, element_bytes: int, scale_bytes: int = 0) -> int:
+        """`scale_bytes`: of each head's key, and value, beside its elements."""
+        head = self.head_dim * element_bytes + scale_bytes
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * head

@@ -52,6 +52,8 @@ def on(monkeypatch: pytest.MonkeyPatch, path: Path):
         (CPU, {"kv_cache_dtype": "float32"}, Precision(F32, BF16, F32)),
         (CPU, {"kv_cache_dtype": "bfloat16", "dtype": "float32"}, Precision(F32, F32, BF16)),
         (CPU, {"kv_cache_dtype": "bfloat16", "rules": "reference"}, Precision(BF16, BF16, BF16)),
+        (CPU, {"kv_cache_dtype": "int8"}, Precision(F32, BF16, torch.int8)),
+        (CPU, {"kv_cache_dtype": "int8", "dtype": "bfloat16"}, Precision(BF16, BF16, torch.int8)),
         (GPU, {}, Precision(BF16, BF16, BF16)),
         (GPU, {"kv_cache_dtype": "bfloat16"}, Precision(BF16, BF16, BF16)),
         (GPU, {"kv_cache_dtype": "fp8"}, Precision(BF16, BF16, FP8)),
@@ -62,7 +64,8 @@ def test_what_it_means(on, machine: Machine, settings: dict[str, str], expected:
     plan = on(machine, kv_cache_tokens=256, **settings)
     assert plan.precision == expected
     (kv,) = [item.num_bytes for item in plan.memory.items if item.label.startswith("KV cache")]
-    assert kv == 256 * plan.source.config.kv_bytes_per_token(expected.kv.itemsize)
+    scale = 4 if expected.kv == torch.int8 else 0
+    assert kv == 256 * plan.source.config.kv_bytes_per_token(expected.kv.itemsize, scale)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +74,16 @@ def test_what_it_means(on, machine: Machine, settings: dict[str, str], expected:
         (
             CPU,
             {"kv_cache_dtype": "fp8"},
-            "attention by native with float32 rows takes auto, float32, bfloat16; fp8",
+            "attention by native with float32 rows takes auto, float32, bfloat16, int8; fp8",
         ),
         (
             CPU,
             {"kv_cache_dtype": "fp8", "rules": "reference"},
             "attention by reference with bfloat16 rows takes auto",
         ),
-        (CPU, {"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "with bfloat16 rows takes auto, bfloat16; fp8 needs"),
+        (CPU, {"kv_cache_dtype": "float32", "dtype": "bfloat16"}, "with bfloat16 rows takes auto, bfloat16, int8$"),
+        (CPU, {"kv_cache_dtype": "int8", "rules": "reference"}, "int8 needs the native attention, on a CPU$"),
+        (GPU, {"kv_cache_dtype": "int8"}, "attention by flashinfer .*; int8 needs the native attention, on a CPU$"),
         (GPU, {"kv_cache_dtype": "float32"}, "attention by flashinfer with bfloat16 rows takes auto, bfloat16, fp8$"),
         (
             GPU,
@@ -109,7 +114,9 @@ def asked_bytes(on) -> int:
 
 
 @needs_native
-@pytest.mark.parametrize(("dtype", "kv"), [("float32", "float32"), ("float32", "bfloat16"), ("auto", "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "kv"), [("float32", "float32"), ("float32", "bfloat16"), ("auto", "float32"), ("auto", "int8")]
+)
 def test_the_cpu_holds_what_it_says(path: Path, dtype: str, kv: str) -> None:
     """Against float32 throughout: nothing is lost where all is float32, roundings elsewhere."""
     model = tiny_model(4, num_hidden_layers=2, head_dim=64)
@@ -117,8 +124,9 @@ def test_the_cpu_holds_what_it_says(path: Path, dtype: str, kv: str) -> None:
         weight.data = weight.data.bfloat16().float()
     engine = Harness(path, rules=None, dtype=dtype, kv_cache_dtype=kv, pack_cache="off", prefix_caching=False)
     (attention,) = engine.core.runner.model.attention_backends
-    config, size = engine.plan.source.config, 4 if kv == "float32" else 2
-    assert attention.kv_bytes_per_token == config.kv_bytes_per_token(size)
+    config, size = engine.plan.source.config, {"float32": 4, "bfloat16": 2, "int8": 1}[kv]
+    assert attention.kv_bytes_per_token == config.kv_bytes_per_token(size, 4 if kv == "int8" else 0)
+    assert attention.cache_bytes == 16 * engine.plan.cache_blocks * attention.kv_bytes_per_token
     prompt = prompts(3, [40])[0]
     rid = engine.submit(prompt, max_tokens=4, logprobs=1, prompt_logprobs=1)
     engine.run()
@@ -127,4 +135,4 @@ def test_the_cpu_holds_what_it_says(path: Path, dtype: str, kv: str) -> None:
     got = [x.chosen.logprob for x in result.logprobs]
     expected = [float(want[len(prompt) - 1 + i, token]) for i, token in enumerate(result.tokens)]
     engine.close()
-    assert got == pytest.approx(expected, abs=1e-4 if dtype == kv else 0.02)
+    assert got == pytest.approx(expected, abs=1e-4 if dtype == kv else 0.05 if kv == "int8" else 0.02)

@@ -86,14 +86,18 @@ PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
       shape_(checked(shape)),
       kernels_(kernels_for(isa, shape.head_dim)),
       group_(shape.heads / shape.kv_heads),
-      element_bytes_(shape.is_bf16 ? 2 : 4),
-      row_bytes_(shape.is_bf16 && !shape.float_rows ? 2 : 4),
-      tile_bytes_(element_bytes_ * kKvBlock * shape.head_dim),
+      element_bytes_(shape.kv == KvType::float32 ? 4 : 2),
+      row_bytes_(element_bytes_ == 2 && !shape.float_rows ? 2 : 4),
+      tile_bytes_(shape.kv == KvType::int8 ? kKvBlock * (shape.head_dim + 4)
+                                           : element_bytes_ * kKvBlock * shape.head_dim),
       cache_bytes_(static_cast<size_t>(tile_bytes_) * 2 * static_cast<size_t>(shape.kv_heads) *
                    static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)) {
   scratch_floats_ = kTileRows * kScoreStride + part_floats(kTileRows) +
                     kWalkTiles * (kTileRows * shape_.head_dim + part_floats(kTileRows));
   scratch_ = Arena(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()) * sizeof(float));
+  if (shape_.kv == KvType::int8) {
+    expanded_ = Arena(static_cast<size_t>(pool.threads() * 2 * kChunk * shape_.head_dim * element_bytes_));
+  }
   // Mapped, not allocated: pages come as zeros when a block is first used.
   void* memory =
       mmap(nullptr, cache_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -241,7 +245,46 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
                      [&](int64_t i, int worker) { attend(call, items_[static_cast<size_t>(i)], worker); });
 }
 
+void PagedAttention::write_int8(const Call& call, const Write& w, int g) const {
+  const int dim = shape_.head_dim;
+  const auto quantise = bf16_rows() ? kernels_.quantise_bf16 : kernels_.quantise_float;
+  auto* keys = reinterpret_cast<int8_t*>(kv_tile(call.cache, w.block, g));
+  int8_t* values = keys + tile_bytes_;
+  const auto put_scale = [&](int8_t* tile, int at, float scale) {
+    std::memcpy(tile + kKvBlock * dim + 4 * at, &scale, 4);
+  };
+  int8_t q[kMaxHeadDim];
+  for (int i = 0; i < w.count; ++i) {
+    const int at = w.offset + i;
+    const auto row = [&](const TokenRows<const char>& rows) {
+      return rows.data + (w.token + i) * rows.stride + g * dim * row_bytes_;
+    };
+    put_scale(keys, at, quantise(row(call.k), q, dim));
+    for (int d = 0; d < dim; d += 2) std::memcpy(keys + d * kKvBlock + at * 2, q + d, 2);
+    put_scale(values, at, quantise(row(call.v), q, dim));
+    int8_t* to = values + at / 2 * 32 + at % 2;
+    for (int d = 0; d < dim; ++d) to[d / 16 * 16 * kKvBlock + d % 16 * 2] = q[d];
+  }
+}
+
+// The item's tiles of a chunk, of which `seen` positions in all are seen.
+void PagedAttention::expand(const Call& call, const WorkItem& item, int chunk, int64_t seen, int worker) {
+  if (shape_.kv != KvType::int8) return;
+  const Row& row = rows_[static_cast<size_t>(item.row)];
+  const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
+  const int64_t elements = kKvBlock * shape_.head_dim;
+  for (int64_t b = 0; b * kKvBlock < std::min<int64_t>(kChunk, seen - begin); ++b) {
+    const int32_t block = tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)];
+    const auto* tile = reinterpret_cast<const int8_t*>(kv_tile(call.cache, block, item.kv_head));
+    auto* to = reinterpret_cast<uint16_t*>(expanded(worker, b));
+    const int count = static_cast<int>(std::min<int64_t>(kKvBlock, seen - begin - b * kKvBlock));
+    kernels_.expand_keys(tile, count, to, shape_.head_dim);
+    kernels_.expand_values(tile + tile_bytes_, count, to + elements, shape_.head_dim);
+  }
+}
+
 void PagedAttention::write(const Call& call, const Write& w, int g) const {
+  if (shape_.kv == KvType::int8) return write_int8(call, w, g);
   const int dim = shape_.head_dim;
   const bool rounds = row_bytes_ != element_bytes_;
   uint16_t rounded[kKvBlock * kMaxHeadDim];  // one head's rows
@@ -266,7 +309,7 @@ void PagedAttention::write(const Call& call, const Write& w, int g) const {
       std::memcpy(to + step * kKvBlock * 4, from + step * 4, 4);
   }
   char* values = tile + tile_bytes_;
-  if (shape_.is_bf16) {
+  if (shape_.kv == KvType::bf16) {
     const auto token = [&](int offset) -> const uint16_t* {
       if (offset < w.offset || offset >= w.offset + w.count) return nullptr;
       return reinterpret_cast<const uint16_t*>(row(call.v, offset - w.offset));
@@ -280,8 +323,8 @@ void PagedAttention::write(const Call& call, const Write& w, int g) const {
   }
 }
 
-void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, float* scores,
-                               float* queries, float* part) const {
+void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker,
+                               float* queries, float* part) {
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
   const void* tiles[kChunk / kKvBlock];
@@ -289,7 +332,9 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   int limits[kTileRows];
   const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
   for (int b = 0; b * kKvBlock < positions; ++b)
-    tiles[b] = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)], item.kv_head);
+    tiles[b] = shape_.kv == KvType::int8
+                   ? expanded(worker, b)
+                   : kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)], item.kv_head);
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
     const int64_t head = item.kv_head * group_ + (tile.first_row + r) % group_;
@@ -305,7 +350,7 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   work.positions = positions;
   work.head_dim = shape_.head_dim;
   work.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(shape_.head_dim)));
-  work.scores = scores;
+  work.scores = scratch(worker);
   work.q_scratch = queries;
   work.q_ready = item.chunk < 0 && chunk > 0;
   work.sums = part;
@@ -314,7 +359,7 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   if (row_bytes_ != element_bytes_)
     kernels_.chunk_mixed(work);
   else
-    (shape_.is_bf16 ? kernels_.chunk_bf16 : kernels_.chunk_float)(work);
+    (element_bytes_ == 2 ? kernels_.chunk_bf16 : kernels_.chunk_float)(work);
 }
 
 // Joins a later chunk's part to the earlier ones; rows that see nothing of it are left alone.
@@ -348,16 +393,15 @@ void PagedAttention::attend(const Call& call, const WorkItem& item, int worker) 
   }
   if (item.chunk < 0) return walk(call, item, worker);
   const Tile tile = tile_of(row, item.tile);
-  float* scores = scratch(worker);
-  float* queries = scores + kTileRows * kScoreStride;
-  run_chunk(call, item, tile, item.chunk, scores, queries, partial(item.partial));
+  float* queries = scratch(worker) + kTileRows * kScoreStride;
+  expand(call, item, item.chunk, tile.seen, worker);
+  run_chunk(call, item, tile, item.chunk, worker, queries, partial(item.partial));
   if (pending_[static_cast<size_t>(item.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
     join_last(call, item, tile);
 }
 
 void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
-  float* scores = scratch(worker);
-  float* later = scores + kTileRows * kScoreStride;
+  float* later = scratch(worker) + kTileRows * kScoreStride;
   float* own = later + part_floats(kTileRows);
   const int64_t queries_floats = static_cast<int64_t>(kTileRows) * shape_.head_dim;
   const auto queries = [&](int t) { return own + t * (queries_floats + part_floats(kTileRows)); };
@@ -366,9 +410,10 @@ void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
   for (int t = 0; t < item.tiles; ++t) tiles[t] = tile_of(rows_[static_cast<size_t>(item.row)], item.tile + t);
   const int64_t seen = tiles[item.tiles - 1].seen;
   for (int chunk = 0; static_cast<int64_t>(chunk) * kChunk < seen; ++chunk) {
+    expand(call, item, chunk, seen, worker);
     for (int t = 0; t < item.tiles; ++t) {
       if (static_cast<int64_t>(chunk) * kChunk >= tiles[t].seen) continue;
-      run_chunk(call, item, tiles[t], chunk, scores, queries(t), chunk == 0 ? part(t) : later);
+      run_chunk(call, item, tiles[t], chunk, worker, queries(t), chunk == 0 ? part(t) : later);
       if (chunk > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.head_dim);
     }
   }

@@ -9,6 +9,10 @@
 //                                                          d2d3 of p0 | ...
 //   V tile:     [D/16][16/S][16 dims][S]                   d0: p0p1 | d1: p0p1 | ... d15: p0p1
 //                                                          d0: p2p3 | ...
+// An int8 cache has the elements of bf16's tiles in a byte each, and behind each tile a float32 scale of each of its
+// positions: a key's, or value's, largest magnitude of this head by 127. A work item makes bf16 tiles of a chunk
+// before it attends, zeros where no position is seen.
+//
 // so that scores come out one position per lane, values one dimension per lane, and a bf16 dot product finds its
 // pairs side by side. Where an even position is a sequence's last, its odd neighbour in the V tile is zero: what a
 // block held before cannot reach a new owner.
@@ -37,14 +41,16 @@
 
 namespace ktserve {
 
+enum class KvType { float32, bf16, int8 };
+
 struct AttentionShape {
   int layers = 0;
   int blocks = 0;
   int heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
-  bool is_bf16 = true;      // the cache
-  bool float_rows = false;  // q, k, v and out are float32 although the cache is bf16
+  KvType kv = KvType::bf16;
+  bool float_rows = false;  // q, k, v and out are float32 although the cache is not
 };
 
 // Rows of tokens: element strides from token to token; heads and dimensions are contiguous.
@@ -70,6 +76,7 @@ class PagedAttention {
 
   // Writes k, v of the planned tokens into their blocks of the layer, then attends: out = softmax(q k / sqrt(D)) v.
   // With float rows k and v are rounded as they are written, q where a bf16 dot product takes it; out is not rounded.
+  // An int8 cache rounds k and v to its scales.
   void forward(int layer, int64_t tokens, TokenRows<const void> q, TokenRows<const void> k, TokenRows<const void> v,
                TokenRows<void> out);
 
@@ -115,10 +122,12 @@ class PagedAttention {
   Tile tile_of(const Row& row, int tile) const;
   int64_t plan_chunks(const Row& row, int64_t tiles, WorkItem item, int64_t partial_floats);
   void write(const Call& call, const Write& write, int kv_head) const;
+  void write_int8(const Call& call, const Write& write, int kv_head) const;
+  void expand(const Call& call, const WorkItem& item, int chunk, int64_t seen, int worker);
   void attend(const Call& call, const WorkItem& item, int worker);
   void walk(const Call& call, const WorkItem& item, int worker);
-  void run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, float* scores, float* queries,
-                 float* part) const;
+  void run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker, float* queries,
+                 float* part);
   void join_last(const Call& call, const WorkItem& item, const Tile& tile);
   void finish(const Call& call, const WorkItem& item, const Tile& tile, const float* part) const;
   char* kv_tile(char* cache, int32_t block, int kv_head) const {
@@ -128,15 +137,20 @@ class PagedAttention {
   int64_t part_floats(int rows) const { return (static_cast<int64_t>(rows) * (shape_.head_dim + 2) + 15) / 16 * 16; }
   // A worker's scratch: scores, a part; then per tile of a group: queries, a part. Aligned to cache lines.
   float* scratch(int worker) { return reinterpret_cast<float*>(scratch_.data()) + scratch_floats_ * worker; }
+  // And its tiles of a chunk of an int8 cache, those of block b.
+  char* expanded(int worker, int64_t b) {
+    return reinterpret_cast<char*>(expanded_.data()) +
+           (worker * (kChunk / kKvBlock) + b) * 2 * element_bytes_ * kKvBlock * shape_.head_dim;
+  }
   float* partial(int64_t offset) { return reinterpret_cast<float*>(partials_.data()) + offset; }
 
   WorkerPool& pool_;
   AttentionShape shape_;
   AttentionKernels kernels_;
   int group_;              // query heads of a kv head
-  int64_t element_bytes_;  // of the cache
+  int64_t element_bytes_;  // of the tiles that are multiplied
   int64_t row_bytes_;      // of an element of q, k, v and out
-  int64_t tile_bytes_;
+  int64_t tile_bytes_;     // of the cache's
   size_t cache_bytes_;
   char* cache_;
   int64_t tokens_ = 0;
@@ -147,6 +161,7 @@ class PagedAttention {
   std::vector<Write> first_writes_;  // before any work item: of rows of several tiles
   Arena partials_;
   Arena scratch_;
+  Arena expanded_;
   int64_t scratch_floats_;                 // of a worker
   std::vector<std::atomic<int>> pending_;  // per unit: chunks still to come
   std::vector<int> unit_chunks_;

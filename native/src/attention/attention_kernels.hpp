@@ -37,6 +37,12 @@ struct AttentionKernels {
   void (*finish_bf16)(void* out, const float* sums, float total, int head_dim);
   void (*finish_float)(void* out, const float* sums, float total, int head_dim);
   void (*to_bf16)(const float* from, uint16_t* to, int head_dim);
+  // A key or value to int8; its scale, NaN if a number is not finite.
+  float (*quantise_bf16)(const void* from, int8_t* to, int head_dim);
+  float (*quantise_float)(const void* from, int8_t* to, int head_dim);
+  // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros.
+  void (*expand_keys)(const int8_t* tile, int count, uint16_t* to, int head_dim);
+  void (*expand_values)(const int8_t* tile, int count, uint16_t* to, int head_dim);
 };
 
 extern const AttentionKernels kAttentionAvx2;

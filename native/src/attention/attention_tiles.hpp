@@ -260,12 +260,66 @@ inline void to_bf16(const float* from, uint16_t* to, int dim) {
   convert(from, dim, reinterpret_cast<bf16*>(to));
 }
 
+template <class T>
+float quantise(const void* from, int8_t* to, int dim) {
+  const T* x = static_cast<const T*>(from);
+  I16 most = zero_int16();
+  for (int d = 0; d < dim; d += 16) most = max(most, magnitude(load16(x + d)));
+  const uint32_t bits = largest(most);
+  float top;
+  std::memcpy(&top, &bits, 4);
+  const bool finite = bits < 0x7f800000u;
+  const F16 inverse = set16(finite && top > 1e-30f ? 127.0f / top : 0.0f);
+  for (int d = 0; d < dim; d += 16) {
+    float scaled[16];
+    store16(scaled, finite ? round_even(mul(load16(x + d), inverse)) : zero16());
+    for (int i = 0; i < 16; ++i) to[d + i] = static_cast<int8_t>(scaled[i]);
+  }
+  return !finite ? __builtin_nanf("") : top > 1e-30f ? top / 127.0f : 0.0f;
+}
+
+// 32 elements under two vectors of scales.
+inline void expand_pairs(const int8_t* from, F16 low, F16 high, bf16* to) {
+  float wide[32];
+  for (int i = 0; i < 32; ++i) wide[i] = from[i];
+  store16(to, mul(load16(wide), low));
+  store16(to + 16, mul(load16(wide + 16), high));
+}
+
+inline void seen_scales(const int8_t* tile, int count, int dim, float (&scales)[kKvBlock]) {
+  std::memcpy(scales, tile + kKvBlock * dim, sizeof(scales));
+  for (int p = count; p < kKvBlock; ++p) scales[p] = 0;
+}
+
+inline void expand_keys(const int8_t* tile, int count, uint16_t* to, int dim) {
+  float scales[kKvBlock], twice[32];
+  seen_scales(tile, count, dim, scales);
+  for (int i = 0; i < 32; ++i) twice[i] = scales[i / 2];
+  const F16 low = load16(twice), high = load16(twice + 16);
+  for (int i = 0; i < kKvBlock * dim; i += 32) expand_pairs(tile + i, low, high, reinterpret_cast<bf16*>(to) + i);
+}
+
+inline void expand_values(const int8_t* tile, int count, uint16_t* to, int dim) {
+  float scales[kKvBlock], both[16];
+  seen_scales(tile, count, dim, scales);
+  for (int pair = 0; pair < kKvBlock / 2; ++pair) {
+    for (int i = 0; i < 16; ++i) both[i] = scales[2 * pair + i % 2];
+    const F16 scale = load16(both);
+    for (int i = pair * 32; i < kKvBlock * dim; i += kKvBlock * 16)
+      expand_pairs(tile + i, scale, scale, reinterpret_cast<bf16*>(to) + i);
+  }
+}
+
 constexpr AttentionKernels kAttention = {attend_chunk<bf16, bf16>,
                                          attend_chunk<float, float>,
                                          attend_chunk<bf16, float>,
                                          merge_row,
                                          finish_row<bf16>,
                                          finish_row<float>,
-                                         to_bf16};
+                                         to_bf16,
+                                         quantise<bf16>,
+                                         quantise<float>,
+                                         expand_keys,
+                                         expand_values};
 
 }  // namespace ktserve::KT_SIMD

@@ -2,6 +2,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
 #include "attention/attention.hpp"
 #include "runtime/address.hpp"
 
@@ -10,20 +12,26 @@ using namespace nb::literals;
 
 namespace ktserve {
 
+static KvType kv_type(const std::string& name) {
+  if (name == "float32") return KvType::float32;
+  if (name == "bfloat16") return KvType::bf16;
+  if (name == "int8") return KvType::int8;
+  throw std::invalid_argument("kv: " + name + "; allowed are float32, bfloat16, int8");
+}
+
 void bind_attention(nb::module_& module) {
   nb::class_<PagedAttention>(module, "PagedAttention", "Paged causal attention; owns the KV blocks of all layers.")
       .def(
           "__init__",
           [](PagedAttention* self, WorkerPool& pool, int layers, int num_blocks, int heads, int kv_heads, int head_dim,
-             bool is_bf16, const std::string& isa, bool float_rows) {
-            const AttentionShape shape{layers, num_blocks, heads, kv_heads, head_dim, is_bf16, float_rows};
+             const std::string& kv, const std::string& isa, bool float_rows) {
+            const AttentionShape shape{layers, num_blocks, heads, kv_heads, head_dim, kv_type(kv), float_rows};
             new (self) PagedAttention(pool, shape, choose_isa(isa));
           },
-          "pool"_a, nb::kw_only(), "layers"_a, "num_blocks"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "is_bf16"_a,
+          "pool"_a, nb::kw_only(), "layers"_a, "num_blocks"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "kv"_a,
           "isa"_a = "", "float_rows"_a = false, nb::keep_alive<1, 2>(),
-          "is_bf16: the cache, and q, k, v and out unless float_rows; float32 otherwise. ValueError for a shape that "
-          "the "
-          "kernels do not take.")
+          "kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a "
+          "float32 cache. ValueError for a shape that the kernels do not take.")
       .def_prop_ro("cache_bytes", &PagedAttention::cache_bytes)
       .def_prop_ro("tokens", &PagedAttention::tokens)
       .def("plan", &PagedAttention::plan, "row_starts"_a, "context_lens"_a, "block_tables"_a,

@@ -39,7 +39,7 @@ struct Model {
     const auto make = [&](const char* as, int64_t n, int64_t inner) {
       const std::vector<float> w = draw(n * inner, random, 0.2f);
       linears.push_back(std::make_unique<PackedLinear>(as, n, inner, 2, nullptr));
-      linears.back()->load(world.pool, "F32", reinterpret_cast<const uint8_t*>(w.data()), n * inner * 4);
+      linears.back()->load(world.pool, "F32", SourceRows(reinterpret_cast<const uint8_t*>(w.data())), n * inner * 4);
       return linears.back().get();
     };
     q = make(format, kHeads * kHeadDim, kHidden);
@@ -58,7 +58,7 @@ struct Model {
     const Ops ops(world.pool, isa);
     LinearRunner linear(world.pool, isa, true);
     MoeRunner experts(world.pool, isa, true);
-    PagedAttention attention(world.pool, AttentionShape{2, 16, kHeads, kKvHeads, kHeadDim, true, true}, isa);
+    PagedAttention attention(world.pool, AttentionShape{2, 16, kHeads, kKvHeads, kHeadDim, KvType::bf16, true}, isa);
     Decoder decoder(ops, linear, attention, {cos.data(), sin.data(), kRows},
                     {kHidden, kHeads, kKvHeads, kHeadDim, kTopK, true, 1e-6f, false, false});
     const void* norm = norm_weights.data();
