@@ -78,10 +78,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(config):
     assert read.format == "peft-per-expert" and sorted(read.experts) == [0, 1]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_computing_again_changes_no_bit(config, bf16):
+def test_computing_again_changes_no_bit(config):
     """Gate and up computed again in the backward pass, instead of kept."""
-    config = replace(config, save_strategy="no", bf16=bf16, max_steps=4, gradient_accumulation_steps=2)
+    config = replace(config, save_strategy="no", bf16=True, max_steps=3)
     again = replace(config, kt_cpu_activation="recompute", output_dir=f"{config.output_dir}-again")
     for each in (config, again):
         train(each)
@@ -91,13 +90,13 @@ def test_computing_again_changes_no_bit(config, bf16):
 
 
 def test_experts_in_int8_are_trained_over_as_exact_ones_are(config):
-    """Twelve steps: the loss falls, and stays near that over the weights before they were rounded."""
-    config = replace(config, save_strategy="no", max_steps=12)
+    """The loss falls, and stays near that over the weights before they were rounded."""
+    config = replace(config, save_strategy="no", max_steps=8)
     rounded = replace(config, kt_backend="AMXInt8", output_dir=f"{config.output_dir}-int8")
     for each in (config, rounded):
         train(each)
     want, got = losses(config.output), losses(rounded.output)
-    assert got != want and got[-1] < 0.9 * got[0]
+    assert got != want and got[-1] < 0.95 * got[0]
     assert max(abs(a - b) / a for a, b in zip(want, got, strict=True)) < 0.02
 
 

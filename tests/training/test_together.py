@@ -15,7 +15,7 @@ from tests.training.models import losses
 from training.config import TrainConfig
 from training.progress import StopOnSignal
 from training.run import train
-from training.trainer import checkpoints
+from training.trainer import TrainingError, checkpoints
 
 
 @pytest.fixture
@@ -86,6 +86,14 @@ def test_a_stop_is_gone_on_from_bit_for_bit(together, tmp_path):
         assert losses(folders[0]) == losses(folders[1])
         first, second = ((folder / "adapter_model.safetensors").read_bytes() for folder in folders)
         assert first == second
+
+
+def test_a_loss_that_is_no_number_names_the_adapter(together):
+    broken = replace(together.adapters[2], learning_rate=10.0, adam_epsilon=0.0, max_steps=40)
+    runs = (together.adapters[0], replace(broken, warmup_steps=0))
+    with pytest.raises(TrainingError, match=r"third, step \d+: the loss is (nan|inf)"):
+        train(replace(together, max_grad_norm=0.0, adapters=tuple(replace(run, max_grad_norm=0.0) for run in runs)))
+    assert not list(together.output.glob("*/adapter_config.json"))
 
 
 def test_another_run_s_checkpoint_is_refused(together):
