@@ -26,7 +26,7 @@ from loadtests.load.records import Stage
 from loadtests.load.scenarios import SCENARIOS
 from loadtests.load.server import serving
 from loadtests.load.traffic import Traffic
-from loadtests.load.watch import Watch
+from loadtests.load.watch import Watch, held_table
 from loadtests.load.wire import Api, LoadError
 from loadtests.report.html import COLUMNS, page, row
 
@@ -189,6 +189,8 @@ def _report(options: Options, stages: Sequence[Stage], grown: Sequence[str], wat
             opened = sum(answer.total_s for answer in some) / stage.duration_s
             table.add_row(stage.label, f"{opened:.1f}", group or "all", *row(some, stage.duration_s))
     console.print(table)
+    for line in held_table(watch.seen) if watch else ():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     answers = [answer for stage in stages for answer in stage.answers]
     for outcome, count in Counter(answer.outcome for answer in answers if answer.failed).most_common(_SHOWN_ERRORS):
         console.print(f"failed {count}x: {outcome}", markup=False, highlight=False)

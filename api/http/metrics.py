@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from api.http.histogram import Histogram
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -86,7 +88,9 @@ class Metrics:
         return Counter(f"ktserve_{name}", help, labels, registry=self.registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"ktserve_{name}", help, ["tenant"], buckets=buckets, registry=self.registry)
+        histogram = Histogram(f"ktserve_{name}", help, buckets)
+        self.registry.register(histogram)
+        return histogram
 
     def collect(self) -> Iterator[Metric]:
         """The registry's interface for metrics that are read when asked for."""

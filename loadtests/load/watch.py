@@ -74,3 +74,18 @@ def grown(seen: list[Held]) -> list[str]:
         if last[name] > bound:
             found.append(f"{name} grew to {last[name]:g}, at most {bound:g}")
     return found
+
+
+def held_table(seen: list[tuple[float, Held]], shown: int = 7) -> list[str]:
+    """Lines of a Markdown table: what was held at so many moments, the first and the last among them."""
+    if not seen:
+        return []
+    names = list(seen[0][1].rows())
+    step = (len(seen) - 1) / max(1, shown - 1)
+    chosen = [seen[i] for i in sorted({round(i * step) for i in range(shown)})]
+    lines = [f"| minute | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for when, held in chosen:
+        lines.append(
+            f"| {(when - seen[0][0]) / 60:.1f} | {' | '.join(f'{value:.0f}' for value in held.rows().values())} |"
+        )
+    return lines

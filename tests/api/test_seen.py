@@ -12,9 +12,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import prometheus_client
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.http.histogram import Histogram
 from api.http.metrics import Metrics
 from api.tenants.usage import UsageLog
 from scheduler.scheduler import Scheduler
@@ -48,6 +53,29 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     reported = {name for name in known if not name.startswith("ktserve_engine_")}
     unseen = {re.sub("_(bucket|sum|count|created)$", "", name) for name in reported - asked}
     assert unseen <= {re.sub("_(bucket|total)$", "", name) for name in asked}, "a metric that no panel shows"
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    seen=st.lists(st.tuples(st.sampled_from('ab"'), st.sampled_from([0.0, 0.01, 0.02, 1.0, 7.0]), st.integers(1, 3)))
+)
+def test_many_observations_at_a_time_are_what_they_are_one_by_one(seen: list[tuple[str, float, int]]) -> None:
+    """The library's own histogram is the reference."""
+    ours, theirs, bounds = CollectorRegistry(), CollectorRegistry(), (0.01, 1.0, 5)
+    histogram = Histogram("x_seconds", "help", bounds)
+    ours.register(histogram)
+    reference = prometheus_client.Histogram("x_seconds", "help", ["tenant"], buckets=bounds, registry=theirs)
+    for tenant, value, count in seen:
+        histogram.labels(tenant).observe(value, count)
+        for _ in range(count):
+            reference.labels(tenant).observe(value)
+
+    def samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
+        families = text_string_to_metric_families(generate_latest(registry).decode())
+        found = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
+        return {(s.name, *map(str, sorted(s.labels.items()))): s.value for s in found}
+
+    assert samples(ours) == pytest.approx(samples(theirs))
 
 
 def test_usage_and_logs(model_dir: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from loadtests.chaos.watch import Held
 from loadtests.load.limits import Limit
 from loadtests.load.records import Answer, Stage
 from loadtests.load.traffic import ARRIVALS, Traffic, length, text, zipf
-from loadtests.load.watch import grown
+from loadtests.load.watch import grown, held_table
 from loadtests.report.html import page
 
 
@@ -90,3 +90,12 @@ def test_the_page_shows_all_and_escapes_names() -> None:
     assert "&lt;b&gt;" in shown and "<b>" not in shown
     empty = page("none", [Stage("1 users", 0.0, 1.0, [])], [])
     assert "All limits were kept" in empty
+
+
+def test_what_was_held_is_a_table_of_a_few_moments() -> None:
+    seen = [(1000.0 + 60.0 * i, held(api_mib=100.4 + i)) for i in range(31)]
+    lines = held_table(seen)
+    assert lines[0].startswith("| minute | api_mib | engine_mib | files |") and len(lines) == 2 + 7
+    assert [line.split("|")[1:3] for line in (lines[2], lines[-1])] == [[" 0.0 ", " 100 "], [" 30.0 ", " 130 "]]
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+    assert len(held_table(seen[:1])) == 3 and held_table([]) == []

@@ -48,8 +48,8 @@ class Meter:
             self._metrics.ttft.labels(tenant).observe(self._ttft_s)
             self._metrics.queue.labels(tenant).observe(queued_s)
             tokens, since_last = tokens - 1, 0.0  # those that came with the first
-        for _ in range(tokens):
-            self._itl.observe(since_last / tokens)
+        if tokens:
+            self._itl.observe(since_last / tokens, tokens)
         self._last = now
 
     def ended(self, outcome: str, *, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:

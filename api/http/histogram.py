@@ -1,0 +1,46 @@
+"""A histogram of many equal observations at a time: the library's takes several microseconds for each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+
+
+class Series:
+    """Observations of one label. `bounds`: the largest values of its buckets, which rise; one more takes the rest."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """So many times the same value."""
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+
+class Histogram:
+    """By tenant; to be registered, and read as the library's own."""
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        self._name, self._help, self._bounds = name, help, bounds
+        self._series: dict[str, Series] = {}
+
+    def labels(self, tenant: str) -> Series:
+        series = self._series.get(tenant)
+        if series is None:
+            series = self._series[tenant] = Series(self._bounds)
+        return series
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry's interface."""
+        family = HistogramMetricFamily(self._name, self._help, labels=["tenant"])
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for tenant, series in self._series.items():
+            buckets = list(zip(names, accumulate(series.counts), strict=True))
+            family.add_metric([tenant], buckets, sum_value=series.sum)
+        yield family
