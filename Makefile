@@ -16,7 +16,7 @@ help:
 	@echo 'make train-demo train the demo adapters into a running server on this CPU; before, after, and what they score'
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
-	@echo 'make test-ray   install Ray; run three replicas without a model on a cluster of this machine'
+	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       [SCENARIO=chat|tenants|adapters|long_prefill|churn|soak] [UI=1]: a minute of locust against a server of its own'
 	@echo 'make soak       two minutes of chats, floods, hang-ups and adapter churn; fails if what the server holds grows'

@@ -11,11 +11,17 @@ import yaml
 
 from cluster.policy import Affinity
 
+_LEAST = {
+    "replicas": 1, "num_cpus": 0, "num_gpus": 0, "max_open": 1, "fronts": 1, "drain_s": 0, "surge_percent": 0
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """Lines of CONFIG.yaml. `serve`: settings of `ktserve serve`, the same for each replica. `autoscaling`: of Ray
-    Serve, instead of `replicas`. `max_open`: requests at a replica at once. `routing`: of `Affinity`."""
+    Serve, instead of `replicas`. `max_open`: requests at a replica at once. `drain_s`: for the requests of a replica
+    that an update or the autoscaler ends. `surge_percent`: replicas that an update may start beside those that it will
+    end, for which there must be room. `routing`: of `Affinity`."""
 
     serve: dict[str, Any]
     replicas: int = 1
@@ -24,13 +30,17 @@ class ClusterConfig:
     num_gpus: float = 0.0
     max_open: int = 64
     fronts: int = 1
+    drain_s: float = 600.0
+    surge_percent: int = 0
     routing: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("num_cpus", 0), ("num_gpus", 0), ("max_open", 1), ("fronts", 1)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
                 raise ValueError(f"{name} is {value!r}, must be a number of at least {least}")
+        if not isinstance(self.surge_percent, int) or self.surge_percent > 100:
+            raise ValueError(f"surge_percent is {self.surge_percent!r}, must be a whole number of at most 100")
         if not isinstance(self.serve, dict):
             raise ValueError("serve must be settings of `ktserve serve`: NAME: VALUE")
         if taken := {"host", "port", "config"} & self.serve.keys():
@@ -66,7 +76,8 @@ def build(args: dict[str, Any]) -> Any:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from cluster.front import ENGINES, asgi
+    from cluster.directory import Directory
+    from cluster.front import DIRECTORY, ENGINES, asgi
     from cluster.replica import Engine
     from cluster.router import AffinityRouter
 
@@ -74,9 +85,12 @@ def build(args: dict[str, Any]) -> Any:
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.autoscaling is not None:
         scale = {"autoscaling_config": config.autoscaling}
+    if config.surge_percent:
+        scale |= {"max_surge_percent": config.surge_percent}
     engines = serve.deployment(
         name=ENGINES,
         max_ongoing_requests=config.max_open,
+        graceful_shutdown_timeout_s=config.drain_s,
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         request_router_config=RequestRouterConfig(
             request_router_class=AffinityRouter,
@@ -85,10 +99,15 @@ def build(args: dict[str, Any]) -> Any:
         ),
         **scale,
     )(Engine)
+    directory = serve.deployment(
+        name=DIRECTORY,
+        max_ongoing_requests=100_000,
+        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # it lives as the cluster
+    )(Directory).bind()
     front = serve.deployment(
         name="front",
         num_replicas=config.fronts,
         max_ongoing_requests=100_000,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress(asgi)())
-    return front.bind(engines.bind(config.serve))
+    return front.bind(engines.bind(config.serve, directory), directory)

@@ -14,7 +14,8 @@ _HOP = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """`path` with its query. `model`, `prompt`: of the body; "" where there is none. `key`: the caller's."""
+    """`path` with its query. `model`, `prompt`: of the body; "" where there is none. `key`: the caller's. `tried`:
+    replicas that refused it for now. `catalogue`: the change of adapters that it is to see."""
 
     method: str
     path: str
@@ -23,6 +24,8 @@ class Call:
     model: str = ""
     prompt: str = ""
     key: str = ""
+    tried: tuple[str, ...] = ()
+    catalogue: int = 0
 
     @staticmethod
     def of(method: str, path: str, headers: Iterable[tuple[str, str]], body: bytes) -> Call:

@@ -27,15 +27,16 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has
             pending_request.routing_context.should_backoff = True  # all are full: do not spin
         call = _call(pending_request)
         ranked = self._policy.rank(opened, *_wanted(call))
+        if call is not None:  # a stable order: those that refused it come last
+            ranked.sort(key=lambda name: name in call.tried)
         return [[by_name[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._policy.sent(replica_id.unique_id, *_wanted(_call(pending_request)))
 
     def _open(self, replica: RunningReplica) -> int:
-        """As this router last heard it from the replica, with what it sent since; else what the replica reported."""
-        known = self.replica_queue_len_cache.get(replica.replica_id)
-        return int((replica.routing_stats or {}).get("open", 0) if known is None else known)
+        """As this router last heard it from the replica, with what it sent since; else none."""
+        return int(self.replica_queue_len_cache.get(replica.replica_id) or 0)
 
 
 def _call(pending: PendingRequest | None) -> Call | None:

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
 import os
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ktserve.launcher import program
+from ktserve.launcher import die_with_parent, program
 
 ENGINE_COMMAND = tuple(program("engine"))
-_PR_SET_PDEATHSIG = 1
 _SECRETS = ("KTSERVE_API_KEY", "KTSERVE_ADMIN_KEY")
 _LOCK = "lock"
 _MAX_BASE = 107 - len("/ktserve-xxxxxxxx/engine-999")  # sun_path holds 107 characters
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """For `preexec_fn`: the kernel kills the child when its parent ends, however that happens (Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getpid()
-
-    def set_signal() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the parent ended in between
-            os._exit(1)
-
-    return set_signal
 
 
 def child_environment() -> dict[str, str]:
@@ -49,7 +33,7 @@ async def spawn(command: Sequence[str]) -> asyncio.subprocess.Process:
         stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else asyncio.subprocess.DEVNULL,
         start_new_session=True,
         env=child_environment(),
-        preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
+        preexec_fn=die_with_parent() if sys.platform == "linux" else None,
     )
 
 

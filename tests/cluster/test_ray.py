@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
 import pytest
+import yaml
 
+from api.tenants.hashes import new_key
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT
 
@@ -20,11 +27,51 @@ if not os.environ.get("KTSERVE_TEST_RAY"):
 ray = pytest.importorskip("ray")
 
 REPLICAS = 3
+FEW = 6  # requests a minute
 pytestmark = pytest.mark.timeout(900)
 
 
+class App(NamedTuple):
+    url: str
+    key: str
+    few: str  # key of a tenant with a limit
+    said: dict[str, Any]
+
+    def ask(self, model: str, tokens: int = 2, prompt: str = "Hi", key: str = "", **more: Any) -> httpx.Response:
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, **more}
+        return self.post("/v1/completions", body, key or self.key)
+
+    def post(self, path: str, body: Any, key: str) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE_S, headers=bearer(key))
+
+    def get(self, path: str, key: str = "") -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=PATIENCE_S, headers=bearer(key or self.key))
+
+    @contextmanager
+    def open_everywhere(self, model: str) -> Iterator[None]:
+        """Streams that stay open, as many as it takes until each replica has one."""
+        body = {"model": model, "prompt": "Hi", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        homes: set[str] = set()
+        with ExitStack() as stack:
+            for _ in range(20 * REPLICAS):
+                stream = httpx.stream(
+                    "POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S, headers=bearer(self.key)
+                )
+                answer = stack.enter_context(stream)
+                assert answer.status_code == 200
+                homes.add(answer.headers["x-ktserve-replica"])
+                if len(homes) == REPLICAS:
+                    break
+            assert len(homes) == REPLICAS
+            yield
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     for name in ("READY_CHECK", "HEALTH_CHECK"):  # Serve kills a proxy that a busy machine starts in more than 5 s
         os.environ[f"RAY_SERVE_PROXY_{name}_TIMEOUT_S"] = "300"
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
@@ -33,28 +80,28 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from cluster.app import build
 
     folder = tmp_path_factory.mktemp("ray")
+    (key, hashed), (few, few_hashed) = new_key(), new_key()
+    tenants = {"free": {"keys": [hashed.line]}, "few": {"keys": [few_hashed.line], "requests_per_minute": FEW}}
+    (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": tenants}))
+    settings = {
+        "model": "null:step_ms=20,answer=400", "adapters": [f"a{i}=/null/{i}" for i in range(6)],
+        "tenants": str(folder / "tenants.yaml"), "admin_key": "admin", "allow_any_adapter_path": True,
+    }  # fmt: skip
+    said = {"replicas": REPLICAS, "num_cpus": 0.1, "routing": {"slots": 2, "slack": 2}, "serve": settings}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     try:
-        config = folder / "config.yaml"
-        settings = {"model": "null:step_ms=20,answer=400", "adapters": [f"a{i}=/null/{i}" for i in range(6)]}
-        said = {"replicas": REPLICAS, "num_cpus": 0.1, "routing": {"slots": 2, "slack": 2}, "serve": settings}
-        config.write_text(json.dumps(said))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build({"config": str(config)}), name="ktserve")
-        address = f"http://127.0.0.1:{port}"
-        eventually(lambda: ask(address, "a0").status_code == 200)
-        yield address
+        (folder / "config.yaml").write_text(json.dumps(said))
+        serve.run(build({"config": str(folder / "config.yaml")}), name="ktserve")
+        app = App(f"http://127.0.0.1:{port}", key, few, said)
+        eventually(lambda: app.ask("a0").status_code == 200)
+        yield app
         serve.shutdown()
     finally:
         ray.shutdown()
-
-
-def ask(url: str, model: str, tokens: int = 2, prompt: str = "Hi") -> httpx.Response:
-    body = {"model": model, "prompt": prompt, "max_tokens": tokens}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
 def servers() -> list[psutil.Process]:
@@ -67,29 +114,80 @@ def servers() -> list[psutil.Process]:
     return found
 
 
-def test_answers_are_those_of_a_server(url: str) -> None:
-    models = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]
+def test_answers_are_those_of_a_server(app: App) -> None:
+    models = app.get("/v1/models").json()["data"]
     assert {"a0", "a5"} <= {model["id"] for model in models}
-    answer = ask(url, "a1", 3).json()
+    answer = app.ask("a1", 3).json()
     assert answer["model"] == "a1" and answer["usage"]["completion_tokens"] == 3
-    assert ask(url, "nobody").status_code == 404 and ask(url, "a1", -1).status_code == 400
+    assert app.ask("nobody").status_code == 404 and app.ask("a1", -1).status_code == 400
+    assert app.ask("a1", key="kt-wrong").status_code == 401
     body = {"model": "a1", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as stream:
+    url = f"{app.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S, headers=bearer(app.key)) as stream:
         lines = [line for line in stream.iter_lines() if line]
     assert stream.headers["content-type"].startswith("text/event-stream") and lines[-1] == "data: [DONE]"
-    refused = httpx.post(f"{url}/v1/load_lora_adapter", json={}, timeout=PATIENCE_S)
+    refused = app.post("/v1/files", {}, app.key)
     assert refused.status_code == 501 and "docs/scale-out.md" in refused.text
 
 
-def test_an_adapter_stays_on_its_replica(url: str) -> None:
+def test_an_adapter_stays_on_its_replica(app: App) -> None:
     for adapter in ("a2", "a3", "a4"):
-        homes = Counter(ask(url, adapter).headers["x-ktserve-replica"] for _ in range(5))
+        homes = Counter(app.ask(adapter).headers["x-ktserve-replica"] for _ in range(5))
         assert len(homes) == 1, homes
 
 
-def test_a_replica_that_dies_loses_its_streams_alone(url: str) -> None:
+def test_an_adapter_loaded_once_is_at_each_replica_that_is_asked(app: App) -> None:
+    def change(what: str, key: str = "admin", **more: Any) -> httpx.Response:
+        return app.post(f"/v1/{what}_lora_adapter", {"lora_name": "late", **more}, key)
+
+    assert app.ask("late").status_code == 404
+    assert change("load", "nobody", lora_path="/null/late").status_code == 401
+    assert app.ask("late").status_code == 404
+    loaded = change("load", lora_path="/null/late")
+    assert loaded.status_code == 200 and loaded.json()["id"] == "late"
+    with app.open_everywhere("late"):
+        pass
+    assert change("load", lora_path="/null/other").status_code >= 400, "it is known, wherever the call goes"
+    assert change("load", lora_path="/null/other", replace=True).status_code == 200
+    with app.open_everywhere("late"):
+        assert change("unload").status_code == 200
+        assert {app.ask("late", prompt=f"{i}").status_code for i in range(2 * REPLICAS)} == {404}
+    assert change("unload").status_code == 404
+
+
+def test_health_and_metrics_are_those_of_all(app: App) -> None:
+    eventually(lambda: app.get("/health").json() == {"status": "ready", "replicas": {"ready": REPLICAS}})
+    assert app.get("/metrics").status_code in (401, 403), "tenants are named in it"
+
+    def replicas() -> set[str]:
+        page = app.get("/metrics", "admin").text
+        return set(re.findall(r'ktserve_engine_\w+\{replica="(\w+)"', page))
+
+    eventually(lambda: len(replicas()) == REPLICAS)
+
+
+def test_a_limit_holds_over_all_replicas(app: App) -> None:
+    def shares() -> list[int]:
+        found = []
+        for server in servers():
+            config = next(Path(word) for word in server.cmdline() if word.endswith("config.yaml"))
+            tenants = yaml.safe_load(config.with_name("tenants.yaml").read_text())["tenants"]
+            found.append(tenants["few"]["requests_per_minute"])
+        return found
+
+    eventually(lambda: shares() == [FEW // REPLICAS] * REPLICAS)
+    answers = [app.ask("a1", 1, key=app.few) for _ in range(3 * FEW)]
+    passed = [answer for answer in answers if answer.status_code == 200]
+    took_s = sum(answer.elapsed.total_seconds() for answer in answers)
+    assert FEW <= len(passed) <= FEW + 1 + FEW * took_s / 60
+    assert len({answer.headers["x-ktserve-replica"] for answer in passed}) == REPLICAS
+    assert {answer.status_code for answer in answers} == {200, 429} and answers[-1].headers["retry-after"]
+
+
+def test_a_replica_that_dies_loses_its_streams_alone(app: App) -> None:
     body = {"model": "a5", "prompt": "Hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as stream:
+    url = f"{app.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S, headers=bearer(app.key)) as stream:
         lines = stream.iter_lines()
         first = next(line for line in lines if line)
         home = stream.headers["x-ktserve-replica"]
@@ -98,8 +196,35 @@ def test_a_replica_that_dies_loses_its_streams_alone(url: str) -> None:
         _of(home).kill()
         rest = [line for line in lines if line]
     assert "error" in json.loads(rest[-1].removeprefix("data: ")), rest[-1]
-    eventually(lambda: ask(url, "a5").status_code == 200, "no other replica took its place")
+    eventually(lambda: app.ask("a5").status_code == 200, "no other replica took its place")
     eventually(lambda: len(servers()) == REPLICAS and {p.pid for p in servers()} != before, "none was started")
+
+
+def test_an_update_goes_from_replica_to_replica(app: App) -> None:
+    """A stream that runs ends as it was to, requests meanwhile are answered, then all answers are the new ones."""
+    from ray import serve
+
+    from cluster.app import build
+
+    body = {"model": "a0", "prompt": "Hi", "max_tokens": 300, "stream": True, "ignore_eos": True}
+    url = f"{app.url}/v1/completions"
+    update = build({**app.said, "serve": app.said["serve"] | {"model": "null:step_ms=20,answer=3"}})
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.stream("POST", url, json=body, timeout=PATIENCE_S, headers=bearer(app.key)) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(line for line in lines if line)
+        updated = pool.submit(serve.run, update, name="ktserve")
+        meanwhile = [app.ask("a1", 5).status_code for _ in range(10)]
+        rest = [line for line in lines if line]
+        updated.result()
+    assert rest[-1] == "data: [DONE]" and set(meanwhile) == {200}
+
+    def new() -> bool:
+        return {len(app.ask("a1", 9, prompt=f"{i}").json()["choices"][0]["text"].split()) for i in range(6)} == {3}
+
+    eventually(new)
 
 
 def _of(replica: str) -> psutil.Process:

@@ -1,0 +1,67 @@
+"""Tokens a second of one replica and of several over Ray, none with a model: each bound by the time of its steps.
+
+python -m benchmarks.cluster.rates --replicas 3
+
+Starts a cluster of this machine. It shows what routing and the way through Ray cost, not what machines add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from benchmarks.cpu.client import free_port
+from loadtests.bench.client import Server
+from loadtests.bench.sweep import Limits, point
+from loadtests.bench.work import Scale, Work
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=100.0)
+    parser.add_argument("--seqs", type=int, default=8, help="sequences that a replica runs at a time (default: 8)")
+    parser.add_argument("--rounds", type=int, default=4, help="answers of each stream (default: 4)")
+    args = parser.parse_args(argv)
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300"}
+    import ray
+    from ray import serve
+
+    from cluster.app import build
+
+    ray.init(include_dashboard=False, log_to_driver=False)
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    settings = {"model": f"null:step_ms={args.step_ms:g},answer=64", "max_num_seqs": args.seqs}
+    rates = []
+    try:
+        for replicas in (1, args.replicas):
+            said = {"replicas": replicas, "num_cpus": 0.1, "routing": {"slack": 1}, "serve": settings}
+            serve.run(build(said), name="ktserve")
+            rates.append(asyncio.run(_rate(f"http://127.0.0.1:{port}", args.seqs * replicas, args.rounds)))
+            print(json.dumps({"replicas": replicas, "tokens_s": rates[-1]}), flush=True)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    print(json.dumps({"ratio": round(rates[1] / rates[0], 2)}))
+    return 0
+
+
+async def _rate(url: str, streams: int, rounds: int) -> float:
+    """Of so many streams. RuntimeError if a request fails."""
+    server = Server(url)
+    listed = json.loads(await server.get("/v1/models"))["data"]
+    work = Work((listed[0]["id"],), 16, 64)
+    for requests in (streams, streams * rounds):  # the first are to warm up
+        found = await point(server, server, work, Scale(0.0, 1.0), "concurrency", streams, requests, Limits(60.0, 60.0))
+        if found["failed"]:
+            raise RuntimeError(f"{found['failed']} requests failed: {found['errors'][0]}")
+    return float(found["output_tokens_s"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
