@@ -46,6 +46,28 @@ inline __attribute__((always_inline)) __m256i with_signs(__m256i values, __m256i
   return _mm256_sub_epi8(_mm256_xor_si256(values, negative), _mm256_and_si256(negative, _mm256_set1_epi8(127)));
 }
 
+// Entries of 4 values of 8 rows; of 8 values of rows 0, 1, 4, 5 and 2, 3, 6, 7, of which one shuffle makes 4 values of
+// each of 8 rows. Loads one by one: on several CPUs gathers are slower.
+inline __attribute__((always_inline)) __m256i entries_at(const uint32_t* table, __m256i index) {
+  alignas(32) uint32_t at[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(at), index);
+  const auto four = [&](int i) __attribute__((always_inline)) {
+    return _mm_setr_epi32(static_cast<int>(table[at[i]]), static_cast<int>(table[at[i + 1]]),
+                          static_cast<int>(table[at[i + 2]]), static_cast<int>(table[at[i + 3]]));
+  };
+  return _mm256_set_m128i(four(4), four(0));
+}
+
+inline __attribute__((always_inline)) Pair entries_at(const uint64_t* table, __m256i index) {
+  alignas(32) uint32_t at[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(at), index);
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(table + at[i])));
+    return _mm_loadh_pi(low, reinterpret_cast<const __m64*>(table + at[i + 1]));
+  };
+  return {_mm256_set_m128(two(4), two(0)), _mm256_set_m128(two(6), two(2))};
+}
+
 // Rows 8 h .. 8 h + 7.
 template <Format F>
 inline __attribute__((always_inline)) void decode_rows(const uint8_t* meta, const uint8_t* block, int64_t b, int h,
@@ -66,15 +88,11 @@ inline __attribute__((always_inline)) void decode_rows(const uint8_t* meta, cons
   for (int i = 0; i < kBlock / grid.values; ++i) {
     const __m256i index = grid_index<F>(load(block + kGridWords + i / 4 * 64 + 32 * h), high, i);
     if constexpr (grid.values == 4) {
-      store(i, _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), index, 4));
+      store(i, entries_at(table, index));
     } else {
-      // Rows 0, 1, 4, 5 and 2, 3, 6, 7: one shuffle then has 4 values of each of 8.
-      const __m256i order = _mm256_permute4x64_epi64(index, 0xd8);
-      const auto* entries = reinterpret_cast<const long long*>(table);
-      const __m256 outer = _mm256_castsi256_ps(_mm256_i32gather_epi64(entries, _mm256_castsi256_si128(order), 8));
-      const __m256 inner = _mm256_castsi256_ps(_mm256_i32gather_epi64(entries, _mm256_extracti128_si256(order, 1), 8));
-      store(2 * i, _mm256_castps_si256(_mm256_shuffle_ps(outer, inner, 0x88)));
-      store(2 * i + 1, _mm256_castps_si256(_mm256_shuffle_ps(outer, inner, 0xdd)));
+      const Pair entries = entries_at(table, index);
+      store(2 * i, _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0x88)));
+      store(2 * i + 1, _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0xdd)));
     }
   }
   const auto* half = reinterpret_cast<const __m128i*>(meta + 16 * h);
