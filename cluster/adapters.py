@@ -40,6 +40,11 @@ class Adapters:
             return 503, json.dumps({"error": {"message": message, "type": "server_error", "code": "adapter"}}).encode()
         return None
 
+    async def tell(self) -> None:
+        """A directory that began anew, as it does at an update, learns what there is."""
+        if self._catalogue.number:
+            await self._directory.catalogue.remote(self._catalogue)
+
     async def _change(self, call: Call) -> tuple[int, bytes]:
         async with self._lock:
             await self._catch_up()

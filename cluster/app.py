@@ -107,6 +107,7 @@ def build(args: dict[str, Any]) -> Any:
     front = serve.deployment(
         name="front",
         num_replicas=config.fronts,
+        graceful_shutdown_timeout_s=config.drain_s,
         max_ongoing_requests=100_000,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress(asgi)())

@@ -108,6 +108,7 @@ class Engine:
         key = (("Authorization", f"Bearer {self._admin_key}"),) if self._admin_key else ()
         # neither a server that has ended nor a directory that is being restarted is for this to handle
         with contextlib.suppress(OSError, aiohttp.ClientError, ValueError, RayError, RayServeException):
+            await self._adapters.tell()
             health = json.loads((await self._fetch(Call("GET", "/health", (), b"")))[1])
             status, page = await self._fetch(Call("GET", "/metrics", key, b""))
             report = Report(str(health["status"]), page.decode(errors="replace") if status == 200 else "")

@@ -93,6 +93,11 @@ def test_a_directory_that_begins_anew_learns_what_replicas_know() -> None:
         await one.answer(load("law", "/a"))
         await one.answer(load("med", "/b"))
         handle.target = Directory()
+        await two.tell()
+        assert await handle.number.remote() == 0, "it knows nothing itself"
+        await one.tell()
+        assert await handle.number.remote() == 2
+        handle.target = Directory()
         await one.answer(load("tax", "/c"))
         assert await handle.number.remote() == 3
         await two.answer(call("/v1/completions", 3))
