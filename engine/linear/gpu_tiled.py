@@ -7,12 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.weights.tiled.dots import row_products, tiles_at_once
 from engine.weights.tiled.kernels import product, vector
 from engine.weights.tiled.layout import Matrix
 
 _VECTOR_ROWS = 4  # computed one by one
 _FEW_ROWS = 32  # in blocks of 16, whose sums are scaled by group; more rows have the weights scaled
-_AT_ONCE = 2048  # values of a column that are asked for at once
 
 
 @triton.jit
@@ -22,7 +22,11 @@ def _rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    sums = vector(x + row * x_stride, w, n, W, BN, TILES, FAST)
+    if FAST:
+        one = tl.arange(0, 1)
+        sums = tl.sum(row_products(x + row * x_stride + one, w + one, n, one < 1, W, 1, 1, BN, TILES, True), 0)
+    else:
+        sums = vector(x + row * x_stride, w, n, W, BN, TILES)
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
     tl.store(y + row * y_stride + n, sums.to(y.dtype.element_ty), mask=n < N)
@@ -50,14 +54,13 @@ def multiply(x: torch.Tensor, w: torch.Tensor, matrix: Matrix, bias: torch.Tenso
     tokens = x.shape[0]
     if not tokens:
         return
-    rows, _, padded, _, _, sub, subs, *_ = constants = matrix.constants
+    rows, *_ = constants = matrix.constants
     fast = x.dtype == torch.bfloat16 and x.is_cuda  # the interpreter runs no assembly
     common = {"W": constants, "N": matrix.n, "BIAS": bias is not None, "FAST": fast}
     given = w if bias is None else bias
     if tokens <= _VECTOR_ROWS:
-        tiles = min(1 << (-(-padded // (sub * subs)) - 1).bit_length(), max(1, _AT_ONCE // (sub * subs)))
         _rows[(tokens, rows // 16)](
-            x, w, given, y, x.stride(0), y.stride(0), **common, BN=16, TILES=tiles, num_warps=8, num_stages=1
+            x, w, given, y, x.stride(0), y.stride(0), **common, BN=16, TILES=tiles_at_once(constants), num_warps=8, num_stages=1
         )
         return
     few = tokens <= _FEW_ROWS

@@ -11,7 +11,14 @@ from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.index import MOST_CHOICES, Index, build, most_blocks
 from engine.experts.gpu.layout import Frame, Sizes
-from engine.experts.gpu.products import LEAST_BLOCK_ROWS, Product, Tiles, tiled_products, tiles_for
+from engine.experts.gpu.products import (
+    LEAST_BLOCK_ROWS,
+    Product,
+    Tiles,
+    choice_products,
+    tiled_products,
+    tiles_for,
+)
 from engine.lora.ranks import RANK_STEP, padded_rank
 
 CHUNK_ROWS = 4096  # rows computed at a time: bounds the scratch memory
@@ -61,6 +68,7 @@ class GpuCompute:
         self._h = torch.empty(n, sizes.inner, dtype=dtype, device=device)
         self._t = torch.empty(n, 2 * self.max_rank, dtype=dtype, device=device)
         self._y = torch.empty(n, sizes.hidden, dtype=torch.float32, device=device)
+        self._by_choice: tuple[ExpertBuffers, torch.Tensor] | None = None  # the last batch, if it has no index
         self._index = Index.allocate(self.rows, sizes.top_k, sizes.experts, LEAST_BLOCK_ROWS, device)
 
     @property
@@ -75,8 +83,13 @@ class GpuCompute:
 
     def weight_passes(self) -> int:
         """How often the last batch (its last chunk) goes through the weights of an expert: once for each block of an
-        expert's rows, whatever adapters they have. Waits for the device."""
-        return int(self._index.num_blocks)
+        expert's rows, whatever adapters they have, or for each choice. Waits for the device."""
+        if self._by_choice is None:
+            return int(self._index.num_blocks)
+        b, place = self._by_choice
+        ids = b.ids[: int(b.bsz)].long()
+        frames = place[b.slots[: len(ids), None].long(), ids.clamp(min=0)]
+        return int(((ids >= 0) & (frames >= 0)).sum())
 
     def run(
         self, b: ExpertBuffers, layer: LayerTables, slots: SlotTables, number: int, out: torch.Tensor, lora: bool
@@ -101,6 +114,10 @@ class GpuCompute:
         from engine.experts.gpu import index_kernel, kernels
 
         s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
+        self._by_choice = None
+        if not lora and (single := choice_products(layer.frame, layer.frames, tiles, self.dtype)):
+            self._run_choices(b, layer, *single)
+            return
         fill = build if b.ids.numel() > MOST_CHOICES else index_kernel.launch
         fill(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
         tables = (index.order, index.start, index.block_expert, index.block_first, index.num_blocks)
@@ -144,6 +161,19 @@ class GpuCompute:
             BLOCK=1024,
             num_warps=4,
         )
+
+    def _run_choices(self, b: ExpertBuffers, layer: LayerTables, gate_up: Product, down: Product) -> None:
+        s = self.sizes
+        self._by_choice = b, layer.place
+        common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
+        tables = (b.bsz, b.ids, b.slots, layer.place)
+        gate_up.kernel[(b.ids.numel(), s.inner // gate_up.columns)](
+            *tables, b.hidden, gate_up.frames, self._h, **common, BN=gate_up.columns, **gate_up.constants
+        )
+        down.kernel[(b.max_rows, s.hidden // down.columns)](
+            *tables, self._h, b.weights, down.frames, b.out,
+            **common, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,
+        )  # fmt: skip
 
     def _products(self, layer: LayerTables, tiles: Tiles) -> tuple[Product, Product]:
         """How gate and up, and down, are computed."""

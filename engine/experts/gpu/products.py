@@ -10,8 +10,10 @@ import torch
 from engine.experts.gpu.layout import Frame, Sizes
 from engine.weights.tiled.layout import Matrix
 
-_VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed one after another
+VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed one after another
+CHOICE_ROWS = 1.0  # ... and up to which, without adapters, each choice is computed by itself
 _FEW_ROWS = 16
+INTEGERS = (torch.bfloat16,)  # types of models whose single rows meet quantised weights in int8
 LEAST_BLOCK_ROWS = 16  # of all tiles
 
 
@@ -60,15 +62,16 @@ def _divisor(size: int, most: int) -> int:
 def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> tuple[Product, Product]:
     """Gate and up, and down, of experts in tiles; `frames` uint8 [F, >= frame.num_bytes]."""
     from engine.experts.gpu import tiled_kernels as kernels
+    from engine.weights.tiled.dots import tiles_at_once
 
     _, up_at, down_at = frame.starts
     fast = dtype == torch.bfloat16 and frames.is_cuda  # the interpreter runs no assembly
     common: dict[str, Any] = {"FRAME": frames.stride(0), "FAST": fast}
     gate_up: dict[str, Any] = common | {"WG": frame.gate.constants, "WU": frame.up.constants, "UP_AT": up_at}
     down: dict[str, Any] = common | {"WD": frame.down.constants, "DOWN_AT": down_at}
-    if tiles.each <= _VECTOR_ROWS:
-        gate_up |= {"TG": _at_once(frame.gate), "TU": _at_once(frame.up), "num_warps": 8, "num_stages": 1}
-        down |= {"TD": _at_once(frame.down), "num_warps": 8, "num_stages": 1}
+    if tiles.each <= VECTOR_ROWS:
+        gate_up |= {"TG": tiles_at_once(frame.gate.constants), "TU": tiles_at_once(frame.up.constants), "num_warps": 8, "num_stages": 1}
+        down |= {"TD": tiles_at_once(frame.down.constants), "num_warps": 8, "num_stages": 1}
         return (
             Product(kernels.gate_up_rows, frames, 16, gate_up),
             Product(kernels.down_rows, frames, 16, down),
@@ -82,13 +85,26 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
     )
 
 
+def choice_products(
+    frame: Frame | None, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype
+) -> tuple[Product, Product] | None:
+    """Gate and up, and down with the sum of a row's choices, of few rows without adapters; None for other steps."""
+    if frame is None or any(m.plain for m in frame.matrices) or dtype not in INTEGERS or tiles.each > CHOICE_ROWS:
+        return None
+    from engine.experts.gpu import row_kernels as kernels
+    from engine.weights.tiled.dots import tiles_at_once
+
+    _, up_at, down_at = frame.starts
+    gate, up, down = (matrix.constants for matrix in frame.matrices)
+    frames = frames.view(torch.uint8)
+    common: dict[str, Any] = {"FRAME": frames.stride(0), "ASSEMBLY": frames.is_cuda, "num_stages": 1, "num_warps": 8}
+    at_once = {"TG": tiles_at_once(gate), "TU": tiles_at_once(up)}
+    return (
+        Product(kernels.gate_up_choices, frames, 16, common | at_once | {"WG": gate, "WU": up, "UP_AT": up_at}),
+        Product(kernels.down_choices, frames, 8, common | {"TD": tiles_at_once(down), "WD": down, "DOWN_AT": down_at}),
+    )
+
+
 def _stages(matrix: Matrix, tiles: Tiles) -> int:
     """Tiles of five bits are so long that three of them, with their rows, need more shared memory than there is."""
     return 2 if matrix.upper == 1 and tiles.bm > _FEW_ROWS else tiles.stages
-
-
-def _at_once(matrix: Matrix) -> int:
-    """Tiles of K that a program reads at a time: a power of two, and about 2,048 values of each column."""
-    _, _, padded, _, _, sub, subs, *_ = matrix.constants
-    tile = sub * subs
-    return min(1 << (-(-padded // tile) - 1).bit_length(), max(1, 2048 // tile))

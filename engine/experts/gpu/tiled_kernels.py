@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from engine.experts.gpu.kernels import NONE, adapter_slots, block_of, lora_b
+from engine.weights.tiled.dots import row_products
 from engine.weights.tiled.kernels import product, vector
 
 
@@ -72,6 +73,15 @@ def down(
 
 
 @triton.jit
+def one_row(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, FAST: tl.constexpr):
+    """float32 [BN], of a quantised matrix in integers if FAST."""
+    if FAST and W[3] < 16:
+        one = tl.arange(0, 1)
+        return tl.sum(row_products(x + one, w + one, n, one < 1, W, 1, 1, BN, TILES, True), 0)
+    return vector(x, w, n, W, BN, TILES)
+
+
+@triton.jit
 def lora_row(sums, t_at, b_at, rank, n, R: tl.constexpr):
     """sums [BN] += t [rank] B[n, :]^T"""
     at = tl.arange(0, R)
@@ -99,19 +109,19 @@ def gate_up_rows(
     for position in range(first, last):
         row = tl.load(order + position) // K
         x_at = x + row.to(tl.int64) * H
-        gate = vector(x_at, weights, n, WG, BN, TG, FAST)
-        up = vector(x_at, weights + UP_AT, n, WU, BN, TU, FAST)
+        gate = one_row(x_at, weights, n, WG, BN, TG, FAST)
+        up = one_row(x_at, weights + UP_AT, n, WU, BN, TU, FAST)
         if LORA:
             slot = tl.load(slots + row)
             lora_at = tl.load(address + slot * E + e)
             if (slot > 0) & (lora_at != 0):
                 rank = tl.load(ranks + slot)
                 lora = lora_at.to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
-                t_at = t + position.to(tl.int64) * T
+                t_at = t + position * T
                 gate = lora_row(gate, t_at, lora, rank, n, R)
                 up = lora_row(up, t_at + rank, lora + rank * MID, rank, n, R)
         inner = gate * tl.sigmoid(gate) * up
-        tl.store(h + position.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
+        tl.store(h + position * MID + n, inner.to(h.dtype.element_ty))
 
 
 @triton.jit
@@ -131,12 +141,12 @@ def down_rows(
     matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
     for position in range(first, last):
         choice = tl.load(order + position)
-        sums = vector(h + position.to(tl.int64) * MID, matrix, n, WD, BN, TD, FAST)
+        sums = one_row(h + position * MID, matrix, n, WD, BN, TD, FAST)
         if LORA:
             slot = tl.load(slots + choice // K)
             lora_at = tl.load(address + slot * E + e)
             if (slot > 0) & (lora_at != 0):
                 rank = tl.load(ranks + slot)
                 lora = lora_at.to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
-                sums = lora_row(sums, t + position.to(tl.int64) * T, lora, rank, n, R)
+                sums = lora_row(sums, t + position * T, lora, rank, n, R)
         tl.store(y + choice.to(tl.int64) * H + n, sums * tl.load(weights + choice))

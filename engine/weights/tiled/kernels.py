@@ -166,7 +166,7 @@ def product(
 
 
 @triton.jit
-def vector(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, FAST: tl.constexpr):
+def vector(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr):
     """float32 [BN]: the row at x times rows n of the matrix at w, TILES (a power of two) tiles of K at a time."""
     K: tl.constexpr = W[1]
     PADDED: tl.constexpr = W[2]
@@ -175,8 +175,7 @@ def vector(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, FAST
     SUB: tl.constexpr = W[5]
     TILE: tl.constexpr = W[5] * W[6]
     RUNS: tl.constexpr = W[6] * LOW // 8
-    SHIFTED: tl.constexpr = W[9] > 0 or W[11] > 0 or (FAST and LOW == 4)
-    DTYPE: tl.constexpr = tl.bfloat16 if FAST else tl.float32
+    SHIFTED: tl.constexpr = W[9] > 0 or W[11] > 0
     i = tl.arange(0, SUB)
     t = tl.arange(0, TILES)
     low_at = w + n[:, None, None] * (PADDED * LOW // 8) + t[None, :, None] * (TILE * LOW // 8) + i[None, None, :]
@@ -202,8 +201,8 @@ def vector(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, FAST
                 first = tl.minimum(tile_k, PADDED - TILE) + (half * RUNS + run) * SUB
                 at = first[:, None] + i[None, :]
                 xs = tl.load(x + at, mask=(inside[:, None]) & (at < K), other=0).to(tl.float32)
-                levels = numbers(low, upper, half * RUNS + run, W, DTYPE, FAST).to(tl.float32)
-                s, c = scales_of(w, first[None, :], n[:, None], W, FAST)
+                levels = numbers(low, upper, half * RUNS + run, W, tl.float32, False)
+                s, c = scales_of(w, first[None, :], n[:, None], W, False)
                 sums += tl.sum(levels * xs[None, :, :], 2) * s
                 if SHIFTED:
                     sums += tl.sum(xs, 1)[None, :] * c

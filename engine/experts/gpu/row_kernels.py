@@ -1,0 +1,71 @@
+"""Routed experts in tiles for steps of few rows without adapters: each choice by itself, without an index.
+
+    gate_up_choices   h = silu(gate x) * (up x)                                   grid (choices, tiles of MID)
+    down_choices      out = sum of w (down h) in the order of a row's choices     grid (rows, tiles of H)
+
+Rows' values are int8 by groups in all products (engine/weights/tiled/dots.py). Experts that several rows chose are
+read as often. `W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.weights.tiled.dots import row_products
+
+
+@triton.jit
+def gate_up_choices(
+    bsz, ids, slots, place, x, frames, h,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr,
+    WG: tl.constexpr, WU: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    choice = tl.program_id(0)
+    row = choice // K
+    if row >= tl.load(bsz):
+        return
+    expert = tl.load(ids + choice)
+    if expert < 0:
+        return
+    frame = tl.load(place + tl.load(slots + row) * E + expert)
+    if frame < 0:
+        return
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    one = tl.arange(0, 1)
+    xs = x + row.to(tl.int64) * H + one
+    matrix = frames + frame.to(tl.int64) * FRAME
+    if WG == WU:
+        two = tl.arange(0, 2)
+        both = row_products(xs, matrix + two * UP_AT, n, two < 2, WG, 1, 2, BN, TG, ASSEMBLY)
+        gate, up = tl.split(tl.trans(both))
+    else:
+        gate = tl.sum(row_products(xs, matrix + one, n, one < 1, WG, 1, 1, BN, TG, ASSEMBLY), 0)
+        up = tl.sum(row_products(xs, matrix + UP_AT + one, n, one < 1, WU, 1, 1, BN, TU, ASSEMBLY), 0)
+    inner = gate * tl.sigmoid(gate) * up
+    tl.store(h + choice.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
+
+
+@triton.jit
+def down_choices(
+    bsz, ids, slots, place, h, weights, frames, out,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr,
+    WD: tl.constexpr, TD: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """J: a power of two from K on."""
+    row = tl.program_id(0)
+    if row >= tl.load(bsz):
+        return
+    j = tl.arange(0, J)
+    choice = row * K + j
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    expert = tl.load(ids + choice, mask=j < K, other=-1)
+    frame = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+    real = frame >= 0
+    hs = h + tl.where(real, choice, row * K).to(tl.int64) * MID
+    matrix = frames + tl.where(real, frame, 0).to(tl.int64) * FRAME + DOWN_AT
+    sums = row_products(hs, matrix, n, real, WD, J, J, BN, TD, ASSEMBLY)
+    weight = tl.load(weights + choice, mask=real, other=0)
+    total = tl.sum(tl.where(real[:, None], sums * weight[:, None], 0.0), 0)
+    tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))
