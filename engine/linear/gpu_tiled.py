@@ -12,7 +12,7 @@ from engine.weights.tiled.kernels import product, vector
 from engine.weights.tiled.layout import Matrix
 
 _VECTOR_ROWS = 4  # computed one by one
-_FEW_ROWS = 32  # in blocks of 16, whose sums are scaled by group; more rows have the weights scaled
+_FEW_ROWS = 32  # in blocks of 16
 
 
 @triton.jit
@@ -36,12 +36,12 @@ def _rows(
 def _blocks(
     x, w, bias, y, tokens, x_stride, y_stride,
     W: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SCALED: tl.constexpr,
-    FAST: tl.constexpr,
+    FAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     real = row < tokens
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    sums = product(x + row.to(tl.int64)[:, None] * x_stride, real, w, n, W, BM, BN, SCALED, FAST)
+    sums = product(x + row.to(tl.int64)[:, None] * x_stride, real, w, n, W, BM, BN, SCALED, FAST, STEP)
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
     to = y + row.to(tl.int64)[:, None] * y_stride + n[None, :]
@@ -60,13 +60,24 @@ def multiply(x: torch.Tensor, w: torch.Tensor, matrix: Matrix, bias: torch.Tenso
     given = w if bias is None else bias
     if tokens <= _VECTOR_ROWS:
         _rows[(tokens, rows // 16)](
-            x, w, given, y, x.stride(0), y.stride(0), **common, BN=16, TILES=tiles_at_once(constants), num_warps=8, num_stages=1
+            x,
+            w,
+            given,
+            y,
+            x.stride(0),
+            y.stride(0),
+            **common,
+            BN=16,
+            TILES=tiles_at_once(constants),
+            num_warps=8,
+            num_stages=1,
         )
         return
     few = tokens <= _FEW_ROWS
     bm, most = (16, 32) if few else (64, 64)
     bn = next(d for d in (most, 32, 16) if rows % d == 0)
     _blocks[(triton.cdiv(tokens, bm), rows // bn)](
-        x, w, given, y, tokens, x.stride(0), y.stride(0), **common, BM=bm, BN=bn, SCALED=not few,
+        x, w, given, y, tokens, x.stride(0), y.stride(0), **common, BM=bm, BN=bn, SCALED=fast or not few,
+        STEP=256 if few else 1,
         num_warps=4, num_stages=3,
     )  # fmt: skip

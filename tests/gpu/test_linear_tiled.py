@@ -34,4 +34,4 @@ def test_right_alone_and_joined(kind: str, rows: int, kernel_device: torch.devic
         for out, expected in zip(outs, want, strict=True):
             assert out.shape == expected.shape
             error = (out.cpu().double() - expected).abs().mean() / expected.abs().mean()
-            assert float(error) < (0.006 if GPU else 3e-6)
+            assert float(error) < (0.01 if GPU else 3e-6)  # one row: in int8; more: scales and weights in bf16

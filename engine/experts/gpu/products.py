@@ -13,6 +13,7 @@ from engine.weights.tiled.layout import Matrix
 VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed one after another
 CHOICE_ROWS = 1.0  # ... and up to which, without adapters, each choice is computed by itself
 _FEW_ROWS = 16
+_FEW_COLUMNS, _FEW_STEP = 64, 256  # of blocks of 16 rows: columns of a program, values of K at a time
 INTEGERS = (torch.bfloat16,)  # types of models whose single rows meet quantised weights in int8
 LEAST_BLOCK_ROWS = 16  # of all tiles
 
@@ -70,18 +71,25 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
     gate_up: dict[str, Any] = common | {"WG": frame.gate.constants, "WU": frame.up.constants, "UP_AT": up_at}
     down: dict[str, Any] = common | {"WD": frame.down.constants, "DOWN_AT": down_at}
     if tiles.each <= VECTOR_ROWS:
-        gate_up |= {"TG": tiles_at_once(frame.gate.constants), "TU": tiles_at_once(frame.up.constants), "num_warps": 8, "num_stages": 1}
+        gate_up |= {
+            "TG": tiles_at_once(frame.gate.constants),
+            "TU": tiles_at_once(frame.up.constants),
+            "num_warps": 8,
+            "num_stages": 1,
+        }
         down |= {"TD": tiles_at_once(frame.down.constants), "num_warps": 8, "num_stages": 1}
         return (
             Product(kernels.gate_up_rows, frames, 16, gate_up),
             Product(kernels.down_rows, frames, 16, down),
         )
-    many: dict[str, Any] = {"SCALED": tiles.bm > _FEW_ROWS, "num_warps": tiles.warps}
+    few = tiles.bm <= _FEW_ROWS
+    many: dict[str, Any] = {"SCALED": fast or not few, "STEP": _FEW_STEP if few else 1, "num_warps": tiles.warps}
     gate_up |= many | {"num_stages": min(_stages(matrix, tiles) for matrix in (frame.gate, frame.up))}
     down |= many | {"num_stages": _stages(frame.down, tiles)}
+    most = _FEW_COLUMNS if few else tiles.bn_down
     return (
-        Product(kernels.gate_up, frames, tiles.bn_gate_up, gate_up),
-        Product(kernels.down, frames, tiles.bn_down, down),
+        Product(kernels.gate_up, frames, _divisor(frame.gate.n, most) if few else tiles.bn_gate_up, gate_up),
+        Product(kernels.down, frames, _divisor(frame.down.n, most), down),
     )
 
 

@@ -22,7 +22,7 @@ def gate_up(
     x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
@@ -31,8 +31,8 @@ def gate_up(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     weights = frames + tl.load(place + e).to(tl.int64) * FRAME
     xs = x + (choice // K).to(tl.int64)[:, None] * H
-    gate = product(xs, real, weights, n, WG, BM, BN, SCALED, FAST)
-    up = product(xs, real, weights + UP_AT, n, WU, BM, BN, SCALED, FAST)
+    gate = product(xs, real, weights, n, WG, BM, BN, SCALED, FAST, STEP)
+    up = product(xs, real, weights + UP_AT, n, WU, BM, BN, SCALED, FAST, STEP)
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         current = tl.min(slot, 0)
@@ -51,7 +51,7 @@ def down(
     h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
     WD: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
@@ -59,7 +59,7 @@ def down(
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
-    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, SCALED, FAST)
+    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, SCALED, FAST, STEP)
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         current = tl.min(slot, 0)

@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-
 _AT_ONCE = 2048  # values of a column that a program asks for at once
 
 

@@ -68,6 +68,38 @@ def below_128(quants):
     )  # fmt: skip
 
 
+@triton.constexpr_function
+def scaled_code(low, upper, run, high):
+    """Four quants of a run, s and c twice in pairs -> bf16 s u + c. 0x43 before a byte below 128 makes 128 more of it,
+    of a sign bit alone 128 or 256."""
+    lines = ".reg .b32 w, m, a, b, o; "
+    if low == 8:
+        lines += "and.b32 m, $2, 0x80808080; prmt.b32 a, m, 0x43434343, 0x4140; prmt.b32 b, m, 0x43434343, 0x4342;"
+        lines += "and.b32 m, $2, 0x7F7F7F7F; "
+        takes = ("a", "b")
+    else:
+        lines += ("shr.b32 w, $2, 4;" if high else "mov.b32 w, $2;") + "and.b32 m, w, 0x0F0F0F0F;"
+        if upper:
+            bits, turn = (0x10101010, 0x30303030)[upper - 1], (4 - run * upper) % 32
+            lines += f"shf.l.wrap.b32 o, $7, $7, {turn}; lop3.b32 m, o, {bits}, m, 0xEA;"
+        lines += "mov.b32 a, 0x43004300;"
+        takes = ("a", "a")
+    lines += ".reg .b32 x, y; prmt.b32 x, m, 0x43434343, 0x4140; prmt.b32 y, m, 0x43434343, 0x4342;"
+    lines += f"sub.rn.bf16x2 x, x, {takes[0]}; sub.rn.bf16x2 y, y, {takes[1]};"
+    return "{" + lines + "fma.rn.bf16x2 $0, x, $3, $5; fma.rn.bf16x2 $1, y, $4, $6; }"
+
+
+@triton.jit
+def scaled(low, upper, s, c, S: tl.constexpr, W: tl.constexpr):
+    """Run S of a tile, from the bytes that hold it, in bf16; s and c in bf16."""
+    CODE: tl.constexpr = scaled_code(W[3], W[4], S, W[6] // 2 <= S)
+    if W[4] > 0:
+        return tl.inline_asm_elementwise(
+            CODE, "=r,=r,r,r,r,r,r,r", [low, s, c, upper], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    return tl.inline_asm_elementwise(CODE, "=r,=r,r,r,r,r,r", [low, s, c], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
 @triton.jit
 def numbers(low, upper, S: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """Run S of a tile, from the bytes that hold it, as numbers that DTYPE holds exactly; 128 more if FAST."""
@@ -119,8 +151,10 @@ def scales_of(w, group_k, n, W: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def product(
     x, real, w, n, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
+    STEP: tl.constexpr = 1,
 ):  # fmt: skip
-    """float32 [BM, BN]. x: pointers [BM, 1] to rows, read where `real` [BM]; n [BN]: rows of the matrix at w."""
+    """float32 [BM, BN]. STEP: values of K at a time, at least a tile, and a tile if K is no multiple.
+    x: pointers [BM, 1] to rows, read where `real` [BM]; n [BN]: rows of the matrix at w."""
     K: tl.constexpr = W[1]
     PADDED: tl.constexpr = W[2]
     LOW: tl.constexpr = W[3]
@@ -141,27 +175,36 @@ def product(
             sums = tl.dot(xs, tl.trans(tl.load(plain_at + k)), sums, input_precision="ieee")
         return sums
     ones = tl.full([SUB, BN], 1.0, DTYPE)
-    for k in range(0, PADDED, SUB * SUBS):
-        upper = i[None, :].to(tl.uint8)
-        if UPPER > 0:
-            upper = tl.load(upper_at + k * UPPER // 8)
-        for run in tl.static_range(RUNS):
-            low = tl.load(low_at + k * LOW // 8 + run * SUB)
-            for half in tl.static_range(8 // LOW):
-                first = k + (half * RUNS + run) * SUB
-                if PADDED == K:
-                    xs = tl.load(x + first + i[None, :], mask=real[:, None], other=0)
-                else:
-                    xs = tl.load(x + first + i[None, :], mask=real[:, None] & (first + i < K)[None, :], other=0)
-                levels = numbers(low, upper, half * RUNS + run, W, DTYPE, FAST)
-                s, c = scales_of(w, first, n, W, FAST)
-                if SCALED:
-                    values = (levels.to(tl.float32) * s[:, None] + c[:, None]).to(DTYPE)
-                    sums = tl.dot(xs, tl.trans(values), sums, input_precision="ieee")
-                else:
-                    sums += tl.dot(xs, tl.trans(levels), input_precision="ieee") * s[None, :]
-                    if SHIFTED:
-                        sums += tl.dot(xs, ones, input_precision="ieee") * c[None, :]
+    # scales are too narrow for asynchronous copies: those of several tiles are waited for at once
+    UNROLL: tl.constexpr = STEP // (SUB * SUBS) if STEP > SUB * SUBS and PADDED % STEP == 0 else 1
+    for first_k in range(0, PADDED, SUB * SUBS * UNROLL):
+        for tile in tl.static_range(UNROLL):
+            k = first_k + tile * SUB * SUBS
+            upper = i[None, :].to(tl.uint8)
+            if UPPER > 0:
+                upper = tl.load(upper_at + k * UPPER // 8)
+            for run in tl.static_range(RUNS):
+                low = tl.load(low_at + k * LOW // 8 + run * SUB)
+                for half in tl.static_range(8 // LOW):
+                    first = k + (half * RUNS + run) * SUB
+                    if PADDED == K:
+                        xs = tl.load(x + first + i[None, :], mask=real[:, None], other=0)
+                    else:
+                        xs = tl.load(x + first + i[None, :], mask=real[:, None] & (first + i < K)[None, :], other=0)
+                    s, c = scales_of(w, first, n, W, FAST and not SCALED)
+                    if not (FAST and SCALED):
+                        levels = numbers(low, upper, half * RUNS + run, W, DTYPE, FAST)
+                    if SCALED:
+                        if FAST:
+                            s16, c16 = s.to(tl.bfloat16)[:, None], c.to(tl.bfloat16)[:, None]
+                            values = scaled(low, upper, s16, c16, half * RUNS + run, W)
+                        else:
+                            values = (levels.to(tl.float32) * s[:, None] + c[:, None]).to(DTYPE)
+                        sums = tl.dot(xs, tl.trans(values), sums, input_precision="ieee")
+                    else:
+                        sums += tl.dot(xs, tl.trans(levels), input_precision="ieee") * s[None, :]
+                        if SHIFTED:
+                            sums += tl.dot(xs, ones, input_precision="ieee") * c[None, :]
     return sums
 
 
