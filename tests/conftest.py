@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("ktserve", max_examples=60, derandomize=True, deadline=None)
+settings.register_profile("ktserve", max_examples=40, derandomize=True, deadline=None)
 settings.load_profile("ktserve")
