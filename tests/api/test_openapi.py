@@ -54,6 +54,24 @@ def test_every_endpoint_keeps_to_the_document(server: Running, schema: Any) -> N
             check()
 
 
+STREAMED = {
+    "/v1/completions": {"prompt": "ab"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "ab"}]},
+    "/v1/responses": {"input": "ab"},
+    "/v1/messages": {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "ab"}]},
+    "/api/chat": {"model": "tiny", "messages": [{"role": "user", "content": "ab"}]},
+    "/api/generate": {"model": "tiny", "prompt": "ab"},
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_streams_keep_to_the_document(server: Running, schema: Any, path: str) -> None:
+    case = schema[path]["POST"].Case(body={**STREAMED[path], "stream": True}, media_type="application/json")
+    response = case.call(base_url=server.url, timeout=PATIENCE_S)
+    assert response.status_code == 200
+    case.validate_response(response, checks=CHECKS)
+
+
 def test_the_document_says_how_to_send_keys(server: Running) -> None:
     document = server.http.get("/openapi.json").json()
     assert {"bearer": []} in document["security"] and {"header": []} in document["security"]
