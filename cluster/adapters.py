@@ -41,7 +41,7 @@ class Adapters:
         return None
 
     async def tell(self) -> None:
-        """A directory that began anew, as it does at an update, learns what there is."""
+        """A directory that has restarted, as it does at an update, learns what there is."""
         if self._catalogue.number:
             await self._directory.catalogue.remote(self._catalogue)
 

@@ -49,7 +49,7 @@ class Directory:
         return self._catalogue.number
 
     async def catalogue(self, known: Catalogue) -> Catalogue:
-        """`known`: the caller's. It is taken over if it has more: this process was started anew."""
+        """`known`: the caller's. It is taken over if it has more: this process has restarted."""
         if known.number > self._catalogue.number:
             self._catalogue = known
         return self._catalogue

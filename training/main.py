@@ -40,7 +40,7 @@ def _run(config: TrainConfig, url: str | None, key: str | None) -> int:
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY"):
         os.environ[name] = "1"  # TRL and accelerate would report their use
     warnings.filterwarnings("ignore", category=FutureWarning)
-    from training.progress import StopOnSignal
+    from training.loop.progress import StopOnSignal
     from training.publish import check_server, publish
     from training.run import train
 

@@ -15,19 +15,19 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback
 
 from engine.errors import UserError
 from engine.weights.open import open_model
-from training.arguments import common_arguments
 from training.config import TrainConfig
 from training.data import Dataset, PackedDataset, build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
 from training.layer import lora_config
+from training.loop.arguments import common_arguments
+from training.loop.meter import Meter, make_meter
+from training.loop.progress import Progress, StopOnSignal, draw_curve
+from training.loop.save import save_adapter
+from training.loop.trainer import PAD, Run, TrainingError, checkpoints, remove_folder
 from training.memory.plan import plan_training
-from training.meter import Meter, make_meter
 from training.model import load_model
-from training.progress import Progress, StopOnSignal, draw_curve
-from training.save import save_adapter
 from training.together.group import Group
-from training.trainer import PAD, Run, TrainingError, checkpoints, remove_folder
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Da
     if config.stage == "dpo":
         if importlib.util.find_spec("trl") is None:
             raise UserError("stage: dpo needs the package trl (Python 3.11 or later): pip install trl", "stage")
-        from training.dpo import make_trainer
+        from training.loop.dpo import make_trainer
 
         return make_trainer(config, base, lora, device, data)
     attention = "eager" if config.flash_attn == "disabled" else "sdpa"

@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -65,28 +65,21 @@ def spare_threads(cpus: int) -> int:
     return cpus - 2 if cpus > 4 else max(1, cpus - 1)
 
 
-class KtPeer:
-    """Times kt_kernel over the same choices of experts. KtError as soon as it cannot."""
+class KtProcess:
+    """A process in which kt_kernel works: `serve(pipe, *arguments)` answers what is asked, a string is why it cannot.
+    KtError as soon as it cannot."""
 
-    def __init__(
-        self, wanted: Sequence[Variant], shape: tuple[int, int, int, int], layers: int, max_rows: int, threads: int
-    ) -> None:
-        """shape: experts, top_k, hidden, intermediate."""
+    def __init__(self, serve: Callable[..., None], *arguments: object) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(
-            target=_serve, args=(theirs, list(wanted), shape, layers, max_rows, threads), daemon=True
-        )
+        self._process = spawn.Process(target=serve, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
         self._receive()
 
-    def best_s(self, ids: list[torch.Tensor], repeats: int) -> dict[Variant, float]:
-        """Seconds a call: the fastest of `repeats` rounds over all of `ids` (each [rows, top_k]), layers in turn,
-        after one to warm up. Its threads spin for a while afterwards; this returns when they sleep."""
-        self._pipe.send((ids, repeats))
-        seconds: dict[Variant, float] = self._receive()
-        return seconds
+    def ask(self, message: object) -> Any:
+        self._pipe.send(message)
+        return self._receive()
 
     def _receive(self) -> Any:
         try:
@@ -106,6 +99,22 @@ class KtPeer:
         if self._process.is_alive():  # its own pool may keep it
             self._process.kill()
             self._process.join()
+
+
+class KtPeer(KtProcess):
+    """Times kt_kernel over the same choices of experts. KtError as soon as it cannot."""
+
+    def __init__(
+        self, wanted: Sequence[Variant], shape: tuple[int, int, int, int], layers: int, max_rows: int, threads: int
+    ) -> None:
+        """shape: experts, top_k, hidden, intermediate."""
+        super().__init__(_serve, list(wanted), shape, layers, max_rows, threads)
+
+    def best_s(self, ids: list[torch.Tensor], repeats: int) -> dict[Variant, float]:
+        """Seconds a call: the fastest of `repeats` rounds over all of `ids` (each [rows, top_k]), layers in turn,
+        after one to warm up. Its threads spin for a while afterwards; this returns when they sleep."""
+        seconds: dict[Variant, float] = self.ask((ids, repeats))
+        return seconds
 
 
 def _serve(

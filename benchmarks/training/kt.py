@@ -4,7 +4,6 @@ and where layers share backward buffers a second one in a process crashes."""
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import time
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.kt import KtError
+from benchmarks.peers.kt import KtError, KtProcess
 
 _CLASS = "AMXBF16_SFT_MOE"
 _VARIANT = "KT_KERNEL_CPU_VARIANT"  # the environment's choice among kt_kernel's builds
@@ -36,41 +35,17 @@ class KtShape:
     shared: bool = False
 
 
-class KtTrainer:
+class KtTrainer(KtProcess):
     """One layer of bf16 experts with LoRA. KtError as soon as kt_kernel cannot."""
 
     def __init__(self, shape: KtShape) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, shape), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._receive()
+        super().__init__(_serve, shape)
 
     def step_s(self, ids: torch.Tensor) -> tuple[float, float]:
         """Seconds of forward (saving for backward) and of backward. ids [rows, top_k]."""
-        self._pipe.send(ids.numpy())  # a tensor would be moved into shared memory, away from who has its address
-        seconds: tuple[float, float] = self._receive()
+        # A tensor would be moved into shared memory, away from who has its address.
+        seconds: tuple[float, float] = self.ask(ids.numpy())
         return seconds
-
-    def _receive(self) -> Any:
-        try:
-            answer = self._pipe.recv()
-        except EOFError:
-            self._process.join(10)
-            raise KtError(f"kt_kernel's process ended with status {self._process.exitcode}") from None
-        if isinstance(answer, str):
-            self._process.join(10)
-            raise KtError(answer)
-        return answer
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._pipe.send(None)
-        self._process.join(5)
-        if self._process.is_alive():  # its own pool may keep it
-            self._process.kill()
-            self._process.join()
 
 
 def _serve(pipe: Connection, shape: KtShape) -> None:

@@ -23,7 +23,7 @@ from api.text.tokenizer import load_tokenizer
 from demo.paths import demo_model
 from testing.tiny import save_hf, tiny_model
 from training.config import TrainConfig
-from training.progress import StopOnSignal
+from training.loop.progress import StopOnSignal
 from training.run import train
 
 MOST_GROWTH = 4 << 20

@@ -58,7 +58,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class FileBytes:
-    """A byte range of a file. A slice reads it: `data[:]`, `data[a:b]`; each time anew, into memory of its own."""
+    """A byte range of a file. A slice reads it: `data[:]`, `data[a:b]`; every time from the file, into fresh memory."""
 
     file: ModelFile
     start: int
@@ -78,7 +78,7 @@ class FileBytes:
 
 @dataclass(frozen=True)
 class MadeBytes:
-    """Bytes that are made of several byte ranges: `made[:]`, each time anew, and of a slice the whole first."""
+    """Bytes that are made of several byte ranges: `made[:]`. They are made again each time, for a slice too."""
 
     ranges: tuple[FileBytes, ...]
     nbytes: int

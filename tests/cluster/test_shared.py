@@ -85,7 +85,7 @@ def test_a_change_at_one_replica_is_made_at_the_others_when_they_are_asked() -> 
     asyncio.run(run())
 
 
-def test_a_directory_that_begins_anew_learns_what_replicas_know() -> None:
+def test_a_directory_that_restarts_learns_what_replicas_know() -> None:
     async def run() -> None:
         handle = Handle(Directory())
         server, other = FakeServer(), FakeServer()

@@ -15,8 +15,8 @@ from engine.weights.store import WeightSource
 from training.experts.base import TrainableExperts
 from training.experts.reference import ReferenceExperts
 from training.layer import ExpertsLoraLayer, lora_config
+from training.loop.progress import read_log
 from training.model import ExpertMaker, load_model
-from training.progress import read_log
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

@@ -12,8 +12,8 @@ from engine.weights.open import open_model
 from testing.tiny import save_hf, tiny_model
 from tests.training.models import draw_b, ours
 from training.config import TrainConfig
-from training.meter import make_meter
-from training.progress import read_log
+from training.loop.meter import make_meter
+from training.loop.progress import read_log
 from training.run import train
 
 

@@ -11,8 +11,8 @@ from engine.weights.open import open_model
 from testing.tiny import save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.layer import lora_config
+from training.loop.save import save_adapter
 from training.model import load_model
-from training.save import save_adapter
 
 FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 IDS = torch.randint(2, 128, (2, 19), generator=torch.Generator().manual_seed(0))

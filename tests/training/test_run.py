@@ -18,13 +18,13 @@ from engine.lora.files.reader import read_adapter
 from engine.weights.open import open_model
 from testing.tiny import tiny_model
 from tests.training.models import copy_lora, losses, ours, plain
-from training.arguments import common_arguments
 from training.data import build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
-from training.progress import StopOnSignal, read_log
+from training.loop.arguments import common_arguments
+from training.loop.progress import StopOnSignal, read_log
+from training.loop.trainer import Run, TrainingError, checkpoints
 from training.run import train
-from training.trainer import Run, TrainingError, checkpoints
 
 
 def test_fifty_steps_of_loss_are_those_of_peft_on_plain_transformers(config, chat_model):

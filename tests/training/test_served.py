@@ -11,7 +11,7 @@ from testing.tiny import save_hf, tiny_model
 from tests.training.models import draw_b, ours
 from training.config import TrainConfig
 from training.kernels import expert_maker
-from training.save import save_adapter
+from training.loop.save import save_adapter
 
 CONFIG = TrainConfig(kt_num_threads=1)
 IDS = torch.randint(2, 128, (1, 21), generator=torch.Generator().manual_seed(4))

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from engine.errors import UserError
 from tests.training.models import losses
 from training.config import TrainConfig
-from training.progress import StopOnSignal
+from training.loop.progress import StopOnSignal
+from training.loop.trainer import TrainingError, checkpoints
 from training.run import train
-from training.trainer import TrainingError, checkpoints
 
 
 @pytest.fixture

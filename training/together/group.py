@@ -25,11 +25,11 @@ from training.data import IGNORED, Dataset, PackedDataset
 from training.data.build import Item
 from training.data.collate import PackingCollator, PaddingCollator
 from training.layer import RowsLinear, lora_config
-from training.meter import Meter
+from training.loop.meter import Meter
+from training.loop.progress import StopOnSignal
+from training.loop.trainer import PAD, TrainingError, check_loss, checkpoints, remove_folder, sync_tree
 from training.model import batch_rows
-from training.progress import StopOnSignal
 from training.together.member import Member
-from training.trainer import PAD, TrainingError, check_loss, checkpoints, remove_folder, sync_tree
 
 _STATE = "trainer_state.json"  # the file by which a checkpoint is known
 _MEMBERS = "members.pt"

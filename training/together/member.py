@@ -14,8 +14,8 @@ from transformers.trainer_callback import TrainerState
 from training.config import TrainConfig
 from training.data import IGNORED, Dataset, ShuffledSampler
 from training.data.build import Item
-from training.meter import Meter
-from training.progress import Progress
+from training.loop.meter import Meter
+from training.loop.progress import Progress
 
 
 class Member:

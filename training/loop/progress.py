@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from training.meter import Meter
+from training.loop.meter import Meter
 
 LOG, CURVE = "log.jsonl", "loss.png"
 _SHOWN = ("loss", "eval_loss", "rewards/margins", "rewards/accuracies", "grad_norm", "learning_rate")

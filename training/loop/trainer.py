@@ -15,7 +15,7 @@ from transformers.trainer_callback import TrainerState
 
 from engine.errors import UserError
 from training.data import ShuffledSampler
-from training.meter import Meter
+from training.loop.meter import Meter
 
 _STAGE = ".partial"
 _STATE = "trainer_state.json"

@@ -11,10 +11,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
-from training.arguments import common_arguments
 from training.config import TrainConfig
 from training.layer import ExpertLoraConfig
-from training.trainer import PAD, Run
+from training.loop.arguments import common_arguments
+from training.loop.trainer import PAD, Run
 
 
 def make_trainer(

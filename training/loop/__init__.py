@@ -1,0 +1,1 @@
+"""Stock trainers over our experts: arguments, batches of steps, progress, files."""
