@@ -45,6 +45,8 @@ class StepArrays:
     def of(cls, plan: StepPlan, sampled: Mapping[str, int]) -> StepArrays:
         """`sampled`: by request id, the place of a token that the step before is still to deliver."""
         rows = plan.rows
+        if all(row.num_tokens == 1 and row.samples for row in rows):
+            return cls._single(plan, sampled)
         starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
         lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
         samples = np.fromiter((row.num_samples for row in rows), np.int64, len(rows))
@@ -65,6 +67,35 @@ class StepArrays:
             kept_starts=_offsets(samples),
         )
 
+    @classmethod
+    def _single(cls, plan: StepPlan, sampled: Mapping[str, int]) -> StepArrays:
+        """Rows of one token each, after which something is sampled. What `of` would make of them, without arithmetic on
+        arrays of few elements, which costs more than a small model's step has to spare."""
+        upto = np.arange(len(plan.rows) + 1)
+        starts = [row.start for row in plan.rows]
+        slots = [
+            table[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
+            for table, start in zip(plan.block_tables, starts, strict=True)
+        ]
+        tokens = [row.request.token(row.start) for row in plan.rows]
+        sources = [
+            sampled[row.request.request_id] if token is None else -1
+            for row, token in zip(plan.rows, tokens, strict=True)
+        ]
+        positions = np.array(starts, np.int64)
+        return cls(
+            row_starts=upto,
+            context_lens=positions + 1,
+            block_tables=plan.block_tables,
+            ids=np.array([token or 0 for token in tokens], np.int64),
+            sources=np.array(sources, np.int64),
+            positions=positions,
+            slot_mapping=np.array(slots, np.int64),
+            adapters=np.array([row.adapter_slot for row in plan.rows], np.int64),
+            kept=upto[:-1],
+            kept_starts=upto,
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
@@ -77,7 +108,10 @@ class StepArrays:
     @property
     def one_each(self) -> bool:
         """Whether every row samples once."""
-        return np.array_equal(self.kept_starts, np.arange(len(self.context_lens) + 1))
+        rows = len(self.context_lens)
+        return len(self.kept) == rows and (
+            rows == self.num_tokens or np.array_equal(self.kept_starts, np.arange(rows + 1))
+        )
 
     def layout(self, device: torch.device) -> BatchLayout:
         return BatchLayout(
@@ -91,8 +125,8 @@ class StepArrays:
     def token_ids(self, sampled: torch.Tensor) -> torch.Tensor:
         """int64 [T] on the device of `sampled`, where tokens that the host does not know are copied from it."""
         ids = to_device(self.ids, torch.int64, sampled.device)
-        targets = np.flatnonzero(self.sources >= 0)
-        if len(targets):
+        if self.sources.max(initial=-1) >= 0:
+            targets = np.flatnonzero(self.sources >= 0)
             places = to_device(self.sources[targets], torch.int64, sampled.device)
             # a negative one was not sampled: its request ends before this step does
             ids[to_device(targets, torch.int64, sampled.device)] = sampled[places].clamp(min=0)
@@ -159,12 +193,6 @@ def _ranges(starts: Array, lengths: Array) -> Array:
 
 
 def _ids(rows: list[StepRow], row_starts: Array, sampled: Mapping[str, int]) -> tuple[Array, Array]:
-    if row_starts[-1] == len(rows):  # one token a row
-        tokens = [row.request.token(row.start) for row in rows]
-        places = (
-            sampled[row.request.request_id] if token is None else -1 for row, token in zip(rows, tokens, strict=True)
-        )
-        return np.array([token or 0 for token in tokens], np.int64), np.fromiter(places, np.int64, len(rows))
     ids, sources = np.zeros(row_starts[-1], np.int64), np.full(row_starts[-1], -1, np.int64)
     for row, (begin, end) in zip(rows, pairwise(row_starts.tolist()), strict=True):
         drafts = end - len(row.drafts)

@@ -231,9 +231,9 @@ class ModelRunner:
     def _deliver(self, step: InFlight, tokens: torch.Tensor) -> torch.Tensor:
         """Put each row's last one into `sampled`, for the next step; returns all on the host, valid once the step's
         arrival has come. Padded steps read and write `sampled` where it is, so there it is copied from and to."""
-        index, last = step.arrays.last_kept, tokens
-        if len(index) < len(tokens):
-            last = tokens[to_device(index, torch.int64, self.device)]
+        last = tokens
+        if not step.arrays.one_each:
+            last = tokens[to_device(step.arrays.last_kept, torch.int64, self.device)]
         if self.padded is None:
             self.sampled = last
             return to_host(tokens)
