@@ -1,7 +1,7 @@
 """One step: decode rows first, then prefill chunks into what is left of the token budget, then drafts.
 
-Background requests have steps of their own, in which no live request could take part; between such steps they keep
-their seats and blocks until live requests need them.
+Background requests have steps of their own, in which no live request could take part, no longer than one that comes
+meanwhile can well wait; between such steps they keep their seats and blocks until live requests need them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from scheduler.errors import IntegrityError
 from scheduler.plan import StepPlan, StepRow
 from scheduler.policy.cost import CostModel, pairs
 from scheduler.policy.drafting import add_drafts
+from scheduler.policy.gaps import Gaps
 from scheduler.policy.room import PacedRoom, Room
 from scheduler.policy.shares import Shares
 from scheduler.policy.waiting import entry
@@ -24,13 +25,15 @@ _LOOKED_AT = 16  # of an account's waiting requests, for one that is cached
 class Batch:
     """What goes into one step, while it is put together."""
 
-    def __init__(self, core: Core, cost: CostModel) -> None:
+    def __init__(self, core: Core, cost: CostModel, gaps: Gaps) -> None:
         self._core = core
         self._config = core.config
         self._cost = cost
+        self._gaps = gaps
         self._rows: list[StepRow] = []
         self._now = 0.0
         self._background = False  # whose rows are planned now
+        self._allowed_s: float | None = None  # of the step, while those are background rows
         self._pressed = False  # a live request lacks blocks that will come back
         self._partial: dict[str, list[Request]] = {}  # running requests still in prefill, by account, best first
         self._owed = 0  # blocks that they will still need for their known tokens
@@ -48,12 +51,15 @@ class Batch:
         if len(core.flights) >= 2:
             raise IntegrityError(f"steps {[f.plan.step for f in core.flights]} are in flight; commit one first")
         live = any(not request.background for request in core.requests.values())
+        if live:
+            self._gaps.live(now)
         if self._config.num_adapter_slots:
             core.slots.assign(core.waiting.best_ranks(background=not live), now)
         self._displace_background()
         self._add_rows()
         if not self._rows and not self._live_could_run:
             self._background, self._admitting = True, not core.num_live_waiting
+            self._allowed_s = self._gaps.allowed_s(now)
             self._add_rows()
         add_drafts(core, self._rows, max(0, self._owed))
         if not self._rows:
@@ -169,6 +175,8 @@ class Batch:
                 continue
             if num_tokens >= limit or num_tokens - num_prompt >= request.sampling.max_tokens:
                 continue  # the tokens in flight end it
+            if self._allowed_s is not None and rows and not self._allows_another(rows):
+                continue
             if num_tokens <= len(request.blocks) * size or self._grow(request, num_tokens):
                 if request.num_charged != num_tokens - 1:  # it was preempted: what is computed again costs nothing
                     self._add_row(request, 1)
@@ -182,6 +190,12 @@ class Batch:
                 decoded[account] = decoded.get(account, 0) + 1
         for account, count in decoded.items():
             core.fairness.charge(account, count * self._config.decode_weight)
+
+    def _allows_another(self, rows: list[StepRow]) -> bool:
+        """Whether a background step may have one more row, if it is like the last one."""
+        read = sum(pairs(row.start, 1) for row in (*rows, rows[-1]))
+        most = self._allowed_s
+        return most is None or (self._cost.cautious_chunk is None and self._cost.predict(len(rows) + 1, read) <= most)
 
     # ---- prefill
 
@@ -210,6 +224,10 @@ class Batch:
     def _room(self) -> Room:
         config = self._config
         budget = config.max_num_batched_tokens - len(self._rows)
+        if self._allowed_s is not None:
+            if self._rows and config.mixed_chunk is not None:
+                budget = min(budget, config.mixed_chunk)
+            return PacedRoom(budget, self._rows, self._cost, self._allowed_s, 0 if self._rows else 1)
         if not self._rows and not self._background:
             return Room(budget)  # nobody waits for a next token
         if config.itl_target_s is None:

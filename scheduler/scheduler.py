@@ -16,6 +16,7 @@ from scheduler.errors import IntegrityError
 from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan, StepRow
 from scheduler.policy.cost import CostModel
 from scheduler.policy.drafts import Proposer
+from scheduler.policy.gaps import Gaps
 from scheduler.policy.pace import Pace
 from scheduler.policy.shares import displaced
 from scheduler.request import BASE, AdapterKey, Request, Status, is_background
@@ -42,6 +43,7 @@ class Scheduler:
         self._core = Core(config, proposer)
         self._cost = CostModel(config.initial_chunk)
         self._pace = Pace()
+        self._gaps = Gaps()
         self._eos = frozenset(config.eos_token_ids)
         self._most_held = config.max_tokens_held
         self._step = 0
@@ -129,7 +131,7 @@ class Scheduler:
 
         At most two steps are under way: raises IntegrityError when a third is asked for.
         """
-        flight = Batch(self._core, self._cost).build(self._step, now)
+        flight = Batch(self._core, self._cost, self._gaps).build(self._step, now)
         if flight is None:
             return None
         self._step += 1
@@ -173,7 +175,11 @@ class Scheduler:
                 elif row.start + row.num_tokens == request.num_tokens and not request.sampling.max_tokens:
                     events.append(self._end(request, EventKind.FINISHED, "length"))
         core.land(flight)
-        self._pace.ended(sum(event.kind is EventKind.FINISHED for event in events), now)
+        finished = [event.request for event in events if event.kind is EventKind.FINISHED]
+        self._pace.ended(len(finished), now)
+        for request in finished:
+            if not request.background:
+                self._gaps.ended(now - request.arrival_s)
         return events
 
     def drop(self, plan: StepPlan) -> list[Event]:
@@ -190,8 +196,8 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
         """How long the step took, and how many distinct experts it touched over all layers, if that is known."""
         config = self._core.config
-        if config.itl_target_s is None:  # nobody else asks what a step will take
-            return
+        if config.itl_target_s is None and not plan.rows[0].request.background:
+            return  # nobody asks what such a step will take
         if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:
             return
         self._cost.observe(plan, seconds, experts)

@@ -1,0 +1,104 @@
+"""Background steps are as short as live requests need them, and as long as they like where there are none."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.plan import EventKind, StepPlan
+from scheduler.policy.cost import MIN_SAMPLES
+from scheduler.policy.gaps import IDLE_SHARE, SHARE
+from scheduler.scheduler import Scheduler
+from tests.scheduler.harness import config, make_request
+
+LIVE_TOKENS = 30
+
+
+class Timed:
+    """A scheduler whose steps take as long as they have work, and a clock that stands still in between."""
+
+    def __init__(self, base_s: float, token_s: float) -> None:
+        self.scheduler = Scheduler(
+            config(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=64, prefix_caching=False)
+        )
+        self.now, self._base_s, self._token_s = 0.0, base_s, token_s
+
+    def takes_s(self, tokens: int) -> float:
+        return self._base_s + self._token_s * tokens
+
+    def add(self, name: str, tokens: int, *, background: bool) -> None:
+        self.scheduler.add(make_request(name, [1] * 20, tokens, background=background), self.now)
+
+    def step(self) -> tuple[StepPlan | None, list[str]]:
+        """What ran, and who finished."""
+        plan = self.scheduler.schedule(self.now)
+        if plan is None:
+            return None, []
+        seconds = self.takes_s(plan.num_tokens)
+        self.now += seconds
+        events = self.scheduler.commit(plan, [[1] if row.samples else [] for row in plan.rows], self.now)
+        self.scheduler.observe(plan, seconds, None)
+        return plan, [event.request.request_id for event in events if event.kind is EventKind.FINISHED]
+
+    def live(self, name: str) -> float:
+        """Seconds that a live request takes."""
+        began = self.now
+        self.add(name, LIVE_TOKENS, background=False)
+        while name not in self.step()[1]:
+            pass
+        return self.now - began
+
+    def background(self, name: int) -> None:
+        """Sixteen requests under way at the least."""
+        for number in range(16 - len(self.scheduler.requests())):
+            self.add(f"b{name}.{number}", 25, background=True)
+
+
+@given(st.floats(1e-4, 1e-2), st.floats(1e-5, 1e-2), st.floats(0, 50))
+def test_a_step_between_live_requests_is_short(base_s: float, token_s: float, idle_s: float) -> None:
+    """As short as one of a single token, or below the share of what a live request takes and of the time without."""
+    timed = Timed(base_s, token_s)
+    timed.background(0)
+    for _ in range(2 * MIN_SAMPLES):
+        timed.step()
+    alone_s = timed.live("first")
+    seen = 0
+    for number in range(1, 12):
+        timed.background(number)
+        timed.now += idle_s if number == 6 else 0.0
+        last = timed.now - (idle_s if number == 6 else 0.0)
+        for _ in range(3):
+            before = timed.now
+            plan, _ = timed.step()
+            assert plan is not None and all(row.request.background for row in plan.rows)
+            seen += plan.num_tokens
+            allowed_s = SHARE * alone_s * 1.5 + IDLE_SHARE * (before - last)  # those after the first begin a bit later
+            assert timed.now - before <= 1.05 * max(allowed_s, timed.takes_s(1))
+        timed.live(f"l{number}")
+    assert seen
+
+
+def test_a_batch_alone_has_whole_steps() -> None:
+    timed = Timed(1e-3, 1e-3)
+    timed.background(0)
+    most = 0
+    for number in range(60):
+        plan, _ = timed.step()
+        timed.background(number + 1)
+        most = max(most, plan.num_tokens if plan else 0)
+    assert most == 64
+
+
+def test_long_without_live_requests_steps_are_whole_again() -> None:
+    timed = Timed(1e-3, 1e-3)
+    timed.background(0)
+    for _ in range(2 * MIN_SAMPLES):
+        timed.step()
+    timed.live("first")
+    plan, _ = timed.step()
+    assert plan is not None and plan.num_tokens < 8
+    timed.now += 100.0
+    for number in range(2 * MIN_SAMPLES):
+        timed.background(number + 1)
+        plan, _ = timed.step()
+    assert plan is not None and len(plan.rows) >= 16
