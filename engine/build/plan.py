@@ -22,9 +22,17 @@ from engine.config import (
 from engine.errors import UserError
 from engine.experts.gpu.layout import frame_bytes
 from engine.experts.native import scratch_bytes
+from engine.linear.gpu_weights import TABLE_BYTES
 from engine.lora.budget import AdapterBudget
 from engine.memory.costs import buffer_bytes
-from engine.memory.gpu import adapter_copies, expert_items, gpu_items, gpu_memory, hot_expert_bytes
+from engine.memory.gpu import (
+    adapter_copies,
+    expert_items,
+    gpu_adapter_share,
+    gpu_items,
+    gpu_memory,
+    hot_expert_bytes,
+)
 from engine.memory.limits import cpu_memory
 from engine.memory.plan import (
     GPU_KV_SHARE,
@@ -36,7 +44,7 @@ from engine.memory.plan import (
     reserve_bytes,
     wanted_tokens,
 )
-from engine.memory.stated import STATED
+from engine.memory.stated import STATED, tiled_projections
 from engine.memory.units import parse_bytes
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
@@ -119,7 +127,10 @@ class EnginePlan:
         limit = None if forced and config.adapter_memory is None else self.memory.adapter_bytes
         narrow = set(self.placement.used("_proj")) <= {"native", "gpu"}
         element = self.precision.weights.itemsize if narrow else _F32
-        return AdapterBudget(limit, config.max_adapter_slots, element, _slot_copies(self.placement).get("CPU", 0))
+        copies = _slot_copies(self.placement).get("CPU", 0)
+        share = _gpu_adapter_share(self.source, self.placement)
+        on_gpu = None if forced else self.memory.gpu_adapter_bytes
+        return AdapterBudget(limit, config.max_adapter_slots, element, copies, on_gpu, share)
 
     def without_streaming(self) -> EnginePlan:
         """The same, but no experts are streamed to the GPU for long prefill chunks."""
@@ -214,6 +225,7 @@ def _plan(
         cpu=cpu_memory(),
         gpu=None if placement.device == "cpu" else gpu_memory(placement.device),
         adapter_copies=_slot_copies(placement),
+        gpu_adapter_share=_gpu_adapter_share(source, placement),
         kt_method=kt_method(config, placement),
         expert_quantise=quantise,
         scratch=lambda tokens: _scratch_bytes(config, source, precision, tokens, threads, quantise),
@@ -227,6 +239,8 @@ def _plan(
             config, source.config, token_budget, element, placement.device, experts, placement.streams_prefill,
             _expert_bytes(config, source, placement, precision),
         )  # fmt: skip
+        if "gpu" in placement.used("_proj") and tiled_projections(inputs):
+            extra.append(Item(inputs.gpu.name, "projections as numbers, long chunks", TABLE_BYTES))
         if "hybrid" in experts:
             hot = _hot_bytes(inputs, placement, extra, asked_hot)
             extra.append(Item(inputs.gpu.name, "hot experts", hot))
@@ -281,6 +295,14 @@ def _slot_copies(placement: Placement) -> dict[str, int]:
     if placement.device == "cpu":
         return {"CPU": 1}
     return adapter_copies(placement.used(".mlp.experts"), placement.streams_prefill, placement.device)
+
+
+def _gpu_adapter_share(source: WeightSource, placement: Placement) -> float:
+    if placement.device == "cpu":
+        return 0
+    layers = source.config.sparse_layers
+    held = sum(_planned_backend(placement, layer) == "gpu" for layer in layers)
+    return gpu_adapter_share(held, placement.streams_prefill, len(layers))
 
 
 def _scratch_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from engine.errors import EngineError, ModelFileError
 from engine.weights.dequant import dequantise, nonfinite
 from engine.weights.store import WeightTensor
+from engine.weights.tiled.layout import Matrix
 
 if TYPE_CHECKING:
     from native import _native
@@ -46,6 +48,24 @@ class TableEmbedding(Embedding):
     @property
     def num_bytes(self) -> int:
         return self.table.numel() * self.table.element_size()
+
+
+class TiledEmbedding(Embedding):
+    """Rows of a matrix in tiles on a GPU (engine/weights/tiled), looked up in `dtype`; `shared`: it is the head's."""
+
+    def __init__(self, matrix: Matrix, tiles: torch.Tensor, dtype: torch.dtype, *, shared: bool) -> None:
+        self.device = tiles.device
+        self._matrix, self._tiles, self._dtype, self._shared = matrix, tiles, dtype, shared
+        self._numbers: Any = importlib.import_module("engine.weights.tiled.rows").numbers
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(ids.shape[0], self._matrix.k, dtype=self._dtype, device=self.device)
+        self._numbers(self._tiles, self._matrix, ids, out)
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._shared else self._tiles.numel()
 
 
 class PackedEmbedding(Embedding):

@@ -12,13 +12,14 @@ import torch
 
 from engine.errors import AdapterError, EngineError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.embedding import Embedding, TiledEmbedding
 from engine.linear.gpu_weights import Weights, joined
 from engine.lora.adapter import LoraPair
 from engine.lora.ranks import RANK_STEP, padded_rank
 from engine.model.config import ModelConfig
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.convert import Packer
-from engine.weights.tiled.layout import matrix_of
+from engine.weights.tiled.layout import Matrix, matrix_of
 
 _COLUMNS = 64  # the kernels' column block: a joined projection begins at a multiple of it
 
@@ -35,6 +36,14 @@ def slot_table_bytes(model: ModelConfig, slots: int, rank: int, element_bytes: i
     sparse = len(model.sparse_layers)
     narrow = model.num_hidden_layers * attention + (model.num_hidden_layers - sparse) * dense + sparse * shared
     return (slots + 1) * rank * (narrow * element_bytes + sparse * router * 4)
+
+
+def embedding_matrix(weight: WeightTensor, element_bytes: int) -> Matrix | None:
+    """How a GPU holds an embedding [V, H] that is quantised in the file; None: as a table."""
+    if not weight.quantised:
+        return None
+    matrix = matrix_of(weight, element_bytes, None)
+    return None if matrix.plain else matrix
 
 
 class _Tables:
@@ -176,11 +185,23 @@ class GpuLinearBackend(LinearBackend):
         if self._pack is None or matrix is None or matrix.plain:
             held = Weights(self.dtype, weight.dequantise(self.dtype).to(self.device), (), added)
         else:
-            with torch.inference_mode(False):
-                tiles = torch.empty(1, matrix.num_bytes, dtype=torch.uint8, device=self.device)
-            self._pack.put([weight], matrix, tiles, self.dtype)
-            held = Weights(self.dtype, None, ((matrix, tiles[0]),), added)
+            held = Weights(self.dtype, None, ((matrix, self._tiles(self._pack, weight, matrix)),), added)
         return GpuLinear(name, _Product(held, [0], self._slots, self._rank), held.shape[0], self._slots, self._rank)
+
+    def _tiles(self, pack: Packer, weight: WeightTensor, matrix: Matrix) -> torch.Tensor:
+        with torch.inference_mode(False):
+            tiles = torch.empty(1, matrix.num_bytes, dtype=torch.uint8, device=self.device)
+        pack.put([weight], matrix, tiles, self.dtype)
+        return tiles[0]
+
+    def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
+        matrix = embedding_matrix(weight, self.dtype.itemsize)
+        if self._pack is None or matrix is None:
+            return None
+        if isinstance(head, GpuLinear) and head.product.weights.dense is None:
+            held, tiles = head.product.weights.tiles[0]
+            return TiledEmbedding(held, tiles, self.dtype, shared=True)
+        return TiledEmbedding(matrix, self._tiles(self._pack, weight, matrix), self.dtype, shared=False)
 
     def join(self, linears: Sequence[Linear]) -> Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]:
         """One product and one copy of the weights, where widths allow; otherwise one call each."""

@@ -22,7 +22,7 @@ def _rows(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    if FAST:
+    if FAST and W[17] != 4:
         one = tl.arange(0, 1)
         sums = tl.sum(row_products(x + row * x_stride + one, w + one, n, one < 1, W, 1, 1, BN, TILES, True), 0)
     else:
@@ -35,13 +35,13 @@ def _rows(
 @triton.jit
 def _blocks(
     x, w, bias, y, tokens, x_stride, y_stride,
-    W: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SCALED: tl.constexpr,
-    FAST: tl.constexpr, STEP: tl.constexpr,
+    W: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     real = row < tokens
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    sums = product(x + row.to(tl.int64)[:, None] * x_stride, real, w, n, W, BM, BN, SCALED, FAST, STEP)
+    sums = product(x + row.to(tl.int64)[:, None] * x_stride, real, w, n, W, BM, BN, FAST, STEP)
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
     to = y + row.to(tl.int64)[:, None] * y_stride + n[None, :]
@@ -77,7 +77,6 @@ def multiply(x: torch.Tensor, w: torch.Tensor, matrix: Matrix, bias: torch.Tenso
     bm, most = (16, 32) if few else (64, 64)
     bn = next(d for d in (most, 32, 16) if rows % d == 0)
     _blocks[(triton.cdiv(tokens, bm), rows // bn)](
-        x, w, given, y, tokens, x.stride(0), y.stride(0), **common, BM=bm, BN=bn, SCALED=fast or not few,
-        STEP=256 if few else 1,
+        x, w, given, y, tokens, x.stride(0), y.stride(0), **common, BM=bm, BN=bn, STEP=256 if few else 128,
         num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ import torch.nn.functional as F
 
 from engine.weights.tiled.convert import joined_tiles
 from engine.weights.tiled.layout import Matrix
+
+TABLE_ROWS = 256  # of x, from which tiles are made numbers once, for torch's product
+TABLE_BYTES = 64 << 20  # of these numbers at most
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Weights:
         bias = None if self.bias is None else self.bias[start : start + outer]
         if self.dense is not None:
             return F.linear(x, self.dense[start : start + outer], bias)
+        if x.shape[0] >= TABLE_ROWS and outer * x.shape[1] * self.dtype.itemsize <= TABLE_BYTES:
+            return F.linear(x, self._table(start, outer), bias)
         multiply: Any = importlib.import_module("engine.linear.gpu_tiled").multiply
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty(x.shape[0], self.shape[0], dtype=x.dtype, device=x.device)
@@ -55,6 +60,18 @@ class Weights:
                 multiply(x, tiles, matrix, some, y[:, at : at + matrix.n])
             at += matrix.n
         return y[:, start : start + outer]
+
+    def _table(self, start: int, outer: int) -> torch.Tensor:
+        """The matrices that have rows [start, start + outer), as numbers; those rows."""
+        numbers: Any = importlib.import_module("engine.weights.tiled.rows").numbers
+        ends = list(accumulate(matrix.n for matrix, _ in self.tiles))
+        some = [(end, *pair) for end, pair in zip(ends, self.tiles, strict=True)]
+        some = [(end, m, t) for end, m, t in some if end > start and end - m.n < start + outer]
+        begin = some[0][0] - some[0][1].n
+        table = torch.empty(some[-1][0] - begin, self.shape[1], dtype=self.dtype, device=self.device)
+        for end, matrix, tiles in some:
+            numbers(tiles, matrix, None, table[end - matrix.n - begin : end - begin])
+        return table[start - begin : start - begin + outer]
 
 
 def joined(parts: Sequence[Weights]) -> Weights | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from engine.lora.ranks import padded_rank
 from engine.weights.layout import ROUTERS
 
 _PANEL = 16  # rows of A, padded
@@ -51,6 +52,11 @@ class ExpertLora:
     def num_bytes(self) -> int:
         tensors = (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def values_per_rank(self) -> int:
+        experts, inner = self.gate_b.shape[:2]
+        return 3 * experts * (self.gate_a.shape[2] + inner)
 
     def copy(self) -> ExpertLora:
         names = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
@@ -109,6 +115,11 @@ class AdapterWeights:
             linears += values * (_F32 if name.endswith(ROUTERS) else element_bytes)
         extra = sum(t.numel() for ms in self.extra_mlps.values() for m in ms for t in (m.gate, m.up, m.down))
         return linears + _F32 * extra + sum(e.slot_bytes(element_bytes) for e in self.experts.values())
+
+    def gpu_bytes(self, element_bytes: int) -> int:
+        """Of the experts' part in a slot of a GPU: one rank in all layers."""
+        rank = padded_rank(max((layer.rank for layer in self.experts.values()), default=1))
+        return element_bytes * rank * sum(layer.values_per_rank for layer in self.experts.values())
 
 
 def _round(size: int) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _BF16, _F32 = 2, 4
 TYPICAL_RANK = 16  # of an adapter, where none is known
+STREAMED_LORA = "their LoRA"  # what the plan calls adapters of layers that are streamed to a GPU
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 
 
@@ -39,9 +40,16 @@ def adapter_bytes_per_rank(config: ModelConfig) -> int:
     hidden, head, shared = config.hidden_size, config.head_dim, config.shared_expert_intermediate_size
     q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
     attention = 2 * (hidden + q) + 2 * (hidden + kv)
-    experts = config.num_experts * 3 * (hidden + config.moe_intermediate_size)
-    experts += 3 * (hidden + shared) if shared else 0
-    return _BF16 * (config.num_hidden_layers * attention + len(config.sparse_layers) * experts)
+    experts = 3 * (hidden + shared) if shared else 0
+    rest = config.num_hidden_layers * attention + len(config.sparse_layers) * experts
+    return _BF16 * rest + expert_adapter_bytes_per_rank(config)
+
+
+def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
+    """Its part in routed experts, in all layers."""
+    return (
+        _BF16 * 3 * len(config.sparse_layers) * config.num_experts * (config.hidden_size + config.moe_intermediate_size)
+    )
 
 
 def file_bytes(path: str) -> int:

@@ -15,7 +15,7 @@ from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.streamed.backend import StreamedExperts
 from engine.graphs.inputs import bucket_sizes
 from engine.linear.gpu import slot_table_bytes
-from engine.memory.costs import TYPICAL_RANK
+from engine.memory.costs import STREAMED_LORA, TYPICAL_RANK
 from engine.memory.limits import Memory
 from engine.memory.plan import Item
 from engine.model.config import ModelConfig
@@ -82,7 +82,7 @@ def expert_items(
         if config.max_adapter_slots:
             rank = min(TYPICAL_RANK, config.max_adapter_rank)
             lora = StreamedExperts.lora_bytes(Sizes.of(model), config.max_adapter_slots, rank, element_bytes)
-            items.append(Item(name, f"their LoRA, {config.max_adapter_slots} x rank {rank}", lora))
+            items.append(Item(name, f"{STREAMED_LORA}, {config.max_adapter_slots} x rank {rank}", lora))
     return items
 
 
@@ -93,6 +93,12 @@ def adapter_copies(backends: Sequence[str], streams: bool, device: str = "cuda")
     on_cpu = bool({"native", "hybrid", "kt", "reference"} & set(backends))
     copies = {_CPU: on_cpu + (streams or "hybrid" in backends)}
     return copies | ({_name(device): 1} if "gpu" in backends else {})
+
+
+def gpu_adapter_share(on_gpu: int, streams: bool, layers: int) -> float:
+    """How much of an adapter's expert part a slot holds there: of the layers that the GPU has (`on_gpu`), and of the
+    two that are streamed at a time."""
+    return (on_gpu + (min(2, layers) if streams else 0)) / max(layers, 1)
 
 
 def _name(device: str) -> str:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from engine.config import KV_BLOCK_TOKENS, EngineConfig
 from engine.errors import MemoryPlanError, UserError
-from engine.memory.costs import TYPICAL_RANK, adapter_bytes_per_rank, buffer_bytes, file_bytes, loading_bytes
+from engine.memory.costs import (
+    STREAMED_LORA,
+    TYPICAL_RANK,
+    adapter_bytes_per_rank,
+    buffer_bytes,
+    expert_adapter_bytes_per_rank,
+    file_bytes,
+    loading_bytes,
+)
 from engine.memory.limits import Memory
 from engine.memory.units import format_bytes, parse_bytes
 
@@ -24,6 +32,7 @@ _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
 _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
 CPU_KV_SHARE, GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
+_GPU_ADAPTERS = ("adapters at start", STREAMED_LORA)
 _AGAIN = ("", "once more", "twice more")  # by copies
 
 
@@ -78,7 +87,8 @@ class DevicePlan:
 @dataclass(frozen=True)
 class MemoryPlan(DevicePlan):
     """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `adapter_bytes`
-    is what loaded adapters may take on the CPU, those at start included. `notes` are printed;
+    is what loaded adapters may take on the CPU, those at start included; `gpu_adapter_bytes` what those in slots may
+    take on the GPU, beside the tables of their projections (None: no experts are computed there). `notes` are printed;
     `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
 
     devices: list[Memory]
@@ -88,6 +98,7 @@ class MemoryPlan(DevicePlan):
     adapter_bytes: int
     notes: list[str]
     remedies: list[str]
+    gpu_adapter_bytes: int | None = None
 
     def check(self, force: bool) -> None:
         """Raise MemoryPlanError if a device is short, unless `force`."""
@@ -133,6 +144,7 @@ class Inputs:
     scratch: Callable[[int], int] | None = None  # of native experts by rows; None: estimated with the step's buffers
     gpu_packs: bool = False  # whether experts on "gpu" are held as the file has them
     native: bool = True  # whether the native backends can serve the model here
+    gpu_adapter_share: float = 0  # of an adapter's expert part that a slot holds on the GPU, beside hot experts
 
     @property
     def main(self) -> Memory:
@@ -180,7 +192,17 @@ def _plan(inputs: Inputs) -> MemoryPlan:
         f"loaded adapters may take {format_bytes(room)}; one of rank {TYPICAL_RANK} on all projections takes {each}, "
         f"and {' and '.join(again)} in a slot"
     )
-    return MemoryPlan(devices, items, tokens, length, room, notes, [])
+    on_gpu = None
+    if inputs.gpu is not None and inputs.gpu_adapter_share and config.max_adapter_slots:
+        planned = sum(i.num_bytes for i in items if i.device == main.name and i.label.startswith(_GPU_ADAPTERS))
+        used = sum(item.num_bytes for item in items if item.device == main.name)
+        on_gpu = planned + max(main.free_bytes - used, 0)
+        takes = int(inputs.gpu_adapter_share * TYPICAL_RANK * expert_adapter_bytes_per_rank(source.config))
+        notes.append(
+            f"adapters in slots may take {format_bytes(on_gpu)} on {main.name}; one of rank {TYPICAL_RANK} on every "
+            f"expert takes {format_bytes(takes)}, and a load beyond that is refused"
+        )
+    return MemoryPlan(devices, items, tokens, length, room, notes, [], on_gpu)
 
 
 def reserve_bytes(device: Memory) -> int:

@@ -8,6 +8,7 @@ from engine.experts.gpu.layout import frame_of
 from engine.experts.kt import guard as kt
 from engine.experts.native import layer_bytes as native_layer_bytes
 from engine.linear import native as native_linear
+from engine.linear.gpu import embedding_matrix
 from engine.memory.plan import Inputs, Statements
 from engine.memory.units import format_bytes
 from engine.weights.layout import EMBED, ROUTERS
@@ -34,8 +35,8 @@ def expert_bytes(inputs: Inputs, layer: int) -> int:
 
 def weight_bytes(inputs: Inputs) -> int:
     """Everything but routed experts: norms as activations, routers in float32, projections as the linear backend holds
-    them. The embedding is a table as wide as activations (a bf16 one as weights), unless the native kernels hold it as
-    the file does. A tied head is a projection of its own, which may serve as the embedding."""
+    them. The embedding is a table as wide as activations (a bf16 one as weights), unless it is held as in the file. A
+    tied head is a projection of its own, which may serve as the embedding."""
     source, total = inputs.source, 0
     for name in source.names():
         tensor = source.tensor(name)
@@ -58,12 +59,22 @@ def _linear_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
     return prod(tensor.shape) * inputs.element_bytes
 
 
+def tiled_projections(inputs: Inputs) -> bool:
+    """Whether a GPU holds some projection quantised."""
+    source = inputs.source
+    names = [name for name in source.names() if name.endswith("_proj.weight")]
+    matrices = (matrix_of(source.tensor(name), inputs.activation_bytes, inputs.config.quantise) for name in names)
+    return any(not matrix.plain for matrix in matrices)
+
+
 def _embedding_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
     if inputs.linear_backend == "native":
         tied, quantise = inputs.source.config.tie_word_embeddings, inputs.config.quantise
         form = native_linear.embedding_bytes(tensor, inputs.element_bytes, quantise, tied)
         if form is not None:
             return form
+    if inputs.linear_backend == "gpu" and (matrix := embedding_matrix(tensor, inputs.activation_bytes)):
+        return 0 if inputs.source.config.tie_word_embeddings else matrix.num_bytes
     return prod(tensor.shape) * (inputs.element_bytes if tensor.type == "BF16" else inputs.activation_bytes)
 
 

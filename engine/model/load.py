@@ -111,9 +111,8 @@ class Loader:
         nothing is lost by it."""
         tensor, backends = self.source.tensor(EMBED), self.backends
         tied = None if self.source.has(HEAD) else head
-        if backends.device.type == "cpu" and (
-            made := backends.linear("lm_head").embedding("model.embed_tokens", tensor, tied)
-        ):
+        made = backends.linear("lm_head").embedding("model.embed_tokens", tensor, tied)
+        if made is not None:
             return made
         dtype = torch.bfloat16 if tensor.type == "BF16" and backends.packs_bf16 else backends.dtype
         return TableEmbedding(tensor.dequantise(dtype).to(backends.device), backends.ops.embed)

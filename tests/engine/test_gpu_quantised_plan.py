@@ -9,9 +9,12 @@ import pytest
 
 import engine.build.plan as build
 from engine.config import EngineConfig
+from engine.errors import UserError
+from engine.experts.gpu.layout import Sizes
+from engine.lora.budget import AdapterSize
 from engine.memory.limits import Memory
 from engine.model.config import ModelConfig
-from engine.weights.layout import EMBED, HEAD, ROUTERS, dense_tensors, expert_shape
+from engine.weights.layout import HEAD, ROUTERS, dense_tensors, expert_shape
 from engine.weights.model_file import ModelFile
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 from native import available
@@ -79,6 +82,11 @@ class Q4KM(WeightSource):
         return []
 
 
+def gpu_blocks(model: ModelConfig, rank: int) -> int:
+    """Bytes of expert LoRA in bf16."""
+    return 2 * len(model.sparse_layers) * model.num_experts * Sizes.of(model).lora_block(rank)
+
+
 def test_a_30b_model_in_q4_k_m_is_whole_on_a_card_of_24_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 32K positions of KV, of 24564 MiB as such cards state them, less what the driver takes."""
     model = config(
@@ -92,11 +100,18 @@ def test_a_30b_model_in_q4_k_m_is_whole_on_a_card_of_24_gb(monkeypatch: pytest.M
     monkeypatch.setattr(build, "find_machine", lambda *_: GPU)
     monkeypatch.setattr(build, "gpu_memory", lambda _: Memory("GPU 0", 24060 << 20, 24564 << 20))
     monkeypatch.setattr(build, "cpu_memory", lambda: Memory("CPU", 60 << 30, 64 << 30))
-    plan = build.plan_engine(EngineConfig(model="m", max_num_seqs=16, kv_cache_tokens=32768, max_adapter_slots=4))
+    plan = build.plan_engine(EngineConfig(model="m", max_num_seqs=16, kv_cache_tokens=32768))
     assert not plan.memory.short and plan.memory.kv_tokens == 32768
     assert plan.placement.used(".mlp.experts") == ["gpu"] and plan.placement.used("_proj") == ["gpu"]
     held = {item.label: item.num_bytes for item in plan.memory.items if item.device == "GPU 0"}
     experts = sum(source.experts(layer).num_bytes for layer in model.sparse_layers)
     assert held["experts, 48 layers on gpu"] == pytest.approx(experts, rel=0.03)
-    dense = sum(source.tensor(name).num_bytes for name in source.names() if name != EMBED)
-    assert held["dense weights"] == pytest.approx(dense + 2 * prod(source.tensor(EMBED).shape), rel=0.03)
+    dense = sum(source.tensor(name).num_bytes for name in source.names())
+    assert held["dense weights"] == pytest.approx(dense, rel=0.03)
+    # an adapter on every expert takes 1.55 GiB in a slot: more than is left, so loading one is refused
+    left = 24060 * (1 << 20) - sum(held.values())
+    assert plan.memory.gpu_adapter_bytes == left and any("on GPU 0" in note for note in plan.memory.notes)
+    new = AdapterSize(1 << 30, 1 << 30, gpu_blocks(model, 16))
+    with pytest.raises(UserError, match=r"'pirate' would not fit into the GPU's memory.*--kv-cache-tokens"):
+        plan.adapter_budget.check("pirate", [], [], new, pinned=False)
+    plan.adapter_budget.check("attention", [], [], AdapterSize(1 << 24, 1 << 24), pinned=False)

@@ -17,7 +17,7 @@ from engine.experts.native import NativeExperts, layer_bytes
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
 from engine.linear.embedding import TableEmbedding
-from engine.linear.gpu import GpuLinearBackend, _Tables, padded_rank, slot_table_bytes
+from engine.linear.gpu import GpuLinearBackend, _Tables, embedding_matrix, padded_rank, slot_table_bytes
 from engine.linear.native import NativeLinearBackend, embedding_bytes, weight_bytes
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.convert import Packer
@@ -69,7 +69,7 @@ def test_experts_held_in_one_type(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("quantise", [None, "int8"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("kind", [*TYPES, "IQ4_XS"])
+@pytest.mark.parametrize("kind", [*TYPES, "IQ4_XS", "MXFP4", "F8_E4M3", "Q3_K"])
 def test_gpu_experts_and_projections(kind: str, dtype: torch.dtype, quantise: str | None) -> None:
     """As large as in the file, where the GPU has a form for its type; hardly larger with odd sizes."""
     store = Layer(kind).store
@@ -81,7 +81,8 @@ def test_gpu_experts_and_projections(kind: str, dtype: torch.dtype, quantise: st
     linear = GpuLinearBackend(dtype, CPU, 2, 16, quantise, pack).load("p", weight, None)
     stated = matrix_of(weight, dtype.itemsize, quantise).num_bytes
     assert linear.product.weights.num_bytes == stated
-    if weight.quantised and kind != "IQ4_XS":
+    assert (embedding_matrix(weight, dtype.itemsize) is not None) == (weight.quantised and kind != "Q3_K")
+    if weight.quantised and kind != "Q3_K":
         assert gpu.num_bytes <= 1.03 * store.num_bytes and stated <= 1.03 * weight.num_bytes
     elif quantise is None:
         assert gpu.num_bytes == store.num_weights * dtype.itemsize

@@ -28,6 +28,8 @@ CONFIG = config(
 )  # fmt: skip
 DTYPE = BF16 if torch.cuda.is_available() else F32  # the interpreter has no bf16
 BOUND = 0.012 if DTYPE == BF16 else 2e-6
+PLAIN = ("BF16" if DTYPE == BF16 else "F32",)
+CODED = ("IQ4_XS", "MXFP4", "F8_E4M3")
 
 
 def make(device: torch.device, layers: list[Layer], hybrid: bool, limit: int | None) -> StreamedExperts:
@@ -45,9 +47,10 @@ def make(device: torch.device, layers: list[Layer], hybrid: bool, limit: int | N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_equals_the_cpu(kernel_device: torch.device, hybrid: bool) -> None:
-    layers = [Layer("BF16" if DTYPE == BF16 else "F32") for _ in range(LAYERS)]
+@pytest.mark.parametrize("hybrid,kinds", [(False, PLAIN), (True, PLAIN), (False, CODED)])
+def test_equals_the_cpu(kernel_device: torch.device, hybrid: bool, kinds: tuple[str, ...]) -> None:
+    layers = [Layer(*kinds) for _ in range(LAYERS)]
+    bound = BOUND if kinds == PLAIN else 0.025  # the CPU's rows in int8
     streamed = make(kernel_device, layers, hybrid, 6)
     there = ExpertBuffers.allocate(32, K, H, DTYPE, device=kernel_device)
     tasks = [streamed.bind(layer, there) for layer in range(LAYERS)]
@@ -72,7 +75,7 @@ def test_equals_the_cpu(kernel_device: torch.device, hybrid: bool) -> None:
             torch.cuda.synchronize()
         streamed.check()
         for layer, out in zip(layers, outs, strict=True):
-            assert error(out.cpu(), expected(layer, b, adapters)) < BOUND
+            assert error(out.cpu(), expected(layer, b, adapters)) < bound
     streamed.close()
 
 

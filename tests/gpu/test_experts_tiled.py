@@ -21,8 +21,11 @@ DTYPE = BF16 if GPU else F32  # the interpreter has no bf16
 BOUND = 0.012 if GPU else 3e-6  # weights, and scales before them, are rounded to bf16
 INTEGER_BOUND = 0.025  # rows in int8, as the CPU's
 FORMATS = [kind for kind in QUANTISED if has_tiles(_native.format_of(kind))]
-LAYERS = [*((kind, kind, kind) for kind in FORMATS), ("Q4_K", "Q5_0", "Q6_K"), ("Q8_0", "BF16", "Q4_0")]
-SOME = LAYERS if GPU else [("Q4_K", "Q5_0", "Q6_K"), ("Q8_0", "BF16", "Q4_0")]  # the interpreter is slow
+CODED = ("IQ4_XS", "MXFP4", "F8_E4M3")
+MIXED = [("Q4_K", "Q5_0", "Q6_K"), ("Q8_0", "BF16", "Q4_0"), CODED]
+LAYERS = [*((kind, kind, kind) for kind in FORMATS), *MIXED]
+SOME = LAYERS if GPU else [*MIXED, ("Q6_K", "Q6_K", "IQ4_NL")]  # the interpreter is slow
+CHOICES = [kinds for kinds in (LAYERS if GPU else SOME) if not {"BF16", "F8_E4M3"} & {*kinds}]
 
 
 @pytest.mark.gpu
@@ -31,7 +34,7 @@ SOME = LAYERS if GPU else [("Q4_K", "Q5_0", "Q6_K"), ("Q8_0", "BF16", "Q4_0")]  
 def test_right_with_and_without_adapters(
     kinds: tuple[str, str, str], rows: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 rows: one after another; 9 and 20 in blocks of 16; 120 with scaled weights."""
+    """2 rows: one after another; 9 and 20 in blocks of 16; 120 in larger ones."""
     monkeypatch.setattr(products, "VECTOR_ROWS", 2 if rows == 2 else 0)
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
     layer = Layer(*kinds)
@@ -53,7 +56,7 @@ def test_right_with_and_without_adapters(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kinds", LAYERS[:-1] if GPU else LAYERS[-2:-1], ids="-".join)
+@pytest.mark.parametrize("kinds", CHOICES, ids="-".join)
 def test_single_choices(
     kinds: tuple[str, str, str], kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,9 +82,10 @@ def test_single_choices(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="a CUDA graph needs a GPU")
-def test_a_graph_serves_fewer_rows_and_other_adapters() -> None:
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), CODED], ids="-".join)
+def test_a_graph_serves_fewer_rows_and_other_adapters(kinds: tuple[str, str, str]) -> None:
     device = torch.device("cuda")
-    layer, adapters = Layer("Q4_K", "Q4_K", "Q6_K"), {1: lora(4, 11), 2: lora(16, 12)}
+    layer, adapters = Layer(*kinds), {1: lora(4, 11), 2: lora(16, 12)}
     compute = GpuCompute(SIZES, BF16, device, max_rows=18, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, adapters, BF16, list(range(E)), device)
     b = batch(16, BF16, slots=[0, 1, 2])

@@ -88,6 +88,39 @@ def lora_b(sums, t, t_first, b_at, rank, position, mine, n, T: tl.constexpr, R: 
 
 
 @triton.jit
+def with_lora_gate_up(
+    gate, up, slot, t, position, e, address, ranks, n, H: tl.constexpr, MID: tl.constexpr, E: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """gate, up [BM, BN] and what the rows' adapters add, one adapter after another. slot [BM]: NONE without one."""
+    numbers = tl.pointer_type(t.dtype.element_ty)
+    current = tl.min(slot, 0)
+    while current < NONE:
+        rank = tl.load(ranks + current)
+        b = tl.load(address + current * E + e).to(numbers) + rank * (2 * H + MID)
+        gate = lora_b(gate, t, 0, b, rank, position, slot == current, n, T, R)
+        up = lora_b(up, t, rank, b + rank * MID, rank, position, slot == current, n, T, R)
+        current = tl.min(tl.where(slot > current, slot, NONE), 0)
+    return gate, up
+
+
+@triton.jit
+def with_lora_down(
+    sums, slot, t, position, e, address, ranks, n, H: tl.constexpr, MID: tl.constexpr, E: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The same of down."""
+    numbers = tl.pointer_type(t.dtype.element_ty)
+    current = tl.min(slot, 0)
+    while current < NONE:
+        rank = tl.load(ranks + current)
+        b = tl.load(address + current * E + e).to(numbers) + rank * (2 * H + 3 * MID)
+        sums = lora_b(sums, t, 0, b, rank, position, slot == current, n, T, R)
+        current = tl.min(tl.where(slot > current, slot, NONE), 0)
+    return sums
+
+
+@triton.jit
 def gate_up(
     x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
@@ -111,13 +144,7 @@ def gate_up(
         up = tl.dot(xs, tl.trans(tl.load(gate_at + H * MID + k)), up, input_precision="ieee")
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        current = tl.min(slot, 0)
-        while current < NONE:
-            rank = tl.load(ranks + current)
-            lora = tl.load(address + current * E + e).to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
-            gate = lora_b(gate, t, 0, lora, rank, position, slot == current, n, T, R)
-            up = lora_b(up, t, rank, lora + rank * MID, rank, position, slot == current, n, T, R)
-            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+        gate, up = with_lora_gate_up(gate, up, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
     inner = gate * tl.sigmoid(gate) * up
     tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
 
@@ -142,12 +169,7 @@ def down(
         sums = tl.dot(hs, tl.trans(tl.load(down_at + k)), sums, input_precision="ieee")
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        current = tl.min(slot, 0)
-        while current < NONE:
-            rank = tl.load(ranks + current)
-            lora = tl.load(address + current * E + e).to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
-            sums = lora_b(sums, t, 0, lora, rank, position, slot == current, n, T, R)
-            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+        sums = with_lora_down(sums, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
     weight = tl.load(weights + choice, mask=real, other=0)
     tl.store(y + choice[:, None].to(tl.int64) * H + n[None, :], sums * weight[:, None], mask=real[:, None])
 

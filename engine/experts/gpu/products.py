@@ -14,6 +14,7 @@ VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed 
 CHOICE_ROWS = 1.0  # ... and up to which, without adapters, each choice is computed by itself
 _FEW_ROWS = 16
 _FEW_COLUMNS, _FEW_STEP = 64, 256  # of blocks of 16 rows: columns of a program, values of K at a time
+_MANY_STEP = 128
 INTEGERS = (torch.bfloat16,)  # types of models whose single rows meet quantised weights in int8
 LEAST_BLOCK_ROWS = 16  # of all tiles
 
@@ -83,21 +84,24 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
             Product(kernels.down_rows, frames, 16, down),
         )
     few = tiles.bm <= _FEW_ROWS
-    many: dict[str, Any] = {"SCALED": fast or not few, "STEP": _FEW_STEP if few else 1, "num_warps": tiles.warps}
+    many: dict[str, Any] = {"STEP": _FEW_STEP if few else _MANY_STEP, "num_warps": tiles.warps}
     gate_up |= many | {"num_stages": min(_stages(matrix, tiles) for matrix in (frame.gate, frame.up))}
+    gate_up["TOGETHER"] = not few and frame.gate == frame.up
     down |= many | {"num_stages": _stages(frame.down, tiles)}
-    most = _FEW_COLUMNS if few else tiles.bn_down
-    return (
-        Product(kernels.gate_up, frames, _divisor(frame.gate.n, most) if few else tiles.bn_gate_up, gate_up),
-        Product(kernels.down, frames, _divisor(frame.down.n, most), down),
-    )
+    columns = tiles.bn_gate_up, tiles.bn_down
+    if few:
+        inner, hidden = (min(map(_few_columns, some)) for some in ((frame.gate, frame.up), (frame.down,)))
+        columns = _divisor(frame.gate.n, inner), _divisor(frame.down.n, hidden)
+    return Product(kernels.gate_up, frames, columns[0], gate_up), Product(kernels.down, frames, columns[1], down)
 
 
 def choice_products(
     frame: Frame | None, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype
 ) -> tuple[Product, Product] | None:
     """Gate and up, and down with the sum of a row's choices, of few rows without adapters; None for other steps."""
-    if frame is None or any(m.plain for m in frame.matrices) or dtype not in INTEGERS or tiles.each > CHOICE_ROWS:
+    if frame is None or dtype not in INTEGERS or tiles.each > CHOICE_ROWS:
+        return None
+    if any(matrix.plain or matrix.e4m3 for matrix in frame.matrices):
         return None
     from engine.experts.gpu import row_kernels as kernels
     from engine.weights.tiled.dots import tiles_at_once
@@ -111,6 +115,11 @@ def choice_products(
         Product(kernels.gate_up_choices, frames, 16, common | at_once | {"WG": gate, "WU": up, "UP_AT": up_at}),
         Product(kernels.down_choices, frames, 8, common | {"TD": tiles_at_once(down), "WD": down, "DOWN_AT": down_at}),
     )
+
+
+def _few_columns(matrix: Matrix) -> int:
+    """No more scales of a run than threads: others would be exchanged through shared memory, run by run."""
+    return _FEW_COLUMNS // 2 if not matrix.plain and matrix.group < matrix.sub else _FEW_COLUMNS
 
 
 def _stages(matrix: Matrix, tiles: Tiles) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.experts.gpu.kernels import NONE, adapter_slots, block_of, lora_b
+from engine.experts.gpu.kernels import adapter_slots, block_of, with_lora_down, with_lora_gate_up
 from engine.weights.tiled.dots import row_products
 from engine.weights.tiled.kernels import product, vector
 
@@ -21,9 +21,10 @@ from engine.weights.tiled.kernels import product, vector
 def gate_up(
     x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
+    WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """TOGETHER: gate and up are of one form."""
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
         return
@@ -31,17 +32,17 @@ def gate_up(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     weights = frames + tl.load(place + e).to(tl.int64) * FRAME
     xs = x + (choice // K).to(tl.int64)[:, None] * H
-    gate = product(xs, real, weights, n, WG, BM, BN, SCALED, FAST, STEP)
-    up = product(xs, real, weights + UP_AT, n, WU, BM, BN, SCALED, FAST, STEP)
+    if TOGETHER:  # columns of gate and up in turn, so that a row's values are read once
+        column = tl.arange(0, 2 * BN)
+        row = tl.program_id(1) * BN + column // 2
+        both = product(xs, real, weights + column % 2 * UP_AT, row, WG, BM, 2 * BN, FAST, STEP)
+        gate, up = tl.split(tl.reshape(both, [BM, BN, 2]))
+    else:
+        gate = product(xs, real, weights, n, WG, BM, BN, FAST, STEP)
+        up = product(xs, real, weights + UP_AT, n, WU, BM, BN, FAST, STEP)
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        current = tl.min(slot, 0)
-        while current < NONE:
-            rank = tl.load(ranks + current)
-            lora = tl.load(address + current * E + e).to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
-            gate = lora_b(gate, t, 0, lora, rank, position, slot == current, n, T, R)
-            up = lora_b(up, t, rank, lora + rank * MID, rank, position, slot == current, n, T, R)
-            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+        gate, up = with_lora_gate_up(gate, up, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
     inner = gate * tl.sigmoid(gate) * up
     tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
 
@@ -51,7 +52,7 @@ def down(
     h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
     WD: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
@@ -59,23 +60,18 @@ def down(
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
-    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, SCALED, FAST, STEP)
+    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, FAST, STEP)
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        current = tl.min(slot, 0)
-        while current < NONE:
-            rank = tl.load(ranks + current)
-            lora = tl.load(address + current * E + e).to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
-            sums = lora_b(sums, t, 0, lora, rank, position, slot == current, n, T, R)
-            current = tl.min(tl.where(slot > current, slot, NONE), 0)
+        sums = with_lora_down(sums, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
     weight = tl.load(weights + choice, mask=real, other=0)
     tl.store(y + choice[:, None].to(tl.int64) * H + n[None, :], sums * weight[:, None], mask=real[:, None])
 
 
 @triton.jit
 def one_row(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, FAST: tl.constexpr):
-    """float32 [BN], of a quantised matrix in integers if FAST."""
-    if FAST and W[3] < 16:
+    """float32 [BN], of a matrix whose quants are integers in integers if FAST."""
+    if FAST and W[3] < 16 and W[17] != 4:
         one = tl.arange(0, 1)
         return tl.sum(row_products(x + one, w + one, n, one < 1, W, 1, 1, BN, TILES, True), 0)
     return vector(x, w, n, W, BN, TILES)

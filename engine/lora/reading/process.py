@@ -207,7 +207,8 @@ def _read(engine: Connection) -> None:
             base=request.base,
             opened=opened,
         )
-        size = AdapterSize(weights.num_bytes, weights.slot_bytes(request.budget.element_bytes))
+        element = request.budget.element_bytes
+        size = AdapterSize(weights.num_bytes, weights.slot_bytes(element), weights.gpu_bytes(element))
         engine.send_bytes(_encode(_Measured(size)))
         engine.recv_bytes()
         head, file = pack(weights)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from native import _native
 
 _ALIGN = 64  # bytes, of packed panels
-_AT_ONCE = 1 << 26  # values that are tiled at a time: bounds what it takes beside
+_AT_ONCE = 1 << 25  # values that are tiled at a time: bounds what it takes beside, several bytes each
 
 
 def tiles_of(packed: torch.Tensor, matrix: Matrix) -> torch.Tensor:
@@ -45,14 +45,15 @@ def put_tiles(out: torch.Tensor, packed: torch.Tensor, matrix: Matrix, first: in
         at, size = matrix.planes[name]
         return out[:, at : at + size].view(count, -1, width)
 
-    values = levels(rows[:, f.scales_size(k) :], f, count * some, k)  # [P, blocks, 32, 16]
+    quants = rows[:, f.scales_size(k) :]
+    values = quants if matrix.e4m3 else levels(quants, f, count * some, k)  # by k, then 16 rows
     values = values.reshape(count, some, k, PANEL).transpose(2, 3).reshape(count, some * PANEL, k)
     if matrix.padded_k > k:
         values = torch.nn.functional.pad(values, (0, matrix.padded_k - k))
     tiled = values.view(count, some * PANEL, -1, matrix.subs, matrix.sub)
     low = plane("low", matrix.padded_k * matrix.low // 8)[:, first:last]
     if matrix.low == 8:
-        low.copy_(values ^ 128)
+        low.copy_(values if matrix.e4m3 else values ^ 128)
     else:
         half = matrix.subs // 2
         nibbles = tiled & 15
@@ -64,7 +65,7 @@ def put_tiles(out: torch.Tensor, packed: torch.Tensor, matrix: Matrix, first: in
             upper |= bits[..., at, :] << at * matrix.upper
         plane("upper", matrix.padded_k * matrix.upper // 8)[:, first:last].copy_(upper.flatten(2))
 
-    units, groups = k // f.unit, f.unit // f.group
+    units, groups = k // f.unit, f.unit // matrix.group
     meta = rows[:, : units * f.scale_bytes].reshape(count, some, units, f.scale_bytes)
 
     def scales(name: str, at: int, bytes_: int, each: int = 1, mask: int | None = None, shift: int = 0) -> None:
@@ -78,7 +79,7 @@ def put_tiles(out: torch.Tensor, packed: torch.Tensor, matrix: Matrix, first: in
         target = target[:, : units * each, first * bytes_ : last * bytes_]
         target.copy_(part.transpose(1, 2).reshape(count, units * each, -1))
 
-    scales("d", 0, 2)
+    scales("d", 0, matrix.d_bytes)
     if f.minimum_offset:
         scales("minima", f.minimum_offset, 2)
     if f.zero_offset:
@@ -129,8 +130,11 @@ class Packer:
         step = max(1, _AT_ONCE // (matrix.n * matrix.k))
         for first in range(0, len(weights), step):
             some = weights[first : first + step]
-            packed = self._panels(some, matrix).to(self._device)
-            put_tiles(out[first : first + len(some)], packed, matrix, 0)
+            packed = self._panels(some, matrix).view(len(some), matrix.rows // PANEL, -1)
+            panels = max(1, _AT_ONCE // (len(some) * matrix.k * PANEL))
+            for at in range(0, packed.shape[1], panels):
+                part = packed[:, at : at + panels].flatten(1).to(self._device)
+                put_tiles(out[first : first + len(some)], part, matrix, at * PANEL)
 
     def _panels(self, weights: Sequence[WeightTensor], matrix: Matrix) -> torch.Tensor:
         """uint8 [B, panels] on the CPU."""

@@ -1,8 +1,9 @@
 """Products of single rows with a matrix in tiles (layout.py), in integers: four values an instruction.
 
 A row's values become int8 with one scale per run of a tile (16 or 32 values), as on the CPU. Quants stay as they are
-stored: words of eight bytes of a plane are masked and multiplied with the words of the runs that they hold. A group's
-minimum or bias meets the sum of the row's int8 values, so that rounding them shifts no sum.
+stored: words of eight bytes of a plane are masked and multiplied with the words of the runs that they hold; places in
+a table become its values first. A group's minimum or bias meets the sum of the row's int8 values, so that rounding
+them shifts no sum. Quants in e4m3 have no such product.
 
 `W` is Matrix.constants. ASSEMBLY: NVIDIA's dot product of four bytes; without it the same sums in plain operations.
 """
@@ -12,6 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from engine.weights.tiled.codes import code_of, code_words
+from engine.weights.tiled.scales import group_scales, unit_scales
 
 _AT_ONCE = 2048  # values of a column that a program asks for at once
 
@@ -88,68 +92,120 @@ def nibble_products(
     return _byte_dots(levels, x)
 
 
+@triton.constexpr_function
+def coded_code(low, high):
+    """The nibbles of two words as places in a table: those that are low with one row's bytes, those that are high with
+    another's. A nibble's three low bits choose from either half of the table, the fourth between what they found."""
+    tables = code_words(low, high)
+    lines = ".reg .b32 a, b, p, q, r, s, d, e, l, m, f, g, t, u, x, y, t0, t1, t2, t3;"
+    lines += "mov.b64 {a, b}, $2; mov.b64 {p, q}, $3; mov.b64 {r, s}, $4; mov.b32 d, 0; mov.b32 e, 0;"
+    lines += "".join(f"mov.b32 t{i}, {word};" for i, word in enumerate(tables))
+    for word, first, second in ("apr", "bqs"):
+        lines += f"and.b32 l, {word}, 0x77777777; shr.b32 m, l, 16;"
+        lines += f"shr.b32 f, {word}, 1; lop3.b32 f, f, 0x44444444, 0x32103210, 0xEA; shr.b32 g, f, 16;"
+        lines += "prmt.b32 t, t0, t1, l; prmt.b32 u, t2, t3, l; prmt.b32 x, t, u, f;"
+        lines += "prmt.b32 t, t0, t1, m; prmt.b32 u, t2, t3, m; prmt.b32 y, t, u, g;"
+        lines += f"prmt.b32 t, x, y, 0x6420; dp4a.s32.s32 d, t, {first}, d;"
+        lines += f"prmt.b32 u, x, y, 0x7531; dp4a.s32.s32 e, u, {second}, e;"
+    return "{" + lines + "mov.b32 $0, d; mov.b32 $1, e; }"
+
+
 @triton.jit
-def int8_words(xs, J: tl.constexpr, TILES: tl.constexpr, SUB: tl.constexpr):
-    """float32 [J, TILES, SUB] -> (int64 [J, 1, TILES, SUB / 8] of int8, scales [J, 1, TILES], their sums, scaled)."""
+def _code_dots(places, x, W: tl.constexpr):
+    """As `_byte_dots`, of places in the table."""
+    sums = places.to(tl.int32) * 0
+    for byte in tl.static_range(8):
+        sums += code_of((places >> (8 * byte)) & 15, W) * ((x << (56 - 8 * byte)) >> 56).to(tl.int32)
+    return sums
+
+
+@triton.jit
+def code_products(low, first, second, W: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """int64 of sixteen nibbles -> two int32: the low ones with eight bytes of one run, the high ones with another's."""
+    if ASSEMBLY:
+        CODE: tl.constexpr = coded_code(W[18], W[19])
+        return tl.inline_asm_elementwise(
+            CODE, "=r,=r,l,l,l", [low, first, second], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    return _code_dots(low, first, W), _code_dots(low >> 4, second, W)
+
+
+@triton.jit
+def int8_words(xs, J: tl.constexpr, TILES: tl.constexpr, SUB: tl.constexpr, GROUPS: tl.constexpr):
+    """float32 [J, TILES, SUB] -> (int64 [J, 1, TILES, SUB / 8] of int8, scales [J, 1, TILES], their sums, scaled: as
+    scales, or of each of several groups [J, 1, TILES, GROUPS])."""
     most = tl.max(tl.abs(xs), 2)
     per_step = tl.where(most > 0, 127.0 / most, 0.0)
     # 1.5 * 2^23 leaves the nearest integer in the lowest bits
     quants = (xs * per_step[:, :, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     scale = most * (1.0 / 127.0)
-    sums = tl.sum(quants, 2).to(tl.float32) * scale
+    if GROUPS == 1:
+        sums = (tl.sum(quants, 2).to(tl.float32) * scale)[:, None, :]
+    else:
+        grouped = tl.sum(tl.reshape(quants, [J, TILES, GROUPS, SUB // GROUPS]), 3)
+        sums = (grouped.to(tl.float32) * scale[:, :, None])[:, None, :, :]
     place = 8 * tl.arange(0, 4)
     fours = tl.sum((tl.reshape(quants, [J, TILES, SUB // 4, 4]) & 255) << place[None, None, None, :], 3)
     first, second = tl.split(tl.reshape(fours, [J, TILES, SUB // 8, 2]))
     words = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
-    return words[:, None, :, :], scale[:, None, :], sums[:, None, :]
+    return words[:, None, :, :], scale[:, None, :], sums
 
 
 @triton.jit
-def unit_scales(w, n, k, real, W: tl.constexpr):
-    """(d, minimum) in float32 of the units that hold k, of rows n; what a zero point or minimum takes off, per d."""
-    at = k // W[7] * W[0] + n
-    d = tl.load((w + W[13]).to(tl.pointer_type(tl.float16)) + at, mask=real, other=0).to(tl.float32)
-    minimum = d * 0.0
-    if W[9] == 1:
-        minimum = tl.load((w + W[14]).to(tl.pointer_type(tl.float16)) + at, mask=real, other=0).to(tl.float32)
-    if W[9] == 2:
-        minimum = -d * tl.load(w + W[14] + at, mask=real, other=0).to(tl.float32)
-    return d, minimum
+def _run_words(x, tile_k, first, W: tl.constexpr, JX: tl.constexpr, TILES: tl.constexpr):
+    """`int8_words` of the runs that begin `first` values behind tile_k."""
+    SUB: tl.constexpr = W[5]
+    TILE: tl.constexpr = W[5] * W[6]
+    GROUPS: tl.constexpr = SUB // W[8] if W[8] < SUB else 1
+    at = (tile_k + first)[None, :, None] + tl.arange(0, SUB)[None, None, :]
+    if W[2] == W[1] and W[2] % (TILES * TILE) == 0:
+        xs = tl.load(x[:, None, None] + at).to(tl.float32)
+    else:
+        xs = tl.load(x[:, None, None] + at, mask=at < W[1], other=0).to(tl.float32)
+    return int8_words(xs, JX, TILES, SUB, GROUPS)
 
 
 @triton.jit
-def group_scales(d, minimum, w, n, k, real, W: tl.constexpr):
-    """(s, c) of the groups that hold k: a quant u stands for s u + c."""
-    s, c = d, minimum
-    if W[10] > 0:
-        at = k // W[8] * W[0] + n
-        step = tl.load(w + W[15] + at, mask=real, other=0)
-        if W[10] == 2:
-            s = d * step.to(tl.int8, bitcast=True).to(tl.float32)
-        else:
-            s = d * step.to(tl.float32)
-            c = -minimum * tl.load(w + W[16] + at, mask=real, other=0).to(tl.float32)
-    if W[11] > 0:
-        c = c - W[11] * s
-    return s, c
+def _with_run(
+    sums, dots, scale, total, d, minimum, base, rows, start, inside, W: tl.constexpr,
+    J: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """`sums` and a run's products, scaled by its groups."""
+    SUB: tl.constexpr = W[5]
+    GROUPS: tl.constexpr = SUB // W[8] if W[8] < SUB else 1
+    SHIFTED: tl.constexpr = W[9] > 0 or W[11] > 0
+    if W[7] % (W[5] * W[6]) != 0:
+        d, minimum = unit_scales(base, rows, start, inside, W)
+    if GROUPS == 1:
+        s, c = group_scales(d, minimum, base, rows, start, inside, W)
+        sums += tl.sum(dots, 3).to(tl.float32) * (s * scale)
+        if SHIFTED:
+            sums += c * total
+    else:
+        k = start[:, :, :, None] + W[8] * tl.arange(0, GROUPS)[None, None, None, :]
+        s, c = group_scales(
+            d[:, :, :, None], minimum[:, :, :, None], base[:, :, :, None], rows[:, :, :, None], k,
+            inside[:, :, :, None], W,
+        )  # fmt: skip
+        parts = tl.sum(tl.reshape(dots, [J, BN, TILES, GROUPS, SUB // 8 // GROUPS]), 4).to(tl.float32)
+        sums += tl.sum(parts * s, 3) * scale
+        if SHIFTED:
+            sums += tl.sum(c * total, 3)
+    return sums
 
 
 @triton.jit
 def _some_tiles(
-    sums, x, w, n, real, k, W: tl.constexpr, JX: tl.constexpr, TILES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    sums, x, w, n, real, k, W: tl.constexpr, JX: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """`sums` [J, BN, TILES] and what TILES tiles from k on add."""
-    K: tl.constexpr = W[1]
     PADDED: tl.constexpr = W[2]
     LOW: tl.constexpr = W[3]
     UPPER: tl.constexpr = W[4]
     SUB: tl.constexpr = W[5]
     TILE: tl.constexpr = W[5] * W[6]
     RUNS: tl.constexpr = W[6] * LOW // 8
-    SHIFTED: tl.constexpr = W[9] > 0 or W[11] > 0
-    ONE_UNIT: tl.constexpr = W[7] % TILE == 0  # a tile's values share it
-    EVEN: tl.constexpr = PADDED % (TILES * TILE) == 0 and PADDED == K
-    i = tl.arange(0, SUB)
     j = tl.arange(0, SUB // 8)[None, None, None, :]
     t = tl.arange(0, TILES)
     base, rows = w[:, None, None], n[None, :, None]
@@ -162,28 +218,26 @@ def _some_tiles(
     if UPPER > 0:
         upper_at = (rows * (PADDED * UPPER // 64) + from_k * UPPER // 64)[:, :, :, None] + j
         upper = tl.load((base + W[12])[:, :, :, None].to(words) + upper_at, mask=inside[:, :, :, None], other=0)
-    if ONE_UNIT:
+    d, minimum = sums, sums  # unless a tile's values share them
+    if W[7] % TILE == 0:
         d, minimum = unit_scales(base, rows, from_k, inside, W)
     for run in tl.static_range(RUNS):
         low = tl.load(low_at + run * (SUB // 8), mask=inside[:, :, :, None], other=0)
-        for half in tl.static_range(8 // LOW):
-            start = from_k + (half * RUNS + run) * SUB
-            at = (tile_k + (half * RUNS + run) * SUB)[None, :, None] + i[None, None, :]
-            if EVEN:
-                xs = tl.load(x[:, None, None] + at).to(tl.float32)
+        xw, scale, total = _run_words(x, tile_k, run * SUB, W, JX, TILES)
+        start = from_k + run * SUB
+        if LOW == 8:
+            dots = byte_products(low, xw, ASSEMBLY)
+            sums = _with_run(sums, dots, scale, total, d, minimum, base, rows, start, inside, W, J, BN, TILES)
+        else:
+            xw2, scale2, total2 = _run_words(x, tile_k, (RUNS + run) * SUB, W, JX, TILES)
+            if W[19] != 0:
+                dots, dots2 = code_products(low, xw, xw2, W, ASSEMBLY)
             else:
-                xs = tl.load(x[:, None, None] + at, mask=at < K, other=0).to(tl.float32)
-            xw, scale, total = int8_words(xs, JX, TILES, SUB)
-            if not ONE_UNIT:
-                d, minimum = unit_scales(base, rows, start, inside, W)
-            s, c = group_scales(d, minimum, base, rows, start, inside, W)
-            if LOW == 8:
-                dots = byte_products(low, xw, ASSEMBLY)
-            else:
-                dots = nibble_products(low, upper, xw, UPPER, run, half, RUNS, ASSEMBLY)
-            sums += tl.sum(dots, 3).to(tl.float32) * (s * scale)
-            if SHIFTED:
-                sums += c * total
+                dots = nibble_products(low, upper, xw, UPPER, run, 0, RUNS, ASSEMBLY)
+                dots2 = nibble_products(low, upper, xw2, UPPER, run, 1, RUNS, ASSEMBLY)
+            sums = _with_run(sums, dots, scale, total, d, minimum, base, rows, start, inside, W, J, BN, TILES)
+            start = from_k + (RUNS + run) * SUB
+            sums = _with_run(sums, dots2, scale2, total2, d, minimum, base, rows, start, inside, W, J, BN, TILES)
     return sums
 
 
@@ -199,8 +253,8 @@ def row_products(
     sums = tl.zeros([J, BN, TILES], tl.float32)
     if PADDED <= 8 * STEP:
         for k in tl.static_range(0, PADDED, STEP):
-            sums = _some_tiles(sums, x, w, n, real, k, W, JX, TILES, ASSEMBLY)
+            sums = _some_tiles(sums, x, w, n, real, k, W, JX, J, BN, TILES, ASSEMBLY)
     else:
         for k in range(0, PADDED, STEP):
-            sums = _some_tiles(sums, x, w, n, real, k, W, JX, TILES, ASSEMBLY)
+            sums = _some_tiles(sums, x, w, n, real, k, W, JX, J, BN, TILES, ASSEMBLY)
     return tl.sum(sums, 2)
