@@ -715,7 +715,7 @@ class TrainLora:
         grad_b: Sequence[int] = [0, 0, 0],
     ) -> None:
         """
-        A [E, r, in] and B [E, out, r] of gate, up, down; their gradients, added to by `backward` (0: not wanted).
+        A [E, r, in] and B [E, out, r] of gate, up, down; their gradients, written by `backward` (0: not wanted).
         """
 
 class TrainBatch:
@@ -753,5 +753,5 @@ class ExpertTrainer:
         grad_weights: int,
     ) -> None:
         """
-        From grad_out: grad_hidden [rows, hidden] (0: not wanted), both in hidden's type, grad_weights float32 [rows, top_k]; adds to the gradients of `loras`. kept: what forward kept of the same batch, or 0: computed again. ValueError for an id or slot out of range.
+        From grad_out: grad_hidden [rows, hidden] (0: not wanted), both in hidden's type, grad_weights float32 [rows, top_k]; writes the gradients of `loras`. kept: what forward kept of the same batch, or 0: computed again. ValueError for an id or slot out of range.
         """

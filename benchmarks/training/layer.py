@@ -158,6 +158,7 @@ class Bench:
             "backward_of_forward": backward / forward, "of_peak": of_peak,
             "lora_of_forward": 1 - found["none"][0] / forward, "lora_of_step": 1 - total["none"] / total["one"],
             "one_of_eight": total["one"] / total["eight"], "recomputed_of_kept": total["again"] / total["one"],
+            "ms": {name: [s * 1e3 for s in seconds] for name, seconds in found.items() if name not in self.kt},
             "saved_bytes": saved["one"], "saved_bytes_recomputing": saved["again"], "peaks": vars(peaks),
         }  # fmt: skip
         text = ""

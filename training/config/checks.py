@@ -107,11 +107,13 @@ def _check_schedule(run: TrainConfig, where: Mapping[str, str], wrong: Callable[
         raise wrong("save_steps", message, "eval_steps", "early_stopping_steps")
 
 
-# Settings of a run that adapters in one batch do not have, and the value of each that means so.
-_ALONE: Mapping[str, object] = {
+# Settings of a run that adapters in one batch do not have, and the value of each that means so: its default.
+ALONE: Mapping[str, object] = {
     "stage": "sft",
     "lora_dropout": 0.0,
     "eval_strategy": "no",
+    "eval_dataset": (),
+    "val_size": 0.0,
     "early_stopping_steps": None,
 }
 
@@ -123,7 +125,7 @@ def check_adapters(config: TrainConfig, value: Value, where: Mapping[str, str]) 
         if names.count(name) > 1:
             raise value.error(f"two adapters are named {name}", "adapters")
     for run in (config, *config.adapters):
-        for name, allowed in _ALONE.items():
+        for name, allowed in ALONE.items():
             if (given := getattr(run, name)) != allowed:
                 raise ConfigError(
                     f"{where.get(name, value.where)}: {name}: {given} contradicts adapters, which are trained in one "

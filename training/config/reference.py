@@ -11,6 +11,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from training.config.checks import ALONE
 from training.config.fields import TrainConfig
 from training.config.others import NO_OPS, REFUSED
 
@@ -72,7 +73,9 @@ def _facts(field: Field[Any]) -> Iterator[str]:
         yield f"default {shown}"
     if metadata["aliases"]:
         yield "also " + ", ".join(f"`{alias}`" for alias in metadata["aliases"])
-    if metadata["per_adapter"]:
+    if field.name in ALONE:
+        yield "with `adapters` only its default"
+    elif metadata["per_adapter"]:
         yield "per adapter"
 
 

@@ -113,7 +113,7 @@ class _Experts(torch.autograd.Function):
         grad_out = grad_out.to(hidden.dtype).contiguous()
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weights = torch.empty_like(weights)
-        grads = [torch.zeros_like(m) if need else None for m, need in zip(matrices, wanted[2:], strict=True)]
+        grads = [torch.empty_like(m) if need else None for m, need in zip(matrices, wanted[2:], strict=True)]
         batch = train_batch(hidden, weights, ids, slots)
         experts.trainer.backward(
             experts.layer,

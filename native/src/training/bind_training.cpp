@@ -57,9 +57,9 @@ void bind_training(nb::module_& module) {
   const auto free_gil = nb::call_guard<nb::gil_scoped_release>();
 
   nb::class_<TrainLora>(module, "TrainLora", "Addresses of an adapter's float32 matrices of one layer.")
-      .def(
-          nb::new_(&make_lora), "slot"_a, "rank"_a, "scale"_a, "a"_a, "b"_a, "grad_a"_a = Three{}, "grad_b"_a = Three{},
-          "A [E, r, in] and B [E, out, r] of gate, up, down; their gradients, added to by `backward` (0: not wanted).");
+      .def(nb::new_(&make_lora), "slot"_a, "rank"_a, "scale"_a, "a"_a, "b"_a, "grad_a"_a = Three{},
+           "grad_b"_a = Three{},
+           "A [E, r, in] and B [E, out, r] of gate, up, down; their gradients, written by `backward` (0: not wanted).");
 
   nb::class_<TrainBatch>(module, "TrainBatch", "Addresses of the rows of a training step.")
       .def(nb::new_(&make_batch), nb::kw_only(), "ids"_a, "weights"_a, "slots"_a, "hidden"_a, "rows"_a, "top_k"_a,
@@ -95,7 +95,7 @@ void bind_training(nb::module_& module) {
           "layer"_a, "loras"_a, "batch"_a, nb::kw_only(), "kept"_a, "grad_out"_a, "grad_hidden"_a, "grad_weights"_a,
           free_gil,
           "From grad_out: grad_hidden [rows, hidden] (0: not wanted), both in hidden's type, grad_weights float32 "
-          "[rows, top_k]; adds to the gradients of `loras`. kept: what forward kept of the same batch, or 0: computed "
+          "[rows, top_k]; writes the gradients of `loras`. kept: what forward kept of the same batch, or 0: computed "
           "again. ValueError for an id or slot out of range.");
 }
 

@@ -1,5 +1,6 @@
 // PanelKernels, written once on sixteen-float vectors; included by panels_avx2.cpp and panels_avx512.cpp behind
-// what they give for their instruction set: block_values, and transpose_pairs of bf16 in the packed layout.
+// what they give for their instruction set: block_values; store_pair of floats and of bf16, as the dot product of pairs
+// reads two rows of a panel: lane i holds a[i], then b[i]; transpose_pairs of bf16 in the packed layout; store_turned.
 #pragma once
 
 #include "simd/math16.hpp"
@@ -9,37 +10,19 @@
 namespace ktserve::KT_SIMD {
 namespace {
 
-constexpr int64_t kTransposedBytes = 512;  // of 16 x 16 bf16
-
-// Rows n and n + 1 of a panel as the dot product of bf16 pairs reads them: lane i holds a[i], then b[i].
-#if KT_HAS_512
-inline __attribute__((always_inline)) __m512i halves(F16 x) {
-  return _mm512_cvtepu16_epi32(round_bf16(x));
-}
-inline __attribute__((always_inline)) void store_pair(uint8_t* to, F16 a, F16 b) {
-  _mm512_storeu_si512(to, _mm512_or_si512(halves(a), _mm512_slli_epi32(halves(b), 16)));
-}
-#else
-inline __attribute__((always_inline)) void store_pair(uint8_t* to, F16 a, F16 b) {
-  const auto pair = [](__m256 x, __m256 y) {
-    return _mm256_or_si256(round_bf16_half(x), _mm256_slli_epi32(round_bf16_half(y), 16));
-  };
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pair(a.a, b.a));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), pair(a.b, b.b));
-}
-#endif
+constexpr int64_t kTurnedBytes = 512;  // of 16 x 16 bf16
+constexpr int64_t kAheadBytes = 8192;  // of the weights that are fetched before they are turned
 
 inline float* floats(uint8_t* p) {
   return reinterpret_cast<float*>(p);
 }
 
-// Vectors of 16 outputs that follow one another along the sum, from `row` on: to their place in a panel.
-inline __attribute__((always_inline)) void store_along(const F16 (&v)[16], Format to, int64_t row, uint8_t* panel) {
-  if (to == Format::f32) {
-    for (int i = 0; i < 16; ++i) store16(floats(panel + (row + i) * 64), v[i]);
-    return;
-  }
-  for (int i = 0; i < 16; i += 2) store_pair(panel + (row + i) * 32, v[i], v[i + 1]);
+// Sixteen rows of sixteen values that follow one another along the sum, from `at` on: to their place in a panel of
+// these rows.
+inline __attribute__((always_inline)) void store_rows(F16 (&v)[16], Format to, int64_t at, uint8_t* panel) {
+  if (to == Format::bf16) return store_turned(v, panel + at * 32);
+  transpose16(v);
+  for (int i = 0; i < 16; ++i) store16(floats(panel + (at + i) * 64), v[i]);
 }
 
 // Half a block of a panel, 16 outputs by 16 of k, to rows [row, row + 16) of the sum of a panel of the transpose.
@@ -47,36 +30,44 @@ template <Format F>
 inline __attribute__((always_inline)) void transpose_half(const uint8_t* panel, int64_t k, int64_t b, int half,
                                                           Format to, int64_t row, uint8_t* out) {
   if (F == Format::bf16 && to == Format::bf16) {
-    transpose_pairs(panel + b * info(F).quant_bytes + half * kTransposedBytes, out + row * 32);
+    transpose_pairs(panel + b * info(F).quant_bytes + half * kTurnedBytes, out + row * 32);
     return;
   }
   F16 v[16];
   block_values<F>(panel, k, b, half, v);
-  if (to == Format::f32) {
-    transpose16(v);
-    store_along(v, to, row, out);
-    return;
-  }
-  alignas(64) uint8_t pairs[kTransposedBytes];
-  for (int i = 0; i < 16; i += 2) store_pair(pairs + i * 32, v[i], v[i + 1]);
-  transpose_pairs(pairs, out + row * 32);
+  store_rows(v, to, row, out);
 }
 
+inline void fetch(const uint8_t* from, int64_t bytes) {
+  const uint8_t* const end = from + bytes;
+  for (from -= reinterpret_cast<uintptr_t>(from) % 64; from < end; from += 64) _mm_prefetch(from, _MM_HINT_T0);
+}
+
+// What a panel has of columns [first, first + count): scales and quants.
+template <Format F>
+inline void fetch_columns(const uint8_t* panel, int64_t k, int64_t first, int64_t count) {
+  constexpr int64_t unit = info(F).unit;
+  const int64_t units = (first + count + unit - 1) / unit - first / unit;
+  fetch(panel + first / unit * info(F).meta_bytes, units * info(F).meta_bytes);
+  fetch(panel + meta_size(F, k) + first / kBlock * info(F).quant_bytes, count / kBlock * info(F).quant_bytes);
+}
+
+// Each panel is read once, all columns of it, while those behind it are fetched: the runs are too short for the
+// prefetchers of a CPU.
 template <Format F>
 void transpose_format(const uint8_t* w, int64_t panels, int64_t k, int64_t first, int64_t count, Format to,
                       uint8_t* out, int64_t out_bytes) {
-  constexpr int64_t ahead = 2;  // panels: a few lines of each are read, which no prefetcher of the CPU foresees
   const int64_t size = panel_size(F, k);
+  const int64_t blocks = count / kBlock;
+  const int64_t ahead = (kAheadBytes + blocks * info(F).quant_bytes - 1) / (blocks * info(F).quant_bytes);
+  for (int64_t p = 0; p < least(ahead, panels); ++p) fetch_columns<F>(w + p * size, k, first, count);
   for (int64_t p = 0; p < panels; ++p) {
     const uint8_t* panel = w + p * size;
-    for (int64_t b = first / kBlock; b < (first + count) / kBlock; ++b) {
-      if (p + ahead < panels) {
-        const uint8_t* next = panel + ahead * size + meta_size(F, k) + b * info(F).quant_bytes;
-        for (int64_t at = 0; at < info(F).quant_bytes; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
-      }
+    if (p + ahead < panels) fetch_columns<F>(panel + ahead * size, k, first, count);
+    for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 1
       for (int half = 0; half < 2; ++half) {
-        transpose_half<F>(panel, k, b, half, to, p * kPanel, out + ((b - first / kBlock) * 2 + half) * out_bytes);
+        transpose_half<F>(panel, k, first / kBlock + b, half, to, p * kPanel, out + (2 * b + half) * out_bytes);
       }
     }
   }
@@ -90,39 +81,47 @@ void transpose(Format format, const uint8_t* w, int64_t panels, int64_t k, int64
 
 void pack_matrix(const float* rows, int64_t stride, int64_t n, int64_t k, Format to, uint8_t* out) {
   const int64_t size = panel_size(to, k);
-  const int64_t padded = padded_k(k);
+  const int64_t each = to == Format::f32 ? 64 : 32;  // bytes of a panel for one of k
   for (int64_t p = 0; p < panels_of(n); ++p, out += size) {
     const int64_t count = least(kPanel, n - p * kPanel);
-    for (int64_t i = 0; i < padded; i += 16) {
+    for (int64_t i = 0; i < k; i += 16) {
       F16 v[16];
       for (int64_t r = 0; r < 16; ++r) {
-        const float* at = rows + (p * kPanel + r) * stride + i;
-        v[r] = r < count && i < k ? load_some(at, k - i) : zero16();
+        v[r] = r < count ? load_some(rows + (p * kPanel + r) * stride + i, k - i) : zero16();
       }
-      transpose16(v);
-      store_along(v, to, i, out);
+      store_rows(v, to, i, out);
     }
+    const int64_t end = round_up(k, 16) * each;
+    if (end < size) std::memset(out + end, 0, static_cast<size_t>(size - end));
   }
 }
 
 template <class T>
 void pack_transpose_of(const RowView& rows, int64_t n, int64_t k, Format to, uint8_t* out) {
   const int64_t size = panel_size(to, k);
+  alignas(64) static constexpr uint8_t zeros[32] = {};
+  const auto at = [&](int64_t row, int64_t column) __attribute__((always_inline)) {
+    return reinterpret_cast<const T*>(rows.data + row * rows.stride) + column;
+  };
   const auto values = [&](int64_t row, int64_t column) __attribute__((always_inline)) {
-    const T* at = reinterpret_cast<const T*>(rows.data + row * rows.stride) + column;
-    return row < k ? load_some(at, n - column) : zero16();
+    return row < k ? load_some(at(row, column), n - column) : zero16();
   };
   for (int64_t row = 0; row < padded_k(k); row += 2) {
     for (int64_t column = 0; column < n; column += kPanel) {
       uint8_t* panel = out + column / kPanel * size;
-      const F16 a = values(row, column);
-      const F16 b = values(row + 1, column);
       if (to == Format::f32) {
-        store16(floats(panel + row * 64), a);
-        store16(floats(panel + row * 64 + 64), b);
-      } else {
-        store_pair(panel + row * 32, a, b);
+        store16(floats(panel + row * 64), values(row, column));
+        store16(floats(panel + row * 64 + 64), values(row + 1, column));
+        continue;
       }
+      if constexpr (sizeof(T) == 2) {
+        if (n - column >= kPanel) {
+          const auto* none = reinterpret_cast<const T*>(zeros);
+          store_pair(panel + row * 32, row < k ? at(row, column) : none, row + 1 < k ? at(row + 1, column) : none);
+          continue;
+        }
+      }
+      store_pair(panel + row * 32, values(row, column), values(row + 1, column));
     }
   }
 }
@@ -160,23 +159,37 @@ void transpose_rows(const RowView& rows, int64_t m, int64_t n, const float* scal
             : transpose_rows_of<float>(rows, m, n, scale, to, out, out_bytes);
 }
 
-void add_transposed(const float* from, int64_t from_stride, int64_t m, int64_t n, float* to, int64_t to_stride) {
+// A line that nobody reads soon goes past the caches, which would read it from memory first.
+inline __attribute__((always_inline)) bool whole_lines(const float* to, int64_t n) {
+  return n % 16 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+}
+
+void put_transposed(const float* from, int64_t from_stride, int64_t m, int64_t n, float* to, bool adds) {
+  const bool streams = !adds && whole_lines(to, m);
   for (int64_t j = 0; j < n; j += 16) {
     for (int64_t i = 0; i < m; i += 16) {
       F16 v[16];
       for (int64_t r = 0; r < 16; ++r) v[r] = i + r < m ? load_some(from + (i + r) * from_stride + j, n - j) : zero16();
       transpose16(v);
       for (int64_t r = 0; r < least(16, n - j); ++r) {
-        float* at = to + (j + r) * to_stride + i;
-        store_some(at, ktserve::KT_SIMD::add(load_some(at, m - i), v[r]), m - i);
+        float* at = to + (j + r) * m + i;
+        if (streams)
+          stream16(at, v[r]);
+        else
+          store_some(at, adds ? add(load_some(at, m - i), v[r]) : v[r], m - i);
       }
     }
   }
 }
 
-void add_row(const float* from, int64_t n, float* to) {
+void put_row(const float* from, int64_t n, float* to, bool adds) {
+  if (!adds && whole_lines(to, n)) {
+    for (int64_t i = 0; i < n; i += 16) stream16(to + i, load16(from + i));
+    return;
+  }
   by_vectors(n, [&](int64_t i, int64_t left) __attribute__((always_inline)) {
-    store_some(to + i, ktserve::KT_SIMD::add(load_some(to + i, left), load_some(from + i, left)), left);
+    const F16 v = load_some(from + i, left);
+    store_some(to + i, adds ? add(load_some(to + i, left), v) : v, left);
   });
 }
 
@@ -194,7 +207,7 @@ float gated(const GatedArgs& a) {
     const F16 g = load16(gate + i);
     const F16 u = load16(up + i);
     const F16 dh = load16(a.dh + i);
-    const F16 sigmoid = div(one, ktserve::KT_SIMD::add(one, exp16(sub(zero16(), g))));
+    const F16 sigmoid = div(one, add(one, exp16(sub(zero16(), g))));
     const F16 silu = mul(g, sigmoid);
     const F16 product = mul(silu, u);
     total = fma(dh, product, total);
@@ -214,7 +227,7 @@ float gated_backward(const GatedArgs& a) {
 }
 
 constexpr PanelKernels panel_table = {transpose,      pack_matrix, pack_transpose, transpose_rows,
-                                      add_transposed, add_row,     gated_backward};
+                                      put_transposed, put_row,     gated_backward};
 
 }  // namespace
 }  // namespace ktserve::KT_SIMD

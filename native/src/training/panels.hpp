@@ -51,9 +51,11 @@ struct PanelKernels {
   // out[i][j] = scale[j] rows[j][i] for rows [m, n]: n rows of m values, zeros up to a multiple of 32. scale: null: 1.
   void (*transpose_rows)(const RowView& rows, int64_t m, int64_t n, const float* scale, Format to, uint8_t* out,
                          int64_t out_bytes);
-  // to[i][j] += from[j][i] for from [m, n]; strides in floats.
-  void (*add_transposed)(const float* from, int64_t from_stride, int64_t m, int64_t n, float* to, int64_t to_stride);
-  void (*add)(const float* from, int64_t n, float* to);
+  // to[i][j] = from[j][i] for from [m, n] and to [n, m], or += if `adds`; from's stride in floats. Stores may be seen
+  // by other threads only behind a fence.
+  void (*put_transposed)(const float* from, int64_t from_stride, int64_t m, int64_t n, float* to, bool adds);
+  // to[i] = from[i] or += from[i], likewise.
+  void (*put)(const float* from, int64_t n, float* to, bool adds);
   // <dh, h> of a part of a row.
   float (*gated_backward)(const GatedArgs& args);
 };

@@ -79,6 +79,35 @@ inline __attribute__((always_inline)) void transpose_pairs(const uint8_t* from, 
   }
 }
 
+inline __attribute__((always_inline)) void store_pair(uint8_t* to, F16 a, F16 b) {
+  const auto pair = [](__m256 x, __m256 y) {
+    return _mm256_or_si256(round_bf16_half(x), _mm256_slli_epi32(round_bf16_half(y), 16));
+  };
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pair(a.a, b.a));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), pair(a.b, b.b));
+}
+inline __attribute__((always_inline)) void store_pair(uint8_t* to, const bf16* a, const bf16* b) {
+  const auto wide = [](const bf16* p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  };
+  for (int i = 0; i < 2; ++i) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32 * i),
+                        _mm256_or_si256(wide(a + 8 * i), _mm256_slli_epi32(wide(b + 8 * i), 16)));
+  }
+}
+
+// Sixteen vectors as bf16, turned: vector u of eight holds v[i][2 u], v[i][2 u + 1] in lane i.
+inline __attribute__((always_inline)) void store_turned(const F16 (&v)[16], uint8_t* to) {
+  alignas(64) uint8_t pairs[512];
+  for (int i = 0; i < 16; i += 2) store_pair(pairs + i * 32, v[i], v[i + 1]);
+  transpose_pairs(pairs, to);
+}
+
+inline void stream16(float* to, F16 v) {
+  _mm256_stream_ps(to, v.a);
+  _mm256_stream_ps(to + 8, v.b);
+}
+
 }  // namespace
 }  // namespace ktserve::avx2
 

@@ -72,6 +72,56 @@ inline __attribute__((always_inline)) void transpose_pairs(const uint8_t* from, 
   }
 }
 
+inline __attribute__((always_inline)) __m512i to_bf16(F16 low, F16 high) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
+}
+
+inline __attribute__((always_inline)) void store_pair(uint8_t* to, F16 a, F16 b) {
+  alignas(64) static constexpr uint16_t interleave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(interleave), to_bf16(a, b)));
+}
+inline __attribute__((always_inline)) void store_pair(uint8_t* to, const bf16* a, const bf16* b) {
+  const auto wide = [](const bf16* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  };
+  _mm512_storeu_si512(to, _mm512_or_si512(wide(a), _mm512_slli_epi32(wide(b), 16)));
+}
+
+// Sixteen vectors as bf16, turned: vector u of eight holds v[i][2 u], v[i][2 u + 1] in lane i. Two neighbours are one
+// unit of 32 bits, of which two vectors fill a register; then units are transposed.
+inline __attribute__((always_inline)) void store_turned(const F16 (&v)[16], uint8_t* to) {
+  alignas(64) static constexpr int32_t first[16] = {0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27};
+  const __m512i low = _mm512_load_si512(first);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
+  // t[h][q]: of vectors 4 q .. 4 q + 3 the units 4 h .. 4 h + 3, one in each 128-bit part
+  __m512i t[2][4];
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+    const __m512i a = to_bf16(v[4 * q], v[4 * q + 1]);
+    const __m512i b = to_bf16(v[4 * q + 2], v[4 * q + 3]);
+    t[0][q] = _mm512_permutex2var_epi32(a, low, b);
+    t[1][q] = _mm512_permutex2var_epi32(a, high, b);
+  }
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    const __m512i above[2] = {_mm512_shuffle_i32x4(t[h][0], t[h][1], 0x44),   // parts 0, 1 of each
+                              _mm512_shuffle_i32x4(t[h][0], t[h][1], 0xee)};  // parts 2, 3
+    const __m512i below[2] = {_mm512_shuffle_i32x4(t[h][2], t[h][3], 0x44),
+                              _mm512_shuffle_i32x4(t[h][2], t[h][3], 0xee)};
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      uint8_t* at = to + (4 * h + 2 * i) * 64;
+      _mm512_storeu_si512(at, _mm512_shuffle_i32x4(above[i], below[i], 0x88));
+      _mm512_storeu_si512(at + 64, _mm512_shuffle_i32x4(above[i], below[i], 0xdd));
+    }
+  }
+}
+
+inline void stream16(float* to, F16 v) {
+  _mm512_stream_ps(to, v.v);
+}
+
 }  // namespace
 }  // namespace ktserve::avx512
 

@@ -12,8 +12,7 @@ namespace {
 
 constexpr int64_t kChunkRows = 4096;  // computed at a time, which bounds the scratch memory
 constexpr int64_t kItemRows = 256;
-constexpr int64_t kItemColumns = 128;
-constexpr int64_t kProjectedRows = 128;
+constexpr int64_t kGatheredRows = 4;
 constexpr int64_t kSliceBytes = 64 << 20;  // of y
 
 std::string range_error(const char* what, int64_t value, int64_t low, int64_t high) {
@@ -53,7 +52,7 @@ void ExpertTrainer::by_chunks(const ExpertLayer& layer, const std::vector<TrainL
   check(layer, loras, batch);
   pool_.begin_step();
   try {
-    const int64_t chunks = (batch.rows + kChunkRows - 1) / kChunkRows;
+    const int64_t chunks = std::max<int64_t>(1, (batch.rows + kChunkRows - 1) / kChunkRows);
     for (int64_t c = 0; c < chunks; ++c) {
       const int64_t first = batch.rows * c / chunks;
       TrainBatch part = batch;
@@ -125,116 +124,86 @@ void ExpertTrainer::cut(int projection, int64_t first, int64_t last) {
   }
 }
 
-void ExpertTrainer::each_item(const std::function<void(const Item&, Room&)>& body) {
-  pool_.parallel_for(static_cast<int64_t>(items_.size()),
-                     [&](int64_t i, int worker) { body(items_[static_cast<size_t>(i)], room(worker)); });
+void ExpertTrainer::each_item(const std::function<void(const Item&, Room&)>& body, int64_t jobs,
+                              const std::function<void(int64_t, Room&)>& job) {
+  const int64_t all = static_cast<int64_t>(items_.size()) + jobs;
+  pool_.parallel_for(all, [&](int64_t i, int worker) {
+    const int64_t before = i * jobs / all;  // jobs
+    if ((i + 1) * jobs / all > before)
+      job(before, room(worker));
+    else
+      body(items_[static_cast<size_t>(i - before)], room(worker));
+  });
 }
 
-// Rows of the caller, by position, in a format; by_expert: in the dequantised form where an expert's products are.
-void ExpertTrainer::gather(const void* rows, int64_t n, Format format, bool by_expert, bool lora_only,
-                           ScratchRows& to) {
+// Rows of the caller, by position, in a format; by_expert: in the dequantised form where an expert's products are. Each
+// form of a row is made once, then copied.
+void ExpertTrainer::gather(const TrainBatch& b, const void* rows, int64_t n, Format format, bool by_expert,
+                           bool lora_only, ScratchRows& to) {
   const bool any = by_expert && std::find(dequantised_.begin(), dequantised_.end(), 1) != dequantised_.end();
   to.reserve(routed_.positions(),
              std::max(kernels_.row_bytes(format, n), kernels_.row_bytes_for(format, any && !plain(format), n)));
-  const auto pack = [&](int64_t expert, int64_t position) {
-    const bool form = by_expert && dequantised(expert, format);
-    const int64_t at = routed_.row(position) * n;
-    if (input_bf16_) {
-      kernels_.pack(format, form, static_cast<const uint16_t*>(rows) + at, n, 0, n, to.at(position));
-    } else {
-      kernels_.pack(format, form, static_cast<const float*>(rows) + at, n, 0, n, to.at(position));
-    }
-  };
-  if (lora_only) {
-    pool_.parallel_for(static_cast<int64_t>(groups_.size()), [&](int64_t i, int) {
-      const Group& group = groups_[static_cast<size_t>(i)];
-      for (int64_t p = group.row; p < group.row_end; ++p) pack(group.expert, p);
-    });
-    return;
-  }
-  pool_.parallel_for(layer_->shape().experts, [&](int64_t e, int) {
-    for (int64_t p = routed_.first(e); p < routed_.first(e + 1); ++p) pack(e, p);
-  });
-}
-
-void ExpertTrainer::project(const std::vector<Projection>& projections) {
-  struct Segment {
-    const Projection* projection;
-    const Group* group;
-    int64_t row, row_end;
-  };
-  std::vector<Segment> segments;
-  for (const Projection& p : projections) {
-    p.out->reserve(routed_.positions(), kernels_.row_bytes(product_, max_rank_));
-    for (const Group& g : groups_) {
-      for (int64_t row = g.row; row < g.row_end; row += kProjectedRows) {
-        segments.push_back({&p, &g, row, std::min<int64_t>(g.row_end, row + kProjectedRows)});
+  const auto one = [&](int64_t row) {
+    const uint8_t* done[2] = {};
+    const int64_t* id = b.ids + row * b.top_k;
+    for (int32_t at : routed_.positions_of(row)) {
+      const int64_t expert = *id++;
+      if (at < 0) continue;
+      const bool form = by_expert && dequantised(expert, format);
+      const uint8_t*& made = done[form ? 1 : 0];
+      if (made != nullptr) {
+        std::memcpy(to.at(at), made, static_cast<size_t>(kernels_.row_bytes_for(format, form, n)));
+        continue;
+      }
+      made = to.at(at);
+      if (b.bf16) {
+        kernels_.pack(format, form, static_cast<const uint16_t*>(rows) + row * n, n, 0, n, to.at(at));
+      } else {
+        kernels_.pack(format, form, static_cast<const float*>(rows) + row * n, n, 0, n, to.at(at));
       }
     }
-  }
-  pool_.parallel_for(static_cast<int64_t>(segments.size()), [&](int64_t i, int worker) {
-    const Segment& s = segments[static_cast<size_t>(i)];
-    project_rows(*s.projection, *s.group, s.row, s.row_end, room(worker));
+  };
+  pool_.parallel_for((b.rows + kGatheredRows - 1) / kGatheredRows, [&](int64_t i, int) {
+    for (int64_t row = i * kGatheredRows; row < std::min(b.rows, (i + 1) * kGatheredRows); ++row) {
+      if (!lora_only || b.slots[row] != 0) one(row);
+    }
   });
 }
 
-void ExpertTrainer::project_rows(const Projection& p, const Group& g, int64_t row, int64_t row_end, Room& room) {
-  const TrainLora& lora = *g.lora;
-  const int64_t r = lora.rank;
-  const int64_t k = p.transposed ? layer_->rows_of(p.matrix) : layer_->inner_of(p.matrix);
-  uint8_t* panels = room.part(kLoraPanels, packed_size(product_, r, k));
-  if (p.transposed) {
-    const float* b = lora.b[p.matrix] + g.expert * k * r;
-    panels_.pack_transpose({reinterpret_cast<const uint8_t*>(b), r * 4, false}, r, k, product_, panels);
-  } else {
-    panels_.pack(lora.a[p.matrix] + g.expert * r * k, k, r, k, product_, panels);
-  }
-  const int64_t stride = panels_of(r) * kPanel;
-  auto* t = reinterpret_cast<float*>(room.part(kTile, (row_end - row) * stride * 4));
-  kernels_.dot({product_, panels, panels_of(r), k, p.x->at(row), p.x->stride, row_end - row, t, stride, panels});
-  for (int64_t at = row; at < row_end; ++at, t += stride) {
-    for (int64_t i = 0; i < r; ++i) t[i] *= lora.scale;
-    kernels_.pack_f32(product_, t, r, 0, r, p.out->at(at));
-  }
-}
-
-void ExpertTrainer::add_lora(int matrix, bool transposed, const Item& item, const ScratchRows& t, float* tile,
-                             int64_t stride, Room& room) const {
-  const int64_t columns = item.column_end - item.column;
-  const auto e = static_cast<size_t>(item.expert);
-  for (int32_t i = first_group_[e]; i < first_group_[e + 1]; ++i) {
-    const Group& g = groups_[static_cast<size_t>(i)];
-    const int64_t row = std::max(g.row, item.row);
-    const int64_t row_end = std::min(g.row_end, item.row_end);
-    if (row >= row_end) continue;
-    const int64_t r = g.lora->rank;
-    uint8_t* panels = room.part(kLoraPanels, packed_size(product_, columns, r));
-    if (transposed) {
-      const int64_t width = layer_->inner_of(matrix);
-      const float* a = g.lora->a[matrix] + item.expert * r * width + item.column;
-      panels_.pack_transpose({reinterpret_cast<const uint8_t*>(a), width * 4, false}, columns, r, product_, panels);
-    } else {
-      const float* b = g.lora->b[matrix] + (item.expert * layer_->rows_of(matrix) + item.column) * r;
-      panels_.pack(b, r, columns, r, product_, panels);
-    }
-    kernels_.dot({product_, panels, panels_of(columns), r, t.at(row), t.stride, row_end - row,
-                  tile + (row - item.row) * stride, stride, panels, true});
-  }
-}
-
-void ExpertTrainer::base_product(int projection, const Item& item, const ScratchRows& x, float* out,
-                                 int64_t stride) const {
+// Panels at a time: all if nothing is fetched beside them, or if weights are dequantised, which begins slowly; four of
+// quantised weights for one row are read side by side.
+int64_t ExpertTrainer::base_step(int projection, const Item& item) const {
   const Format format = layer_->shape().formats[projection];
-  const DotArgs args{format,
-                     layer_->panel(projection, item.expert, item.column / kPanel),
-                     (item.column_end - item.column) / kPanel,
-                     layer_->inner_of(projection),
-                     x.at(item.row),
-                     x.stride,
-                     item.row_end - item.row,
-                     out,
-                     stride};
-  dequantised(item.expert, format) ? kernels_.dot_dequantised(args) : kernels_.dot(args);
+  const int64_t all = (item.column_end - item.column) / kPanel;
+  if (groups_of(item).empty() || dequantised(item.expert, format)) return all;
+  return item.row_end - item.row == 1 ? 4 : 2;
+}
+
+int64_t ExpertTrainer::base_shares(int projection, const Item& item) const {
+  const int64_t step = base_step(projection, item);
+  return ((item.column_end - item.column) / kPanel + step - 1) / step;
+}
+
+void ExpertTrainer::base_product(int projection, const Item& item, const ScratchRows& x, float* out, int64_t stride,
+                                 const uint8_t* next, Fetch& fetch) const {
+  const Format format = layer_->shape().formats[projection];
+  const bool form = dequantised(item.expert, format);
+  const int64_t step = base_step(projection, item);
+  const int64_t last = item.column_end / kPanel;
+  for (int64_t panel = item.column / kPanel; panel < last; panel += step, out += step * kPanel) {
+    fetch.next();
+    const DotArgs args{format,
+                       layer_->panel(projection, item.expert, panel),
+                       std::min(step, last - panel),
+                       layer_->inner_of(projection),
+                       x.at(item.row),
+                       x.stride,
+                       item.row_end - item.row,
+                       out,
+                       stride,
+                       panel + step < last ? nullptr : next};
+    form ? kernels_.dot_dequantised(args) : kernels_.dot(args);
+  }
 }
 
 void ExpertTrainer::combine(const TrainBatch& b, bool weighted, int64_t first, int64_t last, void* out) {
@@ -275,14 +244,13 @@ void ExpertTrainer::forward(const ExpertLayer& layer, const std::vector<TrainLor
 
 void ExpertTrainer::gate_up(const TrainBatch& b, void* kept) {
   const LayerShape& s = layer_->shape();
-  input_bf16_ = b.bf16;
-  gather(b.hidden, s.hidden, s.formats[kGate], true, false, x_[0]);
-  if (s.formats[kUp] != s.formats[kGate]) gather(b.hidden, s.hidden, s.formats[kUp], true, false, x_[1]);
+  gather(b, b.hidden, s.hidden, s.formats[kGate], true, false, x_[0]);
+  if (s.formats[kUp] != s.formats[kGate]) gather(b, b.hidden, s.hidden, s.formats[kUp], true, false, x_[1]);
   if (!groups_.empty()) {
     const bool own = s.formats[kGate] == product_;
-    if (!own) gather(b.hidden, s.hidden, product_, false, true, x_lora_);
+    if (!own) gather(b, b.hidden, s.hidden, product_, false, true, x_lora_);
     const ScratchRows* x = own ? &x_[0] : &x_lora_;
-    project({{kGate, false, x, &t_[kGate]}, {kUp, false, x, &t_[kUp]}});
+    project({{{kGate, kUp}, false, x, {&t_[kGate], &t_[kUp]}}});
   }
   const bool any = std::find(dequantised_.begin(), dequantised_.end(), 1) != dequantised_.end();
   const Format format = s.formats[kDown];
@@ -300,8 +268,10 @@ void ExpertTrainer::gate_up_item(const Item& item, void* kept, bool kept_bf16, R
   const int64_t stride = odd_lines(width * 4) / 4;
   auto* gate = reinterpret_cast<float*>(room.part(kTile, rows * stride * 4));
   auto* up = reinterpret_cast<float*>(room.part(kSecondTile, rows * stride * 4));
-  base_product(kGate, item, x_[0], gate, stride);
-  base_product(kUp, item, x_[s.formats[kUp] != s.formats[kGate] ? 1 : 0], up, stride);
+  Fetch fetch(*this, item, {kGate, kUp}, false, base_shares(kGate, item) + base_shares(kUp, item));
+  const uint8_t* ups = layer_->panel(kUp, item.expert, item.column / kPanel);
+  base_product(kGate, item, x_[0], gate, stride, ups, fetch);
+  base_product(kUp, item, x_[s.formats[kUp] != s.formats[kGate] ? 1 : 0], up, stride, nullptr, fetch);
   add_lora(kGate, false, item, t_[kGate], gate, stride, room);
   add_lora(kUp, false, item, t_[kUp], up, stride, room);
   const Format format = s.formats[kDown];
@@ -327,7 +297,7 @@ void ExpertTrainer::gate_up_item(const Item& item, void* kept, bool kept_bf16, R
 
 void ExpertTrainer::down(const TrainBatch& b, void* out) {
   const LayerShape& s = layer_->shape();
-  if (!groups_.empty()) project({{kDown, false, s.formats[kDown] == product_ ? &h_ : &h_lora_, &t_[kDown]}});
+  if (!groups_.empty()) project({{{kDown}, false, s.formats[kDown] == product_ ? &h_ : &h_lora_, {&t_[kDown]}}});
   const int64_t columns = slice_columns();
   y_.reserve(routed_.positions(), odd_lines(columns * 4));
   for (int64_t first = 0; first < s.hidden; first += columns) {
@@ -335,7 +305,8 @@ void ExpertTrainer::down(const TrainBatch& b, void* out) {
     cut(kDown, first, last);
     each_item([&](const Item& item, Room& room) {
       float* y = y_.floats(item.row) + item.column - first;
-      base_product(kDown, item, h_, y, y_.stride_floats());
+      Fetch fetch(*this, item, {kDown}, false, base_shares(kDown, item));
+      base_product(kDown, item, h_, y, y_.stride_floats(), nullptr, fetch);
       add_lora(kDown, false, item, t_[kDown], y, y_.stride_floats(), room);
     });
     combine(b, true, first, last, out);

@@ -21,7 +21,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "experts/layer.hpp"
@@ -40,7 +42,7 @@ struct TrainLora {
   float scale;
   const float* a[3];
   const float* b[3];
-  // Of the same shapes: backward adds to them, for experts that rows of the slot have chosen. Null: not wanted.
+  // Of the same shapes: backward writes them, zeros for experts that no row of the slot has chosen. Null: not wanted.
   float* grad_a[3];
   float* grad_b[3];
 };
@@ -70,6 +72,7 @@ class ExpertTrainer {
                 const void* kept, const void* grad_out, void* grad_hidden, float* grad_weights);
 
  private:
+  static constexpr int64_t kItemColumns = 128;
   // A range of an expert's columns (outputs of a product) for a range of its positions.
   struct Item {
     int32_t expert;
@@ -83,12 +86,26 @@ class ExpertTrainer {
     int32_t expert;
     int32_t row, row_end;
   };
-  // out = s P x for rows with LoRA: P is A, or B^T if `transposed`.
+  // out[i] = s P[i] x for rows with LoRA: P[i] is A of a matrix, or its B^T if `transposed`. Two share x, as gate and
+  // up do.
   struct Projection {
-    int matrix;
+    std::vector<int> matrices;
     bool transposed;
     const ScratchRows* x;
-    ScratchRows* out;
+    ScratchRows* out[2];
+  };
+  // A range of a group's rows for a projection.
+  struct Segment {
+    const Projection* projection;
+    const Group* group;
+    int64_t row, row_end;
+  };
+  // A range of columns of a group's gradients: of dA of gate and up, which read the same x (0); of dA of down; of dB of
+  // gate, up, down.
+  struct GradientJob {
+    const Group* group;
+    int kind;
+    int64_t column, columns;
   };
   // Memory of a worker, each part as large as was ever needed.
   struct Room {
@@ -104,27 +121,61 @@ class ExpertTrainer {
 
   // projection: of whose output panels the columns are; -1: of none, so that shards do not matter.
   void cut(int projection, int64_t first, int64_t last);
-  void each_item(const std::function<void(const Item&, Room&)>& body);
+  // Calls `body` for each item and, evenly between them, `job` for 0 .. jobs - 1: what mostly waits for memory runs
+  // beside what mostly computes.
+  void each_item(const std::function<void(const Item&, Room&)>& body, int64_t jobs = 0,
+                 const std::function<void(int64_t, Room&)>& job = {});
 
-  void gather(const void* rows, int64_t n, Format format, bool by_expert, bool lora_only, ScratchRows& to);
+  void gather(const TrainBatch& batch, const void* rows, int64_t n, Format format, bool by_expert, bool lora_only,
+              ScratchRows& to);
   void project(const std::vector<Projection>& projections);
-  void project_rows(const Projection& projection, const Group& group, int64_t row, int64_t row_end, Room& room);
+  // The parts of `project`, whose results have room then; `projections` must outlive them.
+  std::vector<Segment> segments(const std::vector<Projection>& projections);
+  void project_rows(const Segment& segment, Room& room);
+  // Those of an item's rows.
+  std::span<const Group> groups_of(const Item& item) const;
+  // Fetches into the second-level cache what add_lora reads of B (A) of each adapter of an item, a share whenever
+  // `next` is called, `shares` times in all.
+  class Fetch {
+   public:
+    Fetch(const ExpertTrainer& trainer, const Item& item, std::initializer_list<int> matrices, bool transposed,
+          int64_t shares);
+    void next();
+
+   private:
+    void slice(int matrix, const Group& group) const;
+
+    const ExpertTrainer& trainer_;
+    const Item& item_;
+    std::span<const Group> groups_;
+    int matrices_[2] = {};
+    bool transposed_;
+    int64_t slices_, shares_, done_ = 0;
+  };
   // tile += B t of the columns of an item, or A^T u if `transposed`; t (u): rows in the format of LoRA products.
   void add_lora(int matrix, bool transposed, const Item& item, const ScratchRows& t, float* tile, int64_t stride,
                 Room& room) const;
-  void base_product(int projection, const Item& item, const ScratchRows& x, float* out, int64_t stride) const;
-  // out = W^T d, or out += W^T d if `adds`.
+  // next: the panels that are read behind these. It calls `fetch` base_shares(projection, item) times.
+  void base_product(int projection, const Item& item, const ScratchRows& x, float* out, int64_t stride,
+                    const uint8_t* next, Fetch& fetch) const;
+  int64_t base_step(int projection, const Item& item) const;  // panels
+  int64_t base_shares(int projection, const Item& item) const;
+  // out = W^T d, or out += W^T d if `adds`. It calls `fetch` for each pair of panels.
   void transposed_product(int projection, const Item& item, const ScratchRows& d, float* out, int64_t stride, bool adds,
-                          Room& room) const;
+                          Fetch& fetch, Room& room) const;
 
   void gate_up(const TrainBatch& batch, void* kept);
   void gate_up_item(const Item& item, void* kept, bool kept_bf16, Room& room);
   void down(const TrainBatch& batch, void* out);
   void hidden_gradient(const TrainBatch& batch, const void* kept);
   void hidden_gradient_item(const Item& item, const TrainBatch& batch, const void* kept, Room& room);
-  void lora_gradients();
-  void lora_gradient(const Group& group, int job, int64_t column, int64_t columns, Room& room);
-  void input_gradient(const TrainBatch& batch, void* grad_hidden);
+  std::vector<GradientJob> gradient_jobs() const;
+  // adds: to what the rows before these gave.
+  void lora_gradient(const GradientJob& job, bool adds, Room& room);
+  // Of experts that no row has chosen.
+  void clear_gradients(const std::vector<TrainLora>& loras);
+  // LoRA's gradients as well. grad_hidden: null: these alone.
+  void input_gradient(const TrainBatch& batch, void* grad_hidden, bool adds);
   void weight_gradient(const TrainBatch& batch, float* grad_weights) const;
   // out = the sums over a row's positions of y, with the router's weights or 1, for a slice of columns.
   void combine(const TrainBatch& batch, bool weighted, int64_t first, int64_t last, void* out);
@@ -143,7 +194,6 @@ class ExpertTrainer {
 
   // Of the chunk of rows that is computed.
   const ExpertLayer* layer_ = nullptr;
-  bool input_bf16_ = false;        // rows of the caller
   Format product_ = Format::bf16;  // of LoRA products and of all of backward
   RoutedBatch routed_;
   std::vector<Group> groups_;

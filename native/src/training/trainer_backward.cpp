@@ -6,14 +6,9 @@
 namespace ktserve {
 namespace {
 
-constexpr int64_t kPair = 2 * kPanel;      // columns whose W^T is made at a time
-constexpr int64_t kGradientColumns = 256;  // of a work item
-constexpr int64_t kGradientRows = 256;     // whose products are summed at a time
-
-RowView view(const ScratchRows& rows, int64_t row, int64_t column, Format format) {
-  const bool bf16 = format == Format::bf16;
-  return {rows.at(row) + column * (bf16 ? 2 : 4), rows.stride, bf16};
-}
+constexpr int64_t kPair = 2 * kPanel;
+constexpr int64_t kTurnedBytes = 256 << 10;  // of W^T that is made at a time, if it is not a pair of panels
+constexpr int64_t kTurnedBytesAmx = 512 << 10;
 
 }  // namespace
 
@@ -33,55 +28,67 @@ void ExpertTrainer::backward(const ExpertLayer& layer, const std::vector<TrainLo
       gate_up(part, kept_.data());
       here = kept_.data();
     }
-    input_bf16_ = batch.bf16;
-    gather(static_cast<const uint8_t*>(grad_out) + first * s.hidden * element, s.hidden, product_, false, false, d_);
+    gather(part, static_cast<const uint8_t*>(grad_out) + first * s.hidden * element, s.hidden, product_, false, false,
+           d_);
+    if (!groups_.empty()) gather(part, part.hidden, s.hidden, product_, false, true, x_lora_);
     hidden_gradient(part, here);
-    if (!groups_.empty()) {
-      gather(part.hidden, s.hidden, product_, false, true, x_lora_);
-      project({{kGate, false, &x_lora_, &t_[kGate]},
-               {kUp, false, &x_lora_, &t_[kUp]},
-               {kDown, false, &h_lora_, &t_[kDown]},
-               {kGate, true, &d_gate_, &u_[kGate]},
-               {kUp, true, &d_up_, &u_[kUp]}});
-      lora_gradients();
-    }
     weight_gradient(part, grad_weights + first * batch.top_k);
-    if (grad_hidden != nullptr) {
-      input_gradient(part, static_cast<uint8_t*>(grad_hidden) + first * s.hidden * element);
+    if (!groups_.empty()) {
+      project({{{kDown}, false, &h_lora_, {&t_[kDown]}},
+               {{kGate}, true, &d_gate_, {&u_[kGate]}},
+               {{kUp}, true, &d_up_, {&u_[kUp]}}});
     }
+    if (first == 0) clear_gradients(loras);
+    uint8_t* to = static_cast<uint8_t*>(grad_hidden);
+    input_gradient(part, to == nullptr ? nullptr : to + first * s.hidden * element, first > 0);
   });
 }
 
 void ExpertTrainer::transposed_product(int projection, const Item& item, const ScratchRows& d, float* out,
-                                       int64_t stride, bool adds, Room& room) const {
+                                       int64_t stride, bool adds, Fetch& fetch, Room& room) const {
   const LayerShape& s = layer_->shape();
   const int64_t n = layer_->rows_of(projection);
   const int64_t k = layer_->inner_of(projection);
   const int64_t size = panel_size(product_, n);
-  uint8_t* panels = room.part(kPanels, 2 * size);
-  for (int64_t column = item.column; column < item.column_end; column += kPair) {
+  const int64_t bytes = isa() == Isa::amx ? kTurnedBytesAmx : kTurnedBytes;
+  const int64_t most = std::clamp(bytes / (2 * size) * kPair, kPair, kItemColumns);
+  uint8_t* panels = room.part(kPanels, most / kPanel * size);
+  for (int64_t column = item.column; column < item.column_end; column += most) {
+    const int64_t columns = std::min(most, item.column_end - column);
     for (int shard = 0; shard < s.shards; ++shard) {
       const int64_t first = layer_->first_panel(projection, shard);
       const int64_t count = layer_->first_panel(projection, shard + 1) - first;
       if (count == 0) continue;
-      panels_.transpose(s.formats[projection], layer_->panel(projection, item.expert, first), count, k, column, kPair,
+      panels_.transpose(s.formats[projection], layer_->panel(projection, item.expert, first), count, k, column, columns,
                         product_, panels + first * kPanel * (product_ == Format::f32 ? 64 : 32), size);
     }
-    kernels_.dot({product_, panels, 2, n, d.at(item.row), d.stride, item.row_end - item.row, out + column - item.column,
-                  stride, panels, adds});
+    for (int64_t i = 0; i < columns; i += kPair) {
+      fetch.next();
+      const uint8_t* pair = panels + i / kPanel * size;
+      kernels_.dot({product_, pair, 2, n, d.at(item.row), d.stride, item.row_end - item.row,
+                    out + column + i - item.column, stride, pair, adds});
+    }
   }
 }
 
 void ExpertTrainer::hidden_gradient(const TrainBatch& b, const void* kept) {
   const LayerShape& s = layer_->shape();
-  if (!groups_.empty()) project({{kDown, true, &d_, &u_[kDown]}});
+  // t of gate and up is not needed yet, nor does it need anything.
+  const std::vector<Projection> beside = {{{kGate, kUp}, false, &x_lora_, {&t_[kGate], &t_[kUp]}}};
+  std::vector<Segment> more;
+  if (!groups_.empty()) {
+    project({{{kDown}, true, &d_, {&u_[kDown]}}});
+    more = segments(beside);
+  }
   const int64_t bytes = kernels_.row_bytes(product_, s.intermediate);
   d_gate_.reserve(routed_.positions(), bytes);
   d_up_.reserve(routed_.positions(), bytes);
   if (!groups_.empty()) h_lora_.reserve(routed_.positions(), bytes);
   cut(-1, 0, s.intermediate);
   weight_parts_.resize(static_cast<size_t>(routed_.positions() * ranges_));
-  each_item([&](const Item& item, Room& room) { hidden_gradient_item(item, b, kept, room); });
+  each_item([&](const Item& item, Room& room) { hidden_gradient_item(item, b, kept, room); },
+            static_cast<int64_t>(more.size()),
+            [&](int64_t i, Room& room) { project_rows(more[static_cast<size_t>(i)], room); });
 }
 
 void ExpertTrainer::hidden_gradient_item(const Item& item, const TrainBatch& b, const void* kept, Room& room) {
@@ -91,7 +98,8 @@ void ExpertTrainer::hidden_gradient_item(const Item& item, const TrainBatch& b, 
   const int64_t stride = odd_lines(width * 4) / 4;
   const int64_t element = product_ == Format::f32 ? 4 : 2;
   auto* dh = reinterpret_cast<float*>(room.part(kTile, rows * stride * 4));
-  transposed_product(kDown, item, d_, dh, stride, false, room);
+  Fetch fetch(*this, item, {kDown}, true, width / kPair);
+  transposed_product(kDown, item, d_, dh, stride, false, fetch, room);
   add_lora(kDown, true, item, u_[kDown], dh, stride, room);
   const auto pre = [&](int64_t at, int i) -> const void* {
     return static_cast<const uint8_t*>(kept) + ((at * 2 + i) * s.intermediate + item.column) * (b.bf16 ? 2 : 4);
@@ -105,95 +113,32 @@ void ExpertTrainer::hidden_gradient_item(const Item& item, const TrainBatch& b, 
   }
 }
 
-// dA of gate and up, which read the same x; dA of down; dB of gate, up, down.
-void ExpertTrainer::lora_gradients() {
-  struct Job {
-    const Group* group;
-    int job;
-    int64_t column, columns;
-  };
+void ExpertTrainer::input_gradient(const TrainBatch& b, void* grad_hidden, bool adds) {
   const LayerShape& s = layer_->shape();
-  const int64_t widths[5] = {s.hidden, s.intermediate, s.intermediate, s.intermediate, s.hidden};
-  std::vector<Job> jobs;
-  for (const Group& g : groups_) {
-    for (int job = 0; job < 5; ++job) {
-      for (int64_t column = 0; column < widths[job]; column += kGradientColumns) {
-        jobs.push_back({&g, job, column, std::min(kGradientColumns, widths[job] - column)});
-      }
-    }
+  const std::vector<GradientJob> jobs = gradient_jobs();
+  const auto all = static_cast<int64_t>(jobs.size());
+  const auto gradient = [&](int64_t i, Room& room) { lora_gradient(jobs[static_cast<size_t>(i)], adds, room); };
+  if (grad_hidden == nullptr) {
+    pool_.parallel_for(all, [&](int64_t i, int worker) { gradient(i, room(worker)); });
+    return;
   }
-  pool_.parallel_for(static_cast<int64_t>(jobs.size()), [&](int64_t i, int worker) {
-    const Job& j = jobs[static_cast<size_t>(i)];
-    lora_gradient(*j.group, j.job, j.column, j.columns, room(worker));
-  });
-}
-
-void ExpertTrainer::lora_gradient(const Group& g, int job, int64_t column, int64_t columns, Room& room) {
-  struct Product {
-    int matrix;
-    bool of_a;
-    const ScratchRows* rows;     // whose sums over positions with
-    const ScratchRows* columns;  // are the gradient
-  };
-  static constexpr int kCounts[5] = {2, 1, 1, 1, 1};
-  const Product products[5][2] = {{{kGate, true, &u_[kGate], &x_lora_}, {kUp, true, &u_[kUp], &x_lora_}},
-                                  {{kDown, true, &u_[kDown], &h_lora_}, {}},
-                                  {{kGate, false, &t_[kGate], &d_gate_}, {}},
-                                  {{kUp, false, &t_[kUp], &d_up_}, {}},
-                                  {{kDown, false, &t_[kDown], &d_}, {}}};
-  const int64_t r = g.lora->rank;
-  const int64_t stride = odd_lines(columns * 4) / 4;
-  const int64_t m = g.row_end - g.row;
-  const int64_t most = std::min(kGradientRows, m);
-  const int64_t row_bytes = kernels_.row_bytes(product_, most);
-  uint8_t* panels = room.part(kPanels, packed_size(product_, columns, most));
-  uint8_t* transposed = room.part(kRows, r * row_bytes);
-  float* tiles[2] = {reinterpret_cast<float*>(room.part(kTile, r * stride * 4)),
-                     reinterpret_cast<float*>(room.part(kSecondTile, r * stride * 4))};
-  float weights[kGradientRows];
-  for (int64_t first = 0; first < m; first += most) {
-    const int64_t count = std::min(most, m - first);
-    const int64_t row = g.row + first;
-    for (int64_t i = 0; i < count; ++i) weights[i] = routed_.weight(row + i);
-    panels_.pack_transpose(view(*products[job][0].columns, row, column, product_), columns, count, product_, panels);
-    for (int i = 0; i < kCounts[job]; ++i) {
-      const Product& p = products[job][i];
-      // What comes from d lacks the router's weight.
-      panels_.transpose_rows(view(*p.rows, row, 0, product_), count, r, p.matrix == kDown ? weights : nullptr, product_,
-                             transposed, row_bytes);
-      kernels_.dot(
-          {product_, panels, panels_of(columns), count, transposed, row_bytes, r, tiles[i], stride, panels, first > 0});
-    }
-  }
-  for (int i = 0; i < kCounts[job]; ++i) {
-    const Product& p = products[job][i];
-    const int64_t out = layer_->rows_of(p.matrix);
-    const int64_t in = layer_->inner_of(p.matrix);
-    if (p.of_a && g.lora->grad_a[p.matrix] != nullptr) {
-      float* to = g.lora->grad_a[p.matrix] + g.expert * r * in + column;
-      for (int64_t j = 0; j < r; ++j) panels_.add(tiles[i] + j * stride, columns, to + j * in);
-    } else if (!p.of_a && g.lora->grad_b[p.matrix] != nullptr) {
-      float* to = g.lora->grad_b[p.matrix] + (g.expert * out + column) * r;
-      panels_.add_transposed(tiles[i], stride, r, columns, to, r);
-    }
-  }
-}
-
-void ExpertTrainer::input_gradient(const TrainBatch& b, void* grad_hidden) {
-  const LayerShape& s = layer_->shape();
   const int64_t columns = slice_columns();
   y_.reserve(routed_.positions(), odd_lines(columns * 4));
   for (int64_t first = 0; first < s.hidden; first += columns) {
     const int64_t last = std::min(s.hidden, first + columns);
     cut(-1, first, last);
-    each_item([&](const Item& item, Room& room) {
-      float* dx = y_.floats(item.row) + item.column - first;
-      const int64_t stride = y_.stride_floats();
-      transposed_product(kGate, item, d_gate_, dx, stride, false, room);
-      transposed_product(kUp, item, d_up_, dx, stride, true, room);
-      add_lora(kGate, true, item, u_[kGate], dx, stride, room);
-      add_lora(kUp, true, item, u_[kUp], dx, stride, room);
-    });
+    const int64_t done = all * first / s.hidden;  // jobs, in slices of them
+    each_item(
+        [&](const Item& item, Room& room) {
+          float* dx = y_.floats(item.row) + item.column - first;
+          const int64_t stride = y_.stride_floats();
+          Fetch fetch(*this, item, {kGate, kUp}, true, 2 * (item.column_end - item.column) / kPair);
+          transposed_product(kGate, item, d_gate_, dx, stride, false, fetch, room);
+          transposed_product(kUp, item, d_up_, dx, stride, true, fetch, room);
+          add_lora(kGate, true, item, u_[kGate], dx, stride, room);
+          add_lora(kUp, true, item, u_[kUp], dx, stride, room);
+        },
+        all * last / s.hidden - done, [&](int64_t i, Room& room) { gradient(done + i, room); });
     combine(b, false, first, last, grad_hidden);
   }
 }

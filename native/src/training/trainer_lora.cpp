@@ -1,0 +1,230 @@
+// What a step of the trainer does with LoRA's matrices.
+#include <xmmintrin.h>
+
+#include <algorithm>
+
+#include "training/trainer.hpp"
+
+namespace ktserve {
+namespace {
+
+constexpr int64_t kProjectedRows = 256;
+constexpr int64_t kGradientBytes = 128 << 10;  // of rows, and of sums, of a work item of gradients
+constexpr int64_t kGradientRows = 256;         // whose products are summed at a time
+
+RowView view(const ScratchRows& rows, int64_t row, int64_t column, Format format) {
+  const bool bf16 = format == Format::bf16;
+  return {rows.at(row) + column * (bf16 ? 2 : 4), rows.stride, bf16};
+}
+
+}  // namespace
+
+void ExpertTrainer::project(const std::vector<Projection>& projections) {
+  const std::vector<Segment> all = segments(projections);
+  pool_.parallel_for(static_cast<int64_t>(all.size()),
+                     [&](int64_t i, int worker) { project_rows(all[static_cast<size_t>(i)], room(worker)); });
+}
+
+std::vector<ExpertTrainer::Segment> ExpertTrainer::segments(const std::vector<Projection>& projections) {
+  std::vector<Segment> all;
+  for (const Projection& p : projections) {
+    for (size_t i = 0; i < p.matrices.size(); ++i) {
+      p.out[i]->reserve(routed_.positions(), kernels_.row_bytes(product_, max_rank_));
+    }
+    for (const Group& g : groups_) {
+      const int64_t m = g.row_end - g.row;
+      const int64_t chunks = (m + kProjectedRows - 1) / kProjectedRows;
+      for (int64_t c = 0; c < chunks; ++c) {
+        all.push_back({&p, &g, g.row + m * c / chunks, g.row + m * (c + 1) / chunks});
+      }
+    }
+  }
+  return all;
+}
+
+void ExpertTrainer::project_rows(const Segment& segment, Room& room) {
+  const auto& [projection, group, row, row_end] = segment;
+  const Projection& p = *projection;
+  const Group& g = *group;
+  const TrainLora& lora = *g.lora;
+  const int64_t r = lora.rank;
+  const int64_t k = p.transposed ? layer_->rows_of(p.matrices[0]) : layer_->inner_of(p.matrices[0]);
+  const int64_t size = packed_size(product_, r, k);
+  const auto count = static_cast<int64_t>(p.matrices.size());
+  uint8_t* panels = room.part(kLoraPanels, count * size);
+  for (int64_t i = 0; i < count; ++i) {
+    const int matrix = p.matrices[static_cast<size_t>(i)];
+    if (p.transposed) {
+      const float* b = lora.b[matrix] + g.expert * k * r;
+      panels_.pack_transpose({reinterpret_cast<const uint8_t*>(b), r * 4, false}, r, k, product_, panels + i * size);
+    } else {
+      panels_.pack(lora.a[matrix] + g.expert * r * k, k, r, k, product_, panels + i * size);
+    }
+  }
+  const int64_t width = panels_of(r) * kPanel;
+  const int64_t stride = count * width;
+  auto* t = reinterpret_cast<float*>(room.part(kTile, (row_end - row) * stride * 4));
+  kernels_.dot(
+      {product_, panels, count * panels_of(r), k, p.x->at(row), p.x->stride, row_end - row, t, stride, panels});
+  for (int64_t at = row; at < row_end; ++at) {
+    for (int64_t i = 0; i < count; ++i, t += width) {
+      for (int64_t j = 0; j < r; ++j) t[j] *= lora.scale;
+      kernels_.pack_f32(product_, t, r, 0, r, p.out[i]->at(at));
+    }
+  }
+}
+
+std::span<const ExpertTrainer::Group> ExpertTrainer::groups_of(const Item& item) const {
+  const Group* first = groups_.data() + first_group_[static_cast<size_t>(item.expert)];
+  const Group* last = groups_.data() + first_group_[static_cast<size_t>(item.expert) + 1];
+  while (first != last && first->row_end <= item.row) ++first;
+  while (first != last && (last - 1)->row >= item.row_end) --last;
+  return {first, last};
+}
+
+ExpertTrainer::Fetch::Fetch(const ExpertTrainer& trainer, const Item& item, std::initializer_list<int> matrices,
+                            bool transposed, int64_t shares)
+    : trainer_(trainer),
+      item_(item),
+      groups_(trainer.groups_of(item)),
+      transposed_(transposed),
+      slices_(static_cast<int64_t>(matrices.size() * groups_.size())),
+      shares_(shares) {
+  std::copy(matrices.begin(), matrices.end(), matrices_);
+}
+
+void ExpertTrainer::Fetch::next() {
+  const auto groups = static_cast<int64_t>(groups_.size());
+  for (int64_t i = slices_ * done_ / shares_; i < slices_ * (done_ + 1) / shares_; ++i) {
+    slice(matrices_[i / groups], groups_[static_cast<size_t>(i % groups)]);
+  }
+  ++done_;
+}
+
+void ExpertTrainer::Fetch::slice(int matrix, const Group& g) const {
+  const auto fetch = [](const float* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+  };
+  const ExpertLayer& layer = *trainer_.layer_;
+  const int64_t r = g.lora->rank;
+  const int64_t columns = item_.column_end - item_.column;
+  const int64_t width = layer.inner_of(matrix);
+  if (transposed_) {
+    for (int64_t i = 0; i < r; ++i) fetch(g.lora->a[matrix] + (item_.expert * r + i) * width + item_.column, columns);
+  } else {
+    fetch(g.lora->b[matrix] + (item_.expert * layer.rows_of(matrix) + item_.column) * r, columns * r);
+  }
+}
+
+void ExpertTrainer::add_lora(int matrix, bool transposed, const Item& item, const ScratchRows& t, float* tile,
+                             int64_t stride, Room& room) const {
+  const int64_t columns = item.column_end - item.column;
+  for (const Group& g : groups_of(item)) {
+    const int64_t row = std::max<int64_t>(g.row, item.row);
+    const int64_t row_end = std::min<int64_t>(g.row_end, item.row_end);
+    const int64_t r = g.lora->rank;
+    uint8_t* panels = room.part(kLoraPanels, packed_size(product_, columns, r));
+    if (transposed) {
+      const int64_t width = layer_->inner_of(matrix);
+      const float* a = g.lora->a[matrix] + item.expert * r * width + item.column;
+      panels_.pack_transpose({reinterpret_cast<const uint8_t*>(a), width * 4, false}, columns, r, product_, panels);
+    } else {
+      const float* b = g.lora->b[matrix] + (item.expert * layer_->rows_of(matrix) + item.column) * r;
+      panels_.pack(b, r, columns, r, product_, panels);
+    }
+    kernels_.dot({product_, panels, panels_of(columns), r, t.at(row), t.stride, row_end - row,
+                  tile + (row - item.row) * stride, stride, panels, true});
+  }
+}
+
+std::vector<ExpertTrainer::GradientJob> ExpertTrainer::gradient_jobs() const {
+  const LayerShape& s = layer_->shape();
+  const int64_t widths[5] = {s.hidden, s.intermediate, s.intermediate, s.intermediate, s.hidden};
+  std::vector<GradientJob> jobs;
+  for (const Group& g : groups_) {
+    // As many columns as possible: gradients are then long runs of memory.
+    const int64_t rows = std::max(padded_k(std::min<int64_t>(kGradientRows, g.row_end - g.row)), 2 * g.lora->rank);
+    const int64_t most = std::max(kGradientBytes / 2 / rows / kItemColumns, int64_t{1}) * kItemColumns;
+    for (int kind = 0; kind < 5; ++kind) {
+      for (int64_t column = 0; column < widths[kind]; column += most) {
+        jobs.push_back({&g, kind, column, std::min(most, widths[kind] - column)});
+      }
+    }
+  }
+  return jobs;
+}
+
+void ExpertTrainer::lora_gradient(const GradientJob& job, bool adds, Room& room) {
+  struct Product {
+    int matrix;
+    bool of_a;
+    const ScratchRows* rows;     // whose sums over positions with
+    const ScratchRows* columns;  // are the gradient
+  };
+  static constexpr int kCounts[5] = {2, 1, 1, 1, 1};
+  const Product products[5][2] = {{{kGate, true, &u_[kGate], &x_lora_}, {kUp, true, &u_[kUp], &x_lora_}},
+                                  {{kDown, true, &u_[kDown], &h_lora_}, {}},
+                                  {{kGate, false, &t_[kGate], &d_gate_}, {}},
+                                  {{kUp, false, &t_[kUp], &d_up_}, {}},
+                                  {{kDown, false, &t_[kDown], &d_}, {}}};
+  const auto& [group, kind, column, columns] = job;
+  const Group& g = *group;
+  const int64_t r = g.lora->rank;
+  const int64_t stride = odd_lines(columns * 4) / 4;
+  const int64_t m = g.row_end - g.row;
+  const int64_t most = std::min(kGradientRows, m);
+  const int64_t row_bytes = kernels_.row_bytes(product_, most);
+  uint8_t* panels = room.part(kPanels, packed_size(product_, columns, most));
+  uint8_t* transposed = room.part(kRows, r * row_bytes);
+  float* tiles[2] = {reinterpret_cast<float*>(room.part(kTile, r * stride * 4)),
+                     reinterpret_cast<float*>(room.part(kSecondTile, r * stride * 4))};
+  float weights[kGradientRows];
+  for (int64_t first = 0; first < m; first += most) {
+    const int64_t count = std::min(most, m - first);
+    const int64_t row = g.row + first;
+    for (int64_t i = 0; i < count; ++i) weights[i] = routed_.weight(row + i);
+    panels_.pack_transpose(view(*products[kind][0].columns, row, column, product_), columns, count, product_, panels);
+    for (int i = 0; i < kCounts[kind]; ++i) {
+      const Product& p = products[kind][i];
+      // What comes from d lacks the router's weight.
+      panels_.transpose_rows(view(*p.rows, row, 0, product_), count, r, p.matrix == kDown ? weights : nullptr, product_,
+                             transposed, row_bytes);
+      kernels_.dot(
+          {product_, panels, panels_of(columns), count, transposed, row_bytes, r, tiles[i], stride, panels, first > 0});
+    }
+  }
+  for (int i = 0; i < kCounts[kind]; ++i) {
+    const Product& p = products[kind][i];
+    const int64_t out = layer_->rows_of(p.matrix);
+    const int64_t in = layer_->inner_of(p.matrix);
+    if (p.of_a && g.lora->grad_a[p.matrix] != nullptr) {
+      float* to = g.lora->grad_a[p.matrix] + g.expert * r * in + column;
+      for (int64_t j = 0; j < r; ++j) panels_.put(tiles[i] + j * stride, columns, to + j * in, adds);
+    } else if (!p.of_a && g.lora->grad_b[p.matrix] != nullptr) {
+      float* to = g.lora->grad_b[p.matrix] + (g.expert * out + column) * r;
+      panels_.put_transposed(tiles[i], stride, r, columns, to, adds);
+    }
+  }
+  _mm_sfence();
+}
+
+void ExpertTrainer::clear_gradients(const std::vector<TrainLora>& loras) {
+  const LayerShape& s = layer_->shape();
+  std::vector<uint8_t> present(loras.size() * static_cast<size_t>(s.experts));
+  for (const Group& g : groups_) present[static_cast<size_t>((g.lora - loras.data()) * s.experts + g.expert)] = 1;
+  pool_.parallel_for(static_cast<int64_t>(present.size()), [&](int64_t i, int) {
+    if (present[static_cast<size_t>(i)] != 0) return;
+    const TrainLora& lora = loras[static_cast<size_t>(i / s.experts)];
+    for (int p = 0; p < 3; ++p) {
+      const auto clear = [&](float* gradient, int64_t side) {
+        if (gradient == nullptr) return;
+        const int64_t count = lora.rank * side;
+        std::fill_n(gradient + i % s.experts * count, count, 0.0f);
+      };
+      clear(lora.grad_a[p], layer_->inner_of(p));
+      clear(lora.grad_b[p], layer_->rows_of(p));
+    }
+  });
+}
+
+}  // namespace ktserve
