@@ -178,6 +178,14 @@ class EngineConfig:
         "first step on; written at the end and every few minutes",
         group="Placement",
     )
+    tensor_parallel: int = option(
+        1,
+        "GPUs, of this machine, that compute each layer together, with a process for each: attention, projections and "
+        "experts on the GPU are divided, experts on the CPU are not",
+        group="Placement",
+        aliases=("tensor_parallel_size", "tp_size"),
+        limits=(1, 64),
+    )
     cpu_threads: int | None = option(
         None,
         "threads of the CPU pool; default: from the cgroup and affinity",

@@ -187,7 +187,7 @@ class EngineCore:
             self._end(self.scheduler.abort(request_id, "shutdown"))
         self.adapters.close()
         self._grammars.close()
-        self.runner.model.close()
+        self.runner.close()
         if self.profiler:
             self.profiler.close()
 

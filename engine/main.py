@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import NoReturn
 
 import msgspec
 
@@ -18,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for a mistake of the user's (said in one line), 2 for `check` that found one."""
     parser = argparse.ArgumentParser(prog="ktserve engine")
     commands = parser.add_subparsers(dest="command", required=True)
+    rank = commands.add_parser("rank")  # started by rank 0, of the settings of which it computes a part
+    rank.add_argument("--orders", type=int, required=True, help="socket that rank 0 has made for it")
+    rank.add_argument("--slots", type=int, required=True, help="another, for adapters")
     for name in ("serve", "plan", "check", "inspect", "convert"):
         command = commands.add_parser(name)
         command.add_argument("--config-json", required=name not in ("inspect", "convert"), default="{}")
@@ -33,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--tokens", type=int, default=64, help="length of the prompt that is run")
             command.add_argument("--tolerance", type=float, default=None)
     args = parser.parse_args(argv)
+    if args.command == "rank":
+        _rank(args.orders, args.slots)
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
     return exit_status(lambda: _run(args, config))
 
@@ -70,6 +76,15 @@ def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:
     return process.serve(config, build)
 
 
+def _rank(orders: int, slots: int) -> NoReturn:
+    import socket
+    from multiprocessing.connection import Connection
+
+    from engine.parallel.follower import serve
+
+    serve(Connection(orders), socket.socket(fileno=slots))
+
+
 def _plan(config: EngineConfig) -> int:
     from engine.build.plan import plan_engine
 
@@ -85,18 +100,22 @@ def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
     from engine.build.backends import make_backends
     from engine.build.plan import plan_engine
     from engine.diagnostics.check import check_model
+    from engine.parallel.plans import each_rank
 
     config = replace(config, max_num_batched_tokens=tokens, kv_cache_tokens=max(tokens, 16) + 16, max_num_seqs=1)
-    plan = plan_engine(config).without_streaming()
-    print("\n".join(plan.placement.lines))
-    vocabulary = plan.source.config.vocab_size
+    whole = plan_engine(config).without_streaming()
+    print("\n".join(whole.placement.lines))
+    vocabulary = whole.source.config.vocab_size
     prompt = [(7919 * i + 13) % vocabulary for i in range(tokens)]  # any tokens do: layers are compared, not answers
-    first = check_model(plan.source, make_backends(plan), prompt, print, tolerance)
-    if first is None:
-        print("every layer agrees with the reference")
-        return 0
-    print(f"first divergence: {first.place}: {first.note}")
-    return 2
+    for plan in each_rank(whole):
+        if plan.shard.size > 1:
+            print(f"rank {plan.shard.rank} of {plan.shard.size}, by itself")
+        first = check_model(plan.source, make_backends(plan), prompt, print, tolerance)
+        if first is not None:
+            print(f"first divergence: {first.place}: {first.note}")
+            return 2
+    print("every layer agrees with the reference")
+    return 0
 
 
 def _inspect(config: EngineConfig, path: str) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from engine.attention.base import BLOCK_SIZE
 from engine.build.backends import make_backends
@@ -25,7 +28,9 @@ from engine.lora.adapters import Adapters
 from engine.lora.files.folder import check_folder
 from engine.lora.reading.process import AdapterReader
 from engine.messages import FromEngine, Ready
-from engine.model.load import Loader, Progress
+from engine.model.load import Backends, Loader, Progress
+from engine.parallel.group import ALONE, Group
+from engine.parallel.leader import Leader
 from engine.steps.runner import ModelRunner
 from scheduler.config import SchedulerConfig
 from scheduler.policy.drafts import NgramProposer
@@ -42,6 +47,19 @@ _EAGER_MLPS = (
 
 def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress) -> EngineCore:
     """Load the weights and put the parts together."""
+    if plan.shard.size == 1:
+        return _assemble(plan, send, progress, None)
+    leader = Leader(plan, torch.device("cuda", 0) if plan.placement.device != "cpu" else torch.device("cpu"))
+    try:
+        return _assemble(plan, send, progress, leader)
+    except BaseException:
+        leader.close()
+        raise
+
+
+def _assemble(
+    plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress, leader: Leader | None
+) -> EngineCore:
     config, source, model_config = plan.config, plan.source, plan.source.config
     backends = make_backends(plan)
     bandwidth = _read_bandwidth(plan, backends.pool, progress)
@@ -51,10 +69,10 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
         for layer in range(model_config.num_hidden_layers):
             backends.attention(layer)
         progress(stage, 1, 1)
-    model = Loader(source, backends, plan.token_budget).model(progress)
-    tracing = bool(config.profile_dir)
-    runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
-    runner.spare_cpus = backends.spare_cpus
+    runner = load_runner(plan, backends, leader or ALONE, progress)
+    model, runner.leader = runner.model, leader
+    if leader is not None:
+        leader.meet()
     if backends.cache is not None:
         runner.notes += backends.cache.report()
     if bandwidth is not None:
@@ -62,7 +80,10 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
-    _pad_decode(runner, plan, progress)
+    decode = _decode_steps(runner, plan)
+    if leader is not None:
+        leader.begin(decode)
+    pad_decode(runner, plan, decode, progress)
     if plan.num_drafts and runner.padded is not None:
         runner.notes.append("steps with draft tokens run without CUDA graphs")
     scheduler = Scheduler(
@@ -89,10 +110,10 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
         scheduler,
         runner,
         Adapters(
-            model_config,
+            source.whole,
             model_name(config),
             AdapterReader(),
-            model.set_adapter,
+            model.set_adapter if leader is None else partial(leader.set_adapter, model.set_adapter),
             max_rank=config.max_adapter_rank,
             base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
             budget=plan.adapter_budget,
@@ -106,6 +127,16 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
         profiler=profiler,
         read_bandwidth=bandwidth,
     )
+
+
+def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Progress) -> ModelRunner:
+    """The model, or a rank's part of it, and what runs its steps."""
+    config = plan.config
+    model = Loader(plan.source, backends, plan.token_budget, group).model(progress)
+    tracing = bool(config.profile_dir)
+    runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
+    runner.spare_cpus = backends.spare_cpus
+    return runner
 
 
 def pace(plan: EnginePlan) -> dict[str, Any]:
@@ -139,19 +170,27 @@ def _read_bandwidth(plan: EnginePlan, pool: _native.WorkerPool | None, progress:
     return measured
 
 
-def _pad_decode(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> None:
-    """Decode steps in padded sizes: as CUDA graphs where that is possible, one by one where it is asked for."""
-    config = plan.config
-    if config.cuda_graphs == "off" or (config.cuda_graphs == "auto" and runner.device.type == "cpu"):
-        return
-    if config.cuda_graphs == "auto" and (why := graph_blocker(runner.model)):
+def _decode_steps(runner: ModelRunner, plan: EnginePlan) -> str:
+    """How decode steps run, as `cuda_graphs` says it: "auto" only where graphs can be had."""
+    asked = plan.config.cuda_graphs
+    if asked == "auto" and runner.device.type == "cpu":
+        return "off"
+    if asked == "auto" and (why := graph_blocker(runner.model)):
         runner.notes.append(f"CUDA graphs: none, {why}")
+        return "off"
+    return asked
+
+
+def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Progress) -> None:
+    """Decode steps in padded sizes: as CUDA graphs ("auto"), one by one ("padded"), or not ("off")."""
+    if decode == "off":
         return
+    config = plan.config
     padded = runner.pad_decode(config.max_num_seqs, config.max_adapter_slots, plan.num_blocks)
-    if config.cuda_graphs == "auto":
+    if decode == "auto":
         with runner.computing():
             padded.capture(progress)
-    kind = "CUDA graphs" if config.cuda_graphs == "auto" else "padded decode steps, without CUDA graphs"
+    kind = "CUDA graphs" if decode == "auto" else "padded decode steps, without CUDA graphs"
     runner.notes.append(f"{kind}: {len(padded.buckets)} sizes up to {padded.buckets[-1]} rows")
 
 

@@ -13,6 +13,7 @@ from engine.build.placement import kt_method
 from engine.build.plan import EnginePlan
 from engine.build.shared import Shared, native_experts, pack_cache
 from engine.experts.base import ExpertBackend
+from engine.experts.elsewhere import ElsewhereExperts
 from engine.experts.kt.backend import KtExperts
 from engine.experts.reference import ReferenceExperts
 from engine.linear.base import LinearBackend
@@ -72,6 +73,9 @@ def cpu_backends(plan: EnginePlan) -> Backends:
             "kt": lambda: KtExperts(model, kt_method(config, placement), max_rows=rows, threads=plan.threads),
         },
     )
+    if plan.shard.rank and not plan.shard.experts:
+        elsewhere = ElsewhereExperts("cpu")
+        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: elsewhere))
     kinds = {choice.backend for choice in placement.choices.values()}
     native_rows = placement.native(".self_attn", "_proj")
     torch.set_num_threads(1 if native_rows else plan.torch_threads)  # torch's threads would fight the pool's

@@ -15,6 +15,7 @@ from engine.build.plan import EnginePlan
 from engine.build.shared import Shared, native_experts, pack_cache
 from engine.experts.base import ExpertBackend
 from engine.experts.bridge.backend import CudaBridge
+from engine.experts.elsewhere import ElsewhereExperts
 from engine.experts.gpu.backend import GpuExperts
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.kt.backend import KtExperts
@@ -101,6 +102,9 @@ def gpu_backends(plan: EnginePlan) -> Backends:
             "gpu": lambda: GpuExperts(model, dtype, device, quantise=plan.expert_quantise, pack=pack, **sizes),
         },
     )
+    if plan.shard.rank and not plan.shard.experts:
+        elsewhere = ElsewhereExperts("cuda")
+        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: elsewhere))
     kt = KtStreamExperts if dtype == torch.bfloat16 else KtExperts
     linear, router = linears(dtype, pack), linears(torch.float32, None)
     on_cpu = "reference" in placement.used(".mlp.experts") and expert_device.type == "cpu"

@@ -25,15 +25,7 @@ from engine.experts.native import scratch_bytes
 from engine.linear.gpu_weights import TABLE_BYTES
 from engine.lora.budget import AdapterBudget
 from engine.memory.costs import buffer_bytes
-from engine.memory.gpu import (
-    adapter_copies,
-    expert_items,
-    gpu_adapter_share,
-    gpu_items,
-    gpu_memory,
-    hot_expert_bytes,
-)
-from engine.memory.limits import cpu_memory
+from engine.memory.gpu import adapter_copies, expert_items, gpu_adapter_share, gpu_items, hot_expert_bytes
 from engine.memory.plan import (
     GPU_KV_SHARE,
     Inputs,
@@ -46,6 +38,8 @@ from engine.memory.plan import (
 )
 from engine.memory.stated import STATED, tiled_projections
 from engine.memory.units import parse_bytes
+from engine.parallel.placement import divide, rank_lines, ranks_cpu, ranks_gpu, ranks_threads
+from engine.parallel.shard import WHOLE, Shard
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from native import available as native_available
@@ -69,6 +63,7 @@ class EnginePlan:
     threads: int | None = None  # of the CPU pool, as asked for; None: it chooses
     hot_expert_bytes: int = 0  # GPU memory for the experts of a hybrid backend
     mixed_chunk: int | None = None  # prefill tokens beside decode rows at most; None: the token budget alone decides
+    shard: Shard = WHOLE  # what `source` is of the model
 
     @property
     def max_model_len(self) -> int:
@@ -107,7 +102,8 @@ class EnginePlan:
     @property
     def lines(self) -> list[str]:
         unused = unused_settings(self.config, self.source, self.placement)
-        return [*self.placement.lines, *self._share_lines, *unused, *self.memory.render().splitlines()]
+        ranks = rank_lines(self.shard, self.placement)
+        return [*self.placement.lines, *ranks, *self._share_lines, *unused, *self.memory.render().splitlines()]
 
     @property
     def _share_lines(self) -> list[str]:
@@ -155,7 +151,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     share = gpu_share(config, model, placement, lambda: _expert_bytes(config, source, placement, precision))
     for backend in share.backends:
         chosen = placement if backend is None else choose(replace(config, expert_backend=backend), model, machine)
-        plan = _within_memory(config, source, chosen, share.asked_bytes)
+        part, shard = divide(config, source, chosen, machine)
+        plan = replace(_within_memory(config, part, chosen, share.asked_bytes), shard=shard)
         each = plan.gpu_expert_bytes if plan.hot_expert_bytes else 0
         if backend == share.backends[-1] or suits(backend, config, model, plan.memory, plan.hot_expert_bytes, each):
             break
@@ -210,7 +207,8 @@ def computes_chunks(placement: Placement) -> bool:
 def _plan(
     config: EngineConfig, source: WeightSource, placement: Placement, token_budget: int, asked_hot: int | None
 ) -> EnginePlan:
-    precision, threads, hot = choose_precision(config, placement), pool_threads(config), 0
+    precision, ranks, hot = choose_precision(config, placement), config.tensor_parallel, 0
+    threads = ranks_threads(ranks, placement, pool_threads(config))
     quantise = config.quantise or placement.quantise
     inputs = Inputs(
         config,
@@ -222,8 +220,8 @@ def _plan(
         activation_bytes=precision.activations.itemsize,
         kv_token_bytes=source.config.kv_bytes_per_token(precision.kv.itemsize, kv_scale_bytes(precision.kv)),
         token_budget=token_budget,
-        cpu=cpu_memory(),
-        gpu=None if placement.device == "cpu" else gpu_memory(placement.device),
+        cpu=ranks_cpu(ranks, placement),
+        gpu=ranks_gpu(ranks, placement),
         adapter_copies=_slot_copies(placement),
         gpu_adapter_share=_gpu_adapter_share(source, placement),
         kt_method=kt_method(config, placement),

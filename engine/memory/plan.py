@@ -183,7 +183,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
     room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
     room += max(left, 0) if config.adapter_memory is None else 0
-    each = format_bytes(TYPICAL_RANK * adapter_bytes_per_rank(source.config))
+    each = format_bytes(TYPICAL_RANK * adapter_bytes_per_rank(source.whole))
     again = [
         _AGAIN[min(n, 2)] + (f" on {device}" if inputs.gpu else "") for device, n in inputs.adapter_copies.items() if n
     ]

@@ -20,11 +20,13 @@ from engine.model.config import ModelConfig
 from engine.model.layers import Layer, SparseMlp
 from engine.model.step import StepInput, StepOutput, Want
 from engine.ops.base import Ops
+from engine.parallel.group import ALONE, Group
 from engine.steps.sampling import greedy_tokens
 
 
 class CausalLM:
-    """Built by `engine.model.load`. `linears` maps module names to projections, for adapters.
+    """Built by `engine.model.load`. `linears` maps module names to projections, for adapters. `group`: of the ranks of
+    which each has a part of the model; all run the same steps.
 
     A step: `begin_step`, `plan`, `forward` (this one or another executor's), and `check` when it has ended.
     """
@@ -38,6 +40,7 @@ class CausalLM:
         final_norm: torch.Tensor,
         lm_head: Linear,
         linears: dict[str, Linear],
+        group: Group = ALONE,
     ) -> None:
         self.config = config
         self.ops = ops
@@ -46,6 +49,7 @@ class CausalLM:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.linears = linears
+        self.group = group
         self.device = embedding.device
         self.dtype = final_norm.dtype  # of activations; the embedding may be held otherwise
         self.slots_with_extra_mlps: set[int] = set()
@@ -70,15 +74,15 @@ class CausalLM:
     def forward(self, step: StepInput) -> StepOutput:
         """The device's part of a planned step."""
         self.fill_slots(step.ids.shape[0], step.lora, step.bsz)
-        residual = self.embed(step.ids)
+        residual = self.embed(self.group.from_first(step.ids))
         delta: torch.Tensor | None = None
         for layer in self.layers:
             x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
-            delta = self._attend(layer, x, step)
+            delta = self.group.sum(self._attend(layer, x, step))
             if step.observe:
                 step.observe(f"model.layers.{layer.index}.self_attn", delta)
             x = layer.mlp.enter(self.ops, layer, residual, delta, step)
-            delta = layer.mlp.output(self.ops, x, step.lora, step.trace)
+            delta = self.group.sum(layer.mlp.output(self.ops, x, step.lora, step.trace))
             if step.observe:
                 step.observe(f"model.layers.{layer.index}.mlp", delta)
         hidden = self.ops.add_rms_norm(residual, delta, self.final_norm)
@@ -120,7 +124,7 @@ class CausalLM:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> float32 [rows, V]."""
-        return self.lm_head(hidden, None).float()
+        return self.group.gather(self.lm_head(hidden, None), self.config.vocab_size).float()
 
     def _attend(self, layer: Layer, x: torch.Tensor, step: StepInput) -> torch.Tensor:
         heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
@@ -168,6 +172,7 @@ class CausalLM:
     def close(self) -> None:
         for backend in self.expert_backends:
             backend.close()
+        self.group.close()
 
 
 def _to(mlp: ExtraMlp, like: torch.Tensor) -> ExtraMlp:

@@ -15,6 +15,7 @@ from engine.linear.embedding import Embedding, TableEmbedding
 from engine.model.causal_lm import CausalLM
 from engine.model.layers import DenseMlp, Layer, SharedExpert, SparseMlp
 from engine.ops.base import Ops
+from engine.parallel.group import ALONE, Group
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.pack_cache import PackCache
 from engine.weights.store import WeightSource
@@ -45,8 +46,9 @@ class Backends:
 class Loader:
     """Loads one layer after another; `max_rows` is the largest step in tokens."""
 
-    def __init__(self, source: WeightSource, backends: Backends, max_rows: int) -> None:
+    def __init__(self, source: WeightSource, backends: Backends, max_rows: int, group: Group = ALONE) -> None:
         self.source = source
+        self.group = group
         self.backends = backends
         self.linears: dict[str, Linear] = {}
         self._max_rows = max_rows
@@ -71,6 +73,7 @@ class Loader:
             final_norm=final_norm,
             lm_head=head,
             linears=self.linears,
+            group=self.group,
         )
 
     def layer(self, index: int) -> Layer:

@@ -56,6 +56,8 @@ class NativeExecutor:
 
 
 def choose_executor(model: CausalLM) -> Executor:
-    """Once, when the engine is built."""
+    """Once, when the engine is built. Ranks meet between the parts of a layer, inside which native calls stay."""
+    if model.group.size > 1:
+        return model
     on_cpu = len(model.expert_buffers) <= 1 and all(b.hidden.device.type == "cpu" for b in model.expert_buffers)
     return NativeExecutor(model) if on_cpu and all_native(model.layers, model.ops) else model

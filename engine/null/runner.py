@@ -39,9 +39,6 @@ class NullModel:
     def expert_places(self) -> list[ExpertPlaces]:
         return []
 
-    def close(self) -> None:
-        """There is nothing to close."""
-
     def token(self, row: StepRow, index: int) -> int:
         """Token `index` of a request's output, whatever its sampling settings say about choosing among tokens."""
         sampling = row.request.sampling
@@ -77,6 +74,9 @@ class NullRunner:
     def tokens(self, step: NullStep) -> list[list[int]]:
         time.sleep(max(0.0, step.ends_s - time.monotonic()))
         return [[] if row.request.request_id in step.failed else self._tokens(row) for row in step.plan.rows]
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
     def _tokens(self, row: StepRow) -> list[int]:
         first = row.start + row.num_tokens - len(row.drafts) - len(row.request.prompt)

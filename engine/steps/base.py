@@ -41,8 +41,6 @@ class Model(Protocol):
     @property
     def expert_places(self) -> Sequence[ExpertPlaces]: ...
 
-    def close(self) -> None: ...
-
 
 S = TypeVar("S", bound=Launched)
 
@@ -66,4 +64,8 @@ class Runner(Protocol[S]):
     def tokens(self, step: S) -> list[list[int]]:
         """Waits for the step. One list per row of the plan: the drafts that were sampled, from the first on, and the
         token after them; empty for a row that samples nothing or is among `step.failed`. Raises what failed in it."""
+        ...
+
+    def close(self) -> None:
+        """No step follows, and none is in flight."""
         ...

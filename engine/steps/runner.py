@@ -27,18 +27,20 @@ from engine.graphs.padded import PaddedDecode
 from engine.model.causal_lm import CausalLM
 from engine.model.native_executor import choose_executor
 from engine.model.step import StepInput, Trace, Want
+from engine.parallel.orders import Step
 from engine.steps.base import Launched
 from engine.steps.inputs import StepArrays, TokenCounts
 from engine.steps.masks import NO_MASKS, Masks, Words, allowed_words
+from engine.steps.prompt_logprobs import prompt_logprobs, prompt_parts, wants_prompt
 from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, sample
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request
 
 if TYPE_CHECKING:
+    from engine.parallel.leader import Leader
     from native import _native
 
 _NONE: NDArray[np.int64] = np.zeros(0, np.int64)
-_LOGPROB_ROWS = 64  # prompt log-probabilities are computed this many positions at a time: [64, V] float32
 
 
 @dataclass
@@ -81,6 +83,7 @@ class ModelRunner:
         self.tracing = tracing
         self.executor = choose_executor(model)
         self.padded: PaddedDecode | None = None
+        self.leader: Leader | None = None  # of other ranks, which run the same steps
         self.keep_all = False  # hidden states of every token, for who compares logits of whole prompts
         self.notes: list[str] = []  # logged at start: how steps run
         self.spare_cpus: list[int] = []  # where the engine's own thread belongs beside a pinned pool of threads
@@ -126,7 +129,9 @@ class ModelRunner:
             self.model.begin_step(plan.num_tokens, lora=bool(slots), eager=padded is None, slots=slots)
             try:
                 step = self._launch(plan, padded, masks)
-            except Exception:
+            except Exception as error:
+                if self.leader is not None:
+                    self.leader.lost(error)
                 self.model.check()  # says why, if an expert backend knows
                 raise
         step.launched_s = launched_s
@@ -140,7 +145,9 @@ class ModelRunner:
         with nullcontext() if done else self._launching():
             try:
                 self._sample(step, masks)
-            except Exception:
+            except Exception as error:
+                if self.leader is not None:
+                    self.leader.lost(error)
                 self.model.check()
                 raise
         step.phases["sample_s"] = time.perf_counter() - began
@@ -163,19 +170,28 @@ class ModelRunner:
         kept = pairwise(step.arrays.kept_starts.tolist())
         return [_accepted(step, row, sampled[a:b], a) for row, (a, b) in zip(step.plan.rows, kept, strict=True)]
 
+    def close(self) -> None:
+        """No step follows. Graphs go before what they have captured."""
+        self.padded = None
+        self.model.close()
+
     def _launch(self, plan: StepPlan, padded: PaddedDecode | None, masks: Masks) -> InFlight:
         began = time.perf_counter()
         arrays = StepArrays.of(plan, self._places)
         step = InFlight(plan, arrays=arrays)
         greedy = all(row.request.greedy for row in plan.rows if row.samples)
         greedy = greedy and not (masks and any(_masks(masks, row, i) for row, i in step.samples))
+        every = padded is None and (self.keep_all or any(wants_prompt(row) for row in plan.rows))
+        if self.leader is not None:
+            parts = [part for i, row in enumerate(plan.rows) for part in prompt_parts(arrays, i, row)]
+            self.leader.announce(Step.of(arrays, padded=bool(padded), every=every, greedy=greedy, logits=parts))
         if padded:
             built = time.perf_counter()
             step.trace = padded.launch(arrays)
             step.logits = padded.logits
             step.greedy = padded.greedy[: len(arrays.kept)] if greedy else None
         else:
-            given = self._input(step, greedy)
+            given = self.step_input(arrays, every=every, greedy=greedy)
             built = time.perf_counter()
             self.model.plan(given.batch)
             out = self.executor.forward(given)
@@ -185,9 +201,9 @@ class ModelRunner:
         step.phases = {"prepare_s": built - began, "forward_s": time.perf_counter() - built}
         return step
 
-    def _input(self, step: InFlight, greedy: bool) -> StepInput:
-        arrays, keep, want = step.arrays, step.arrays.kept, Want.HIDDEN
-        every = self.keep_all or any(row.request.sampling.prompt_logprobs is not None for row in step.plan.rows)
+    def step_input(self, arrays: StepArrays, *, every: bool, greedy: bool) -> StepInput:
+        """Of a step that is not padded. `every`: the hidden states of all tokens are wanted."""
+        keep, want = arrays.kept, Want.HIDDEN
         if len(keep) == 0:
             keep = np.zeros(1, np.int64)  # any one: the step is run for its keys and values
         elif not every:
@@ -223,9 +239,11 @@ class ModelRunner:
         sampling = (row.request.request_id for row in step.plan.rows if row.samples)
         self._places = {request_id: i for i, request_id in enumerate(sampling)}
         for i, row in enumerate(step.plan.rows):
-            count = row.request.sampling.prompt_logprobs
-            if count is not None and row.start + 1 < len(row.request.prompt):
-                step.pending_prompts.append((row.request.request_id, self._prompt_logprobs(step, i, row, count)))
+            if parts := prompt_parts(step.arrays, i, row):
+                if step.hidden is None:
+                    raise RuntimeError("a step that reads a prompt has hidden states")
+                found = prompt_logprobs(self.model, step.hidden, row, parts)
+                step.pending_prompts.append((row.request.request_id, found))
         step.arrival = Arrival(self.device)
 
     def _deliver(self, step: InFlight, tokens: torch.Tensor) -> torch.Tensor:
@@ -264,20 +282,6 @@ class ModelRunner:
             seen=seen,
             counts=counts,
         )
-
-    def _prompt_logprobs(self, step: InFlight, index: int, row: StepRow, top: int) -> list[PendingLogprobs]:
-        """Of the prompt's tokens at positions start + 1 ... start + num_tokens, as far as the prompt goes."""
-        prompt = row.request.prompt
-        targets = prompt[row.start + 1 : row.start + row.num_tokens + 1]
-        out: list[PendingLogprobs] = []
-        if step.hidden is None:
-            raise RuntimeError("a step that reads a prompt has hidden states")
-        for at in range(0, len(targets), _LOGPROB_ROWS):
-            part = to_device(targets[at : at + _LOGPROB_ROWS], torch.int64, self.device)
-            first = int(step.arrays.row_starts[index]) + at
-            logits = self.model.logits(step.hidden[first : first + len(part)])
-            out.append(PendingLogprobs(logits, part, [top] * len(part)))
-        return out
 
 
 def _masks(masks: Masks, row: StepRow, drafts: int) -> bool:

@@ -122,6 +122,11 @@ class WeightSource(ABC):
 
     config: ModelConfig
 
+    @property
+    def whole(self) -> ModelConfig:
+        """Of the whole model, of which `config` may describe one rank's part (engine/parallel/shard.py)."""
+        return self.config
+
     @abstractmethod
     def tensor(self, name: str) -> WeightTensor:
         """Any tensor but the routed experts. KeyError if the model has none of that name."""

@@ -31,7 +31,7 @@ ALWAYS = {
     "model", "gguf", "served_model_name", "dtype", "max_model_len", "adapters", "pinned_adapters", "max_adapter_slots",
     "rules", "device", "attention_backend", "linear_backend", "max_num_seqs", "max_num_batched_tokens",
     "kv_cache_tokens", "kv_cache_memory", "kv_cache_dtype", "prefix_caching", "max_queue", "itl_target_ms", "overlap",
-    "seed", "speculate", "profile_dir", "force_memory_plan", "deterministic", "check_integrity",
+    "seed", "speculate", "profile_dir", "force_memory_plan", "deterministic", "check_integrity", "tensor_parallel",
 }  # fmt: skip
 # Setting -> (settings with which it has its effect, settings with which it has none)
 SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

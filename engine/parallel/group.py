@@ -1,0 +1,103 @@
+"""What the ranks of a model exchange while they run the same step; with one rank, nothing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+TIMEOUT_S = 300  # of one exchange: a rank may wait for another's long chunk, but not for ever
+
+
+# Groups of which there may be several in a process, where torch.distributed keeps one for all.
+dist: Any = importlib.import_module("torch._C._distributed_c10d")
+
+
+class Group:
+    """One rank alone: every exchange is what it was given. `size` ranks run the same exchanges in the same order."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, on every rank; x may be overwritten."""
+        return x
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, on every rank; x may be overwritten."""
+        return x
+
+    def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """[rows, the ranks' parts of width] -> [rows, width], on every rank. Parts are equal, but for the last ones."""
+        return x
+
+    def close(self) -> None:
+        """No exchange follows."""
+
+
+ALONE = Group()
+
+
+class Ranks(Group):
+    """Over NCCL between GPUs, and gloo between CPUs, of one machine. `store`: a file that all ranks can reach, in a
+    folder that nobody else can. Nothing is sent before `connect`, which waits for all ranks."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, store: str) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._store = store
+        self._ranks: Any = None
+
+    def connect(self) -> None:
+        limit, store = timedelta(seconds=TIMEOUT_S), dist.FileStore(self._store, self.size)
+        store.set_timeout(limit)
+        if self._device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where ranks first meet: nobody outside is to
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._ranks = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = limit
+            self._ranks = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        met = self.sum(torch.ones(1, device=self._device))  # NCCL connects at the first exchange, never in a graph
+        if float(met) != self.size:
+            raise RuntimeError(f"{float(met)} of {self.size} ranks have met")
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        narrow = x.device.type == "cpu" and x.dtype != torch.float32
+        y = x.float() if narrow else x.contiguous()
+        self._ranks.allreduce([y], _on_stream(dist.AllreduceOptions())).wait()
+        return y.to(x.dtype) if narrow else y
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        options = _on_stream(dist.BroadcastOptions())
+        options.rootRank, options.rootTensor = 0, 0
+        y = x.contiguous()
+        self._ranks.broadcast([y], options).wait()
+        return y
+
+    def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        rows, each = x.shape[0], -(-width // self.size)
+        mine = x if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
+        parts = x.new_empty(self.size * rows, each)
+        self._ranks._allgather_base(parts, mine.contiguous(), _on_stream(dist.AllgatherOptions())).wait()
+        return parts.view(self.size, rows, each).transpose(0, 1).reshape(rows, self.size * each)[:, :width]
+
+    def close(self) -> None:
+        if self._ranks is not None and self._device.type == "cuda":
+            self._ranks.abort()
+        self._ranks = None
+
+
+def _on_stream(options: Any) -> Any:
+    """In the current stream's own order, where torch can."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options

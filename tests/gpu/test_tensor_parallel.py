@@ -1,0 +1,74 @@
+"""Two GPUs answer as one does, decode graphs and adapters included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from testing.harness import Result
+from tests.engine.test_lora_serving import Family
+from tests.engine.test_parity import prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one rank on each of two GPUs"),
+]
+SHAPE = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+GPU = {"device": "cuda", "rules": None, "dtype": "bfloat16"}
+NAMES = [None, "adapter-0", "adapter-1", None]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    return Family(tmp_path_factory.mktemp("family"), 2, **SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def no_multicast(monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # not every host that lends GPUs lets NVLink use it
+
+
+def answers(family: Family, **config) -> list[Result]:
+    """Greedy rows of base and adapters, a drawn one, and a prompt's log-probabilities."""
+    engine = family.engine(max_num_batched_tokens=24, max_num_seqs=6, **config)
+    graphs = config.get("cuda_graphs", "auto") == "auto" and config["device"] == "cuda"
+    assert (engine.core.runner.padded is not None) == (graphs and config["dtype"] == "bfloat16")
+    asked = prompts(1, [3, 9, 40, 14])
+    ids = [engine.submit(p, n, logprobs=3, max_tokens=12) for p, n in zip(asked, NAMES, strict=True)]
+    ids.append(engine.submit(prompts(1, [12])[0], NAMES[1], temperature=1.0, seed=5, prompt_logprobs=2))
+    results = engine.run()
+    engine.close()
+    return [results[i] for i in ids]
+
+
+def errors(got: list[Result], exact: list[Result]) -> list[float]:
+    """Of log-probabilities of equal tokens behind equal tokens."""
+    found = []
+    for mine, theirs in zip(got, exact, strict=True):
+        for a, b in zip(mine.prompt_logprobs or [], theirs.prompt_logprobs or [], strict=True):
+            found += [] if a is None or b is None else [abs(a.chosen.logprob - b.chosen.logprob)]
+        for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
+            if a.chosen.token != b.chosen.token:
+                break
+            found.append(abs(a.chosen.logprob - b.chosen.logprob))
+    return found
+
+
+@pytest.mark.parametrize("experts", ["gpu", "native"])
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_two_gpus_differ_from_one_by_rounding(family, experts, graphs):
+    exact = answers(family, device="cpu", dtype="float32")
+    one, two = (
+        errors(answers(family, **GPU, expert_backend=experts, cuda_graphs=graphs, tensor_parallel=ranks), exact)
+        for ranks in (1, 2)
+    )
+    assert len(two) > len(NAMES) + 11, "no decode step was compared"
+    assert np.mean(two) < 2 * np.mean(one) + 0.02
+
+
+def test_float32_tokens_are_those_of_one(family):
+    config = {"device": "cuda", "rules": "reference", "dtype": "float32", "expert_backend": "gpu"}
+    one, two = (answers(family, **config, linear_backend="gpu", tensor_parallel=ranks) for ranks in (1, 2))
+    assert [r.tokens for r in two] == [r.tokens for r in one]
+    assert max(errors(two, one)) < 1e-3
