@@ -226,6 +226,17 @@ class EngineConfig:
         group="Batching",
         choices=("auto", "bfloat16", "float32", "fp8", "int8"),
     )
+    kv_disk: str | None = option(
+        None,
+        "disk space (e.g. 50GiB) for blocks of the prefix cache: written when they are complete, read again for "
+        "prompts that begin with them when memory has given them away, after a restart too. On a CPU only",
+        group="Batching",
+    )
+    kv_disk_dir: str | None = option(
+        None,
+        "folder for kv-disk, of one server at a time; default: .ktserve/kv-NAME beside the model's files",
+        group="Batching",
+    )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="Batching")
     max_queue: int = option(
         512,

@@ -14,6 +14,7 @@ from engine.diagnostics.live import engine_stats, live
 from engine.diagnostics.profile import StepObserver
 from engine.errors import KtserveError, UserError
 from engine.grammar.grammars import CompileFailed, Grammars
+from engine.kv_disk.disk import KvDisk
 from engine.lora.adapters import Adapters
 from engine.lora.version import Loaded, LoadFailed, Moved, Retiring, SlotFailed, SlotFilled
 from engine.messages import (
@@ -44,7 +45,7 @@ log = logging.getLogger("ktserve")
 
 
 class EngineCore:
-    """Single-threaded but for adapter files and slots, which load on threads of their own.
+    """Single-threaded but for adapter files and slots and blocks on disk, which threads of their own read and write.
 
     `send` gets every message to the api, in order. `overlap`: step N+1 is launched before N is committed.
     `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured.
@@ -61,6 +62,7 @@ class EngineCore:
         check_integrity: bool = False,
         profiler: StepObserver | None = None,
         read_bandwidth: float | None = None,
+        disk: KvDisk | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -69,6 +71,7 @@ class EngineCore:
         self.check_integrity = check_integrity
         self.profiler = profiler
         self.read_bandwidth = read_bandwidth
+        self.disk = disk
         self._send = send
         self._live: dict[str, Answer] = {}
         self._masks: dict[str, list[TokenMask]] = {}  # of live requests that have some
@@ -112,6 +115,8 @@ class EngineCore:
             request, displaced = admit(m, self.scheduler, self.adapters, self._grammars, vocabulary, time.monotonic())
         except RefusalError as refusal:
             return self._send(refusal.answer)
+        if self.disk is not None:
+            request.kv_digest = self.disk.digest(self.adapters.digest(request.adapter))
         self._live[m.request_id] = Answer(request)
         masks = masks_of(m.sampling, self.scheduler.config.eos_token_ids, vocabulary)
         if m.grammar is not None:
@@ -151,11 +156,15 @@ class EngineCore:
         now = time.monotonic()
         self._take_adapter_events()
         self._take_grammar_events()
+        if self.disk is not None:
+            self.disk.take()
         self._emit(self.scheduler.expire(now), None)
         plan = self.scheduler.schedule(now)
         self._schedule_s = time.monotonic() - now
         for load in self.scheduler.slot_loads():
             self.adapters.fill(load)
+        if self.disk is not None:
+            self.disk.start()
         before, self._in_flight = self._in_flight, None
         launched = self._launch(plan) if plan else None
         if before:
@@ -178,13 +187,17 @@ class EngineCore:
 
     @property
     def waiting_for_threads(self) -> bool:
-        """Whether adapters or grammars are on their way, or requests wait although no step could be planned."""
-        return self.adapters.busy or self._grammars.busy or self.busy
+        """Whether adapters, grammars or blocks on disk are on their way, or requests wait although no step could be
+        planned."""
+        on_disk = self.disk is not None and self.disk.busy
+        return self.adapters.busy or self._grammars.busy or on_disk or self.busy
 
     def close(self) -> None:
         """Cancel what is left and end the threads."""
         for request_id in list(self._live):
             self._end(self.scheduler.abort(request_id, "shutdown"))
+        if self.disk is not None:
+            self.disk.close()
         self.adapters.close()
         self._grammars.close()
         self.runner.close()
@@ -198,6 +211,7 @@ class EngineCore:
             "failed_steps": self._failed_steps,
             "experts_touched": self._experts_touched,
             "expert_layers": self._expert_layers,
+            **(self.disk.stats() if self.disk is not None else {}),
         }
 
     def _launch(self, plan: StepPlan) -> Launched | None:
@@ -249,7 +263,7 @@ class EngineCore:
                 self._forget(request_id)
                 self._send(Failed(request_id=request_id, message=str(error), status=400))
             return
-        event = self.scheduler.fail(request_id, f"{type(error).__name__}: {error}")
+        event = self.scheduler.fail(request_id, f"{type(error).__name__}: {error}", spoiled=True)
         if event is not None:
             log.error(
                 "request %s failed: %s", request_id, error, exc_info=None if isinstance(error, KtserveError) else error

@@ -361,6 +361,10 @@ class PagedAttention:
     @property
     def cache_bytes(self) -> int: ...
     @property
+    def cache_address(self) -> int:
+        """Of [layers, num_blocks, bytes of a block], as long as the object lives."""
+
+    @property
     def tokens(self) -> int: ...
     def plan(
         self, row_starts: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]]

@@ -308,6 +308,8 @@ class Batch:
                 return None
             core.blocked = request, spare
             return self._stop_admitting(request)
+        if core.disk is not None and core.disk.fetch(request, match, self._now):
+            return None
         if not (size := room.fit(match.num_tokens, request.num_tokens - match.num_tokens)):
             return None
         core.admit(request, match, self._now)

@@ -14,7 +14,8 @@ class SchedulerConfig:
     `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill, or `itl_decode_steps` times
     that of their decode rows alone, if that is longer; None: the budget does, and `mixed_chunk`, the most prefill
     tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in another way: their
-    time tells nothing of mixed ones.
+    time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each does
+    (0: there is no disk).
     """
 
     num_blocks: int
@@ -30,6 +31,8 @@ class SchedulerConfig:
     itl_decode_steps: float = 0.0
     long_chunk: int | None = None
     mixed_chunk: int | None = None
+    disk_bytes: int = 0
+    disk_block_bytes: int = 0
 
     aging_s: float = 10.0  # one step of priority is worth this much waiting
     overtake_s: float = 15.0  # a request that has waited for so long is overtaken by none whose prefix is cached
@@ -61,6 +64,8 @@ class SchedulerConfig:
             raise ValueError(f"mixed_chunk is {self.mixed_chunk}, must be at least 1")
         if self.num_adapter_slots < 0:
             raise ValueError(f"num_adapter_slots is {self.num_adapter_slots}, must be at least 0")
+        if self.disk_block_bytes and not 0 < self.disk_block_bytes <= self.disk_bytes:
+            raise ValueError(f"disk_bytes is {self.disk_bytes}, must hold a block ({self.disk_block_bytes})")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "

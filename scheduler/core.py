@@ -7,11 +7,13 @@ What an in-flight step reads is handed to that step (`Flight.held`) and given ba
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
 from scheduler.errors import IntegrityError
 from scheduler.memory.blocks import BlockManager, Match
+from scheduler.memory.disk import DiskBlocks
 from scheduler.memory.slots import AdapterSlots
 from scheduler.plan import StepPlan, StepRow
 from scheduler.policy.deadlines import Deadlines
@@ -33,7 +35,7 @@ class Flight:
 
 
 class Core:
-    def __init__(self, config: SchedulerConfig, proposer: Proposer | None) -> None:
+    def __init__(self, config: SchedulerConfig, proposer: Proposer | None, stored: Iterable[tuple[bytes, int]]) -> None:
         self.config = config
         self.proposer = proposer
         self.requests: dict[str, Request] = {}
@@ -41,6 +43,9 @@ class Core:
         self.running: list[Entry] = []  # by rank
         self.waiting = WaitingQueue()
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
+        self.disk: DiskBlocks | None = None
+        if config.disk_block_bytes:
+            self.disk = DiskBlocks(self.blocks, config.disk_bytes, config.disk_block_bytes, stored)
         self.slots = AdapterSlots(config.num_adapter_slots, config.slot_patience_s)
         self.fairness = Fairness()
         self.flights: list[Flight] = []  # oldest first, at most two
@@ -73,6 +78,9 @@ class Core:
             request.num_cached = min(match.num_tokens, len(request.prompt))
             self.num_hit_tokens += request.num_cached
             self.num_looked_up_tokens += len(request.prompt)
+        if self.disk is not None:
+            self.disk.touch(request.block_hashes[: len(match.blocks)])
+            request.fetched = False
         if match.num_tokens > request.num_charged:
             self.charge(request, match.num_tokens, self.config.cached_weight, self.config.cached_weight)
         request.status = Status.RUNNING
@@ -132,13 +140,25 @@ class Core:
         published = self.blocks.publish(request)
         if published and (flight := self._newest_flight(request)) is not None:
             flight.published += [(request, block) for block in published]
+        elif self.disk is not None:
+            self.disk.offer(published)
+
+    def spoil(self, request: Request) -> None:
+        """What the request computed, or went on from, is not to be trusted: nobody finds it any more."""
+        for block in request.blocks[: request.num_published]:
+            self.blocks.unpublish(block)
+        if self.disk is not None:
+            self.disk.forget(request.block_hashes[: request.num_published])
 
     def land(self, flight: Flight) -> None:
-        """The step has ended: nothing reads what was held for it, unless an older step is still under way."""
+        """The step has ended: nothing reads what was held for it, unless an older step is still under way. What it
+        made findable, if it was not undone, is computed."""
         older = [f for f in self.flights if f.plan.step < flight.plan.step]
         if older:
             older[-1].held += flight.held
             return
+        if self.disk is not None:
+            self.disk.offer(block for _, block in flight.published)
         for blocks, slot in flight.held:
             self.blocks.release(blocks)
             self.slots.unpin(slot)
@@ -203,6 +223,9 @@ class Core:
                 holders.append(blocks)
                 pins[slot] = pins.get(slot, 0) + 1
         pins.pop(0, None)
+        if self.disk is not None:
+            holders += self.disk.holders()
+            found += self.disk.problems()
         found += self.blocks.problems(holders)
         found += self.slots.problems(pins, users)
         found += self.fairness.problems(listed, [r for r in listed if r.status is not Status.RUNNING])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -61,6 +62,29 @@ class SlotLoad:
 
     slot: int
     adapter: AdapterKey
+
+
+class Save(NamedTuple):
+    """The engine is to write what `block` holds to disk as `key`, then call `saved`; until then it does not change."""
+
+    key: bytes
+    block: int
+
+
+class Drop(NamedTuple):
+    """The engine is to delete what is on disk as `key`, in order with the saves."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """The engine is to read what is on disk as each key into its block, then call `fetched`."""
+
+    parts: tuple[tuple[bytes, int], ...]
+
+
+DiskOrder = Save | Drop | Fetch
 
 
 class EventKind(enum.Enum):

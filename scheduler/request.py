@@ -104,9 +104,11 @@ class Request:
     priority: int = 0  # smaller runs first
     deadline: float | None = None  # in the scheduler's clock, seconds
     background: bool = False  # runs only in steps that no live request could use
-    held: bool = False  # waits for something of its own, until `Scheduler.release`
+    held: bool = False  # waits for something of its own, until `Scheduler.release`; or, set by DiskBlocks, for a read
     cache_group: str | None = None  # tenants of one share the prefix cache; None: the tenant is alone
     cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
+    # of everything but tokens that its KV depends on, model and adapter; b"": its blocks stay in this process's memory
+    kv_digest: bytes = b""
 
     # Scheduler
     status: Status = Status.WAITING
@@ -122,6 +124,7 @@ class Request:
     slot: int = 0  # adapter slot while running; 0 is the base
     stop_reason: str | None = None
     rank: float = 0.0  # arrival_s + priority * aging_s; smaller is served first, so waiting makes up for priority
+    fetched: bool = False  # has waited for blocks on disk since it last ran, and does not again
     num_charged: int = 0  # positions the tenant has been charged for; recomputed ones are not charged again
 
     # BlockManager
@@ -148,6 +151,11 @@ class Request:
     def cache_owner(self) -> str:
         """Whose blocks of the prefix cache it may find."""
         return f"tenant {self.tenant}" if self.cache_group is None else f"group {self.cache_group}"
+
+    @property
+    def cache_source(self) -> AdapterKey | bytes:
+        """Whose KV the blocks of the prefix cache are that it may find."""
+        return self.kv_digest or self.adapter
 
     @property
     def num_tokens(self) -> int:

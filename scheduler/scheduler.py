@@ -5,7 +5,7 @@ add -> [schedule -> StepPlan -> (engine launches) -> commit -> events] ... -> on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -36,11 +36,16 @@ class Scheduler:
 
     Times are seconds of the caller's clock, which must not run backwards. Ended requests are forgotten: their last
     event is returned once, by whichever call ended them. `proposer`: decode rows carry the drafts that it makes.
+    `disk`, if the config has one, says which blocks are to be written and read, and is told when they were; `stored`:
+    keys and sizes of what is there, least recently used first.
     """
 
-    def __init__(self, config: SchedulerConfig, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, proposer: Proposer | None = None, stored: Iterable[tuple[bytes, int]] = ()
+    ) -> None:
         self.config = config
-        self._core = Core(config, proposer)
+        self._core = Core(config, proposer, stored)
+        self.disk = self._core.disk
         self._cost = CostModel(config.initial_chunk)
         self._pace = Pace()
         self._gaps = Gaps()
@@ -95,7 +100,10 @@ class Scheduler:
         """The request is in no plan from now on. None if it is unknown or has ended."""
         return self._end_known(request_id, EventKind.CANCELLED, reason)
 
-    def fail(self, request_id: str, reason: str) -> Event | None:
+    def fail(self, request_id: str, reason: str, *, spoiled: bool = False) -> Event | None:
+        """`spoiled`: what it computed may be wrong, so that nobody is to find it in the prefix cache."""
+        if spoiled and (request := self._core.requests.get(request_id)) is not None:
+            self._core.spoil(request)
         return self._end_known(request_id, EventKind.FAILED, reason)
 
     def refuse(self, request_id: str, reason: str) -> Event | None:
@@ -131,6 +139,8 @@ class Scheduler:
 
         At most two steps are under way: raises IntegrityError when a third is asked for.
         """
+        if self.disk is not None:
+            self.disk.expire(now)
         flight = Batch(self._core, self._cost, self._gaps).build(self._step, now)
         if flight is None:
             return None
@@ -196,6 +206,8 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
         """How long the step took, and how many distinct experts it touched over all layers, if that is known."""
         config = self._core.config
+        if self.disk is not None:
+            self.disk.observe(plan, seconds)
         if config.itl_target_s is None and not plan.rows[0].request.background:
             return  # nobody asks what such a step will take
         if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:
@@ -282,6 +294,7 @@ class Scheduler:
             "slots_total": len(core.slots.slots),
             "slots_used": sum(slot.pins > 0 for slot in core.slots.slots),
             **services,
+            **(self.disk.stats() if self.disk is not None else {}),
         }
 
     @property

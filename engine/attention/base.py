@@ -9,9 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.config import KV_BLOCK_TOKENS
+from engine.errors import EngineError
 
 BLOCK_SIZE = KV_BLOCK_TOKENS
 
@@ -60,6 +63,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]."""
+
+    def kv_planes(self) -> list[NDArray[np.uint8]]:
+        """The cache in host memory, as views [num_blocks, bytes]: what a block holds is its row of each. EngineError if
+        it is elsewhere."""
+        raise EngineError(f"{type(self).__name__} holds keys and values outside host memory")
 
     @property
     @abstractmethod

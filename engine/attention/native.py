@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.base import AttentionBackend, BatchLayout, kv_scale_bytes
 from engine.errors import EngineError, UserError
@@ -68,6 +71,7 @@ class NativeAttention(AttentionBackend):
         self.dtype = dtype
         self._q_shape = (config.num_attention_heads, dim)
         self._kv_shape = (config.num_key_value_heads, dim)
+        self._num_layers, self._num_blocks = config.num_hidden_layers, num_blocks
         self._token_bytes = config.kv_bytes_per_token(kv_dtype.itemsize, kv_scale_bytes(kv_dtype))
 
     @property
@@ -78,6 +82,11 @@ class NativeAttention(AttentionBackend):
     def cache_bytes(self) -> int:
         """Bytes of address space that the blocks take."""
         return int(self.kernel.cache_bytes)
+
+    def kv_planes(self) -> list[NDArray[np.uint8]]:
+        """One a layer. They are valid as long as this object lives."""
+        memory = (ctypes.c_uint8 * self.cache_bytes).from_address(self.kernel.cache_address)
+        return list(np.ctypeslib.as_array(memory).reshape(self._num_layers, self._num_blocks, -1))
 
     def plan(self, batch: BatchLayout) -> None:
         """`slot_mapping` and `positions` follow from the rows, which is what the kernels use."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
 from engine.model.config import ModelConfig
@@ -33,6 +35,12 @@ class ReferenceAttention(AttentionBackend):
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
+
+    def kv_planes(self) -> list[NDArray[np.uint8]]:
+        tensors = [tensor for pair in self.cache for tensor in pair]
+        if tensors[0].device.type != "cpu":
+            return super().kv_planes()
+        return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in tensors]
 
     def plan(self, batch: BatchLayout) -> None:
         device = batch.positions.device

@@ -11,6 +11,7 @@ import torch
 
 from engine.attention.base import BLOCK_SIZE
 from engine.build.backends import make_backends
+from engine.build.kv_store import KvStore
 from engine.build.plan import EnginePlan, computes_chunks, plan_engine
 from engine.config import (
     CPU_BATCHED_TOKENS,
@@ -62,6 +63,7 @@ def _assemble(
 ) -> EngineCore:
     config, source, model_config = plan.config, plan.source, plan.source.config
     backends = make_backends(plan)
+    store = KvStore(plan.kv_disk) if plan.kv_disk is not None else None
     bandwidth = _read_bandwidth(plan, backends.pool, progress)
     if "flashinfer" in plan.placement.used(".self_attn"):
         stage = "Attention kernels (compiled at the first start, a few minutes)"
@@ -98,10 +100,17 @@ def _assemble(
             eos_token_ids=model_config.eos_token_ids,
             prefix_caching=config.prefix_caching,
             mixed_chunk=plan.mixed_chunk,
+            disk_bytes=store.plan.budget_bytes if store else 0,
+            disk_block_bytes=store.plan.block_bytes if store else 0,
             **pace(plan),
         ),
         NgramProposer(plan.num_drafts) if plan.num_drafts else None,
+        store.stored if store else (),
     )
+    disk = None
+    if store is not None and scheduler.disk is not None:
+        planes = [plane for attention in model.attention_backends for plane in attention.kv_planes()]
+        disk = store.serve(plan, planes, scheduler.disk)
     profiler = None
     if config.profile_dir:
         kv_bytes = sum(b.kv_bytes_per_token for b in model.attention_backends)
@@ -126,6 +135,7 @@ def _assemble(
         check_integrity=config.check_integrity,
         profiler=profiler,
         read_bandwidth=bandwidth,
+        disk=disk,
     )
 
 

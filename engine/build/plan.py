@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.attention.base import BLOCK_SIZE, kv_scale_bytes
 from engine.build.gpu_experts import gpu_share, share_lines, suits
+from engine.build.kv_disk import KvDiskPlan, plan_kv_disk
 from engine.build.placement import Placement, choose, find_machine, kt_method, native_limits
 from engine.build.precision import Precision, choose_precision
 from engine.build.unused import unused_settings
@@ -64,6 +65,7 @@ class EnginePlan:
     hot_expert_bytes: int = 0  # GPU memory for the experts of a hybrid backend
     mixed_chunk: int | None = None  # prefill tokens beside decode rows at most; None: the token budget alone decides
     shard: Shard = WHOLE  # what `source` is of the model
+    kv_disk: KvDiskPlan | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -103,7 +105,8 @@ class EnginePlan:
     def lines(self) -> list[str]:
         unused = unused_settings(self.config, self.source, self.placement)
         ranks = rank_lines(self.shard, self.placement)
-        return [*self.placement.lines, *ranks, *self._share_lines, *unused, *self.memory.render().splitlines()]
+        disk = self.kv_disk.lines if self.kv_disk is not None else []
+        return [*self.placement.lines, *ranks, *self._share_lines, *unused, *self.memory.render().splitlines(), *disk]
 
     @property
     def _share_lines(self) -> list[str]:
@@ -243,8 +246,9 @@ def _plan(
             hot = _hot_bytes(inputs, placement, extra, asked_hot)
             extra.append(Item(inputs.gpu.name, "hot experts", hot))
         inputs = replace(inputs, extra=tuple(extra))
+    disk = plan_kv_disk(config, placement, inputs.kv_token_bytes)
     memory = plan_memory(inputs)
-    return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot)
+    return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot, kv_disk=disk)
 
 
 def _expert_bytes(config: EngineConfig, source: WeightSource, placement: Placement, precision: Precision) -> int:

@@ -11,7 +11,7 @@ from engine.build.plan import EnginePlan
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.experts.native import NativeExperts
-from engine.weights.pack_cache import PackCache, model_folder
+from engine.weights.pack_cache import CACHE_FOLDER, PackCache, model_folder
 from engine.weights.store import WeightSource
 
 if TYPE_CHECKING:
@@ -58,5 +58,5 @@ def pack_cache(config: EngineConfig, source: WeightSource) -> PackCache | None:
     if config.pack_cache != "auto":
         root = Path(os.path.expanduser(config.pack_cache))
     else:
-        root = (files if files.is_dir() else files.parent) / ".ktserve"
+        root = (files if files.is_dir() else files.parent) / CACHE_FOLDER
     return PackCache(model_folder(root, name, source.identity), source.identity)

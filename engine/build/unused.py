@@ -74,6 +74,10 @@ def _threads(config: EngineConfig, source: WeightSource, placement: Placement) -
     return "" if placement.device == "cpu" or pooled or "cpu" in places else "the GPU computes everything"
 
 
+def _kv_disk(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    return "" if config.kv_disk is not None else "no --kv-disk is given"
+
+
 def _graphs(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
     return "no GPU is used" if placement.device == "cpu" and config.cuda_graphs == "off" else ""
 
@@ -106,6 +110,7 @@ _RULES: dict[str, _Rule] = {
     "expert_profile": _only_for("hybrid"),
     "cpu_threads": _threads,
     "cuda_graphs": _graphs,
+    "kv_disk_dir": _kv_disk,
     "expert_scaling": _scaling,
     "adapter_memory": _slots,
     "max_adapter_rank": _slots,

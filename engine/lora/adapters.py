@@ -36,9 +36,9 @@ from engine.lora.version import (
     Version,
     check_call,
 )
-from engine.lora.work import Work
 from engine.messages import AdapterInfo
 from engine.model.config import ModelConfig
+from engine.work import Work
 from scheduler.plan import SlotLoad
 from scheduler.request import BASE, AdapterKey
 
@@ -161,6 +161,10 @@ class Adapters:
     def weights(self, key: AdapterKey) -> AdapterWeights:
         """Of a version that is in host memory."""
         return self._version(key).held
+
+    def digest(self, key: AdapterKey) -> bytes | None:
+        """Of all that the version computes with, b"" if nobody made one; None: of the base."""
+        return None if key == BASE else self._version(key).digest
 
     def residency(self, name: str) -> Residency:
         """Of a READY adapter."""

@@ -14,7 +14,7 @@ from engine.lora.budget import AdapterSize
 from engine.lora.reading.process import ReadRequest
 from engine.lora.residency import HostMemory
 from engine.lora.version import AdapterStatus, Version
-from engine.lora.work import Work
+from engine.work import Work
 
 READ = "adapter-load"  # the kind of work, and its thread's name
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MAGIC = b"KTPACK1\n"
 HEADER_BYTES = 4096
 SUFFIX = ".ktpack"
+CACHE_FOLDER = ".ktserve"  # beside the model's files
 SAMPLES, SAMPLE_BYTES = 8, 4096  # of each tensor
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,12 @@ class PackKey:
 
 def model_folder(root: Path, name: str, identity: str) -> Path:
     """`root`/NAME-HASH for the state of a model's files that `identity` tells from others."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "model"
-    return root / f"{plain[:100]}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return root / f"{plain_name(name)}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def plain_name(name: str) -> str:
+    """A model's name as part of a folder's."""
+    return (re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "model")[:100]
 
 
 class PackCache:

@@ -96,13 +96,17 @@ class BlockManager:
             return []
         return [self.cache.content(request, i).hash for i in range(start // self.block_size, end // self.block_size)]
 
-    def take(self, request: Request, match: Match) -> None:
-        """Make a match the beginning of the request's blocks."""
-        for block in match.blocks:
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a holder to each of some findable blocks, until `release`."""
+        for block in blocks:
             if not self._holders[block]:
                 del self._free[block]
                 self.num_free_cached -= 1
             self._holders[block] += 1
+
+    def take(self, request: Request, match: Match) -> None:
+        """Make a match the beginning of the request's blocks."""
+        self.hold(match.blocks)
         request.blocks = list(match.blocks)
         request.num_published = len(match.blocks)
         if match.rewrite:
@@ -114,13 +118,19 @@ class BlockManager:
         need = self.blocks_for(num_tokens) - len(request.blocks)
         if need > len(self._free):
             return False
-        for _ in range(need):
+        request.blocks += self.take_free(max(need, 0))
+        return True
+
+    def take_free(self, count: int) -> list[int]:
+        """So many of the free blocks, of which there are enough, with one holder each."""
+        taken = []
+        for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self.num_free_cached -= block in self.cache
             self.cache.discard(block)
             self._holders[block] = 1
-            request.blocks.append(block)
-        return True
+            taken.append(block)
+        return taken
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Take back the blocks beyond `num_tokens` positions, which no step in flight may read."""

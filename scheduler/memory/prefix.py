@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
@@ -13,24 +14,26 @@ Hash = Callable[[bytes], bytes]
 
 
 def blake2(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 class Content(NamedTuple):
-    """What a full block holds. Two blocks of equal content have equal KV: all of it is compared on a hit."""
+    """What a full block holds. Two blocks of equal content have equal KV: all of it is compared on a hit. On disk the
+    hash alone stands for it: 256 bits, of which nobody finds two inputs."""
 
     hash: bytes
     parent: bytes  # hash of the block before, or of the owner
     ids: bytes  # token ids, int64
     owner: str  # Request.cache_owner
     salt: str
-    adapter: AdapterKey
+    source: AdapterKey | bytes  # Request.cache_source
 
 
 class PrefixCache:
-    """Findable blocks by chained hash over (parent hash, token ids), rooted in (adapter, owner, salt).
+    """Findable blocks by chained hash over (parent hash, token ids), rooted in (source, owner, salt).
 
     None of these ever sees another's blocks. A hash collision costs a hit, never a wrong one.
+    `unsaved` are those of them that are computed and could be written to disk, in the order in which they became so.
     """
 
     def __init__(self, block_size: int, hash: Hash = blake2) -> None:
@@ -38,6 +41,7 @@ class PrefixCache:
         self._hash = hash
         self._block_of: dict[bytes, int] = {}
         self._content: dict[int, Content] = {}
+        self.unsaved: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._content)
@@ -61,11 +65,15 @@ class PrefixCache:
                 self.content(request, index - 1)
             parent = hashes[index - 1] if index else self._root(request)
             hashes.append(self._hash(parent + ids))
-        return Content(hashes[index], parent, ids, request.cache_owner, request.cache_salt, request.adapter)
+        return Content(hashes[index], parent, ids, request.cache_owner, request.cache_salt, request.cache_source)
 
     def find(self, content: Content) -> int | None:
         block = self._block_of.get(content.hash)
         return block if block is not None and self._content[block] == content else None
+
+    def content_of(self, block: int) -> Content | None:
+        """What a findable block holds."""
+        return self._content.get(block)
 
     def insert(self, block: int, content: Content) -> bool:
         """False if an equal (or colliding) block is findable already: the first one stays."""
@@ -79,6 +87,7 @@ class PrefixCache:
         content = self._content.pop(block, None)
         if content is not None:
             del self._block_of[content.hash]
+            self.unsaved.pop(block, None)
 
     def problems(self) -> list[str]:
         if len(self._block_of) != len(self._content):
@@ -87,11 +96,10 @@ class PrefixCache:
             f"block {block} is findable as another"
             for block, content in self._content.items()
             if self._block_of.get(content.hash) != block
-        ]
+        ] + [f"block {block} is to be saved but not findable" for block in self.unsaved if block not in self._content]
 
     def _root(self, request: Request) -> bytes:
-        adapter = request.adapter
-        return self._hash(repr((adapter.uid, adapter.version, request.cache_owner, request.cache_salt)).encode())
+        return self._hash(repr((request.cache_source, request.cache_owner, request.cache_salt)).encode())
 
 
 def _tokens(request: Request, start: int, end: int) -> Sequence[int]:

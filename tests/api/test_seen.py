@@ -45,7 +45,9 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     adapters = {"adapter_reads_again": 0, "adapter_evictions": 0, "adapter_load_s": 0.0, "adapters_known": 1}
     adapters |= {"adapters_in_host_memory": 1, "running_adapters": ["a"], "waiting_adapters": []}
     experts = {"experts_touched": 1, "expert_layers": 1, "expert_read_bytes": 1, "memory_read_bandwidth": 1.0}
-    metrics.stats = {**Scheduler(config()).stats(), **adapters, **experts}
+    disk = {"disk_read_bytes": 0, "disk_written_bytes": 0}
+    scheduler = Scheduler(config(disk_bytes=1, disk_block_bytes=1))
+    metrics.stats = {**scheduler.stats(), **adapters, **experts, **disk}
     known = names(metrics)
     panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
     asked = {name for panel in panels for t in panel["targets"] for name in re.findall(r"ktserve_\w+", t["expr"])}

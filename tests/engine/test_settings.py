@@ -30,8 +30,9 @@ NUMBERS = [s for s in settings_of(EngineConfig) + settings_of(ServeConfig) if s.
 ALWAYS = {
     "model", "gguf", "served_model_name", "dtype", "max_model_len", "adapters", "pinned_adapters", "max_adapter_slots",
     "rules", "device", "attention_backend", "linear_backend", "max_num_seqs", "max_num_batched_tokens",
-    "kv_cache_tokens", "kv_cache_memory", "kv_cache_dtype", "prefix_caching", "max_queue", "itl_target_ms", "overlap",
-    "seed", "speculate", "profile_dir", "force_memory_plan", "deterministic", "check_integrity", "tensor_parallel",
+    "kv_cache_tokens", "kv_cache_memory", "kv_cache_dtype", "kv_disk", "prefix_caching", "max_queue", "itl_target_ms",
+    "overlap", "seed", "speculate", "profile_dir", "force_memory_plan", "deterministic", "check_integrity",
+    "tensor_parallel",
 }  # fmt: skip
 # Setting -> (settings with which it has its effect, settings with which it has none)
 SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -44,6 +45,7 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "expert_profile": ({}, {"expert_profile": "somewhere"}),
     "cpu_threads": ({"cpu_threads": 1}, {}),
     "measure_bandwidth": ({"measure_bandwidth": True}, {"measure_bandwidth": True, **REFERENCE}),
+    "kv_disk_dir": ({"kv_disk_dir": "somewhere", "kv_disk": "1GiB"}, {"kv_disk_dir": "somewhere"}),
     "cuda_graphs": ({"cuda_graphs": "padded"}, {"cuda_graphs": "off"}),
     "expert_scaling": ({"expert_scaling": "alpha/r", "adapters": ["a=/x"]}, {"expert_scaling": "alpha/r"}),
     "adapter_memory": ({"adapter_memory": "1GiB"}, {"adapter_memory": "1GiB", "max_adapter_slots": 0}),
@@ -61,6 +63,10 @@ REFUSED = [
     {"gpu_experts": "2", "gpu_expert_memory": "1GiB"},
     {"attention_backend": "flashinfer"},
     {"linear_backend": "gpu"},
+    {"kv_disk": "much"},
+    {"kv_disk": "1KiB"},
+    {"kv_disk": "1GiB", "prefix_caching": False},
+    {"kv_disk": "1GiB", "tensor_parallel": 2},
 ]
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
+from collections.abc import Sequence
 
-from scheduler.plan import Event, EventKind, StepPlan
+from scheduler.memory.disk import DiskBlocks
+from scheduler.plan import DiskOrder, Drop, Event, EventKind, Fetch, Save, StepPlan
 from scheduler.policy.drafts import Proposer
 from scheduler.request import BASE, AdapterKey, Request, SamplingParams, Status
 from scheduler.scheduler import Scheduler, SchedulerConfig
@@ -49,12 +51,22 @@ def make_request(
     stop_token_ids: tuple[int, ...] = (),
     prompt_logprobs: int | None = None,
     background: bool = False,
+    kv_digest: bytes = b"",
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, prompt_logprobs=prompt_logprobs
     )
     return Request(
-        request_id, list(prompt), sampling, adapter, tenant, priority, deadline, background, cache_salt=cache_salt
+        request_id,
+        list(prompt),
+        sampling,
+        adapter,
+        tenant,
+        priority,
+        deadline,
+        background,
+        cache_salt=cache_salt,
+        kv_digest=kv_digest,
     )
 
 
@@ -104,14 +116,77 @@ class Guesser:
         self.known.discard(request)
 
 
+class FakeDisk:
+    """What is on disk, and the orders under way. Writes and deletions end in order, reads whenever they want."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.kept: dict[bytes, list[int]] = {}
+        self.rng = random.Random(seed)
+        self.stalls = False  # nothing ends
+        self.full = False
+        self.writer: deque[tuple[Save | Drop, list[int]]] = deque()
+        self.reads: list[Fetch] = []
+
+    def scan(self, block_bytes: int) -> list[tuple[bytes, int]]:
+        return [(key, block_bytes) for key in self.kept]
+
+    def start(self, orders: Sequence[DiskOrder], kv: list[list[int]]) -> None:
+        for order in orders:
+            if isinstance(order, Fetch):
+                self.reads.append(order)
+                for _, block in order.parts:
+                    kv[block] = [GARBAGE] * len(kv[block])
+            else:
+                self.writer.append((order, list(kv[order.block]) if isinstance(order, Save) else []))
+                assert GARBAGE not in self.writer[-1][1], "a block is saved before it is computed"
+
+    def finish(self, disk: DiskBlocks, kv: list[list[int]], least: int = 0) -> None:
+        """Some of what is under way, from `least` orders on."""
+        for _ in range(self.rng.randint(min(least, len(self.writer)), len(self.writer))):
+            order, content = self.writer.popleft()
+            if isinstance(order, Save):
+                assert kv[order.block] == content, "a block changed while it was saved"
+                if not self.full:
+                    self.kept[order.key] = content
+                disk.saved(order.key, not self.full)
+            else:
+                self.kept.pop(order.key, None)
+        self.rng.shuffle(self.reads)
+        for _ in range(self.rng.randint(min(least, len(self.reads)), len(self.reads))):
+            fetch = self.reads.pop()
+            bad = {key for key, _ in fetch.parts if key not in self.kept}
+            for key, block in fetch.parts:
+                if key not in bad:
+                    kv[block] = list(self.kept[key])
+            disk.fetched(fetch, bad)
+
+    def crash(self) -> FakeDisk:
+        """What a process that was killed leaves to the next one."""
+        self.writer.clear()
+        self.reads.clear()
+        self.stalls = self.full = False
+        return self
+
+    def blocks(self) -> set[int]:
+        """Those that are read or written."""
+        saved = {order.block for order, _ in self.writer if isinstance(order, Save)}
+        return saved | {block for fetch in self.reads for _, block in fetch.parts}
+
+
 class FakeEngine:
     """Runs a scheduler at an overlap depth of 0 or 1. The clock advances by `dt` a step."""
 
     def __init__(
-        self, config: SchedulerConfig, depth: int = 0, dt: float = 0.01, proposer: Proposer | None = None
+        self,
+        config: SchedulerConfig,
+        depth: int = 0,
+        dt: float = 0.01,
+        proposer: Proposer | None = None,
+        disk: FakeDisk | None = None,
     ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config, proposer)
+        self.disk = disk or FakeDisk()
+        self.scheduler = Scheduler(config, proposer, self.disk.scan(config.disk_block_bytes))
         self.depth = depth
         self.now = 0.0
         self.dt = dt
@@ -173,6 +248,8 @@ class FakeEngine:
 
     def schedule(self) -> StepPlan | None:
         self.now += self.dt
+        if self.scheduler.disk is not None and not self.disk.stalls:
+            self.disk.finish(self.scheduler.disk, self.kv)
         self.take(*self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
@@ -184,6 +261,8 @@ class FakeEngine:
             self.trace.append(load)
         if not self.hold_loads:
             self.finish_loads()
+        if self.scheduler.disk is not None:
+            self.disk.start(self.scheduler.disk.orders(), self.kv)
         if plan is not None:
             self.launch(plan)
         return plan
@@ -263,7 +342,15 @@ class FakeEngine:
         known = {r.request_id for r in self.scheduler.requests()}
         assert known == set(self.submitted) - set(self.terminal)
 
+    def settle_disk(self) -> None:
+        """Until nothing is written or read."""
+        while self.scheduler.disk is not None and self.scheduler.disk.busy:
+            self.disk.start(self.scheduler.disk.orders(), self.kv)
+            self.disk.finish(self.scheduler.disk, self.kv, least=1)
+            self.scheduler.check_integrity()
+
     def check_outputs(self) -> None:
+        self.settle_disk()
         for request_id, request in self.submitted.items():
             event = self.terminal[request_id]
             tokens, reason = expected_tokens(request, self.config)
@@ -286,10 +373,12 @@ class FakeEngine:
         assert len({row.request.request_id for row in plan.rows}) == len(plan.rows)
         size = self.config.block_size
         others = [p for p, _, _ in self.in_flight]
+        busy = self.disk.blocks()
         for row, table in zip(plan.rows, plan.block_tables, strict=True):
             assert row.request.request_id not in self.terminal
             assert len(table) * size >= row.start + row.num_tokens
             writes = set(table[row.start // size : (row.start + row.num_tokens - 1) // size + 1])
+            assert writes.isdisjoint(busy), "written while it is saved or fetched"
             for other in [plan, *others]:
                 for there, blocks in zip(other.rows, other.block_tables, strict=True):
                     assert there.request is row.request or writes.isdisjoint(blocks), "written while another reads it"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.plan import AdmissionError, EventKind
 from scheduler.request import BASE, AdapterKey
-from tests.scheduler.harness import EOS, FakeEngine, Guesser, config, make_request
+from tests.scheduler.harness import EOS, FakeDisk, FakeEngine, Guesser, config, make_request
 
 ADAPTERS = [BASE, BASE, *(AdapterKey(uid, 1) for uid in (1, 2, 3))]
 
@@ -35,7 +35,13 @@ def random_request(rng: random.Random, number: int, max_len: int):
 
 
 def run(
-    seed: int, depth: int, num_steps: int = 60, faults: bool = True, drafts: bool = False, **changes: object
+    seed: int,
+    depth: int,
+    num_steps: int = 60,
+    faults: bool = True,
+    drafts: bool = False,
+    disk: FakeDisk | None = None,
+    **changes: object,
 ) -> FakeEngine:
     rng = random.Random(seed)
     values: dict[str, object] = {
@@ -51,13 +57,17 @@ def run(
         "itl_target_s": rng.choice([None, 0.01]),
         "mixed_chunk": rng.choice([None, 1, 5]),
     }
+    if disk is not None:
+        values |= {"disk_bytes": max(rng.choice([1, 3, 10, 100]), len(disk.kept)), "disk_block_bytes": 1}
     settings = config(**{**values, **changes})
-    engine = FakeEngine(settings, depth, proposer=Guesser(settings, seed) if drafts else None)
+    engine = FakeEngine(settings, depth, proposer=Guesser(settings, seed) if drafts else None, disk=disk)
     number = 0
     retired: set[AdapterKey] = set()
     for _ in range(num_steps):
         for _ in range(rng.choice([0, 0, 1, 1, 2, 5])):
             request = random_request(rng, number, 24)
+            if disk is not None and rng.random() < 0.9:
+                request.kv_digest = repr(request.adapter).encode()
             if request.adapter not in retired:
                 number += 1
                 try:
@@ -69,7 +79,7 @@ def run(
         plan = engine.step()
         if plan is not None:
             engine.scheduler.observe(plan, 0.001 * plan.num_tokens * (1 + plan.step % 3), [None, 5][plan.step % 2])
-    engine.hold_loads = False
+    engine.hold_loads = engine.disk.stalls = False
     engine.finish_loads()
     engine.drain(20 * (number + 1) + 100)
     engine.check_outputs()
@@ -89,14 +99,20 @@ def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> N
         request = rng.choice(live)
         engine.stop_string(request.request_id, rng.randint(0, len(request.output)))
     elif live and what < 0.33:
-        engine.take(scheduler.fail(rng.choice(live).request_id, "fault"))
+        engine.take(scheduler.fail(rng.choice(live).request_id, "fault", spoiled=rng.random() < 0.5))
     elif engine.in_flight and what < 0.4:
         engine.drop(rng.randrange(len(engine.in_flight)))
     elif engine.loading and what < 0.5:
         engine.fail_load(next(iter(engine.loading)))
     elif what < 0.6:
         engine.hold_loads = not engine.hold_loads
-    elif what < 0.62:
+    elif what < 0.63:
+        engine.disk.stalls = not engine.disk.stalls
+    elif what < 0.66 and engine.disk.kept:
+        del engine.disk.kept[rng.choice(list(engine.disk.kept))]
+    elif what < 0.665:
+        engine.disk.full = True
+    elif what < 0.69:
         key = rng.choice(ADAPTERS[2:])
         if key not in retired:
             retired.add(key)
@@ -107,6 +123,23 @@ def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> N
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
 def test_everything_holds_in_random_runs(seed: int, depth: int, drafts: bool) -> None:
     run(seed, depth, drafts=drafts)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
+def test_everything_holds_with_blocks_on_disk(seed: int, depth: int, drafts: bool) -> None:
+    """And in the process that finds what a killed one has left."""
+    disk = FakeDisk(seed)
+    run(seed, depth, drafts=drafts, disk=disk)
+    run(seed + 1, depth, num_steps=30, drafts=drafts, disk=disk.crash())
+
+
+def test_random_runs_use_the_disk() -> None:
+    disk = FakeDisk()
+    sizes = {"num_blocks": 8, "disk_bytes": 100, "disk_block_bytes": 1, "prefix_caching": True}
+    for seed in (1, 2):
+        stats = run(seed, 0, disk=disk.crash(), faults=False, **sizes).scheduler.stats()
+        assert stats["disk_saved_blocks"] > 0 and stats["disk_hit_tokens"] > 0
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)

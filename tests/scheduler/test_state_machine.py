@@ -25,8 +25,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience=st.sampled_from([0.0, 0.05]),
         caching=st.booleans(),
         guesses=st.none() | st.integers(0, 99),
+        disk=st.none() | st.integers(1, 12),
     )
-    def start(self, depth, num_blocks, max_num_seqs, budget, slots, patience, caching, guesses) -> None:
+    def start(self, depth, num_blocks, max_num_seqs, budget, slots, patience, caching, guesses, disk) -> None:
         self.retired: set[AdapterKey] = set()
         self.released: list[AdapterKey] = []
         settings = config(
@@ -38,6 +39,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=caching,
             max_queue=6,
             max_model_len=40,
+            disk_bytes=disk or 0,
+            disk_block_bytes=int(disk is not None),
         )
         self.proposer = None if guesses is None else Guesser(settings, guesses)
         self.engine = FakeEngine(settings, depth, proposer=self.proposer)
@@ -66,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             stop_token_ids=(EOS + 1, EOS + 2) if stop else (),
             background=background,
+            kv_digest=repr(adapter).encode() if self.engine.scheduler.disk is not None else b"",
         )
         known = len(self.engine.scheduler.requests())
         try:
@@ -119,6 +123,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def load_fails(self) -> None:
         self.engine.fail_load(next(iter(self.engine.loading)))
 
+    @precondition(lambda self: self.engine.scheduler.disk is not None)
+    @rule(data=st.data(), what=st.sampled_from(["stalls", "full", "damaged"]))
+    def disk_fails(self, data, what) -> None:
+        disk = self.engine.disk
+        if what == "stalls":
+            disk.stalls = not disk.stalls
+        elif what == "full":
+            disk.full = not disk.full
+        elif disk.kept:
+            del disk.kept[data.draw(st.sampled_from(sorted(disk.kept)))]
+
     @rule(adapter=st.sampled_from(ADAPTERS[1:]))
     def retire(self, adapter) -> None:
         if adapter not in self.retired:
@@ -135,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.hold_loads = False
+        self.engine.hold_loads = self.engine.disk.stalls = False
         self.engine.finish_loads()
         self.steps(1)
         self.engine.drain(100 + 60 * len(self.engine.submitted))

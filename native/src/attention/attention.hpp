@@ -82,6 +82,7 @@ class PagedAttention {
 
   int64_t tokens() const { return tokens_; }
   size_t cache_bytes() const { return cache_bytes_; }
+  const char* cache() const { return cache_; }
   bool bf16_rows() const { return row_bytes_ == 2; }
 
  private:

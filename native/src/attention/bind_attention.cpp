@@ -33,6 +33,9 @@ void bind_attention(nb::module_& module) {
           "kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a "
           "float32 cache. ValueError for a shape that the kernels do not take.")
       .def_prop_ro("cache_bytes", &PagedAttention::cache_bytes)
+      .def_prop_ro(
+          "cache_address", [](const PagedAttention& self) { return reinterpret_cast<Address>(self.cache()); },
+          "Of [layers, num_blocks, bytes of a block], as long as the object lives.")
       .def_prop_ro("tokens", &PagedAttention::tokens)
       .def("plan", &PagedAttention::plan, "row_starts"_a, "context_lens"_a, "block_tables"_a,
            "Lay out a step. ValueError if a table is short or names a block that is not there.")

@@ -1,0 +1,123 @@
+"""Carries out what the scheduler orders of blocks on disk, on threads: one writes, a few read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+
+from engine.kv_disk.files import BlockFiles, Part
+from engine.work import Work
+from scheduler.memory.disk import DiskBlocks
+from scheduler.plan import Drop, Fetch, Save
+
+_WRITER = "kv-write"
+_MOST_READERS = 4
+_POLL_S = 0.001
+_CLOSE_S = 5.0  # for what is not written yet; the api waits for 10
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Reading:
+    """A fetch, shared among the readers."""
+
+    shares_left: int
+    bad: set[bytes] = field(default_factory=set)
+
+
+class KvDisk:
+    """`planes` are views of the KV cache, [num_blocks, bytes]: what a block holds is its row of each. `identity` tells
+    the model and how its KV is computed from all others. All methods belong to the engine's thread."""
+
+    def __init__(self, files: BlockFiles, planes: Sequence[Part], blocks: DiskBlocks, identity: bytes) -> None:
+        self._files, self._planes, self._blocks, self._identity = files, planes, blocks, identity
+        self._readers = [f"kv-read-{i}" for i in range(min(_MOST_READERS, os.cpu_count() or 1))]
+        self._work = Work(_WRITER, *self._readers)
+        self._block_bytes = sum(plane.shape[1] for plane in planes)
+        self._reading: dict[Fetch, _Reading] = {}
+        self._read_blocks = self._written_blocks = 0
+        self._failed = False
+
+    def digest(self, adapter: bytes | None) -> bytes:
+        """`Request.kv_digest` of requests with an adapter of this digest, None: of the base. b"" if the adapter has
+        none."""
+        return b"" if adapter == b"" else blake2b(adapter or b"", key=self._identity, digest_size=32).digest()
+
+    def take(self) -> None:
+        """Between steps: tell the scheduler what has ended. Never waits."""
+        self._work.take()
+
+    def start(self) -> None:
+        """What the scheduler has decided since. Never waits."""
+        for order in self._blocks.orders():
+            if isinstance(order, Save):
+                call = partial(self._files.write, order.key, self._parts(order.block))
+                self._work.start(_WRITER, call, partial(self._saved, order.key))
+            elif isinstance(order, Drop):
+                self._work.start(_WRITER, partial(self._files.delete, order.key), lambda deleted: deleted.result())
+            else:
+                self._fetch(order)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `take` or `start` has something to do now or soon."""
+        return self._work.busy or self._blocks.busy
+
+    def stats(self) -> dict[str, float | int]:
+        return {
+            "disk_read_bytes": self._read_blocks * self._block_bytes,
+            "disk_written_bytes": self._written_blocks * self._block_bytes,
+        }
+
+    def close(self) -> None:
+        """Write what is complete, for a few seconds; no thread is left."""
+        give_up = time.monotonic() + _CLOSE_S
+        self.start()
+        while self.busy and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
+            self.take()
+            self.start()
+        if self.busy:
+            log.warning("KV blocks on disk: not all of them were written within %.0f s", _CLOSE_S)
+        self._work.close()
+        self._files.keep_order(self._blocks.keys(), time.time_ns())
+        self._files.close()
+
+    def _parts(self, block: int) -> list[Part]:
+        return [plane[block] for plane in self._planes]
+
+    def _saved(self, key: bytes, ended: Future[None]) -> None:
+        error = ended.exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        if error is not None and not self._failed:
+            self._failed = True
+            log.warning("KV blocks are written to %s no more: %s", self._files.folder, error)
+        self._written_blocks += error is None
+        self._blocks.saved(key, error is None)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        count = min(len(self._readers), len(fetch.parts))
+        self._reading[fetch] = _Reading(count)
+        for i, reader in enumerate(self._readers[:count]):
+            self._work.start(reader, partial(self._read, fetch.parts[i::count]), partial(self._was_read, fetch))
+
+    def _read(self, parts: Sequence[tuple[bytes, int]]) -> set[bytes]:
+        """On a reader's thread: the keys that could not be read."""
+        return {key for key, block in parts if not self._files.read(key, self._parts(block))}
+
+    def _was_read(self, fetch: Fetch, ended: Future[set[bytes]]) -> None:
+        reading = self._reading[fetch]
+        reading.bad |= ended.result()
+        reading.shares_left -= 1
+        if not reading.shares_left:
+            del self._reading[fetch]
+            self._read_blocks += len(fetch.parts) - len(reading.bad)
+            self._blocks.fetched(fetch, reading.bad)

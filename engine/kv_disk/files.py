@@ -1,0 +1,167 @@
+"""A folder of KV blocks, a file each, so that it can be killed at any moment and mended by deleting.
+
+    KEY.kv    | header: magic, key, bytes of what follows, checksum | what the block holds, part after part |
+
+A file comes into being whole (written beside, then renamed) and never changes; its time of change is when it was last
+used. One process at a time has the folder: it holds the lock on `lock`. What does not have these names is left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import UserError
+
+KEY_BYTES = 32
+SUFFIX = ".kv"
+_MAGIC = b"KTKVBLK1"
+_HEADER = struct.Struct(f"<8s{KEY_BYTES}sQI12x")
+_PARTIAL = ".partial"
+_NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(SUFFIX)}")
+_DISK_PAGE = 4096
+_MOST_PARTS = 1024  # IOV_MAX, the header included
+
+Part = npt.NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
+
+
+def size_on_disk(num_bytes: int) -> int:
+    """Of the file of a block of so many bytes."""
+    return -(-(_HEADER.size + num_bytes) // _DISK_PAGE) * _DISK_PAGE
+
+
+class BlockFiles:
+    """`field` is the setting that named the folder, for errors. Makes the folder, takes the lock: UserError if that
+    cannot be. `write`, `read` and `delete` may be called by several threads, of different keys."""
+
+    def __init__(self, folder: Path, field: str) -> None:
+        self.folder = folder
+        flag = f"--{field.replace('_', '-')} {folder}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UserError(f"{flag}: {error.strerror}", field) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            busy = error.errno in (errno.EAGAIN, errno.EACCES)
+            why = "another server uses it; each needs a folder of its own" if busy else error.strerror
+            raise UserError(f"{flag}: {why}", field) from None
+        self._damaged = 0
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def scan(self) -> list[tuple[bytes, int]]:
+        """Keys and sizes on disk of what is there, least recently used first. Deletes what killed processes had not
+        finished. Raises OSError."""
+        found: list[tuple[int, bytes, int]] = []
+        others = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                name = _NAME.fullmatch(entry.name)
+                if name is not None and entry.is_file(follow_symlinks=False):
+                    stat = entry.stat(follow_symlinks=False)
+                    found.append((stat.st_mtime_ns, bytes.fromhex(name[1]), size_on_disk(stat.st_size - _HEADER.size)))
+                elif entry.name.endswith(SUFFIX + _PARTIAL) and entry.is_file(follow_symlinks=False):
+                    os.unlink(entry.path)
+                else:
+                    others += entry.name != "lock"
+        if others:
+            log.warning("KV blocks on disk: %d entries of %s are no blocks, they are left alone", others, self.folder)
+        return [(key, size) for _, key, size in sorted(found)]
+
+    def write(self, key: bytes, parts: Sequence[Part]) -> None:
+        """Raises OSError, a full disk's too; then there is no file."""
+        size, header = sum(part.nbytes for part in parts), _header(key, parts)
+        path = self._path(key)
+        partial = path.with_name(path.name + _PARTIAL)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                written = sum(os.writev(file, some) for some in _portions([header, *parts]))
+                if written != len(header) + size:
+                    raise OSError(errno.ENOSPC, "the disk is full, or the file would be too large")
+            finally:
+                os.close(file)
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+    def read(self, key: bytes, parts: Sequence[Part]) -> bool:
+        """Fill `parts`. False, and they may hold anything: it is not there, or damaged."""
+        try:
+            why = self._read(key, parts)
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why:
+            self._damaged += 1
+            level = logging.WARNING if self._damaged == 1 else logging.DEBUG
+            log.log(level, "KV block %s cannot be used (%s): it is computed again, and so are all like it",
+                    self._path(key), why)  # fmt: skip
+        return not why
+
+    def _read(self, key: bytes, parts: Sequence[Part]) -> str:
+        """Why not; "" if all is well."""
+        size = sum(part.nbytes for part in parts)
+        header = bytearray(_HEADER.size)
+        path = self._path(key)
+        # O_NONBLOCK: a FIFO in a file's place is not waited for
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if os.fstat(file).st_size != _HEADER.size + size:
+                return "its length"
+            if sum(os.readv(file, some) for some in _portions([header, *parts])) != _HEADER.size + size:
+                return "it ends early"
+        finally:
+            os.close(file)
+        if not header.startswith(_MAGIC):
+            return "it is none of this version"
+        if header != _header(key, parts):
+            return "its checksum"
+        os.utime(path)
+        return ""
+
+    def delete(self, key: bytes) -> None:
+        """Whether it is there or not."""
+        with suppress(OSError):
+            self._path(key).unlink()
+
+    def keep_order(self, keys: Iterable[bytes], now_ns: int) -> None:
+        """Note the order of use, least recent first, for the next `scan`."""
+        for i, key in enumerate(keys):
+            with suppress(OSError):
+                os.utime(self._path(key), ns=(now_ns + i, now_ns + i))
+
+    def _path(self, key: bytes) -> Path:
+        return self.folder / f"{key.hex()}{SUFFIX}"
+
+
+def _header(key: bytes, parts: Sequence[Part]) -> bytes:
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part.data, checksum)
+    return _HEADER.pack(_MAGIC, key, sum(part.nbytes for part in parts), checksum)
+
+
+def _portions(buffers: list[Any]) -> Iterable[list[Any]]:
+    """As many buffers at a time as one call takes."""
+    return (buffers[i : i + _MOST_PARTS] for i in range(0, len(buffers), _MOST_PARTS))

@@ -1,0 +1,174 @@
+"""Engines that find prefixes on disk: the same tokens, whatever they hold KV in and whatever happened meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.build.plan import plan_engine
+from engine.config import EngineConfig
+from engine.errors import UserError
+from engine.kv_disk import files as module
+from engine.messages import Abort
+from native import available
+from testing.harness import Harness
+from testing.tiny import save_hf, tiny_model
+from tests.engine.test_parity import prompts
+
+needs_native = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
+KINDS = {
+    "bfloat16": {"rules": None, "dtype": "auto"},
+    "int8": {"rules": None, "dtype": "auto", "kv_cache_dtype": "int8"},
+    "float32": {"rules": None},
+    "reference": {},
+}
+SYSTEM = prompts(1, [150])[0]
+ASKED = [SYSTEM + tail for tail in prompts(2, [5, 17])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(tiny_model(4, num_hidden_layers=2, head_dim=64).bfloat16(), folder)
+    return folder
+
+
+def started(model: Path, folder: Path | None, **settings) -> Harness:
+    """With KV for 16 blocks, of which a prompt of ASKED takes 10 or 11; `folder` None: without a disk."""
+    disk = {} if folder is None else {"kv_disk": "64MiB", "kv_disk_dir": str(folder)}
+    return Harness(model, pack_cache="off", kv_cache_tokens=256, **{**disk, **settings})
+
+
+def answers(engine: Harness) -> list[list[int]]:
+    """One after the other, with a prompt between them that takes the blocks away."""
+    found = []
+    for prompt in ASKED:
+        found += engine.generate([prompt])
+        settle(engine)  # what is not written yet when its memory is wanted is lost to the disk
+        engine.generate([prompts(3, [200])[0]])
+    return found
+
+
+def stats(engine: Harness) -> dict[str, float]:
+    return engine.core.stats()
+
+
+def settle(engine: Harness) -> None:
+    engine.until(lambda: not engine.core.waiting_for_threads)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_are_those_without_a_disk(model: Path, tmp_path: Path, kind: str) -> None:
+    plain = started(model, None, **KINDS[kind])
+    expected = answers(plain)
+    plain.close()
+    for process in range(2):
+        engine = started(model, tmp_path, **KINDS[kind])
+        assert answers(engine) == expected
+        # what was given away meanwhile; in the second process all of the first prompt too
+        assert stats(engine)["disk_hit_tokens"] > (0 if process == 0 else 144)
+        settle(engine)
+        assert stats(engine)["disk_read_bytes"] > 0 and stats(engine)["blocks_used"] == 0
+        engine.close()
+    kept = sorted(tmp_path.glob("*.kv"))
+    assert sum(module.size_on_disk(file.stat().st_size - 64) for file in kept) <= 64 << 20
+
+
+@needs_native
+def test_nothing_is_shared_by_what_computes_other_kv(model: Path, tmp_path: Path) -> None:
+    """Another dtype, other weights, another way to compute: none of them reads the first one's blocks."""
+    other = tmp_path / "other"
+    other.mkdir()
+    save_hf(tiny_model(5, num_hidden_layers=2, head_dim=64).bfloat16(), other)
+    folder = tmp_path / "kv"
+    for path, settings in (
+        (model, KINDS["bfloat16"]),
+        (model, KINDS["int8"]),
+        (model, KINDS["reference"]),
+        (model, {**KINDS["bfloat16"], "quantise": "int8"}),
+        (other, KINDS["bfloat16"]),
+    ):
+        engine = started(path, folder, **settings)
+        engine.generate(ASKED[:1])
+        assert stats(engine)["disk_hit_tokens"] == 0
+        engine.close()
+    engine = started(model, folder, **KINDS["bfloat16"])
+    engine.generate(ASKED[:1])
+    assert stats(engine)["disk_hit_tokens"] == 160 - 16, "which are there all the same"
+    engine.close()
+
+
+@needs_native
+def test_damaged_blocks_are_computed_again(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = started(model, tmp_path)
+    expected = engine.generate(ASKED)
+    engine.close()
+    for i, file in enumerate(sorted(tmp_path.glob("*.kv"))):
+        content = bytearray(file.read_bytes())
+        content[(i * 977) % len(content)] ^= 0x10
+        file.write_bytes(content[: len(content) // 2] if i % 3 == 0 else content)
+    caplog.clear()
+    engine = started(model, tmp_path)
+    assert engine.generate(ASKED) == expected
+    assert stats(engine)["disk_damaged_blocks"] > 0 and stats(engine)["disk_hit_tokens"] == 0
+    assert sum("cannot be used" in message for message in caplog.messages) == 1
+    engine.close()
+    engine = started(model, tmp_path)
+    assert engine.generate(ASKED) == expected
+    assert stats(engine)["disk_hit_tokens"] > 0, "and are written again"
+    engine.close()
+
+
+@needs_native
+def test_a_full_disk_is_one_line_and_no_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room, writev = [5], os.writev
+
+    def limited(file: int, buffers: list[object]) -> int:
+        room[0] -= 1
+        return writev(file, buffers) if room[0] >= 0 else os.write(file, b"cut off")
+
+    monkeypatch.setattr(module.os, "writev", limited)
+    engine = started(model, tmp_path)
+    expected = answers(engine)
+    settle(engine)
+    assert stats(engine)["disk_blocks"] == 5 == len(list(tmp_path.glob("*.kv")))
+    assert sum("no more" in message for message in caplog.messages) == 1
+    assert not list(tmp_path.glob("*.partial"))
+    engine.close()
+    plain = started(model, None)
+    assert answers(plain) == expected
+    plain.close()
+
+
+@needs_native
+def test_an_abort_while_blocks_are_read(model: Path, tmp_path: Path) -> None:
+    engine = started(model, tmp_path)
+    engine.generate(ASKED)
+    engine.close()
+    engine = started(model, tmp_path)
+    rid = engine.submit(ASKED[0])
+    engine.core.step()
+    assert stats(engine)["disk_waiting"] == 1
+    engine.core.handle(Abort(request_id=rid))
+    settle(engine)
+    assert engine.results[rid].end is not None and stats(engine)["blocks_used"] == 0
+    engine.close()
+
+
+def test_one_server_at_a_time_and_a_plan_that_says_where(model: Path, tmp_path: Path) -> None:
+    plan = plan_engine(EngineConfig(model=str(model), device="cpu", kv_cache_tokens=256, kv_disk="1GiB"))
+    assert plan.kv_disk is not None
+    assert plan.kv_disk.folder == model / ".ktserve" / f"kv-{model.name}"
+    (line,) = [line for line in plan.lines if line.startswith("KV blocks on disk")]
+    assert "up to 1.00 GiB" in line and str(plan.kv_disk.folder) in line
+    assert not plan.kv_disk.folder.exists(), "planning makes nothing"
+    first = started(model, tmp_path)
+    with pytest.raises(UserError, match="another server uses it"):
+        started(model, tmp_path)
+    first.close()
+    started(model, tmp_path).close()
