@@ -21,7 +21,8 @@ class ClusterConfig:
     """Lines of CONFIG.yaml. `serve`: settings of `ktserve serve`, the same for each replica. `autoscaling`: of Ray
     Serve, instead of `replicas`. `max_open`: requests at a replica at once. `drain_s`: for the requests of a replica
     that an update or the autoscaler ends. `surge_percent`: replicas that an update may start beside those that it will
-    end, for which there must be room. `routing`: of `Affinity`."""
+    end, for which there must be room. `routing`: of `Affinity`. `fronts_on`: "head" or "any" node; a node that ends
+    takes the streams of its fronts with it."""
 
     serve: dict[str, Any]
     replicas: int = 1
@@ -30,6 +31,7 @@ class ClusterConfig:
     num_gpus: float = 0.0
     max_open: int = 64
     fronts: int = 1
+    fronts_on: str = "head"
     drain_s: float = 600.0
     surge_percent: int = 0
     routing: dict[str, int] = field(default_factory=dict)
@@ -41,6 +43,8 @@ class ClusterConfig:
                 raise ValueError(f"{name} is {value!r}, must be a number of at least {least}")
         if not isinstance(self.surge_percent, int) or self.surge_percent > 100:
             raise ValueError(f"surge_percent is {self.surge_percent!r}, must be a whole number of at most 100")
+        if self.fronts_on not in ("head", "any"):
+            raise ValueError(f"fronts_on is {self.fronts_on!r}, must be head or any")
         if not isinstance(self.serve, dict):
             raise ValueError("serve must be settings of `ktserve serve`: NAME: VALUE")
         if taken := {"host", "port", "config"} & self.serve.keys():
@@ -99,16 +103,17 @@ def build(args: dict[str, Any]) -> Any:
         ),
         **scale,
     )(Engine)
+    on_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
     directory = serve.deployment(
         name=DIRECTORY,
         max_ongoing_requests=100_000,
-        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # it lives as the cluster
+        ray_actor_options=on_head,  # it lives as long as the cluster
     )(Directory).bind()
     front = serve.deployment(
         name="front",
         num_replicas=config.fronts,
         graceful_shutdown_timeout_s=config.drain_s,
         max_ongoing_requests=100_000,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=on_head if config.fronts_on == "head" else {"num_cpus": 0},
     )(serve.ingress(asgi)())
     return front.bind(engines.bind(config.serve, directory), directory)

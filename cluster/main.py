@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     deploy.add_argument("--name", default="ktserve")
     deploy.add_argument("--host", default="127.0.0.1", help="where the endpoint listens (default: 127.0.0.1)")
     deploy.add_argument("--port", type=int, default=8000)
+    deploy.add_argument(
+        "--proxies", choices=("head", "every"), default="head",
+        help="nodes that listen (default: head); one that ends closes the connections that it has",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         ClusterConfig.read(args.config)
@@ -55,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConnectionError as error:
         print(f"error: {error} (`ray start --head`, or --local)", file=sys.stderr)
         return 1
-    serve.start(http_options={"host": args.host, "port": args.port})
+    location = {"head": "HeadOnly", "every": "EveryNode"}[args.proxies]
+    serve.start(http_options={"host": args.host, "port": args.port}, proxy_location=location)
     serve.run(build({"config": str(args.config)}), name=args.name)
     print(f"at http://{args.host}:{args.port}/v1")
     while args.local:

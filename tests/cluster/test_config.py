@@ -28,6 +28,7 @@ SERVE = {"model": "null:step_ms=1"}
         ({"serve": SERVE, "replicas": 0}, "replicas is 0, must be a number of at least 1"),
         ({"serve": SERVE, "num_cpus": "many"}, "num_cpus is 'many'"),
         ({"serve": SERVE, "surge_percent": 200}, "surge_percent is 200, must be a whole number of at most 100"),
+        ({"serve": SERVE, "fronts_on": "all"}, "fronts_on is 'all', must be head or any"),
         ({"serve": SERVE, "replicas": 2, "autoscaling": {}}, "replicas and autoscaling: name one"),
         ({"serve": {**SERVE, "port": 1}}, "serve has port: each replica chooses its own"),
         ({"serve": SERVE, "routing": {"slot": 2}}, "routing has slot"),

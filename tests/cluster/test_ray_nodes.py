@@ -1,0 +1,100 @@
+"""Replicas on nodes of their own, of which one ends. For `make test-ray`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+import pytest
+
+from testing.waiting import PATIENCE_S, eventually
+from tests.api.conftest import ROOT
+
+if not os.environ.get("KTSERVE_TEST_RAY"):
+    pytest.skip("for make test-ray", allow_module_level=True)
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(900)
+
+
+class Nodes(NamedTuple):
+    url: str
+    cluster: Any
+    workers: list[Any]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """A head without CPUs, two nodes of one each: a replica on either."""
+    for name in ("READY_CHECK", "HEALTH_CHECK"):
+        os.environ[f"RAY_SERVE_PROXY_{name}_TIMEOUT_S"] = "300"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    from cluster.app import build
+
+    args = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=args)
+    try:
+        workers = [cluster.add_node(num_cpus=1, object_store_memory=100 << 20) for _ in range(2)]
+        ray.init(address=cluster.address, log_to_driver=False)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        # else each node has a proxy at this one port of this one machine, and a connection is any of theirs
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        settings = {"model": "null:step_ms=20,answer=400", "adapters": [f"a{i}=/null/{i}" for i in range(8)]}
+        serve.run(build({"replicas": 2, "num_cpus": 1, "serve": settings}), name="ktserve")
+        yield Nodes(f"http://127.0.0.1:{port}", cluster, workers)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def ask(url: str, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": "Hi", "max_tokens": 2}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+
+def node_of(process: psutil.Process, workers: list[Any]) -> Any:
+    """The one of them whose raylet started the process, or its parent; else None."""
+    parents = {parent.pid for parent in process.parents()}
+    return next((n for n in workers if n.all_processes["raylet"][0].process.pid in parents), None)
+
+
+def named(part: str) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if part in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_node_that_ends_loses_its_streams_alone(nodes: Nodes) -> None:
+    homes: dict[str, list[str]] = {}
+    for i in range(8):
+        homes.setdefault(ask(nodes.url, f"a{i}").headers["x-ktserve-replica"], []).append(f"a{i}")
+    assert len(homes) == 2, "adapters are spread"
+    assert not any(node_of(process, nodes.workers) for process in named("ray::ServeReplica:ktserve:front"))
+    servers = {home: named(f"ktserve-replica-{home}-")[0] for home in homes}
+    on = {home: node_of(server, nodes.workers) for home, server in servers.items()}
+    assert set(map(id, on.values())) == set(map(id, nodes.workers)), "one on each node"
+    lost, kept = homes
+
+    def stream(adapter: str) -> Any:
+        body = {"model": adapter, "prompt": "Hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        return httpx.stream("POST", f"{nodes.url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+    with stream(homes[lost][0]) as ends, stream(homes[kept][0]) as goes_on:
+        lines, others = ends.iter_lines(), goes_on.iter_lines()
+        assert all(next(line for line in each if line).startswith("data: {") for each in (lines, others))
+        nodes.cluster.remove_node(on[lost], allow_graceful=False)
+        rest = [line for line in lines if line]
+        assert "error" in json.loads(rest[-1].removeprefix("data: ")), rest[-1]
+        assert [line for line in others if line][-1] == "data: [DONE]"
+    eventually(lambda: not servers[lost].is_running() or servers[lost].status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: ask(nodes.url, homes[lost][0]).status_code == 200)
+    assert ask(nodes.url, homes[lost][0]).headers["x-ktserve-replica"] == kept
+    nodes.cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    eventually(lambda: len({p.parent() for p in named("ktserve-replica-") if "serve" in p.cmdline()}) == 2)
