@@ -88,8 +88,8 @@ def quick_starts() -> Iterator[None]:
         pytest.param(4, {"overlap": True}, id="4-overlapped"),
         pytest.param(
             2,
-            {"rules": None, "pack_cache": "off"},
-            id="2-native",
+            {"rules": None, "pack_cache": "off", "speculate": "ngram:2"},
+            id="2-native-drafts",
             marks=pytest.mark.skipif(not available()[0], reason=available()[1]),
         ),
     ],
