@@ -124,7 +124,7 @@ class CausalLM:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> float32 [rows, V]."""
-        return self.group.gather(self.lm_head(hidden, None), self.config.vocab_size).float()
+        return self.lm_head(hidden, None).float()
 
     def _attend(self, layer: Layer, x: torch.Tensor, step: StepInput) -> torch.Tensor:
         heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
