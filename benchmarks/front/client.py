@@ -1,23 +1,32 @@
-"""A cheap client: connections in a closed loop with prepared requests; nothing is parsed but where answers end."""
+"""A cheap client: connections in a closed loop with prepared requests; nothing is parsed but where answers end.
+
+It looks at its sockets every `_TICK_S` and takes all that has come: woken for every write of the server, it would take
+as much of the machine as the server does, and each of its wake-ups is a part of the server's write.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
+import select
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTH = re.compile(rb"content-length: (\d+)", re.I)
 _LAST = b"0\r\n\r\n"
+_TICK_S = 0.002
+_SILENCE_S = 120.0  # of all connections: the server does not answer any more
+_MOST = 1 << 18
 
 
 @dataclass
 class Tally:
-    """What came back. `firsts_s`: from each request until the first bytes of its answer's body."""
+    """What came back. `firsts_s`: from each request until the first bytes of its answer's body, to about 2 ms."""
 
     ended: int = 0
     refused: int = 0
@@ -33,33 +42,33 @@ def post(body: dict[str, Any], key: str = "") -> bytes:
     return (head + "Content-Type: application/json\r\n\r\n").encode() + data
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, requests: Sequence[bytes], first: int, tally: Tally, stop: asyncio.Event) -> None:
-        self._requests = itertools.cycle(requests[first % len(requests) :] + requests[: first % len(requests)])
-        self._tally, self._stop = tally, stop
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+class _Connection:
+    """One request after another; `requests` is endless."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-        self._ask()
+    def __init__(self, sock: socket.socket, requests: Iterator[bytes], tally: Tally) -> None:
+        self._sock, self._requests, self._tally = sock, requests, tally
+        sock.setblocking(False)
+        self.ask()
 
-    def _ask(self) -> None:
-        if self._stop.is_set():
-            return self._transport.close()
+    def ask(self) -> None:
         self._head, self._left, self._tail = b"", -1, b""
         self._asked = time.perf_counter()
-        self._transport.write(next(self._requests))
+        self._sock.send(next(self._requests))  # a socket that waits for answers alone takes it whole
 
-    def data_received(self, data: bytes) -> None:
-        self._tally.bytes += len(data)
+    def take(self) -> bool:
+        """What has come; whether the answer has ended. Raises ConnectionError."""
+        data = self._sock.recv(_MOST)
+        if not data:
+            raise ConnectionResetError("the server closed the connection")
+        tally = self._tally
+        tally.bytes += len(data)
         if self._left < 0 and not self._tail:
             self._head += data
             head, found, data = self._head.partition(b"\r\n\r\n")
             if not found:
-                return
-            self._tally.refused += not head.startswith(b"HTTP/1.1 200")
-            self._tally.firsts_s.append(time.perf_counter() - self._asked)
+                return False
+            tally.refused += not head.startswith(b"HTTP/1.1 200")
+            tally.firsts_s.append(time.perf_counter() - self._asked)
             length = _LENGTH.search(head)
             self._left = int(length[1]) if length else -1
             self._tail = b"-"
@@ -67,27 +76,35 @@ class _Connection(asyncio.Protocol):
             self._left -= len(data)
             ended = self._left <= 0
         else:
-            self._tail = (self._tail + data)[-len(_LAST) :]
+            self._tail = data[-5:] if len(data) >= 5 else (self._tail + data)[-5:]
             ended = self._tail == _LAST
-        if ended:
-            self._tally.ended += 1
-            self._ask()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
+        tally.ended += ended
+        return ended
 
 
-async def closed_loop(port: int, requests: Sequence[bytes], connections: int, seconds: float, tally: Tally) -> float:
+def closed_loop(port: int, requests: Sequence[bytes], connections: int, seconds: float, tally: Tally) -> float:
     """Each connection asks again as soon as it is answered, for so long; the last answers are waited for. Returns the
-    seconds that it took. Raises OSError if the server takes no connection."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    seconds that it took. Raises OSError if the server takes no connection or closes one, TimeoutError if it is
+    silent."""
     began = time.perf_counter()
-    made = [
-        await loop.create_connection(lambda i=i: _Connection(requests, i, tally, stop), "127.0.0.1", port)  # type: ignore[misc]
-        for i in range(connections)
-    ]
-    await asyncio.sleep(seconds)
-    stop.set()
-    await asyncio.gather(*(protocol.closed for _, protocol in made))
+    with ExitStack() as stack:
+        poll = stack.enter_context(select.epoll())
+        open_ones: dict[int, _Connection] = {}
+        for i in range(connections):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            own = itertools.islice(itertools.cycle(requests), i % len(requests), None)
+            open_ones[sock.fileno()] = _Connection(sock, own, tally)
+            poll.register(sock, select.EPOLLIN)
+        while open_ones:
+            ready = poll.poll(_SILENCE_S)
+            if not ready:
+                raise TimeoutError(f"nothing came for {_SILENCE_S:g} s")
+            for number, _ in ready:
+                if open_ones[number].take():
+                    if time.perf_counter() - began < seconds:
+                        open_ones[number].ask()
+                    else:
+                        poll.unregister(number)
+                        del open_ones[number]
+            time.sleep(_TICK_S)
     return time.perf_counter() - began

@@ -1,6 +1,7 @@
 """What everything but the model costs: the server over the null engine.
 
 python -m benchmarks.front.run [--seconds 10] [--out FILE]     # JSON; CPU time by process beside each rate
+python -m benchmarks.front.run --checkout DIR                  # the server of another checkout, to compare in turns
 
 The client is on the same machine: where CPUs are few or busy, the CPU time per answer or token of each process says
 more than the rate.
@@ -9,7 +10,6 @@ more than the rate.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import statistics
@@ -26,14 +26,15 @@ import yaml
 from benchmarks.front.client import Tally, closed_loop, post
 from loadtests.child import ended_after, served_at
 
-_KTSERVE = str(Path(__file__).resolve().parents[2] / "ktserve" / "__main__.py")
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _ROWS = 256
 _STREAM_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` of each answer; `tenants` with a key each; `adapters` known, which the requests name in turn."""
+    """`tokens` of each answer; `tenants` with a key each; `adapters` known, which the requests name in turn. `demo`:
+    the demo model in place of the null engine."""
 
     name: str
     connections: int
@@ -43,6 +44,7 @@ class Case:
     tenants: int = 0
     adapters: int = 0
     step_ms: float = 0.0
+    demo: bool = False
 
 
 CASES = (
@@ -51,6 +53,8 @@ CASES = (
     Case("2,000 streams", 2000, _STREAM_TOKENS, stream=True, rows=2048, step_ms=30.0),
     Case("64 tenants", 128, 16, stream=True, tenants=64, step_ms=2.0),
     Case("1,000 adapters", 128, 16, stream=True, adapters=1000, step_ms=2.0),
+    Case("demo model, 8 streams", 8, _STREAM_TOKENS, stream=True, rows=32, demo=True),
+    Case("demo model, 32 streams", 32, _STREAM_TOKENS, stream=True, rows=32, demo=True),
 )
 
 
@@ -58,28 +62,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.front.run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
+    parser.add_argument("--checkout", type=Path, default=_CHECKOUT, help="folder whose server is measured")
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     args = parser.parse_args(argv)
     found = []
     for case in CASES:
         if args.case is None or case.name in args.case:
-            found.append(measure(case, args.seconds))
+            found.append(measure(case, args.seconds, args.checkout))
             print(json.dumps(found[-1]), flush=True)
     if args.out:
         args.out.write_text(json.dumps({"load_before": psutil.getloadavg()[0], "cases": found}, indent=1) + "\n")
     return 1 if any(case["refused"] for case in found) else 0
 
 
-def measure(case: Case, seconds: float) -> dict[str, float | str]:
+def measure(case: Case, seconds: float, checkout: Path = _CHECKOUT) -> dict[str, float | str]:
     """Memory is unique bytes of api and engine, after the first third and at the end."""
-    with serving(case) as (process, port):
+    with serving(case, checkout) as (process, port):
         requests = _requests(case)
-        asyncio.run(closed_loop(port, requests, min(case.connections, 64), 1.0, Tally()))  # warm
+        closed_loop(port, requests, min(case.connections, 64), 1.0, Tally())  # warm
         third = Tally()
-        asyncio.run(closed_loop(port, requests, case.connections, seconds / 3, third))
+        closed_loop(port, requests, case.connections, seconds / 3, third)
         before, memory, tally = _cpu_s(process), _memory_mib(process), Tally()
         own = time.process_time()
-        took = asyncio.run(closed_loop(port, requests, case.connections, 2 * seconds / 3, tally))
+        took = closed_loop(port, requests, case.connections, 2 * seconds / 3, tally)
         own = time.process_time() - own
         after = _cpu_s(process)
         tokens = tally.ended * case.tokens
@@ -95,9 +100,10 @@ def measure(case: Case, seconds: float) -> dict[str, float | str]:
             "memory_mib": round(_memory_mib(process), 1),
             "memory_grew_mib": round(_memory_mib(process) - memory, 1),
         }
-        for name, used in after.items():
-            result[f"{name}_us_answer"] = round(1e6 * (used - before[name]) / tally.ended, 1)
-            result[f"{name}_us_token"] = round(1e6 * (used - before[name]) / tokens, 2)
+        used = {name: total - before[name] for name, total in after.items()} | {"client": own}
+        for name, used_s in used.items():
+            result[f"{name}_us_answer"] = round(1e6 * used_s / tally.ended, 1)
+            result[f"{name}_us_token"] = round(1e6 * used_s / tokens, 2)
         return result
 
 
@@ -112,18 +118,20 @@ def _requests(case: Case) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def serving(case: Case) -> Iterator[tuple[psutil.Process, int]]:
-    """`ktserve serve` over the null engine: its process and port."""
+def serving(case: Case, checkout: Path = _CHECKOUT) -> Iterator[tuple[psutil.Process, int]]:
+    """`ktserve serve` of a checkout, over the null engine or the demo model: its process and port."""
     with tempfile.TemporaryDirectory(prefix="ktfront-") as folder:
         log, config = Path(folder) / "log", Path(folder) / "config.yaml"
         settings = {
-            "model": f"null:step_ms={case.step_ms},answer={case.tokens}", "port": "0", "max_num_seqs": case.rows,
-            "max_queue": 4096, "max_adapter_slots": 64, "max_connections_per_address": 4096, "max_connections": 4096,
+            "port": "0", "max_num_seqs": case.rows, "max_queue": 4096, "max_adapter_slots": 64,
+            "max_connections_per_address": 4096, "max_connections": 4096,
             "adapters": [f"adapter-{i}=/null/{i}" for i in range(case.adapters)],
             "api_key": [f"key-{i}=tenant-{i}" for i in range(case.tenants)],
         }  # fmt: skip
+        if not case.demo:
+            settings["model"] = f"null:step_ms={case.step_ms},answer={case.tokens}"
         config.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, _KTSERVE, "serve", "--config", str(config)]
+        command = [sys.executable, str(checkout / "ktserve" / "__main__.py"), "serve", "--config", str(config)]
         with log.open("wb") as sink, ended_after(command, output=sink) as process:
             yield psutil.Process(process.pid), served_at(process, log)[1]
 

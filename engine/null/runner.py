@@ -63,7 +63,7 @@ class NullRunner:
         self._free_s = max(now, self._free_s) + micros / 1e6
         step = NullStep(plan, launched_s=now, ends_s=self._free_s)
         for row in plan.rows:
-            if what := _unserved(row, masks):
+            if not row.is_decode and (what := _unserved(row, masks)):  # known before its first token
                 error = UserError(f"{what}: the null engine answers fixed tokens, there are no logits", what)
                 step.failed[row.request.request_id] = error
         return step
@@ -80,6 +80,8 @@ class NullRunner:
 
     def _tokens(self, row: StepRow) -> list[int]:
         first = row.start + row.num_tokens - len(row.drafts) - len(row.request.prompt)
+        if not row.drafts:
+            return [self.model.token(row, first)] if row.samples else []
         sampled: list[int] = []
         for i in range(row.num_samples):
             sampled.append(self.model.token(row, first + i))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import httpx
@@ -56,7 +55,7 @@ def test_many_streams_at_once_all_end(port: int) -> None:
     body = {"prompt": "One", "max_tokens": ANSWER, "stream": True}
     requests = [post({**body, "model": f"adapter-{i}"}) for i in range(100)]
     tally = Tally()
-    asyncio.run(closed_loop(port, requests, 300, 0.1, tally))
+    closed_loop(port, requests, 300, 0.1, tally)
     assert tally.ended >= 300 and tally.refused == 0
     assert len(tally.firsts_s) == tally.ended
     metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S).text
