@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections import deque
 
 import msgspec
 
@@ -20,6 +21,8 @@ log = logging.getLogger("ktserve")
 _SMALL = 64 * 2**10  # bytes of a body
 _CHUNK = 2**18
 _RETRY_S = 0.02
+_DEPTH = 64  # small jobs on their way to their child
+_ABANDONED_S = 0.05  # a job that nobody waits for any more may take so long: most do, and a new child costs as much
 _WALL_FACTOR = 30  # a machine so busy that CPU time passes this slowly is not waited for
 
 
@@ -32,7 +35,7 @@ class PromptPool:
         self._process: asyncio.subprocess.Process | None = None
         self._starts = 0
         self._starting = asyncio.Lock()
-        self._small, self._large, self._background = _Lane(self), _Lane(self), _Lane(self)
+        self._small, self._large, self._background = _Lane(self, _DEPTH), _Lane(self), _Lane(self)
 
     async def start(self) -> None:
         """Raises EngineError if the process cannot be started."""
@@ -82,56 +85,136 @@ class PromptPool:
 
 
 class _Lane:
-    """One child; jobs one after another."""
+    """One child, which takes jobs one after another. `depth` of them may be on their way to it, so that it need not
+    wait for a turn of this process's event loop between two."""
 
-    def __init__(self, pool: PromptPool) -> None:
+    def __init__(self, pool: PromptPool, depth: int = 1) -> None:
         self._pool = pool
-        self._lock = asyncio.Lock()
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._pid = 0
+        self._seats = asyncio.Semaphore(depth)
+        self._opening = asyncio.Lock()
+        self._child: _Child | None = None
 
     async def run(self, job: Job, raw: bytes) -> Prepared:
-        limit_s = self._pool.settings.cpu_limit_s
-        async with self._lock:
-            if self._reader is None or self._writer is None or self._reader.at_eof() or self._writer.is_closing():
-                await self._open()
-            finished = False
-            try:
-                answer = await asyncio.wait_for(self._exchange(job, raw), limit_s * _WALL_FACTOR)
-                finished = True
-            except (asyncio.IncompleteReadError, ConnectionError, asyncio.TimeoutError):
-                log.warning("preparing a %s request of %d bytes was cut off", job.kind.value, len(raw))
-                raise ApiError(
-                    400,
-                    f"its text or its grammar takes more than {limit_s:g} s of CPU time to prepare, or too much memory",
-                    param="messages" if job.kind.value == "chat" else "prompt",
-                    code="prompt_too_expensive",
-                ) from None
-            finally:
-                if not finished or len(raw) > _SMALL:  # what a large body leaves in memory goes with its child
-                    self.drop()
+        async with self._seats:
+            answer = None
+            while answer is None:
+                child = await self._opened()
+                try:
+                    answer = await child.ask(job, raw)
+                except _CutOffError:
+                    log.warning("preparing a %s request of %d bytes was cut off", job.kind.value, len(raw))
+                    raise ApiError(
+                        400,
+                        f"its text or its grammar takes more than {self._pool.settings.cpu_limit_s:g} s of CPU time to "
+                        "prepare, or too much memory",
+                        param="messages" if job.kind.value == "chat" else "prompt",
+                        code="prompt_too_expensive",
+                    ) from None
+                finally:
+                    if len(raw) > _SMALL:  # what a large body leaves in memory goes with its child
+                        child.end()
         if isinstance(answer, Prepared):
             return answer
         raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
 
-    async def _open(self) -> None:
-        self.drop()
-        self._reader, self._writer = await self._pool.connect()
-        try:
-            (self._pid,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self.drop()
-            raise EngineError("the process that prepares prompts ended") from None
+    async def _opened(self) -> _Child:
+        async with self._opening:
+            if self._child is None or self._child.ended:
+                self._child = await _Child.open(self._pool)
+            return self._child
 
-    async def _exchange(self, job: Job, raw: bytes) -> Prepared | Declined:
-        assert self._reader is not None and self._writer is not None  # run opened them
+    def drop(self) -> None:
+        if self._child is not None:
+            self._child.end()
+
+
+class _CutOffError(Exception):
+    """The child ended while it worked on this job."""
+
+
+class _Child:
+    """A connection to a child of its own. Jobs are answered in the order in which they were sent."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, limit_s: float) -> None:
+        self.ended = False
+        self._reader = reader
+        self._writer = writer
+        self._pid = pid
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self._sent: deque[asyncio.Future[Prepared | Declined | None]] = deque()  # it works on the first
+        self._began_s = 0.0  # the first
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(cls, pool: PromptPool) -> _Child:
+        """Raises EngineError."""
+        reader, writer = await pool.connect()
+        try:
+            (pid,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        except BaseException as error:
+            writer.close()
+            if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+                raise EngineError("the process that prepares prompts ended") from None
+            raise
+        return cls(reader, writer, pid, pool.settings.cpu_limit_s * _WALL_FACTOR)
+
+    async def ask(self, job: Job, raw: bytes) -> Prepared | Declined | None:
+        """None if the child ended because of another job. Raises _CutOffError if it was this one. Cancelled, it ends
+        the work: if the child has begun, that ends."""
+        answer: asyncio.Future[Prepared | Declined | None] = self._loop.create_future()
+        self._sent.append(answer)
+        if len(self._sent) == 1:
+            self._begin()
+        try:
+            with contextlib.suppress(ConnectionError):  # `_read` has noticed too
+                await self._write(job, raw)
+            return await answer
+        except asyncio.CancelledError:
+            answer.cancel()
+            self._watch()
+            raise
+
+    async def _write(self, job: Job, raw: bytes) -> None:
         head = encode(job)
-        self._write(LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw)))
+        head = LENGTH.pack(len(head)) + head + LENGTH.pack(len(raw))
+        if self._writer.is_closing():  # uvloop's writer would raise RuntimeError
+            return
+        if len(raw) <= _SMALL:
+            self._writer.write(head + raw)  # at once: others may be sent meanwhile
+            return
+        self._writer.write(head)
         view = memoryview(raw)
         for start in range(0, len(raw), _CHUNK):
-            self._write(view[start : start + _CHUNK])
+            if self._writer.is_closing():
+                return
+            self._writer.write(view[start : start + _CHUNK])
             await self._writer.drain()
+
+    async def _read(self) -> None:
+        """Answers, until the connection closes."""
+        try:
+            while True:
+                answer = await self._answer()
+                sent = self._sent.popleft()
+                if not sent.done():
+                    sent.set_result(answer)
+                self._begin()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # it has ended
+        finally:
+            self.end()
+            for number, sent in enumerate(self._sent):
+                if sent.done():
+                    continue
+                if number:
+                    sent.set_result(None)
+                else:
+                    sent.set_exception(_CutOffError())
+            self._sent.clear()
+
+    async def _answer(self) -> Prepared | Declined:
         answer = decode_answer(await self._reader.readexactly(await self._length()))
         left, pieces = await self._length(), []
         while left:
@@ -139,25 +222,40 @@ class _Lane:
                 raise asyncio.IncompleteReadError(b"", left)
             pieces.append(piece)
             left -= len(piece)
-        return msgspec.structs.replace(answer, answer=pieces) if isinstance(answer, Prepared) else answer
-
-    def _write(self, data: bytes | memoryview) -> None:
-        assert self._writer is not None  # run opened it
-        if self._writer.is_closing():  # uvloop's writer would raise RuntimeError
-            raise ConnectionResetError
-        self._writer.write(data)
+        return msgspec.structs.replace(answer, answer=pieces) if pieces and isinstance(answer, Prepared) else answer
 
     async def _length(self) -> int:
-        assert self._reader is not None  # run opened it
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         return int(length)
 
-    def drop(self) -> None:
-        """Close the connection and end its child, whatever it is doing."""
-        if self._writer is not None and self._reader is not None:
-            self._writer.close()
-            if self._pid and not self._reader.at_eof():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
-        self._reader = self._writer = None
-        self._pid = 0
+    def _begin(self) -> None:
+        """It begins with the first of those that were sent."""
+        self._began_s = self._loop.time()
+        if self._sent and (self._timer is None or self._sent[0].cancelled()):
+            self._watch()
+
+    def _watch(self) -> None:
+        """End the child if its job takes too long: one that nobody waits for, more than a moment."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.ended or not self._sent:
+            return
+        limit_s = _ABANDONED_S if self._sent[0].cancelled() else self._limit_s
+        left_s = self._began_s + limit_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._watch)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Close the connection and end the child, whatever it is doing."""
+        if self.ended:
+            return
+        self.ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._writer.close()
+        if not self._reader.at_eof():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)

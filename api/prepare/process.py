@@ -8,6 +8,7 @@ sees the connection close. ADDRESS is the path of a unix socket, SETTINGS a Text
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import resource
@@ -26,6 +27,7 @@ from api.prepare.prompts import Preparer, tokenizer_of
 from engine.errors import UserError
 
 log = logging.getLogger("ktserve")
+_READ_AT_ONCE = 2**16  # bytes
 MEMORY_LIMIT_BYTES = 2**30  # beyond what the loaded tokenizer takes
 
 
@@ -60,8 +62,9 @@ def _serve(connection: socket.socket, preparer: Preparer, cpu_limit_s: float) ->
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_LIMIT_BYTES,) * 2)
     connection.sendall(LENGTH.pack(os.getpid()))
-    while (frame := _receive(connection)) is not None:
-        raw = _receive(connection)
+    jobs = io.BufferedReader(socket.SocketIO(connection, "r"), _READ_AT_ONCE)  # several small jobs may have come
+    while (frame := _receive(jobs)) is not None:
+        raw = _receive(jobs)
         if raw is None:
             return
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # SIGPROF ends a process that does not handle it
@@ -89,18 +92,11 @@ def _answer(preparer: Preparer, job: Job, raw: bytes) -> Prepared | Declined:
         return Declined(500, "internal error", code="internal_error")
 
 
-def _receive(connection: socket.socket) -> bytes | None:
+def _receive(jobs: io.BufferedIOBase) -> bytes | None:
     """A frame, None at the end."""
-    head = _exactly(connection, LENGTH.size)
-    return None if head is None else _exactly(connection, LENGTH.unpack(head)[0])
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
-    data, at = bytearray(size), 0
-    view = memoryview(data)
-    while at < size:
-        count = connection.recv_into(view[at:])
-        if not count:
-            return None
-        at += count
-    return bytes(data)
+    head = jobs.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    data = jobs.read(size)
+    return data if len(data) == size else None

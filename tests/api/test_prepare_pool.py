@@ -1,0 +1,70 @@
+"""Several jobs on their way to one child: one that is cut off, or that nobody waits for any more, ends alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from api.errors import ApiError
+from api.prepare.job import Job, Kind, Prepared, TextSettings
+from api.prepare.pool import PromptPool
+from api.prepare.prompts import unpacked
+from testing.waiting import PATIENCE_S
+from tests.api.conftest import TEMPLATE
+from tests.api.test_bodies import HOSTILE, chat, message
+
+JOB = Job(Kind.CHAT, 1000, 4096)
+ENDLESS = chat(message('"loops"'))
+
+
+@contextlib.asynccontextmanager
+async def pool(model_dir: Path, folder: Path, cpu_limit_s: float) -> AsyncIterator[PromptPool]:
+    template = folder / "template.jinja"
+    loops = "{% if messages[0].content == 'loops' %}" + HOSTILE["loops"] + "{% endif %}"
+    template.write_text(loops + TEMPLATE)
+    made = PromptPool(TextSettings(str(model_dir), chat_template=str(template), cpu_limit_s=cpu_limit_s))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+def asked(made: PromptPool, length: int) -> asyncio.Task[Prepared]:
+    """A prompt whose tokens tell its length."""
+    return asyncio.create_task(made.prepare(JOB, chat(message(f'"{"ab" * length}"'))))
+
+
+def test_a_job_that_is_cut_off_is_the_only_one(model_dir: Path, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with pool(model_dir, tmp_path, 1.0) as made:
+            base = len(unpacked((await asked(made, 0)).prompts[0]))
+            before = [asked(made, length) for length in range(5)]
+            endless = asyncio.create_task(made.prepare(JOB, ENDLESS))
+            after = [asked(made, length) for length in range(100)]
+            with pytest.raises(ApiError) as caught:
+                await endless
+            assert caught.value.code == "prompt_too_expensive"
+            for tasks in (before, after):
+                lengths = [len(unpacked(prepared.prompts[0])) - base for prepared in await asyncio.gather(*tasks)]
+                assert lengths == [2 * length for length in range(len(tasks))]
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_job_that_nobody_waits_for_ends(model_dir: Path, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with pool(model_dir, tmp_path, 1000.0) as made:
+            await asked(made, 1)
+            endless = [asyncio.create_task(made.prepare(JOB, ENDLESS)) for _ in range(3)]
+            others = [asked(made, length) for length in range(5)]
+            await asyncio.sleep(0.01)
+            for task in (*endless, others[0]):
+                task.cancel()
+            assert all(isinstance(prepared, Prepared) for prepared in await asyncio.gather(*others[1:]))
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
