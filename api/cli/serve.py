@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import logging
 import resource
@@ -18,8 +19,9 @@ from api.batches.runner import Runner
 from api.batches.service import Batches
 from api.client.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
 from api.config import ServeConfig
+from api.http.application import create_app
 from api.http.notes import RequestNotes
-from api.http.server import Server, check_reach, connections_of, create_app, listen, url_of
+from api.http.server import Server, check_reach, connections_of, listen, url_of
 from api.http.service import Service
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import tokenizer_of
@@ -72,6 +74,8 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             ready = await _started(start_engine(client, console), serving)
             if ready is None:
                 return 128 + server.ended_by
+            gc.collect()
+            gc.freeze()  # a full collection need not look again at all that has been loaded
             _say(console, ready.lines)
             _welcome(console, service, bound)
             if service.batches is not None:

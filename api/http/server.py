@@ -1,4 +1,4 @@
-"""The HTTP application and the process around it: one uvicorn server, one engine client, a drain on SIGTERM."""
+"""The process around the HTTP application: one uvicorn server, one engine client, a drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,26 +12,12 @@ import types
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Match
-from starlette.types import ASGIApp
 
 from api.config import ServeConfig
-from api.errors import ApiError
-from api.http.caller import Callers
+from api.http.application import with_headers
 from api.http.connections import Config, Connections
-from api.http.dialects.errors import error_response
-from api.http.notes import RequestNotes
-from api.http.openapi import document
-from api.http.routes import batches, files, models, page, system
-from api.http.routes.generate import chat, completions, messages, ollama, responses
 from api.http.service import Service
-from api.http.wire import ClientGoneError
-from api.version import project_version
-from engine.errors import KtserveError, UserError
+from engine.errors import UserError
 
 log = logging.getLogger("ktserve")
 DEFAULT_PORT = 8000
@@ -39,67 +25,6 @@ _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 64  # connections whose descriptors are taken before they are counted
 _DESCRIPTORS = 64  # for files, the engine's sockets and what libraries open
 _MOST_CONNECTIONS = 8192
-
-
-def create_app(service: Service) -> FastAPI:
-    """All endpoints over one service."""
-    app = FastAPI(title="ktserve", version=project_version(), redirect_slashes=False, openapi_url=None)
-    app.state.service = service
-    app.add_middleware(Callers, service=service)
-    for family in (chat, completions, responses, messages, ollama, models, files, batches, system, page):
-        app.routes.extend(family.router().routes)
-
-    app.state.openapi = document(
-        app, keys=service.keys.required, reject_unknown=service.config.unknown_fields == "reject"
-    )
-
-    async def on_purpose(request: Request, error: Exception) -> Response:
-        response = error_response(error, request.url.path)
-        if response.status_code >= 500:
-            log.warning("%s %s: %s", request.method, request.url.path, error)
-        return response
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(error, request.url.path)
-
-    async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
-
-    async def http(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        message = {404: "no such endpoint", 405: "method not allowed"}.get(status, str(error))
-        response = error_response(ApiError(status, f"{request.method} {request.url.path}: {message}"), request.url.path)
-        if status == 405:
-            response.headers["allow"] = ", ".join(sorted(_methods(app, request)))
-        return response
-
-    app.add_exception_handler(KtserveError, on_purpose)
-    app.add_exception_handler(ClientGoneError, gone)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
-    return app
-
-
-def _methods(app: FastAPI, request: Request) -> set[str]:
-    """What the request's path takes."""
-    matching = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
-    return methods | ({"HEAD"} if "GET" in methods else set())
-
-
-def with_headers(app: ASGIApp, config: ServeConfig) -> ASGIApp:
-    """The application with what every answer carries, faults included."""
-    app = RequestNotes(app)
-    if not config.cors_origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=config.cors_origins,
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "warnings", "retry-after"],
-    )
 
 
 def connections_of(config: ServeConfig) -> Connections:
