@@ -36,6 +36,7 @@ class EngineLink:
         self._broken: asyncio.Future[None] = self._loop.create_future()  # set to what was wrong with a frame
         self._dispatch: Callable[[m.FromEngine], None] | None = None  # while `run` runs
         self._num_frames = 0
+        self._due = False  # `_read` will run soon
 
     @classmethod
     async def open(
@@ -52,7 +53,7 @@ class EngineLink:
 
     def send(self, message: m.ToEngine) -> None:
         self._socket.send(m.encode(message), zmq.NOBLOCK)  # goes at once: there is no high-water mark
-        self._loop.call_soon(self._read)
+        self._read_soon()
 
     def kill(self) -> None:
         """End the process at once, stopped or not; `run` then returns."""
@@ -94,6 +95,7 @@ class EngineLink:
 
     def _read(self) -> None:
         """Dispatch what has arrived: some of it now, what is left soon."""
+        self._due = False
         for _ in range(_FRAMES_AT_ONCE):
             if self._dispatch is None or self._broken.done():
                 return
@@ -107,4 +109,9 @@ class EngineLink:
                     self._dispatch(message)
             except Exception as error:  # noqa: BLE001 - `run` reports it and ends the engine
                 self._broken.set_exception(error)
-        self._loop.call_soon(self._read)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._read)

@@ -15,6 +15,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from api.http.chunks import offer_chunks
+
 log = logging.getLogger("ktserve")
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -104,6 +106,8 @@ class GuardedProtocol(H11Protocol):
     def _watch(self) -> None:
         """Note whether the connection waits for a header now; if it does, the clock runs."""
         busy = self.cycle is not None and not self.cycle.response_complete
+        if busy and not self.cycle.response_started:
+            offer_chunks(self.scope, self.transport, self.flow)
         if busy and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

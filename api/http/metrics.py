@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -90,8 +91,9 @@ class Metrics:
         self.total = self._histogram("e2e_request_latency_seconds", "receipt to end of a request", _TOTAL_S)
         self.registry.register(self)
 
-    def _counter(self, name: str, help: str, labels: list[str]) -> Counter:
-        return Counter(f"ktserve_{name}", help, labels, registry=self.registry)
+    def _counter(self, name: str, help: str, labels: list[str]) -> Callable[..., Counter]:
+        """A counter by its labels, which are looked up once: the library checks and locks each time."""
+        return cache(Counter(f"ktserve_{name}", help, labels, registry=self.registry).labels)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"ktserve_{name}", help, buckets)

@@ -145,16 +145,18 @@ class Service:
         length = caller_of(request.scope).context(self.ready.max_model_len)
         job = Job(kind, self.ready.vocab_size, length)
         async with self.bodies.read(request) as raw:
-            background = TENANT in request.scope
-            prepared = await until_gone(request.receive, self.prompts.prepare(job, raw, background=background))
+            prepared = await self._prepared(job, raw, request)
             if prepared.previous is not None:
                 tenant = caller_of(request.scope).name
                 before = self.responses.find(tenant, prepared.previous, "previous_response_id")
-                job = msgspec.structs.replace(job, history=before.messages)
-                prepared = await until_gone(request.receive, self.prompts.prepare(job, raw, background=background))
+                prepared = await self._prepared(msgspec.structs.replace(job, history=before.messages), raw, request)
         self.unknown_fields.log(prepared.unknown)
         note(request, prepared.unknown, prepared.unused)
         return prepared
+
+    async def _prepared(self, job: Job, raw: bytes, request: Request) -> Prepared:
+        work = self.prompts.prepare(job, raw, background=TENANT in request.scope)
+        return await until_gone(request.scope, request.receive, work)
 
     # ---- requests
 
@@ -188,6 +190,8 @@ class Service:
         try:
             for prompt, limit in zip(prompts, limits, strict=True):
                 for choice in range(body.candidates):
+                    if answers.choices:
+                        await asyncio.sleep(0)  # many long prompts must not hold up the event loop
                     sampling = sampling_params(body, self.defaults, max(1, limit), choice, prepared.bad_words)
                     if reading is not None:
                         sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
@@ -202,7 +206,6 @@ class Service:
                         tracing=self.tracing,
                     )
                     answers.add(self._submit_one(answers.inbox, body, message, limit, stops, layout, meter))
-                    await asyncio.sleep(0)  # many long prompts must not hold up the event loop
         except BaseException:  # whatever stopped one, its siblings must not run on unread
             answers.abort()
             for ticket in tickets:  # those of the answers have ended
@@ -225,7 +228,7 @@ class Service:
             return account.admit(tenant, asked)
         except ApiError as error:
             if error.status == 429:
-                self.metrics.limited.labels(tenant.name).inc()
+                self.metrics.limited(tenant.name).inc()
             raise
 
     def _message(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from engine.errors import EngineError, UserError
 _T = TypeVar("_T")
 _MOST_DISCARDED = 64 << 20  # bytes of a body that is too large, which are read nevertheless
 _SMALL_BODY = 2**16  # bytes; larger ones are counted
+_GONE = "ktserve.gone"  # where a scope has the task that waits for the client to disconnect
 _BODIES_HELD = 16  # bodies of the largest size that may be held at the same time
 
 
@@ -64,7 +66,12 @@ class Bodies:
         body = bytearray()
         try:
             try:
-                await asyncio.wait_for(self._fill(body, request), self._timeout_s)
+                with _Interrupt(asyncio.TimeoutError) as interrupt:
+                    timer = asyncio.get_running_loop().call_later(self._timeout_s, interrupt.call)
+                    try:
+                        await self._fill(body, request)
+                    finally:
+                        timer.cancel()
             except asyncio.TimeoutError:
                 raise ApiError(408, f"the body did not come within {self._timeout_s:g} s", code="timeout") from None
             except ClientDisconnect:
@@ -115,7 +122,7 @@ def _check_type(request: Request) -> None:
     """Raises ApiError 415 for a type of body that a page of any origin may send without asking first. `curl -d` names
     one too, and Ollama's users send it."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    by_hand = request.url.path.startswith("/api/") and "origin" not in request.headers
+    by_hand = request.scope["path"].startswith("/api/") and "origin" not in request.headers
     if kind in _UNASKED and not by_hand:
         raise ApiError(415, f"Content-Type: application/json is expected, got {kind}", code="unsupported_media_type")
 
@@ -143,25 +150,49 @@ class Pieces(Response):
                 self._bodies.release(self._held)
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """`work`, cancelled when the client disconnects (then ClientGoneError). The body must have been read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+class _Interrupt:
+    """A context that `call` ends from outside: what runs in it is cancelled, and `error` is raised in its place."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+        self._task = asyncio.current_task()
+        self._called = self._over = False
+
+    def call(self, *_: object) -> None:
+        if not self._called and not self._over and self._task is not None:
+            self._called = True
+            self._task.cancel()
+
+    def __enter__(self) -> _Interrupt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over = True
+        if not self._called or self._task is None:
+            return
+        if sys.version_info >= (3, 11):
+            self._task.uncancel()
+        if kind is asyncio.CancelledError:
+            raise self._error from None
+
+
+async def until_gone(scope: Scope, receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """`work`, cancelled when the client disconnects (then ClientGoneError). The body must have been read: from the
+    first call on, one task receives for the whole request. It ends with the answer, as servers have it."""
+    gone: asyncio.Task[None] | None = scope.get(_GONE)
+    if gone is None:
+        gone = scope[_GONE] = asyncio.ensure_future(_disconnected(receive))
+    if gone.done():
+        work.close()
         raise ClientGoneError
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    with _Interrupt(ClientGoneError) as interrupt:
+        gone.add_done_callback(interrupt.call)
+        try:
+            return await work
+        finally:
+            gone.remove_done_callback(interrupt.call)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def event(data: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"

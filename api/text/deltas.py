@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Text:
+
+class Text(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolStart:
+class ToolStart(msgspec.Struct, frozen=True, gc=False):
     """A call of a tool begins, number `index` of the answer; its arguments follow."""
 
     index: int
@@ -26,8 +24,7 @@ class ToolStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolArguments:
+class ToolArguments(msgspec.Struct, frozen=True, gc=False):
     """More of the JSON text of the arguments of call number `index`."""
 
     index: int
@@ -37,8 +34,10 @@ class ToolArguments:
 Delta = Text | Reasoning | ToolStart | ToolArguments
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
     """The same, with neighbours of one kind as one and without empty texts."""
+    if len(deltas) == 1:  # as nearly always in a stream
+        return [] if isinstance(deltas[0], Text | Reasoning) and not deltas[0].text else list(deltas)
     result: list[Delta] = []
     for (kind, index), run in groupby(deltas, lambda delta: (type(delta), getattr(delta, "index", 0))):
         if kind is ToolStart:
@@ -61,8 +60,7 @@ def reasoning_of(deltas: Iterable[Delta]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, gc=False):
     """`arguments`: JSON, as the model wrote it."""
 
     id: str

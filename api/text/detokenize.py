@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable
+from encodings import utf_8
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -23,10 +23,13 @@ class ByteDetokenizer:
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = utf_8.IncrementalDecoder(errors="replace")
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(self._bytes_of(token))
+        data = self._bytes_of(token)
+        if data.isascii() and not self._decoder.buffer:
+            return data.decode()
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -51,6 +51,8 @@ class Output:
     def push(self, tokens: Sequence[int]) -> tuple[list[Delta], list[int], list[int]]:
         """What is certain once `tokens` have come; of as many as count, where the text of each begins, and how many
         calls came before it: -1 for one of reasoning, a call or a marker (of several tokens, the last)."""
+        if self._segments is None:
+            return self._push_plain(tokens)
         deltas: list[Delta] = []
         offsets: list[int] = []
         said: list[int] = []
@@ -60,14 +62,28 @@ class Output:
             if self._detokenizer is None:
                 said.append(0)
                 continue
-            apart = self._segments is not None and self._segments.apart
+            apart = self._segments.apart
             deltas += self._show(self._detokenizer.push(token))
-            said.append(self.calls if not apart and (self._segments is None or self._segments.says) else -1)
-            self.num_reasoning_tokens += self._segments is not None and self._segments.reasons
+            said.append(self.calls if not apart and self._segments.says else -1)
+            self.num_reasoning_tokens += self._segments.reasons
             if self.stopped:
                 deltas += self._flush()
                 break
         return joined(deltas), offsets, said
+
+    def _push_plain(self, tokens: Sequence[int]) -> tuple[list[Delta], list[int], list[int]]:
+        """The same where all text is the answer."""
+        texts: list[str] = []
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(self.num_chars)
+            self.num_tokens += 1
+            if self._detokenizer is not None:
+                texts.append(self._certain(self._detokenizer.push(token)))
+                if self._stops is not None and self._stops.found:
+                    break
+        text = "".join(texts)
+        return [Text(text)] if text else [], offsets, [0] * len(offsets)
 
     def end(self, token: int) -> list[Delta]:
         """The token that ended the output is one of its tokens; its text is left out unless it is asked for."""
@@ -85,11 +101,15 @@ class Output:
             last += self._segment(self._stops.finish())
         return joined([*last, *self._flush()])
 
-    def _show(self, text: str) -> list[Delta]:
+    def _certain(self, text: str) -> str:
+        """What of a token's text, and of what was held back before it, no stop string will take away."""
         self.num_chars += len(text)
         if self._stops is not None and self.num_tokens > self._min_tokens:
-            text = self._stops.push(text)
-        return self._segment(text)
+            return self._stops.push(text)
+        return text
+
+    def _show(self, text: str) -> list[Delta]:
+        return self._segment(self._certain(text))
 
     def _segment(self, text: str) -> list[Delta]:
         return [Text(text)] if self._segments is None else self._segments.push(text)

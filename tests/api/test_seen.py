@@ -31,9 +31,9 @@ from tests.scheduler.harness import config
 def names(metrics: Metrics) -> set[str]:
     """Of all samples there can be."""
     for counter in (metrics.prompt_tokens, metrics.cached_tokens, metrics.output_tokens):
-        counter.labels("t", "m").inc()
-    metrics.requests.labels("stop", "t", "m").inc()
-    metrics.limited.labels("t").inc()
+        counter("t", "m").inc()
+    metrics.requests("stop", "t", "m").inc()
+    metrics.limited("t").inc()
     for histogram in (metrics.ttft, metrics.itl, metrics.queue, metrics.total):
         histogram.labels("t").observe(1)
     families = text_string_to_metric_families(metrics.render().decode())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from api.client.stream import EngineUnavailable, Event, Inbox, OpenRequest, merged
 from api.errors import ApiError
@@ -15,18 +16,17 @@ from engine import messages as m
 from engine.errors import EngineError
 
 
-@dataclass
-class Update:
+class Update(msgspec.Struct):
     """What came of a choice since its last update. `offsets`: where each token's text begins in the answer, in
     characters, when stop strings and what is held back are left aside; `said`: how many calls came before it, -1 for
     one that is not of the answer's text. The last one has a `finish_reason`."""
 
-    deltas: list[Delta] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    deltas: list[Delta] = []
+    tokens: list[int] = []
     logprobs: list[m.TokenLogprobs] | None = None
     prompt_logprobs: list[m.TokenLogprobs | None] | None = None
-    offsets: list[int] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
+    offsets: list[int] = []
+    said: list[int] = []
     finish_reason: str | None = None
     stop_string: str | None = None  # that ended it
 
@@ -71,8 +71,10 @@ class Choice:
     def feed(self, events: Sequence[Event]) -> Update:
         """What the next events amount to; nothing once the choice is `done`. `error` is set if they end it with one."""
         update = Update()
+        if self.done:
+            return update
         tokens = [event for event in events if isinstance(event, m.Tokens)]
-        if tokens and not self.done:
+        if tokens:
             self._push(merged(tokens), update)
         if len(tokens) < len(events) and not self.done:
             self._end(events[-1], update)
@@ -80,7 +82,8 @@ class Choice:
 
     def _push(self, event: m.Tokens, update: Update) -> None:
         self._meter.delivered(len(event.tokens), event.queued_s)
-        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        if event.cached_tokens > self.cached_tokens:
+            self.cached_tokens = event.cached_tokens
         update.prompt_logprobs = event.prompt_logprobs
         if self._drop_output:
             return
@@ -89,7 +92,7 @@ class Choice:
             return self.leave("failed")
         update.deltas, update.offsets, update.said = self._output.push(event.tokens)
         count = len(update.offsets)
-        update.tokens = event.tokens[:count]
+        update.tokens = event.tokens if count == len(event.tokens) else event.tokens[:count]
         if event.logprobs is not None:
             update.logprobs = event.logprobs[:count]
         if self._output.stopped:
@@ -169,28 +172,41 @@ class Answers:
         """Wait until something has come. Raises what `take` would if that is an error."""
         self._ahead = await self.take(timeout_s)
 
-    async def take(self, timeout_s: float | None = None) -> list[tuple[int, Update]]:
+    async def take(
+        self, timeout_s: float | None = None, listener: Callable[[], bool] | None = None
+    ) -> list[tuple[int, Update]]:
         """(number of the choice, update) of each choice that has news; empty after `timeout_s` or if aborted. Raises
         ApiError if a request was refused, cancelled or failed, EngineUnavailable if the engine died; what came before
-        is delivered first."""
+        is delivered first. `listener`: as Inbox.take has it; it takes with `take_now`."""
         if self._ahead:
             updates, self._ahead = self._ahead, []
             return updates
         if self._error is None:
-            updates = await self._next(timeout_s)
+            updates = await self._next(timeout_s, listener)
             if updates or self._error is None:
                 return updates
         error, self._error = self._error, None
         raise error
 
-    async def _next(self, timeout_s: float | None) -> list[tuple[int, Update]]:
+    def take_now(self) -> list[tuple[int, Update]]:
+        """The same of what has come. Raises nothing: the next `take` does, if `failed`."""
+        return self._updates(self.inbox.drain())
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    async def _next(self, timeout_s: float | None, listener: Callable[[], bool] | None) -> list[tuple[int, Update]]:
         try:
-            events = await self.inbox.take(timeout_s)
+            events = await self.inbox.take(timeout_s, listener)
         except EngineUnavailable as error:
             for choice in self.choices:
                 choice.leave("unavailable")
             self._error = error
             return []
+        return self._updates(events)
+
+    def _updates(self, events: Sequence[Event]) -> list[tuple[int, Update]]:
         news: dict[int, list[Event]] = {}
         for event in events:
             news.setdefault(self._index[event.request_id], []).append(event)
@@ -206,9 +222,17 @@ class Answers:
     async def whole(self) -> list[Update]:
         """Each choice as one update."""
         parts: list[list[Update]] = [[] for _ in self.choices]
-        while not self.done:
-            for index, update in await self.take():
+
+        def collect(updates: Sequence[tuple[int, Update]]) -> None:
+            for index, update in updates:
                 parts[index].append(update)
+
+        def listener() -> bool:
+            collect(self.take_now())
+            return not (self.failed or self.done)
+
+        while not self.done:
+            collect(await self.take(listener=listener))
         return [_sum(updates) for updates in parts]
 
     def usage(self, *, told: bool = True) -> dict[str, Any]:
@@ -228,7 +252,9 @@ class Answers:
 
 
 def _sum(updates: Sequence[Update]) -> Update:
-    whole = Update(joined(delta for update in updates for delta in update.deltas))
+    if len(updates) == 1:
+        return updates[0]
+    whole = Update(joined([delta for update in updates for delta in update.deltas]))
     for update in updates:
         whole.tokens += update.tokens
         whole.offsets += update.offsets

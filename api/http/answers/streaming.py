@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -14,15 +15,19 @@ from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError
 from api.http.answers.generation import Answers, Update
+from api.http.chunks import Chunks, chunks_of
 from api.http.wire import ClientGoneError, as_api_error, until_gone
 from engine.errors import EngineError, UserError
 
 log = logging.getLogger("ktserve")
 _KEEP_ALIVE_S = 15.0
+_LEAST_WAIT_S = 0.001
+_PLACE = uuid.uuid4().hex  # stands in a sample for the text; no client can send it
+_encode = msgspec.json.Encoder().encode
 
 
 def event(data: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return b"data: " + _encode(data) + b"\n\n"
 
 
 class Front(ABC):
@@ -52,9 +57,27 @@ class Front(ABC):
         return event(error.body())
 
 
+class Frames:
+    """Events of which a text alone differs, and the number of the choice: `sample(index, text)` makes one. What stands
+    around the text is kept, so an event is one join."""
+
+    def __init__(self, sample: Callable[[int, str], bytes]) -> None:
+        self._sample = sample
+        self._around: dict[int, list[bytes]] = {}
+
+    def __call__(self, index: int, text: str) -> bytes:
+        around = self._around.get(index)
+        if around is None:
+            around = self._around[index] = self._sample(index, _PLACE).split(_encode(_PLACE))
+        return _encode(text).join(around)
+
+
 class EventStream(Response):
     """Answers as a front writes them: one write for all that has come. Comments while nothing comes keep proxies from
-    closing the connection. The answers are aborted however it ends."""
+    closing the connection. The answers are aborted however it ends.
+
+    Where the connection takes chunks (`api/http/chunks.py`), events are written when they come, without waking the
+    task that serves the request; it has the beginning, the end, and the times when the client is slow."""
 
     def __init__(self, answers: Answers, front: Front) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -62,10 +85,14 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._answers = answers
         self._front = front
+        self._chunks: Chunks | None = None
+        self._unsent = b""
+        self._sent_s = 0.0  # when something was sent last, in the loop's time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._chunks = chunks_of(scope)
         try:
-            await until_gone(receive, self._send(send))
+            await until_gone(scope, receive, self._send(send))
         except ClientGoneError:
             log.debug("a client went away while its answer was streamed")
         finally:
@@ -82,14 +109,35 @@ class EventStream(Response):
 
     async def _send_answers(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
-        chunk, written = self._front.begin(), clock()
+        self._unsent, self._sent_s = self._front.begin(), clock()
+        listener = None if self._chunks is None else self._deliver
         while True:
-            if not chunk and clock() - written >= _KEEP_ALIVE_S:
-                chunk = self._front.keep_alive
-            if chunk:
+            if not self._unsent and clock() - self._sent_s >= _KEEP_ALIVE_S:
+                self._unsent = self._front.keep_alive
+            if self._unsent:
+                chunk, self._unsent, self._sent_s = self._unsent, b"", clock()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                written = clock()
             if self._answers.done:
                 return
-            updates = await self._answers.take(_KEEP_ALIVE_S)
-            chunk = b"".join(self._front.update(index, update) for index, update in updates)
+            left_s = max(_LEAST_WAIT_S, self._sent_s + _KEEP_ALIVE_S - clock())
+            updates = await self._answers.take(left_s, listener)
+            self._unsent += self._written(updates)
+
+    def _deliver(self) -> bool:
+        """Write what has come now. False if that is for the task: at the end, after an error, for a slow client."""
+        chunks = self._chunks
+        if chunks is None or chunks.blocked:
+            return False
+        written = self._written(self._answers.take_now())
+        if self._answers.done:
+            self._unsent = written  # goes with the end, as one write
+            return False
+        if written:
+            chunks.write(written)
+            self._sent_s = asyncio.get_running_loop().time()
+        return not self._answers.failed
+
+    def _written(self, updates: list[tuple[int, Update]]) -> bytes:
+        if len(updates) == 1:
+            return self._front.update(*updates[0])
+        return b"".join(self._front.update(index, update) for index, update in updates)

@@ -63,9 +63,9 @@ async def respond(request: Request, answers: Answers, front: Front, *, stream: b
     the HTTP status, of a stream too, unless it is long in coming: in a long queue a stream begins without an answer."""
     try:
         if stream:
-            await until_gone(request.receive, answers.begun(_PATIENCE_S))
+            await until_gone(request.scope, request.receive, answers.begun(_PATIENCE_S))
             return EventStream(answers, front)
-        return json_response(front.whole(await until_gone(request.receive, answers.whole())))
+        return json_response(front.whole(await until_gone(request.scope, request.receive, answers.whole())))
     except BaseException:
         answers.abort()
         raise

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.http.answers.generation import Answers, Update
 from api.http.answers.logprobs import chat_logprobs, prompt_logprobs
-from api.http.answers.streaming import Front, event
+from api.http.answers.streaming import Frames, Front, event
 from api.http.bodies.generation import ChatOptions, ChatRequest
 from api.http.openapi import described
 from api.http.routes.common import head_of, open_chat, respond, service_of, tenant_of
@@ -60,6 +60,8 @@ class _Chat(Front):
         self._head = head
         self._echoed = echoed
         self._functions = functions
+        self._texts = Frames(lambda index, text: self._chunk(_delta(index, {"content": text})))
+        self._reasonings = Frames(lambda index, text: self._chunk(_delta(index, _reasoning(text))))
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
         response: dict[str, Any] = {
@@ -109,6 +111,8 @@ class _Chat(Front):
         """The last piece of text comes with the finish reason; a call's has an event of its own, as OpenAI's."""
         ids = self._body.return_token_ids and update.tokens
         ended = update.finish_reason is not None
+        if not (ended or ids or update.logprobs is not None or self._usage_so_far):
+            return b"".join(self._piece(index, delta) for delta in update.deltas)
         deltas = [_shown(delta, functions=self._functions) for delta in update.deltas]
         if ended and deltas and "content" not in deltas[-1]:
             deltas.append({})
@@ -121,6 +125,13 @@ class _Chat(Front):
             if ids:
                 choices[0]["token_ids"] = update.tokens
         return b"".join(map(self._chunk, choices))
+
+    def _piece(self, index: int, delta: Delta) -> bytes:
+        if isinstance(delta, Text):
+            return self._texts(index, delta.text)
+        if isinstance(delta, Reasoning):
+            return self._reasonings(index, delta.text)
+        return self._chunk(_delta(index, _shown(delta, functions=self._functions)))
 
     def _reason(self, update: Update) -> str | None:
         called = self._functions and update.finish_reason == "tool_calls"

@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 from api.http.answers.generation import Answers, Update
 from api.http.answers.logprobs import completion_logprobs, prompt_logprobs
-from api.http.answers.streaming import Front, event
+from api.http.answers.streaming import Frames, Front, event
 from api.http.bodies.generation import CompletionOptions, CompletionRequest
 from api.http.openapi import described
 from api.http.routes.common import head_of, respond, service_of, tenant_of
 from api.prepare.job import Kind
 from api.prepare.prompts import unpacked
+from api.text.deltas import Text
 from api.text.tokenizer import Tokenizer
 from engine.errors import EngineError
 from engine.messages import TokenLogprobs
@@ -62,6 +63,9 @@ class _Completion(Front):
         self._with_usage = options is not None and options.include_usage
         self._usage_so_far = self._with_usage and options is not None and options.continuous_usage_stats
         self._head = head
+        more = body.echo or body.return_token_ids or body.logprobs is not None or body.prompt_logprobs is not None
+        self._text_alone = not (more or self._usage_so_far)
+        self._frames = Frames(self._frame)
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
         written = [self._choice(index, choice, first=True) for index, choice in enumerate(self._best(choices))]
@@ -119,10 +123,15 @@ class _Completion(Front):
             usage = {"usage": self._answers.usage()}
         return event({**self._head, **usage, "choices": choices, **more})
 
+    def _frame(self, index: int, text: str) -> bytes:
+        return self._chunk(self._choice(index, Update([Text(text)]), first=False))
+
     def begin(self) -> bytes:
         return b""
 
     def update(self, index: int, update: Update) -> bytes:
+        if self._text_alone and update.finish_reason is None:
+            return self._frames(index, text) if (text := update.text) else b""
         first = index not in self._begun
         self._begun.add(index)
         visible = update.text or update.logprobs or update.finish_reason or (first and self._body.echo)
