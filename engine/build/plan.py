@@ -26,7 +26,15 @@ from engine.experts.native import scratch_bytes
 from engine.linear.gpu_weights import TABLE_BYTES
 from engine.lora.budget import AdapterBudget
 from engine.memory.costs import buffer_bytes
-from engine.memory.gpu import adapter_copies, expert_items, gpu_adapter_share, gpu_items, hot_expert_bytes
+from engine.memory.gpu import (
+    adapter_copies,
+    expert_items,
+    gpu_adapter_share,
+    gpu_items,
+    gpu_memory,
+    hot_expert_bytes,
+)
+from engine.memory.limits import cpu_memory
 from engine.memory.plan import (
     GPU_KV_SHARE,
     Inputs,
@@ -223,8 +231,8 @@ def _plan(
         activation_bytes=precision.activations.itemsize,
         kv_token_bytes=source.config.kv_bytes_per_token(precision.kv.itemsize, kv_scale_bytes(precision.kv)),
         token_budget=token_budget,
-        cpu=ranks_cpu(ranks, placement),
-        gpu=ranks_gpu(ranks, placement),
+        cpu=ranks_cpu(ranks, placement, cpu_memory()),
+        gpu=ranks_gpu(ranks, placement, gpu_memory),
         adapter_copies=_slot_copies(placement),
         gpu_adapter_share=_gpu_adapter_share(source, placement),
         kt_method=kt_method(config, placement),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine.build.placement import Placement
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.experts.gpu.layout import SIZE_STEP
-from engine.memory.gpu import gpu_memory
-from engine.memory.limits import Memory, cpu_memory
+from engine.memory.limits import Memory
 from engine.parallel.shard import WHOLE, Shard, ShardedSource
 from engine.weights.store import WeightSource
 from native.topology import cpu_quota
@@ -58,22 +58,20 @@ def _divides_experts(placement: Placement) -> bool:
     return used <= ({"reference", "native"} if placement.device == "cpu" else {"reference", "gpu"})
 
 
-def ranks_cpu(size: int, placement: Placement) -> Memory:
+def ranks_cpu(size: int, placement: Placement, memory: Memory) -> Memory:
     """What rank 0 may take of host memory: all of it beside GPUs, where it has all that lies there."""
-    memory = cpu_memory()
     if placement.device != "cpu" or size == 1:
         return memory
     return replace(memory, free_bytes=memory.free_bytes // size, limit_bytes=memory.limit_bytes // size)
 
 
-def ranks_gpu(size: int, placement: Placement) -> Memory | None:
-    """The GPU with the least free memory: all have parts of the same size."""
+def ranks_gpu(size: int, placement: Placement, memory_of: Callable[[str], Memory]) -> Memory | None:
+    """Rank 0's GPU, with what is free on the one that has least: all have parts of the same size."""
     if placement.device == "cpu":
         return None
-    if size == 1:
-        return gpu_memory(placement.device)
-    least = min((gpu_memory(f"cuda:{rank}") for rank in range(size)), key=lambda memory: memory.free_bytes)
-    return replace(least, name=gpu_memory(placement.device).name)
+    first = memory_of(placement.device)
+    free = [memory_of(f"cuda:{rank}").free_bytes for rank in range(1, size)]
+    return replace(first, free_bytes=min([first.free_bytes, *free]))
 
 
 def ranks_threads(size: int, placement: Placement, asked: int | None) -> int | None:

@@ -274,7 +274,7 @@ class _Scaled:
     """A source whose expert count is multiplied: what is planned, never read."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, factor: int) -> None:
-        self.source, self.config, self.factor = source, config, factor
+        self.source, self.config, self.whole, self.factor = source, config, config, factor
         self.names, self.tensor = source.names, source.tensor
 
     def experts(self, layer: int) -> _Many:
