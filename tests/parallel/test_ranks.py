@@ -11,28 +11,21 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-import torch
 import zmq
 
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
-from engine.errors import AdapterError, UserError
+from engine.errors import AdapterError
 from engine.heartbeat import Heartbeat
-from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.lora.adapter import AdapterWeights
 from engine.messages import FatalError, Ready, decode_from_engine
-from engine.parallel.adapters import adapter_part
-from engine.parallel.orders import Step, decode, encode
-from engine.parallel.shard import Shard, ShardedSource
-from engine.steps.inputs import StepArrays
-from engine.weights.open import open_model
 from ktserve.launcher import program
 from native import available
 from testing.harness import Harness, Result, greedy
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.tiny import save_hf, tiny_model
 from testing.waiting import PATIENCE_S, eventually
-from tests.engine import forks
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
+from tests.parallel import forks
 
 SHAPE = {
     "num_hidden_layers": 2, "mlp_only_layers": [1], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
@@ -128,99 +121,6 @@ def test_bfloat16_differs_by_rounding(family):
         for config in ({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "tensor_parallel": 2})
     )
     assert np.abs(two - exact).mean() < 3 * np.abs(one - exact).mean() + 0.02
-
-
-def test_parts_make_the_whole(tmp_path):
-    model = tiny_model(3, num_hidden_layers=1, num_key_value_heads=2, hidden_size=64, moe_intermediate_size=64)
-    save_hf(model, tmp_path / "hf")
-    save_gguf(model, tmp_path / "model.gguf", expert_type="Q8_0", dense_type="Q4_0")
-    for path in (tmp_path / "hf", tmp_path / "model.gguf"):
-        source = open_model(str(path))
-        parts = [ShardedSource(source, Shard(rank, 2)) for rank in range(2)]
-        for name in parts[0].names():
-            whole, axis = source.tensor(name).dequantise(), 1 if "o_proj" in name else 0
-            held = [part.tensor(name).dequantise() for part in parts]
-            divided = any(word in name for word in ("_proj", "lm_head"))
-            assert torch.equal(torch.cat(held, axis) if divided else held[0], whole), name
-            assert all(tuple(h.shape) == part.tensor(name).shape for h, part in zip(held, parts, strict=True))
-        for projection, axis in (("gate", 1), ("up", 1), ("down", 2)):
-            held = [part.experts(0).stacked(projection, torch.float32) for part in parts]
-            assert torch.equal(torch.cat(held, axis), source.experts(0).stacked(projection, torch.float32))
-
-
-def test_the_parts_of_an_adapter_add_up():
-    g = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64)
-
-    x, h = random(5, 8), random(5, 12)
-    expert = ExpertLora(
-        random(2, 3, 8), random(2, 12, 3), random(2, 3, 8), random(2, 12, 3), random(2, 3, 12), random(2, 8, 3),
-        0.5, 0.25, 2.0,
-    )  # fmt: skip
-    pairs = {
-        "a.q_proj": LoraPair(random(3, 8), random(12, 3), 0.5),
-        "a.o_proj": LoraPair(random(3, 12), random(8, 3), 1.5),
-    }
-    whole = AdapterWeights("a", "made", linears=pairs, experts={0: expert})
-    parts = [adapter_part(whole, Shard(rank, 2)) for rank in range(2)]
-    cut = [h[:, :6], h[:, 6:]]
-
-    def times(pair: LoraPair, x: torch.Tensor) -> torch.Tensor:
-        return x @ pair.a.T @ pair.b.T * pair.scale
-
-    q = torch.cat([times(part.linears["a.q_proj"], x) for part in parts], 1)
-    torch.testing.assert_close(q, times(pairs["a.q_proj"], x))
-    o = sum(times(part.linears["a.o_proj"], mine) for part, mine in zip(parts, cut, strict=True))
-    torch.testing.assert_close(o, times(pairs["a.o_proj"], h))
-    gate = torch.cat([x @ part.experts[0].gate_a[1].T @ part.experts[0].gate_b[1].T for part in parts], 1)
-    torch.testing.assert_close(gate, x @ expert.gate_a[1].T @ expert.gate_b[1].T)
-    down = sum(
-        mine @ part.experts[0].down_a[1].T @ part.experts[0].down_b[1].T for part, mine in zip(parts, cut, strict=True)
-    )
-    torch.testing.assert_close(down, h @ expert.down_a[1].T @ expert.down_b[1].T)
-
-
-def test_a_step_arrives_as_it_was_told():
-    arrays = StepArrays(
-        row_starts=np.array([0, 1, 4]), context_lens=np.array([17, 3]), block_tables=[(4, 5, 6), (7,)],
-        ids=np.array([9, 1, 2, 3]), sources=np.array([0, -1, -1, -1]), positions=np.array([16, 0, 1, 2]),
-        slot_mapping=np.array([80, 112, 113, 114]), adapters=np.array([0, 2, 2, 2]), kept=np.array([0, 3]),
-        kept_starts=np.array([0, 1, 2]),
-    )  # fmt: skip
-    sent = Step.of(arrays, padded=False, every=True, greedy=False, logits=[(1, 3)])
-    got = decode(encode(sent))
-    assert isinstance(got, Step) and (got.padded, got.every, got.greedy, got.logits) == (False, True, False, [(1, 3)])
-    for name in ("row_starts", "context_lens", "positions", "slot_mapping", "adapters", "kept", "kept_starts"):
-        np.testing.assert_array_equal(getattr(got.arrays, name), getattr(arrays, name))
-    assert [list(table) for table in got.arrays.block_tables] == [[4, 5], [7]]
-    assert not got.arrays.ids.any() and (got.arrays.sources == -1).all()
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"tensor_parallel": 3}, r"num_key_value_heads is 4; allowed for this model are 1, 2, 4$"),
-        ({"tensor_parallel": 8}, r"num_key_value_heads is 4"),
-        ({"tensor_parallel": 0}, r"--tensor-parallel 0: allowed is 1 to 64"),
-        ({"tensor_parallel": 2, "rules": None, "deterministic": True}, r"--deterministic with --tensor-parallel 2"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(family, config, said):
-    if config.get("rules", "") is None and not available()[0]:
-        pytest.skip(available()[1])
-    settings = EngineConfig(model=str(family.model_path), device="cpu", **({"rules": "reference"} | config))
-    with pytest.raises(UserError, match=said):
-        plan_engine(settings)
-
-
-def test_blocks_are_not_cut(tmp_path):
-    model = tiny_model(4, num_hidden_layers=1, hidden_size=256, moe_intermediate_size=256, num_experts=4)
-    save_gguf(model, tmp_path / "model.gguf", expert_type={"gate": "Q4_K", "up": "Q4_K", "down": "Q4_K"})
-    settings = EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu", rules="reference", tensor_parallel=2)
-    with pytest.raises(UserError, match=r"experts\.down_proj\[0\] is Q4_K, blocks of 256 values along its 256 inputs"):
-        plan_engine(settings)
 
 
 def test_an_adapter_that_one_rank_cannot_take_fills_no_slot(family, alone):
