@@ -181,7 +181,7 @@ class FatalError(_Message, frozen=True):
     detail: str = ""
 
 
-class Tokens(_Message, frozen=True):
+class Tokens(_Message, frozen=True, gc=False):  # so many a step that the collector would run in every second one
     """New output tokens of a request, one step's or several merged. The first one carries the prompt's
     log-probabilities if they were asked for (None at position 0)."""
 

@@ -31,6 +31,7 @@ class Batch:
         self._cost = cost
         self._gaps = gaps
         self._rows: list[StepRow] = []
+        self._num_decodes = 0  # the first of them
         self._now = 0.0
         self._background = False  # whose rows are planned now
         self._allowed_s: float | None = None  # of the step, while those are background rows
@@ -64,7 +65,8 @@ class Batch:
         add_drafts(core, self._rows, max(0, self._owed))
         if not self._rows:
             return None
-        rows = sorted(self._rows, key=lambda row: not row.is_decode)
+        first = self._num_decodes  # among the prefill chunks, one of a preempted request may be a decode row
+        rows = [*self._rows[:first], *sorted(self._rows[first:], key=lambda row: not row.is_decode)]
         plan = StepPlan(step, rows, [tuple(row.request.blocks) for row in rows])
         flight = Flight(plan, {row.request: row for row in rows})
         core.flights.append(flight)
@@ -78,6 +80,7 @@ class Batch:
         """Live ones, or those of background requests."""
         self._make_room()
         self._add_decodes()
+        self._num_decodes = len(self._rows)
         self._add_prefills()
 
     # ---- background requests give way

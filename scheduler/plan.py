@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -54,6 +56,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """Rows before the first prefill chunk."""
+        return bisect_left(self.rows, True, key=lambda row: not row.is_decode)
 
 
 @dataclass(frozen=True)

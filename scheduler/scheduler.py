@@ -145,12 +145,10 @@ class Scheduler:
         if flight is None:
             return None
         self._step += 1
-        for row in flight.plan.rows:
-            if row.is_decode:
-                self._num_decode_tokens += 1
-            else:
-                self._num_prefill_tokens += row.num_tokens
-        return flight.plan
+        plan = flight.plan
+        self._num_decode_tokens += plan.num_decodes
+        self._num_prefill_tokens += sum(row.num_tokens for row in plan.rows[plan.num_decodes :])
+        return plan
 
     def commit(self, plan: StepPlan, tokens: Sequence[Sequence[int]], now: float) -> list[Event]:
         """Take a step's tokens: `tokens[i]` is row i's, empty if it does not sample; else the drafts that were
@@ -370,6 +368,8 @@ class Scheduler:
 
 def _fits(row: StepRow, tokens: Sequence[int]) -> bool:
     """Whether these can be what came of the row: some of its drafts, and one token more."""
+    if not row.drafts:
+        return len(tokens) == row.samples
     if not row.samples:
         return not tokens
     accepted = len(tokens) - 1

@@ -35,6 +35,7 @@ from engine.messages import Ready
 
 log = logging.getLogger("ktserve")
 _MIN_DESCRIPTORS = 256
+_YOUNG = 20_000  # objects until the collector looks at them: a frame of many tokens alone makes a thousand
 _MIN_ADDRESS_SPACE = 2 << 30  # what the engine maps before it loads a weight
 
 
@@ -76,6 +77,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
                 return 128 + server.ended_by
             gc.collect()
             gc.freeze()  # a full collection need not look again at all that has been loaded
+            gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
             _say(console, ready.lines)
             _welcome(console, service, bound)
             if service.batches is not None:

@@ -17,19 +17,33 @@ class Detokenizer(Protocol):
         """What was held back: bytes that never became a character, as U+FFFD."""
 
 
-class ByteDetokenizer:
-    """For byte-level tokenizers: a token is bytes, so an incremental UTF-8 decoder is exact. `bytes_of` gives a
-    token's bytes, b"" for one that is not shown."""
+class Pieces(dict[int, str | bytes]):
+    """What each token stands for, looked up once: text, or bytes where these may be parts of characters. `bytes_of`
+    gives a token's bytes, b"" for one that is not shown."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
+
+    def __missing__(self, token: int) -> str | bytes:
+        data = self._bytes_of(token)
+        piece = self[token] = data.decode() if data.isascii() else data
+        return piece
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers: a token is bytes, so an incremental UTF-8 decoder is exact."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
         self._decoder = utf_8.IncrementalDecoder(errors="replace")
 
     def push(self, token: int) -> str:
-        data = self._bytes_of(token)
-        if data.isascii() and not self._decoder.buffer:
-            return data.decode()
-        return self._decoder.decode(data)
+        piece = self._pieces[token]
+        if isinstance(piece, str):
+            if not self._decoder.buffer:
+                return piece
+            piece = piece.encode()
+        return self._decoder.decode(piece)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

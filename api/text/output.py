@@ -73,16 +73,21 @@ class Output:
 
     def _push_plain(self, tokens: Sequence[int]) -> tuple[list[Delta], list[int], list[int]]:
         """The same where all text is the answer."""
-        texts: list[str] = []
+        text = ""
         offsets: list[int] = []
         for token in tokens:
             offsets.append(self.num_chars)
             self.num_tokens += 1
-            if self._detokenizer is not None:
-                texts.append(self._certain(self._detokenizer.push(token)))
-                if self._stops is not None and self._stops.found:
-                    break
-        text = "".join(texts)
+            if self._detokenizer is None:
+                continue
+            if self._stops is None:
+                piece = self._detokenizer.push(token)
+                self.num_chars += len(piece)
+                text += piece
+                continue
+            text += self._certain(self._detokenizer.push(token))
+            if self._stops.found:
+                break
         return [Text(text)] if text else [], offsets, [0] * len(offsets)
 
     def end(self, token: int) -> list[Delta]:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, normalizers
 
 from api.text.bytelevel import byte_level_tokenizer, token_bytes
 from api.text.control import Rendered, guarding_characters, hide
-from api.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
 from api.text.template import ChatTemplate
 from engine.errors import ModelFileError, UserError
 from engine.messages import SetVocabulary
@@ -42,6 +42,7 @@ class Tokenizer:
         self._guards = guarding_characters(list(self._control.values()), "".join(template.strings) if template else "")
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}  # of those asked for
+        self._pieces: dict[tuple[bool, frozenset[str]], Pieces] = {}  # by what is shown: a few ways
         self._most_bytes = self._bytes_of_longest_token(added.values())
 
     @property
@@ -172,14 +173,18 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special_tokens: bool, shown: Iterable[str] = ()) -> Detokenizer:
         """`shown`: control tokens that are not skipped."""
+        key = skip_special_tokens, frozenset(shown)
+        if (pieces := self._pieces.get(key)) is not None:
+            return ByteDetokenizer(pieces)
         hidden = self._special if skip_special_tokens else set()
-        if kept := set(shown):
+        if kept := key[1]:
             hidden = {token for token in hidden if self._control.get(token) not in kept}
         if not self._byte_level:
             return WindowDetokenizer(
                 lambda tokens: self.decode([t for t in tokens if t not in hidden], skip_special_tokens=False)
             )
-        return ByteDetokenizer(lambda token: b"" if token in hidden else self.token_bytes(token))
+        pieces = self._pieces[key] = Pieces(lambda token: b"" if token in hidden else self.token_bytes(token))
+        return ByteDetokenizer(pieces)
 
 
 def load_tokenizer(model: Path, gguf: Path | None = None, chat_template: Path | None = None) -> Tokenizer:

@@ -42,7 +42,7 @@ class NullModel:
     def token(self, row: StepRow, index: int) -> int:
         """Token `index` of a request's output, whatever its sampling settings say about choosing among tokens."""
         sampling = row.request.sampling
-        if index >= max(self.answer, sampling.min_tokens) and not sampling.ignore_eos:
+        if index >= self.answer and index >= sampling.min_tokens and not sampling.ignore_eos:
             return self.config.eos_token_ids[0]
         return self.words[index % len(self.words)]
 
@@ -62,8 +62,8 @@ class NullRunner:
         micros = 1000 * settings.step_ms + settings.row_us * len(plan.rows) + settings.token_us * plan.num_tokens
         self._free_s = max(now, self._free_s) + micros / 1e6
         step = NullStep(plan, launched_s=now, ends_s=self._free_s)
-        for row in plan.rows:
-            if not row.is_decode and (what := _unserved(row, masks)):  # known before its first token
+        for row in plan.rows[plan.num_decodes :]:  # it is known before the first token
+            if what := _unserved(row, masks):
                 error = UserError(f"{what}: the null engine answers fixed tokens, there are no logits", what)
                 step.failed[row.request.request_id] = error
         return step

@@ -16,7 +16,7 @@ from api.http.answers.generation import Answers, Choice, Update
 from api.http.answers.meter import Meter
 from api.http.answers.streaming import EventStream, Front
 from api.http.metrics import Metrics
-from api.text.detokenize import ByteDetokenizer
+from api.text.detokenize import ByteDetokenizer, Pieces
 from api.text.output import Output
 from api.text.stops import StopStrings
 from engine import messages as m
@@ -27,7 +27,7 @@ def answers_of(n: int, *, stop: str = "") -> tuple[Answers, list[Any]]:
     """n choices whose tokens are bytes, and the list of what is sent to the engine about them."""
     answers, sent = Answers(Inbox(), n), []
     for index in range(n):
-        output = Output(ByteDetokenizer(lambda token: bytes([token])), StopStrings([stop]) if stop else None)
+        output = Output(ByteDetokenizer(Pieces(lambda token: bytes([token]))), StopStrings([stop]) if stop else None)
         request = OpenRequest(str(index), answers.inbox, lambda _, message: sent.append(message))
         answers.add(Choice(request, output, Meter(Metrics()), prompt_tokens=3))
     return answers, sent

@@ -10,7 +10,7 @@ import msgspec
 from api.client.stream import EngineUnavailable, Event, Inbox, OpenRequest, merged
 from api.errors import ApiError
 from api.http.answers.meter import Meter
-from api.text.deltas import Delta, joined, text_of
+from api.text.deltas import Delta, Text, joined, text_of
 from api.text.output import Output
 from engine import messages as m
 from engine.errors import EngineError
@@ -32,7 +32,8 @@ class Update(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        return text_of(self.deltas)
+        deltas = self.deltas
+        return deltas[0].text if len(deltas) == 1 and isinstance(deltas[0], Text) else text_of(deltas)
 
 
 class Choice:
