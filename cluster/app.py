@@ -10,19 +10,22 @@ from typing import Any
 import yaml
 
 from cluster.policy import Affinity
+from cluster.scaling.first_tokens import LEAST_S, MOST_S
 
 _LEAST = {
     "replicas": 1, "num_cpus": 0, "num_gpus": 0, "max_open": 1, "fronts": 1, "drain_s": 0, "surge_percent": 0
 }  # fmt: skip
+_TARGET = "ttft_target_s"
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """Lines of CONFIG.yaml. `serve`: settings of `ktserve serve`, the same for each replica. `autoscaling`: of Ray
-    Serve, instead of `replicas`. `max_open`: requests at a replica at once. `drain_s`: for the requests of a replica
-    that an update or the autoscaler ends. `surge_percent`: replicas that an update may start beside those that it will
-    end, for which there must be room. `routing`: of `Affinity`. `fronts_on`: "head" or "any" node; a node that ends
-    takes the streams of its fronts with it."""
+    Serve, instead of `replicas`, and `ttft_target_s`, in which nine of ten first tokens are to come. `max_open`:
+    requests at a replica at once. `drain_s`: for the requests of a replica that an update or the autoscaler ends.
+    `surge_percent`: replicas that an update may start beside those that it will end, for which there must be room.
+    `routing`: of `Affinity`. `fronts_on`: "head" or "any" node; a node that ends takes the streams of its fronts
+    with it."""
 
     serve: dict[str, Any]
     replicas: int = 1
@@ -49,12 +52,23 @@ class ClusterConfig:
             raise ValueError("serve must be settings of `ktserve serve`: NAME: VALUE")
         if taken := {"host", "port", "config"} & self.serve.keys():
             raise ValueError(f"serve has {', '.join(sorted(taken))}: each replica chooses its own")
-        if self.autoscaling is not None and self.replicas != 1:
-            raise ValueError("replicas and autoscaling: name one of them")
+        if self.autoscaling is not None:
+            self._check_autoscaling(self.autoscaling)
         unknown = self.routing.keys() - {each.name for each in fields(Affinity)}
         if unknown:
             raise ValueError(f"routing has {', '.join(sorted(unknown))}: there is {[f.name for f in fields(Affinity)]}")
         Affinity(**self.routing)
+
+    def _check_autoscaling(self, said: Any) -> None:
+        if self.replicas != 1:
+            raise ValueError("replicas and autoscaling: name one of them")
+        if not isinstance(said, dict):
+            raise ValueError(f"autoscaling is {said!r}, must be NAME: VALUE")
+        target = said.get(_TARGET, LEAST_S)
+        if isinstance(target, bool) or not isinstance(target, int | float) or not LEAST_S <= target < MOST_S:
+            raise ValueError(f"{_TARGET} is {target!r}, must be seconds from {LEAST_S:g} to less than {MOST_S:g}")
+        if _TARGET in said and "policy" in said:
+            raise ValueError(f"autoscaling has {_TARGET} and policy: name one of them")
 
     @staticmethod
     def read(path: Path) -> ClusterConfig:
@@ -76,7 +90,8 @@ class ClusterConfig:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """The application, from {"config": FILE} or from the file's own names. Raises ImportError without Ray."""
+    """The application, from {"config": FILE} or from the file's own names. Raises ImportError without Ray, ValueError
+    for what makes no sense."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -88,7 +103,7 @@ def build(args: dict[str, Any]) -> Any:
     config = ClusterConfig.read(Path(args["config"])) if args.keys() == {"config"} else ClusterConfig.of(args)
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.autoscaling is not None:
-        scale = {"autoscaling_config": config.autoscaling}
+        scale = {"autoscaling_config": _autoscaling(config.autoscaling)}
     if config.surge_percent:
         scale |= {"max_surge_percent": config.surge_percent}
     engines = serve.deployment(
@@ -116,4 +131,19 @@ def build(args: dict[str, Any]) -> Any:
         max_ongoing_requests=100_000,
         ray_actor_options=on_head if config.fronts_on == "head" else {"num_cpus": 0},
     )(serve.ingress(asgi)())
-    return front.bind(engines.bind(config.serve, directory), directory)
+    first_tokens = _TARGET in (config.autoscaling or {})
+    return front.bind(engines.bind(config.serve, directory, first_tokens), directory)
+
+
+def _autoscaling(said: dict[str, Any]) -> Any:
+    """Serve's own. ValueError for names and values that it does not take."""
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    own = {name: value for name, value in said.items() if name != _TARGET}
+    known = AutoscalingConfig.model_fields.keys()
+    if unknown := own.keys() - known:
+        raise ValueError(f"autoscaling has {', '.join(sorted(unknown))}: there is {', '.join([_TARGET, *known])}")
+    if _TARGET in said:
+        function, target_s = "cluster.scaling.policy:ByFirstTokens", float(said[_TARGET])
+        own["policy"] = AutoscalingPolicy(policy_function=function, policy_kwargs={_TARGET: target_s})
+    return AutoscalingConfig(**own)

@@ -55,13 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: Ray is not installed: pip install 'ktserve[ray]'", file=sys.stderr)
         return 1
     try:
+        application = build({"config": str(args.config)})
+    except ValueError as error:  # of what only Ray knows
+        parser.error(f"{args.config}: {error}")
+    try:
         ray.init(address=None if args.local else args.address, log_to_driver=False)
     except ConnectionError as error:
         print(f"error: {error} (`ray start --head`, or --local)", file=sys.stderr)
         return 1
     location = {"head": "HeadOnly", "every": "EveryNode"}[args.proxies]
     serve.start(http_options={"host": args.host, "port": args.port}, proxy_location=location)
-    serve.run(build({"config": str(args.config)}), name=args.name)
+    serve.run(application, name=args.name)
     print(f"at http://{args.host}:{args.port}/v1")
     while args.local:
         try:

@@ -26,6 +26,7 @@ from ray.serve.exceptions import RayServeException
 from cluster.adapters import Adapters
 from cluster.call import Call, kept_headers
 from cluster.directory import Report
+from cluster.scaling.first_tokens import FirstTokens
 from cluster.shares import write_share
 from ktserve.launcher import die_with_parent, program
 
@@ -41,9 +42,12 @@ class ServerDied(RuntimeError):
 
 class Engine:
     """The deployment's class. `settings`: lines of the file of `ktserve serve --config`. `directory`: the handle of
-    the deployment of a `Directory`. Made when its server is ready, so that an update stops no replica before."""
+    the deployment of a `Directory`. `first_tokens`: the autoscaler is to hear of them; ValueError if the server does
+    not tell. Made when its server is ready, so that an update stops no replica before."""
 
-    async def __init__(self, settings: dict[str, Any], directory: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: dict[str, Any], directory: Any, first_tokens: bool = False
+    ) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._directory = directory
         self._folder = Path(tempfile.mkdtemp(prefix=f"ktserve-replica-{self._name}-"))
@@ -64,6 +68,8 @@ class Engine:
         self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False)
         self._port = await self._ready()
         self._adapters = Adapters(directory, self._fetch)
+        self._first_tokens = FirstTokens() if first_tokens else None
+        await self.record_autoscaling_stats()
         await self._report()
 
     async def _ready(self) -> int:
@@ -103,15 +109,28 @@ class Engine:
             await self._report()
         return {}
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks every few seconds where it scales: what `ByFirstTokens` reads."""
+        if self._first_tokens is None:
+            return {}
+        status, page = await self._metrics()
+        if status != 200:
+            raise ValueError(f"ttft_target_s: the server's /metrics answer {status}; with API keys, set admin_key too")
+        return self._first_tokens.since(page)
+
+    async def _metrics(self) -> tuple[int, str]:
+        key = (("Authorization", f"Bearer {self._admin_key}"),) if self._admin_key else ()
+        status, page = await self._fetch(Call("GET", "/metrics", key, b""))
+        return status, page.decode(errors="replace")
+
     async def _report(self) -> None:
         self._reported_s = time.monotonic()
-        key = (("Authorization", f"Bearer {self._admin_key}"),) if self._admin_key else ()
         # neither a server that has ended nor a directory that is being restarted is for this to handle
         with contextlib.suppress(OSError, aiohttp.ClientError, ValueError, RayError, RayServeException):
             await self._adapters.tell()
             health = json.loads((await self._fetch(Call("GET", "/health", (), b"")))[1])
-            status, page = await self._fetch(Call("GET", "/metrics", key, b""))
-            report = Report(str(health["status"]), page.decode(errors="replace") if status == 200 else "")
+            status, page = await self._metrics()
+            report = Report(str(health["status"]), page if status == 200 else "")
             self._follow(await self._directory.report.remote(self._name, report))
 
     def _follow(self, replicas: int) -> None:

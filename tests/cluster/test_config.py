@@ -29,6 +29,13 @@ SERVE = {"model": "null:step_ms=1"}
         ({"serve": SERVE, "num_cpus": "many"}, "num_cpus is 'many'"),
         ({"serve": SERVE, "surge_percent": 200}, "surge_percent is 200, must be a whole number of at most 100"),
         ({"serve": SERVE, "fronts_on": "all"}, "fronts_on is 'all', must be head or any"),
+        ({"serve": SERVE, "autoscaling": 3}, "autoscaling is 3, must be NAME: VALUE"),
+        (
+            {"serve": SERVE, "autoscaling": {"ttft_target_s": 0}},
+            "ttft_target_s is 0, must be seconds from 0.01 to less",
+        ),
+        ({"serve": SERVE, "autoscaling": {"ttft_target_s": True}}, "ttft_target_s is True"),
+        ({"serve": SERVE, "autoscaling": {"ttft_target_s": 1, "policy": {}}}, "has ttft_target_s and policy: name one"),
         ({"serve": SERVE, "replicas": 2, "autoscaling": {}}, "replicas and autoscaling: name one"),
         ({"serve": {**SERVE, "port": 1}}, "serve has port: each replica chooses its own"),
         ({"serve": SERVE, "routing": {"slot": 2}}, "routing has slot"),

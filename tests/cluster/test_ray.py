@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import yaml
 
 from api.tenants.hashes import new_key
 from testing.waiting import PATIENCE_S, eventually
-from tests.api.conftest import ROOT
+from tests.cluster.on_ray import prepare
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
@@ -72,9 +71,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    for name in ("READY_CHECK", "HEALTH_CHECK"):  # Serve kills a proxy that a busy machine starts in more than 5 s
-        os.environ[f"RAY_SERVE_PROXY_{name}_TIMEOUT_S"] = "300"
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    port = prepare()
     from ray import serve
 
     from cluster.app import build
@@ -90,9 +87,6 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     said = {"replicas": REPLICAS, "num_cpus": 0.1, "routing": {"slots": 2, "slack": 2}, "serve": settings}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         (folder / "config.yaml").write_text(json.dumps(said))
         serve.run(build({"config": str(folder / "config.yaml")}), name="ktserve")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from testing.waiting import PATIENCE_S, eventually
-from tests.api.conftest import ROOT
+from tests.cluster.on_ray import prepare
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
@@ -30,9 +29,7 @@ class Nodes(NamedTuple):
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     """A head without CPUs, two nodes of one each: a replica on either."""
-    for name in ("READY_CHECK", "HEALTH_CHECK"):
-        os.environ[f"RAY_SERVE_PROXY_{name}_TIMEOUT_S"] = "300"
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    port = prepare()
     from ray import serve
     from ray.cluster_utils import Cluster
 
@@ -43,9 +40,6 @@ def nodes() -> Iterator[Nodes]:
     try:
         workers = [cluster.add_node(num_cpus=1, object_store_memory=100 << 20) for _ in range(2)]
         ray.init(address=cluster.address, log_to_driver=False)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         # else each node has a proxy at this one port of this one machine, and a connection is any of theirs
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         settings = {"model": "null:step_ms=20,answer=400", "adapters": [f"a{i}=/null/{i}" for i in range(8)]}
