@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from api.config import ServeConfig
 from cluster.app import ClusterConfig
 from cluster.call import Call, kept_headers
 from cluster.main import main
-from engine.config import EngineConfig
 
 SERVE = {"model": "null:step_ms=1"}
 
@@ -50,20 +47,6 @@ def test_what_makes_no_sense_is_said(said: Any, line: str, tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main(["deploy", str(path)])
     assert line in capsys.readouterr().err
-
-
-def test_the_manifest_deploys_what_there_is() -> None:
-    path = Path(__file__).resolve().parents[2] / "cluster" / "kubernetes" / "rayservice.yaml"
-    manifest = yaml.safe_load(path.read_text())
-    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
-    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
-    assert application["import_path"] == "cluster.app:build"
-    config = ClusterConfig.of(application["args"])
-    known = {field.name for settings in (EngineConfig, ServeConfig) for field in fields(settings)}
-    assert config.serve.keys() <= known
-    workers = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
-    assert config.autoscaling is not None and workers["maxReplicas"] == config.autoscaling["max_replicas"]
-    assert config.num_cpus <= int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
 
 
 def test_a_call_has_what_decides() -> None:
