@@ -58,7 +58,7 @@ def multiply(x: torch.Tensor, w: torch.Tensor, matrix: Matrix, bias: torch.Tenso
     fast = x.dtype == torch.bfloat16 and x.is_cuda  # the interpreter runs no assembly
     common = {"W": constants, "N": matrix.n, "BIAS": bias is not None, "FAST": fast}
     given = w if bias is None else bias
-    if tokens <= _VECTOR_ROWS:
+    if tokens <= _VECTOR_ROWS and not (fast and matrix.e4m3):
         _rows[(tokens, rows // 16)](
             x,
             w,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from engine.weights.tiled.convert import joined_tiles
 from engine.weights.tiled.layout import Matrix
 
-TABLE_ROWS = 256  # of x, from which tiles are made numbers once, for torch's product
+TABLE_ROWS = 128  # of x, from which tiles are made numbers once, for torch's product
 TABLE_BYTES = 64 << 20  # of these numbers at most
 
 

@@ -29,12 +29,12 @@ CHOICES = [kinds for kinds in (LAYERS if GPU else SOME) if not {"BF16", "F8_E4M3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 20, 120] if GPU else [2, 9])
+@pytest.mark.parametrize("rows", [2, 20, 120, 300] if GPU else [2, 9])
 @pytest.mark.parametrize("kinds", SOME, ids=lambda kinds: "-".join(dict.fromkeys(kinds)))
 def test_right_with_and_without_adapters(
     kinds: tuple[str, str, str], rows: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 rows: one after another; 9 and 20 in blocks of 16; 120 in larger ones."""
+    """2 rows: one after another; 9 and 20 in blocks of 16; more in larger ones."""
     monkeypatch.setattr(products, "VECTOR_ROWS", 2 if rows == 2 else 0)
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
     layer = Layer(*kinds)

@@ -13,8 +13,8 @@ from engine.weights.tiled.layout import Matrix
 VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed one after another
 CHOICE_ROWS = 1.0  # ... and up to which, without adapters, each choice is computed by itself
 _FEW_ROWS = 16
-_FEW_COLUMNS, _FEW_STEP = 64, 256  # of blocks of 16 rows: columns of a program, values of K at a time
-_MANY_STEP = 128
+_FEW_COLUMNS = 64  # of a program, of blocks of 16 rows
+_MANY_STEP = 128  # values of K at a time
 INTEGERS = (torch.bfloat16,)  # types of models whose single rows meet quantised weights in int8
 LEAST_BLOCK_ROWS = 16  # of all tiles
 
@@ -71,7 +71,8 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
     common: dict[str, Any] = {"FRAME": frames.stride(0), "FAST": fast}
     gate_up: dict[str, Any] = common | {"WG": frame.gate.constants, "WU": frame.up.constants, "UP_AT": up_at}
     down: dict[str, Any] = common | {"WD": frame.down.constants, "DOWN_AT": down_at}
-    if tiles.each <= VECTOR_ROWS:
+    # single rows of e4m3 meet matrix instructions: there is no product of them in integers
+    if tiles.each <= VECTOR_ROWS and not (fast and any(matrix.e4m3 for matrix in frame.matrices)):
         gate_up |= {
             "TG": tiles_at_once(frame.gate.constants),
             "TU": tiles_at_once(frame.up.constants),
@@ -83,16 +84,11 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
             Product(kernels.gate_up_rows, frames, 16, gate_up),
             Product(kernels.down_rows, frames, 16, down),
         )
-    few = tiles.bm <= _FEW_ROWS
-    many: dict[str, Any] = {"STEP": _FEW_STEP if few else _MANY_STEP, "num_warps": tiles.warps}
-    gate_up |= many | {"num_stages": min(_stages(matrix, tiles) for matrix in (frame.gate, frame.up))}
-    gate_up["TOGETHER"] = not few and frame.gate == frame.up
-    down |= many | {"num_stages": _stages(frame.down, tiles)}
-    columns = tiles.bn_gate_up, tiles.bn_down
-    if few:
-        inner, hidden = (min(map(_few_columns, some)) for some in ((frame.gate, frame.up), (frame.down,)))
-        columns = _divisor(frame.gate.n, inner), _divisor(frame.down.n, hidden)
-    return Product(kernels.gate_up, frames, columns[0], gate_up), Product(kernels.down, frames, columns[1], down)
+    make = _few if tiles.bm <= LEAST_BLOCK_ROWS else _many
+    inner, rest = make(tiles, frame.gate.n, frame.gate, frame.up)
+    gate_up |= rest | {"TOGETHER": make is _many and frame.gate == frame.up}
+    hidden, rest = make(tiles, frame.down.n, frame.down)
+    return Product(kernels.gate_up, frames, inner, gate_up), Product(kernels.down, frames, hidden, down | rest)
 
 
 def choice_products(
@@ -117,11 +113,23 @@ def choice_products(
     )
 
 
-def _few_columns(matrix: Matrix) -> int:
-    """No more scales of a run than threads: others would be exchanged through shared memory, run by run."""
-    return _FEW_COLUMNS // 2 if not matrix.plain and matrix.group < matrix.sub else _FEW_COLUMNS
+def _few(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str, Any]]:
+    """Columns of a program and constants, of blocks of 16 rows."""
+    # no more scales of a run than threads: others would be exchanged through shared memory, run by run
+    narrow = tiles.each <= VECTOR_ROWS or any(not m.plain and m.group < m.sub for m in matrices)
+    step = 128 if any(m.low == 8 for m in matrices if not m.plain) else 256
+    most = _FEW_COLUMNS // 2 if narrow else _FEW_COLUMNS
+    return _divisor(columns, most), {"STEP": step, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
-def _stages(matrix: Matrix, tiles: Tiles) -> int:
-    """Tiles of five bits are so long that three of them, with their rows, need more shared memory than there is."""
-    return 2 if matrix.upper == 1 and tiles.bm > _FEW_ROWS else tiles.stages
+def _many(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str, Any]]:
+    """Columns of a program and constants, of larger blocks: gate and up share one, down has its own."""
+    both, down = len(matrices) > 1, matrices[0]
+    most, warps, stages = tiles.bn_gate_up if both else tiles.bn_down, tiles.warps, tiles.stages
+    if any(m.upper == 1 for m in matrices if not m.plain):
+        stages = 2  # tiles of five bits are so long that three of them, with their rows, need too much shared memory
+    elif tiles.bm == 128 and both:
+        stages = 2
+    elif tiles.bm == 128 and not down.plain:
+        most, warps, stages = (64, 4, 3) if (down.low, down.upper) == (4, 0) else (256, 8, 2)
+    return _divisor(columns, most), {"STEP": _MANY_STEP, "num_warps": warps, "num_stages": stages}

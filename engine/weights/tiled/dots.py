@@ -1,9 +1,9 @@
 """Products of single rows with a matrix in tiles (layout.py), in integers: four values an instruction.
 
-A row's values become int8 with one scale per run of a tile (16 or 32 values), as on the CPU. Quants stay as they are
-stored: words of eight bytes of a plane are masked and multiplied with the words of the runs that they hold; places in
-a table become its values first. A group's minimum or bias meets the sum of the row's int8 values, so that rounding
-them shifts no sum. Quants in e4m3 have no such product.
+A row's values become int8 with one scale per group, or run of a tile if that is shorter (16 or 32 values), as on the
+CPU. Quants stay as they are stored: words of eight bytes of a plane are masked and multiplied with the words of the
+runs that they hold; places in a table become its values first. A group's minimum or bias meets the sum of the row's
+int8 values, so that rounding them shifts no sum. Quants in e4m3 have no such product.
 
 `W` is Matrix.constants. ASSEMBLY: NVIDIA's dot product of four bytes; without it the same sums in plain operations.
 """
@@ -29,6 +29,13 @@ def tiles_at_once(constants: tuple[int, ...]) -> int:
         return whole
     even = min(count & -count, most)
     return even if count <= 8 * even else min(whole, most)
+
+
+@triton.constexpr_function
+def parts_of(constants):
+    """Groups of a run."""
+    sub, group = constants[5], constants[8]
+    return sub // group if group < sub else 1
 
 
 @triton.constexpr_function
@@ -131,113 +138,94 @@ def code_products(low, first, second, W: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def int8_words(xs, J: tl.constexpr, TILES: tl.constexpr, SUB: tl.constexpr, GROUPS: tl.constexpr):
-    """float32 [J, TILES, SUB] -> (int64 [J, 1, TILES, SUB / 8] of int8, scales [J, 1, TILES], their sums, scaled: as
-    scales, or of each of several groups [J, 1, TILES, GROUPS])."""
+def int8_words(xs, J: tl.constexpr, TILES: tl.constexpr, SUB: tl.constexpr):
+    """float32 [J, TILES, SUB] -> (int64 [J, 1, TILES, SUB / 8] of int8, scales [J, 1, TILES], their sums, scaled)."""
     most = tl.max(tl.abs(xs), 2)
     per_step = tl.where(most > 0, 127.0 / most, 0.0)
     # 1.5 * 2^23 leaves the nearest integer in the lowest bits
     quants = (xs * per_step[:, :, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     scale = most * (1.0 / 127.0)
-    if GROUPS == 1:
-        sums = (tl.sum(quants, 2).to(tl.float32) * scale)[:, None, :]
-    else:
-        grouped = tl.sum(tl.reshape(quants, [J, TILES, GROUPS, SUB // GROUPS]), 3)
-        sums = (grouped.to(tl.float32) * scale[:, :, None])[:, None, :, :]
+    sums = tl.sum(quants, 2).to(tl.float32) * scale
     place = 8 * tl.arange(0, 4)
     fours = tl.sum((tl.reshape(quants, [J, TILES, SUB // 4, 4]) & 255) << place[None, None, None, :], 3)
     first, second = tl.split(tl.reshape(fours, [J, TILES, SUB // 8, 2]))
     words = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
-    return words[:, None, :, :], scale[:, None, :], sums
+    return words[:, None, :, :], scale[:, None, :], sums[:, None, :]
 
 
 @triton.jit
-def _run_words(x, tile_k, first, W: tl.constexpr, JX: tl.constexpr, TILES: tl.constexpr):
-    """`int8_words` of the runs that begin `first` values behind tile_k."""
-    SUB: tl.constexpr = W[5]
-    TILE: tl.constexpr = W[5] * W[6]
-    GROUPS: tl.constexpr = SUB // W[8] if W[8] < SUB else 1
-    at = (tile_k + first)[None, :, None] + tl.arange(0, SUB)[None, None, :]
-    if W[2] == W[1] and W[2] % (TILES * TILE) == 0:
+def _values(x, k, W: tl.constexpr, JX: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr):
+    """`int8_words` of PART values from each k [PARTS] on."""
+    at = k[None, :, None] + tl.arange(0, PART)[None, None, :]
+    if EVEN:
         xs = tl.load(x[:, None, None] + at).to(tl.float32)
     else:
         xs = tl.load(x[:, None, None] + at, mask=at < W[1], other=0).to(tl.float32)
-    return int8_words(xs, JX, TILES, SUB, GROUPS)
+    return int8_words(xs, JX, PARTS, PART)
 
 
 @triton.jit
-def _with_run(
-    sums, dots, scale, total, d, minimum, base, rows, start, inside, W: tl.constexpr,
-    J: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """`sums` and a run's products, scaled by its groups."""
-    SUB: tl.constexpr = W[5]
-    GROUPS: tl.constexpr = SUB // W[8] if W[8] < SUB else 1
-    SHIFTED: tl.constexpr = W[9] > 0 or W[11] > 0
+def _with_run(sums, dots, scale, total, d, minimum, base, rows, start, inside, W: tl.constexpr):
+    """`sums` and the scaled products of a run's parts, which begin at `start`."""
     if W[7] % (W[5] * W[6]) != 0:
         d, minimum = unit_scales(base, rows, start, inside, W)
-    if GROUPS == 1:
-        s, c = group_scales(d, minimum, base, rows, start, inside, W)
-        sums += tl.sum(dots, 3).to(tl.float32) * (s * scale)
-        if SHIFTED:
-            sums += c * total
-    else:
-        k = start[:, :, :, None] + W[8] * tl.arange(0, GROUPS)[None, None, None, :]
-        s, c = group_scales(
-            d[:, :, :, None], minimum[:, :, :, None], base[:, :, :, None], rows[:, :, :, None], k,
-            inside[:, :, :, None], W,
-        )  # fmt: skip
-        parts = tl.sum(tl.reshape(dots, [J, BN, TILES, GROUPS, SUB // 8 // GROUPS]), 4).to(tl.float32)
-        sums += tl.sum(parts * s, 3) * scale
-        if SHIFTED:
-            sums += tl.sum(c * total, 3)
+    s, c = group_scales(d, minimum, base, rows, start, inside, W)
+    sums += tl.sum(dots, 3).to(tl.float32) * (s * scale)
+    if W[9] > 0 or W[11] > 0:
+        sums += c * total
     return sums
 
 
 @triton.jit
 def _some_tiles(
-    sums, x, w, n, real, k, W: tl.constexpr, JX: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    sums, x, w, n, real, k, W: tl.constexpr, JX: tl.constexpr, TILES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """`sums` [J, BN, TILES] and what TILES tiles from k on add."""
+    """`sums` [J, BN, PARTS] and what TILES tiles from k on add. A tile has a part for each group of a run: the same
+    places of all its runs."""
     PADDED: tl.constexpr = W[2]
     LOW: tl.constexpr = W[3]
     UPPER: tl.constexpr = W[4]
     SUB: tl.constexpr = W[5]
     TILE: tl.constexpr = W[5] * W[6]
     RUNS: tl.constexpr = W[6] * LOW // 8
-    j = tl.arange(0, SUB // 8)[None, None, None, :]
-    t = tl.arange(0, TILES)
+    EACH: tl.constexpr = parts_of(W)
+    PART: tl.constexpr = SUB // EACH
+    PARTS: tl.constexpr = TILES * EACH
+    EVEN: tl.constexpr = PADDED % (TILES * TILE) == 0 and W[1] == PADDED
+    j = tl.arange(0, PART // 8)[None, None, None, :]
+    t = tl.arange(0, PARTS)
     base, rows = w[:, None, None], n[None, :, None]
-    tile_k = k + t * TILE
+    tile_k, place = k + t // EACH * TILE, t % EACH * PART
     inside = real[:, None, None] & (tile_k < PADDED)[None, None, :]
-    from_k = tl.minimum(tile_k, PADDED - TILE)[None, None, :]
+    from_k, word = tl.minimum(tile_k, PADDED - TILE)[None, None, :], (place // 8)[None, None, :]
     words = tl.pointer_type(tl.int64)
-    low_at = base[:, :, :, None].to(words) + (rows * (PADDED * LOW // 64) + from_k * LOW // 64)[:, :, :, None] + j
+    low_at = rows * (PADDED * LOW // 64) + from_k * LOW // 64 + word
+    low_at = base[:, :, :, None].to(words) + low_at[:, :, :, None] + j
     upper = j
     if UPPER > 0:
-        upper_at = (rows * (PADDED * UPPER // 64) + from_k * UPPER // 64)[:, :, :, None] + j
-        upper = tl.load((base + W[12])[:, :, :, None].to(words) + upper_at, mask=inside[:, :, :, None], other=0)
+        upper_at = rows * (PADDED * UPPER // 64) + from_k * UPPER // 64 + word
+        upper_at = (base + W[12])[:, :, :, None].to(words) + upper_at[:, :, :, None] + j
+        upper = tl.load(upper_at, mask=inside[:, :, :, None], other=0)
     d, minimum = sums, sums  # unless a tile's values share them
     if W[7] % TILE == 0:
         d, minimum = unit_scales(base, rows, from_k, inside, W)
+    part_k, start = tile_k + place, from_k + place[None, None, :]
     for run in tl.static_range(RUNS):
         low = tl.load(low_at + run * (SUB // 8), mask=inside[:, :, :, None], other=0)
-        xw, scale, total = _run_words(x, tile_k, run * SUB, W, JX, TILES)
-        start = from_k + run * SUB
+        xw, scale, total = _values(x, part_k + run * SUB, W, JX, PARTS, PART, EVEN)
         if LOW == 8:
             dots = byte_products(low, xw, ASSEMBLY)
-            sums = _with_run(sums, dots, scale, total, d, minimum, base, rows, start, inside, W, J, BN, TILES)
+            sums = _with_run(sums, dots, scale, total, d, minimum, base, rows, start + run * SUB, inside, W)
         else:
-            xw2, scale2, total2 = _run_words(x, tile_k, (RUNS + run) * SUB, W, JX, TILES)
+            xw2, scale2, total2 = _values(x, part_k + (RUNS + run) * SUB, W, JX, PARTS, PART, EVEN)
             if W[19] != 0:
                 dots, dots2 = code_products(low, xw, xw2, W, ASSEMBLY)
             else:
                 dots = nibble_products(low, upper, xw, UPPER, run, 0, RUNS, ASSEMBLY)
                 dots2 = nibble_products(low, upper, xw2, UPPER, run, 1, RUNS, ASSEMBLY)
-            sums = _with_run(sums, dots, scale, total, d, minimum, base, rows, start, inside, W, J, BN, TILES)
-            start = from_k + (RUNS + run) * SUB
-            sums = _with_run(sums, dots2, scale2, total2, d, minimum, base, rows, start, inside, W, J, BN, TILES)
+            sums = _with_run(sums, dots, scale, total, d, minimum, base, rows, start + run * SUB, inside, W)
+            second = start + (RUNS + run) * SUB
+            sums = _with_run(sums, dots2, scale2, total2, d, minimum, base, rows, second, inside, W)
     return sums
 
 
@@ -250,11 +238,11 @@ def row_products(
     pointers w [J], zero where not `real` [J]; TILES (a power of two) tiles of K at a time."""
     PADDED: tl.constexpr = W[2]
     STEP: tl.constexpr = TILES * W[5] * W[6]
-    sums = tl.zeros([J, BN, TILES], tl.float32)
+    sums = tl.zeros([J, BN, TILES * parts_of(W)], tl.float32)
     if PADDED <= 8 * STEP:
         for k in tl.static_range(0, PADDED, STEP):
-            sums = _some_tiles(sums, x, w, n, real, k, W, JX, J, BN, TILES, ASSEMBLY)
+            sums = _some_tiles(sums, x, w, n, real, k, W, JX, TILES, ASSEMBLY)
     else:
         for k in range(0, PADDED, STEP):
-            sums = _some_tiles(sums, x, w, n, real, k, W, JX, J, BN, TILES, ASSEMBLY)
+            sums = _some_tiles(sums, x, w, n, real, k, W, JX, TILES, ASSEMBLY)
     return tl.sum(sums, 2)

@@ -119,6 +119,31 @@ def product(
 ):  # fmt: skip
     """float32 [BM, BN]. STEP: values of K at a time, at least a tile, and a tile if K is no multiple.
     x: pointers [BM, 1] to rows, read where `real` [BM]; n [BN]: rows of the matrix at w, or of those at w [BN]."""
+    if W[3] >= 16:
+        sums = _plain_product(x, real, w, n, W, BM, BN)
+    else:
+        sums = _tiled_product(x, real, w, n, W, BM, BN, FAST, STEP)
+    return sums
+
+
+@triton.jit
+def _plain_product(x, real, w, n, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    K: tl.constexpr = W[1]
+    SUB: tl.constexpr = W[5]
+    i = tl.arange(0, SUB)
+    w = w + tl.zeros([BN], tl.int32)
+    sums = tl.zeros([BM, BN], tl.float32)
+    plain_at = (w.to(tl.pointer_type(x.dtype.element_ty)) + n * K)[:, None] + i[None, :]
+    for k in range(0, K, SUB):
+        xs = tl.load(x + k + i[None, :], mask=real[:, None], other=0)
+        sums = tl.dot(xs, tl.trans(tl.load(plain_at + k)), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _tiled_product(
+    x, real, w, n, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     K: tl.constexpr = W[1]
     PADDED: tl.constexpr = W[2]
     LOW: tl.constexpr = W[3]
@@ -130,12 +155,6 @@ def product(
     i = tl.arange(0, SUB)
     w = w + tl.zeros([BN], tl.int32)
     sums = tl.zeros([BM, BN], tl.float32)
-    if LOW >= 16:
-        plain_at = (w.to(tl.pointer_type(DTYPE)) + n * K)[:, None] + i[None, :]
-        for k in range(0, K, SUB):
-            xs = tl.load(x + k + i[None, :], mask=real[:, None], other=0)
-            sums = tl.dot(xs, tl.trans(tl.load(plain_at + k)), sums, input_precision="ieee")
-        return sums
     low_at = (w + n * (PADDED * LOW // 8))[:, None] + i[None, :]
     upper_at = (w + W[12] + n * (PADDED * UPPER // 8))[:, None] + i[None, :]
     UNROLL: tl.constexpr = STEP // (SUB * SUBS) if STEP > SUB * SUBS and PADDED % STEP == 0 else 1

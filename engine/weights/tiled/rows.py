@@ -10,7 +10,7 @@ import triton.language as tl
 from engine.weights.tiled.kernels import run_scales, scaled
 from engine.weights.tiled.layout import Matrix
 
-_ROWS = 4  # of a program
+_FEW, _MANY = 4, 32  # rows of a program: for so few that the device would be idle, and otherwise
 _VALUES = 1024  # of a row, at least, unless it has fewer
 
 
@@ -57,7 +57,8 @@ def numbers(w: torch.Tensor, matrix: Matrix, ids: torch.Tensor | None, out: torc
     if not count:
         return
     tiles = max(1, _VALUES // matrix.tile)
-    _numbers[(triton.cdiv(count, _ROWS), triton.cdiv(matrix.padded_k, tiles * matrix.tile))](
+    rows = _MANY if count > 4 * _MANY else _FEW
+    _numbers[(triton.cdiv(count, rows), triton.cdiv(matrix.padded_k, tiles * matrix.tile))](
         w, w if ids is None else ids, out, count,
-        W=constants, IDS=ids is not None, BN=_ROWS, TILES=tiles, num_warps=4, num_stages=1,
+        W=constants, IDS=ids is not None, BN=rows, TILES=tiles, num_warps=4, num_stages=1,
     )  # fmt: skip
