@@ -65,8 +65,8 @@ class AttentionBackend(ABC):
         """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]."""
 
     def kv_planes(self) -> list[NDArray[np.uint8]]:
-        """The cache in host memory, as views [num_blocks, bytes]: what a block holds is its row of each. EngineError if
-        it is elsewhere."""
+        """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.
+        EngineError if it is elsewhere."""
         raise EngineError(f"{type(self).__name__} holds keys and values outside host memory")
 
     @property

@@ -84,9 +84,9 @@ class NativeAttention(AttentionBackend):
         return int(self.kernel.cache_bytes)
 
     def kv_planes(self) -> list[NDArray[np.uint8]]:
-        """One a layer. They are valid as long as this object lives."""
+        """Valid as long as this object lives."""
         memory = (ctypes.c_uint8 * self.cache_bytes).from_address(self.kernel.cache_address)
-        return list(np.ctypeslib.as_array(memory).reshape(self._num_layers, self._num_blocks, -1))
+        return [np.ctypeslib.as_array(memory).reshape(self._num_layers, self._num_blocks, -1)]
 
     def plan(self, batch: BatchLayout) -> None:
         """`slot_mapping` and `positions` follow from the rows, which is what the kernels use."""

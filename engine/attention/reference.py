@@ -40,7 +40,7 @@ class ReferenceAttention(AttentionBackend):
         tensors = [tensor for pair in self.cache for tensor in pair]
         if tensors[0].device.type != "cpu":
             return super().kv_planes()
-        return [tensor.flatten(1).view(torch.uint8).numpy() for tensor in tensors]
+        return [tensor.flatten(1).view(torch.uint8).numpy()[None] for tensor in tensors]
 
     def plan(self, batch: BatchLayout) -> None:
         device = batch.positions.device

@@ -9,7 +9,7 @@ from engine.build.placement import kt_method
 from engine.build.plan import EnginePlan
 from engine.errors import UserError
 from engine.kv_disk.disk import KvDisk
-from engine.kv_disk.files import BlockFiles, Part
+from engine.kv_disk.files import BlockFiles, Bytes
 from engine.kv_disk.identity import kv_identity
 from scheduler.memory.disk import DiskBlocks
 
@@ -27,7 +27,7 @@ class KvStore:
             self.files.close()
             raise UserError(f"--kv-disk-dir {plan.folder}: {error.strerror}", "kv_disk_dir") from None
 
-    def serve(self, plan: EnginePlan, planes: Sequence[Part], blocks: DiskBlocks) -> KvDisk:
+    def serve(self, plan: EnginePlan, planes: Sequence[Bytes], blocks: DiskBlocks) -> KvDisk:
         """For the KV cache that `planes` are, and the scheduler's `blocks`."""
         return KvDisk(self.files, planes, blocks, _identity(plan))
 

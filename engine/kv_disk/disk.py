@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
-from engine.kv_disk.files import BlockFiles, Part
+import numpy as np
+
+from engine.kv_disk.files import BlockFiles, Bytes
 from engine.work import Work
 from scheduler.memory.disk import DiskBlocks
 from scheduler.plan import Drop, Fetch, Save
@@ -33,14 +35,15 @@ class _Reading:
 
 
 class KvDisk:
-    """`planes` are views of the KV cache, [num_blocks, bytes]: what a block holds is its row of each. `identity` tells
-    the model and how its KV is computed from all others. All methods belong to the engine's thread."""
+    """`planes` are views of the KV cache, [n, num_blocks, bytes]: what a block holds is plane[:, block] of all.
+    `identity` tells the model and how its KV is computed from all others. All methods belong to the engine's thread."""
 
-    def __init__(self, files: BlockFiles, planes: Sequence[Part], blocks: DiskBlocks, identity: bytes) -> None:
+    def __init__(self, files: BlockFiles, planes: Sequence[Bytes], blocks: DiskBlocks, identity: bytes) -> None:
         self._files, self._planes, self._blocks, self._identity = files, planes, blocks, identity
         self._readers = [f"kv-read-{i}" for i in range(min(_MOST_READERS, os.cpu_count() or 1))]
         self._work = Work(_WRITER, *self._readers)
-        self._block_bytes = sum(plane.shape[1] for plane in planes)
+        self._block_bytes = sum(plane.shape[0] * plane.shape[2] for plane in planes)
+        self._written = np.empty(self._block_bytes, np.uint8)  # what is being written
         self._reading: dict[Fetch, _Reading] = {}
         self._read_blocks = self._written_blocks = 0
         self._failed = False
@@ -58,8 +61,7 @@ class KvDisk:
         """What the scheduler has decided since. Never waits."""
         for order in self._blocks.orders():
             if isinstance(order, Save):
-                call = partial(self._files.write, order.key, self._parts(order.block))
-                self._work.start(_WRITER, call, partial(self._saved, order.key))
+                self._work.start(_WRITER, partial(self._write, order), partial(self._saved, order.key))
             elif isinstance(order, Drop):
                 self._work.start(_WRITER, partial(self._files.delete, order.key), lambda deleted: deleted.result())
             else:
@@ -90,8 +92,19 @@ class KvDisk:
         self._files.keep_order(self._blocks.keys(), time.time_ns())
         self._files.close()
 
-    def _parts(self, block: int) -> list[Part]:
-        return [plane[block] for plane in self._planes]
+    def _parts(self, block: int, content: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+        """Of each plane the block's part, and the part of `content` that is like it."""
+        start = 0
+        for plane in self._planes:
+            held = plane[:, block]
+            yield held, content[start : start + held.size].reshape(held.shape)
+            start += held.size
+
+    def _write(self, save: Save) -> None:
+        """On the writer's thread."""
+        for held, part in self._parts(save.block, self._written):
+            part[:] = held
+        self._files.write(save.key, self._written)
 
     def _saved(self, key: bytes, ended: Future[None]) -> None:
         error = ended.exception()
@@ -111,7 +124,14 @@ class KvDisk:
 
     def _read(self, parts: Sequence[tuple[bytes, int]]) -> set[bytes]:
         """On a reader's thread: the keys that could not be read."""
-        return {key for key, block in parts if not self._files.read(key, self._parts(block))}
+        content, bad = np.empty(self._block_bytes, np.uint8), set()
+        for key, block in parts:
+            if not self._files.read(key, content):
+                bad.add(key)
+                continue
+            for held, part in self._parts(block, content):
+                held[:] = part
+        return bad
 
     def _was_read(self, fetch: Fetch, ended: Future[set[bytes]]) -> None:
         reading = self._reading[fetch]

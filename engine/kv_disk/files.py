@@ -1,6 +1,6 @@
 """A folder of KV blocks, a file each, so that it can be killed at any moment and mended by deleting.
 
-    KEY.kv    | header: magic, key, bytes of what follows, checksum | what the block holds, part after part |
+    KEY.kv    | header: magic, key, bytes of what follows, checksum | what the block holds |
 
 A file comes into being whole (written beside, then renamed) and never changes; its time of change is when it was last
 used. One process at a time has the folder: it holds the lock on `lock`. What does not have these names is left alone.
@@ -15,10 +15,9 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +31,8 @@ _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQI12x")
 _PARTIAL = ".partial"
 _NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(SUFFIX)}")
 _DISK_PAGE = 4096
-_MOST_PARTS = 1024  # IOV_MAX, the header included
 
-Part = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +85,14 @@ class BlockFiles:
             log.warning("KV blocks on disk: %d entries of %s are no blocks, they are left alone", others, self.folder)
         return [(key, size) for _, key, size in sorted(found)]
 
-    def write(self, key: bytes, parts: Sequence[Part]) -> None:
+    def write(self, key: bytes, content: Bytes) -> None:
         """Raises OSError, a full disk's too; then there is no file."""
-        size, header = sum(part.nbytes for part in parts), _header(key, parts)
         path = self._path(key)
         partial = path.with_name(path.name + _PARTIAL)
         file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
-                written = sum(os.writev(file, some) for some in _portions([header, *parts]))
-                if written != len(header) + size:
+                if os.writev(file, [_header(key, content), content.data]) != _HEADER.size + content.nbytes:
                     raise OSError(errno.ENOSPC, "the disk is full, or the file would be too large")
             finally:
                 os.close(file)
@@ -106,36 +102,33 @@ class BlockFiles:
                 partial.unlink()
             raise
 
-    def read(self, key: bytes, parts: Sequence[Part]) -> bool:
-        """Fill `parts`. False, and they may hold anything: it is not there, or damaged."""
+    def read(self, key: bytes, content: Bytes) -> bool:
+        """Fill `content`. False, and it may hold anything: there is no such block, or it is damaged."""
         try:
-            why = self._read(key, parts)
+            why = self._read(key, content)
         except OSError as error:
             why = error.strerror or str(error)
         if why:
             self._damaged += 1
             level = logging.WARNING if self._damaged == 1 else logging.DEBUG
-            log.log(level, "KV block %s cannot be used (%s): it is computed again, and so are all like it",
-                    self._path(key), why)  # fmt: skip
+            what = "it is computed again, and so are all like it"
+            log.log(level, "KV block %s cannot be used (%s): %s", self._path(key), why, what)
         return not why
 
-    def _read(self, key: bytes, parts: Sequence[Part]) -> str:
+    def _read(self, key: bytes, content: Bytes) -> str:
         """Why not; "" if all is well."""
-        size = sum(part.nbytes for part in parts)
-        header = bytearray(_HEADER.size)
-        path = self._path(key)
+        path, header = self._path(key), bytearray(_HEADER.size)
+        size = _HEADER.size + content.nbytes
         # O_NONBLOCK: a FIFO in a file's place is not waited for
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if os.fstat(file).st_size != _HEADER.size + size:
+            if os.fstat(file).st_size != size or os.readv(file, [header, content.data]) != size:
                 return "its length"
-            if sum(os.readv(file, some) for some in _portions([header, *parts])) != _HEADER.size + size:
-                return "it ends early"
         finally:
             os.close(file)
         if not header.startswith(_MAGIC):
             return "it is none of this version"
-        if header != _header(key, parts):
+        if header != _header(key, content):
             return "its checksum"
         os.utime(path)
         return ""
@@ -155,13 +148,5 @@ class BlockFiles:
         return self.folder / f"{key.hex()}{SUFFIX}"
 
 
-def _header(key: bytes, parts: Sequence[Part]) -> bytes:
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part.data, checksum)
-    return _HEADER.pack(_MAGIC, key, sum(part.nbytes for part in parts), checksum)
-
-
-def _portions(buffers: list[Any]) -> Iterable[list[Any]]:
-    """As many buffers at a time as one call takes."""
-    return (buffers[i : i + _MOST_PARTS] for i in range(0, len(buffers), _MOST_PARTS))
+def _header(key: bytes, content: Bytes) -> bytes:
+    return _HEADER.pack(_MAGIC, key, content.nbytes, zlib.crc32(content.data))

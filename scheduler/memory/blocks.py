@@ -51,7 +51,7 @@ class BlockManager:
     def match(self, request: Request) -> Match:
         """The longest cached beginning of prompt and output that leaves at least the last token to compute."""
         blocks: list[int] = []
-        if not self._looks_up(request):
+        if not self.looks_up(request):
             return Match(blocks, 0, 0, False)
         total = len(request.prompt) + len(request.output)
         for index in range(total // self.block_size):
@@ -71,7 +71,7 @@ class BlockManager:
 
     def num_findable(self, request: Request) -> int:
         """Positions at the request's beginning that a match would find, as far as hashes tell. Cheap to ask again."""
-        if not self._looks_up(request):
+        if not self.looks_up(request):
             return 0
         count = request.num_findable
         if count and request.block_hashes[count - 1] not in self.cache.hashes:
@@ -86,7 +86,7 @@ class BlockManager:
         """Hash of the first full block that the match lacks; None if a hit would not help."""
         index = len(match.blocks)
         total = len(request.prompt) + len(request.output)
-        if not self._looks_up(request) or (index + 1) * self.block_size >= total:
+        if not self.looks_up(request) or (index + 1) * self.block_size >= total:
             return None
         return self.cache.content(request, index).hash
 
@@ -168,8 +168,8 @@ class BlockManager:
             self._free.move_to_end(block, last=False)
         self.cache.discard(block)
 
-    def _looks_up(self, request: Request) -> bool:
-        # prompt log-probabilities need every position's logits
+    def looks_up(self, request: Request) -> bool:
+        """Whether it may begin with cached blocks: prompt log-probabilities need every position's logits."""
         return self._caching and request.sampling.prompt_logprobs is None
 
     def problems(self, holders: Iterable[Sequence[int]]) -> list[str]:

@@ -143,8 +143,7 @@ class DiskBlocks:
     def fetch(self, request: Request, match: Match, now: float) -> bool:
         """Begin to read what follows the match, for which there are free blocks, or wait for somebody else's read of
         it. False: nothing is to come that is worth waiting for."""
-        key = self._blocks.next_hash(request, match)
-        if key is None or request.fetched or not request.kv_digest:
+        if request.fetched or not request.kv_digest or (key := self._wanted(request, match)) is None:
             return False
         for coming in self._coming.values():
             if now < coming.until and any(content.hash == key for content in coming.contents):
@@ -166,13 +165,21 @@ class DiskBlocks:
         request.held = request.fetched = True
         return True
 
+    def _wanted(self, request: Request, match: Match) -> bytes | None:
+        """The key of the block behind the match, unless that is in memory or not complete."""
+        index, total = len(match.blocks), len(request.prompt) + len(request.output)
+        if not self._blocks.looks_up(request) or (index + 1) * self._blocks.block_size > total:
+            return None
+        content = self._blocks.cache.content(request, index)
+        return None if self._blocks.cache.find(content) is not None else content.hash
+
     def _run(self, request: Request, match: Match) -> tuple[list[Content], list[int]]:
         """What follows the match without a gap: content on disk, blocks in memory."""
         cache, size = self._blocks.cache, self._blocks.block_size
         contents: list[Content] = []
         found: list[int] = []
         total = len(request.prompt) + len(request.output)
-        for index in range(len(match.blocks), (total - 1) // size):
+        for index in range(len(match.blocks), total // size):
             content = cache.content(request, index)
             block = cache.find(content)
             if block is not None:

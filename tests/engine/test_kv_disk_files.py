@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 
 from engine.errors import UserError
 from engine.kv_disk import files as module
-from engine.kv_disk.files import KEY_BYTES, SUFFIX, BlockFiles, Part, size_on_disk
+from engine.kv_disk.files import KEY_BYTES, SUFFIX, BlockFiles, Bytes, size_on_disk
 from testing.waiting import eventually
 from tests.e2e.conftest import ROOT
 
-SIZES = (48, 16, 1)  # of a block's parts
+SIZE = 65  # of a block
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(KEY_BYTES, "big")
 
 
-def parts(fill: int) -> list[Part]:
-    return [np.full(size, fill, np.uint8) for size in SIZES]
+def block(fill: int) -> Bytes:
+    return np.full(SIZE, fill, np.uint8)
 
 
 def path(folder: Path, number: int) -> Path:
@@ -61,7 +61,7 @@ def test_what_is_read_is_what_was_written(actions: list[tuple[str, int, int]]) -
         for what, number, value in actions:
             file = path(folder, number)
             if what == "put":
-                files.write(key(number), parts(value % 256))
+                files.write(key(number), block(value % 256))
                 good[number] = value % 256
                 there.add(number)
             elif what == "delete":
@@ -69,10 +69,10 @@ def test_what_is_read_is_what_was_written(actions: list[tuple[str, int, int]]) -
                 good.pop(number, None)
                 there.discard(number)
             elif what == "get":
-                got = parts(7)
+                got = block(7)
                 assert files.read(key(number), got) == (number in good)
                 if number in good:
-                    assert all((part == good[number]).all() for part in got)
+                    assert (got == good[number]).all()
             elif number in there:
                 content = bytearray(file.read_bytes())
                 if what == "flip" and content:
@@ -82,7 +82,7 @@ def test_what_is_read_is_what_was_written(actions: list[tuple[str, int, int]]) -
                 elif what == "grow":
                     content += bytes(1 + value % 9)
                 elif what == "swap":  # another's file under this name
-                    files.write(key(9), parts(value % 256))
+                    files.write(key(9), block(value % 256))
                     path(folder, 9).replace(file)
                     content = bytearray(file.read_bytes())
                 if bytes(content) != file.read_bytes() or what == "swap":
@@ -94,16 +94,16 @@ def test_what_is_read_is_what_was_written(actions: list[tuple[str, int, int]]) -
 
 def test_the_order_of_use_outlives_the_process(files: BlockFiles) -> None:
     for number in (1, 2, 3):
-        files.write(key(number), parts(number))
+        files.write(key(number), block(number))
     files.keep_order([key(2), key(3), key(1), key(99)], now_ns=10**18)
-    size = size_on_disk(sum(SIZES))
+    size = size_on_disk(SIZE)
     assert files.scan() == [(key(2), size), (key(3), size), (key(1), size)]
-    assert files.read(key(2), parts(0))
+    assert files.read(key(2), block(0))
     assert [found for found, _ in files.scan()] == [key(3), key(1), key(2)]
 
 
 def test_what_is_no_block_is_left_alone(files: BlockFiles, caplog: pytest.LogCaptureFixture) -> None:
-    files.write(key(1), parts(1))
+    files.write(key(1), block(1))
     others = ["notes.txt", f"XY{SUFFIX}", f"{key(2).hex()}{SUFFIX}2"]
     for name in others:
         (files.folder / name).write_text("mine")
@@ -116,14 +116,14 @@ def test_what_is_no_block_is_left_alone(files: BlockFiles, caplog: pytest.LogCap
     assert "6 entries" in line and "left alone" in line
     assert all((files.folder / name).read_text() == "mine" for name in others)
     assert not list(files.folder.glob("*.partial"))
-    assert not any(files.read(key(number), parts(0)) for number in (3, 4, 5, 6))
+    assert not any(files.read(key(number), block(0)) for number in (3, 4, 5, 6))
 
 
 def test_damage_is_one_line(files: BlockFiles, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(4):
-        files.write(key(number), parts(number))
+        files.write(key(number), block(number))
         path(files.folder, number).write_bytes(b"junk")
-        assert not files.read(key(number), parts(0))
+        assert not files.read(key(number), block(0))
     (line,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "its length" in line.message
 
@@ -137,17 +137,9 @@ def test_a_full_disk_leaves_nothing(files: BlockFiles, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module.os, "writev", writev)
     with pytest.raises(OSError, match=r"full|No space") as caught:
-        files.write(key(1), parts(1))
+        files.write(key(1), block(1))
     assert caught.value.errno == errno.ENOSPC
     assert [entry.name for entry in files.folder.iterdir()] == ["lock"]
-
-
-def test_more_parts_than_one_call_takes(files: BlockFiles) -> None:
-    many = [np.full(3, number % 256, np.uint8) for number in range(2500)]
-    files.write(key(1), many)
-    got = [np.zeros(3, np.uint8) for _ in many]
-    assert files.read(key(1), got)
-    assert all((a == b).all() for a, b in zip(many, got, strict=True))
 
 
 def test_one_server_at_a_time(files: BlockFiles, tmp_path: Path) -> None:
@@ -166,7 +158,7 @@ import numpy as np
 from engine.kv_disk.files import BlockFiles
 files = BlockFiles(Path(sys.argv[1]), "kv_disk_dir")
 for number in range(10**9):
-    files.write((number % 5).to_bytes(32, "big"), [np.full(1 << 16, number % 256, np.uint8) for _ in range(16)])
+    files.write((number % 5).to_bytes(32, "big"), np.full(1 << 20, number % 256, np.uint8))
 """
 
 
@@ -180,8 +172,7 @@ def test_a_writer_that_is_killed_leaves_whole_blocks(tmp_path: Path) -> None:
         found = [found for found, _ in files.scan()]
         assert sorted(found) == [key(number) for number in range(5)]
         for each in found:
-            got = [np.zeros(1 << 16, np.uint8) for _ in range(16)]
-            assert files.read(each, got)
-            assert len({int(part[0]) for part in got}) == 1 and all((part == part[0]).all() for part in got)
+            got = np.zeros(1 << 20, np.uint8)
+            assert files.read(each, got) and (got == got[0]).all()
         assert not list(tmp_path.glob("*.partial"))
         files.close()

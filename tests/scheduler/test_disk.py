@@ -44,6 +44,12 @@ def test_the_next_process_finds_it(depth: int) -> None:
     assert engine.scheduler.stats()["disk_hit_tokens"] == 28
 
 
+def test_of_a_full_hit_the_last_token_is_computed() -> None:
+    disk = FakeDisk()
+    ask(engine_with(disk), "a", PROMPT[:16])
+    assert ask(engine_with(disk.crash()), "b", PROMPT[:16]).num_cached == 15
+
+
 def test_nobody_else_finds_it() -> None:
     disk = FakeDisk()
     owner = {"tenant": "a", "cache_salt": "s", "kv_digest": b"model and adapter"}
