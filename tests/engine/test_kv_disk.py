@@ -11,11 +11,12 @@ from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.kv_disk import files as module
-from engine.messages import Abort
+from engine.messages import Abort, Failed
 from native import available
 from testing.harness import Harness
 from testing.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
+from tests.engine.test_row_faults import BAD, poison
 
 needs_native = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 KINDS = {
@@ -157,6 +158,31 @@ def test_an_abort_while_blocks_are_read(model: Path, tmp_path: Path) -> None:
     engine.core.handle(Abort(request_id=rid))
     settle(engine)
     assert engine.results[rid].end is not None and stats(engine)["blocks_used"] == 0
+    engine.close()
+
+
+def test_what_is_not_finite_is_never_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started(model, tmp_path)
+    good = engine.generate([SYSTEM])
+    settle(engine)
+    kept = set(tmp_path.glob("*.kv"))
+    poison(engine, monkeypatch)
+    bad = engine.submit([*prompts(7, [40])[0], BAD, *prompts(8, [40])[0]])
+    engine.run()
+    assert isinstance(engine.results[bad].end, Failed)
+    settle(engine)
+    assert set(tmp_path.glob("*.kv")) == kept
+    assert engine.generate([SYSTEM]) == good
+    engine.close()
+
+
+@needs_native
+def test_adapters_are_told_apart_by_what_they_compute(model: Path, tmp_path: Path) -> None:
+    engine = started(model, tmp_path)
+    disk = engine.core.disk
+    assert disk is not None
+    assert len({disk.digest(each) for each in (None, b"one", b"two")}) == 3
+    assert disk.digest(b"") == b"", "nobody knows what it computes: its blocks stay in memory"
     engine.close()
 
 
