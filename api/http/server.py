@@ -22,8 +22,9 @@ from engine.errors import UserError
 log = logging.getLogger("ktserve")
 DEFAULT_PORT = 8000
 _BACKLOG = 2048
+_ACCEPTED_IN_A_TURN = 16  # of the event loop
 _ACCEPTED_AT_ONCE = 64  # connections whose descriptors are taken before they are counted
-_DESCRIPTORS = 64  # for files, the engine's sockets and what libraries open
+_DESCRIPTORS = 80  # for files, the engine's sockets, ours that listen, and what libraries open
 _MOST_CONNECTIONS = 8192
 
 
@@ -68,6 +69,12 @@ def _bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def often(bound: socket.socket) -> list[socket.socket]:
+    """The same socket several times: uvloop takes one connection of each in a turn of the event loop, and in a busy
+    server, whose turns are long, new clients would wait for a turn each."""
+    return [bound, *(bound.dup() for _ in range(_ACCEPTED_IN_A_TURN - 1))]
 
 
 def check_reach(bound: socket.socket, config: ServeConfig, *, keys: bool) -> None:

@@ -61,14 +61,14 @@ class Frames:
     """Events of which a text alone differs, and the number of the choice: `sample(index, text)` makes one. What stands
     around the text is kept, so an event is one join."""
 
-    def __init__(self, sample: Callable[[int, str], bytes]) -> None:
-        self._sample = sample
+    def __init__(self) -> None:
         self._around: dict[int, list[bytes]] = {}
 
-    def __call__(self, index: int, text: str) -> bytes:
+    def event(self, index: int, text: str, sample: Callable[[int, str], bytes]) -> bytes:
+        """`sample` is always the same: kept here, a front's own would be a cycle that only the collector breaks."""
         around = self._around.get(index)
         if around is None:
-            around = self._around[index] = self._sample(index, _PLACE).split(_encode(_PLACE))
+            around = self._around[index] = sample(index, _PLACE).split(_encode(_PLACE))
         return _encode(text).join(around)
 
 

@@ -60,8 +60,7 @@ class _Chat(Front):
         self._head = head
         self._echoed = echoed
         self._functions = functions
-        self._texts = Frames(lambda index, text: self._chunk(_delta(index, {"content": text})))
-        self._reasonings = Frames(lambda index, text: self._chunk(_delta(index, _reasoning(text))))
+        self._texts, self._reasonings = Frames(), Frames()
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
         response: dict[str, Any] = {
@@ -128,10 +127,16 @@ class _Chat(Front):
 
     def _piece(self, index: int, delta: Delta) -> bytes:
         if isinstance(delta, Text):
-            return self._texts(index, delta.text)
+            return self._texts.event(index, delta.text, self._text)
         if isinstance(delta, Reasoning):
-            return self._reasonings(index, delta.text)
+            return self._reasonings.event(index, delta.text, self._reasoning)
         return self._chunk(_delta(index, _shown(delta, functions=self._functions)))
+
+    def _text(self, index: int, text: str) -> bytes:
+        return self._chunk(_delta(index, {"content": text}))
+
+    def _reasoning(self, index: int, text: str) -> bytes:
+        return self._chunk(_delta(index, _reasoning(text)))
 
     def _reason(self, update: Update) -> str | None:
         called = self._functions and update.finish_reason == "tool_calls"

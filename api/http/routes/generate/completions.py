@@ -65,7 +65,7 @@ class _Completion(Front):
         self._head = head
         more = body.echo or body.return_token_ids or body.logprobs is not None or body.prompt_logprobs is not None
         self._text_alone = not (more or self._usage_so_far)
-        self._frames = Frames(self._frame)
+        self._frames = Frames()
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
         written = [self._choice(index, choice, first=True) for index, choice in enumerate(self._best(choices))]
@@ -131,7 +131,7 @@ class _Completion(Front):
 
     def update(self, index: int, update: Update) -> bytes:
         if self._text_alone and update.finish_reason is None:
-            return self._frames(index, text) if (text := update.text) else b""
+            return self._frames.event(index, text, self._frame) if (text := update.text) else b""
         first = index not in self._begun
         self._begun.add(index)
         visible = update.text or update.logprobs or update.finish_reason or (first and self._body.echo)
