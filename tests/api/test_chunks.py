@@ -153,6 +153,30 @@ def test_nothing_is_written_to_a_client_that_has_gone() -> None:
     run(test())
 
 
+def test_a_form_without_keep_alives_is_looked_at_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_KEEP_ALIVE_S", 0.1)
+
+    class Bare(Plain):
+        keep_alive = b""
+
+    async def test() -> None:
+        answers, _ = answers_of(1)
+        take, waited = answers.take, list[float]()
+
+        async def noted(timeout_s: float | None = None, listener: Any = None) -> Any:
+            waited.append(timeout_s or 0.0)
+            if len(waited) == 4:
+                answers.inbox.put(finished(0))
+            return await take(timeout_s, listener)
+
+        monkeypatch.setattr(answers, "take", noted)
+        async with streamed(answers, Bare()):
+            pass
+        assert max(waited[1:]) > streaming._LEAST_WAIT_S, waited
+
+    run(test())
+
+
 @pytest.mark.parametrize(("version", "method"), [("1.0", "POST"), ("1.1", "HEAD")])
 def test_answers_that_are_not_in_chunks_are_sent(version: str, method: str) -> None:
     scope = {"http_version": version, "method": method}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -14,6 +15,9 @@ from api.text.deltas import Delta, Text, joined, text_of
 from api.text.output import Output
 from engine import messages as m
 from engine.errors import EngineError
+
+
+_is_done = attrgetter("done")
 
 
 class Update(msgspec.Struct):
@@ -73,6 +77,9 @@ class Choice:
         """What the next events amount to; nothing once the choice is `done`. `error` is set if they end it with one."""
         update = Update()
         if self.done:
+            return update
+        if len(events) == 1 and isinstance(events[0], m.Tokens):  # nearly always
+            self._push(events[0], update)
             return update
         tokens = [event for event in events if isinstance(event, m.Tokens)]
         if tokens:
@@ -161,7 +168,7 @@ class Answers:
     @property
     def done(self) -> bool:
         """Whether there is nothing more to take."""
-        return self._error is None and not self._ahead and all(choice.done for choice in self.choices)
+        return self._error is None and not self._ahead and all(map(_is_done, self.choices))
 
     def abort(self) -> None:
         for choice in self.choices:

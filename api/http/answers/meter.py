@@ -40,10 +40,10 @@ class Meter:
         """So many output tokens have come. `queued_s`: what of the time before the first was spent in the queue."""
         now = time.monotonic()
         since_last = now - self._last
-        tenant, _ = self._labels
         if self._ticket is not None:
             self._ticket.delivered(tokens)
         if self._ttft_s is None and tokens:
+            tenant, _ = self._labels
             self._ttft_s = now - self._began
             self._metrics.ttft.labels(tenant).observe(self._ttft_s)
             self._metrics.queue.labels(tenant).observe(queued_s)

@@ -85,6 +85,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._answers = answers
         self._front = front
+        self._clock = asyncio.get_running_loop().time
         self._chunks: Chunks | None = None
         self._unsent = b""
         self._sent_s = 0.0  # when something was sent last, in the loop's time
@@ -108,12 +109,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last + self._front.close, "more_body": False})
 
     async def _send_answers(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = self._clock
         self._unsent, self._sent_s = self._front.begin(), clock()
         listener = None if self._chunks is None else self._deliver
         while True:
             if not self._unsent and clock() - self._sent_s >= _KEEP_ALIVE_S:
-                self._unsent = self._front.keep_alive
+                self._unsent, self._sent_s = self._front.keep_alive, clock()  # which may be empty
             if self._unsent:
                 chunk, self._unsent, self._sent_s = self._unsent, b"", clock()
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -134,7 +135,7 @@ class EventStream(Response):
             return False
         if written:
             chunks.write(written)
-            self._sent_s = asyncio.get_running_loop().time()
+            self._sent_s = self._clock()
         return not self._answers.failed
 
     def _written(self, updates: list[tuple[int, Update]]) -> bytes:
