@@ -16,7 +16,6 @@ from api.text.output import Output
 from engine import messages as m
 from engine.errors import EngineError
 
-
 _is_done = attrgetter("done")
 
 
