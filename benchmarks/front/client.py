@@ -1,7 +1,7 @@
 """A cheap client: connections in a closed loop with prepared requests; nothing is parsed but where answers end.
 
-It looks at its sockets every `_TICK_S` and takes all that has come: woken for every write of the server, it would take
-as much of the machine as the server does, and each of its wake-ups is a part of the server's write.
+It looks at its sockets every `_TICK_S` and takes all that has come: on a machine with few CPUs, a client that wakes for
+each write of the server would be a part of what is measured.
 """
 
 from __future__ import annotations
