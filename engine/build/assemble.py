@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,8 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
     leader = Leader(plan, torch.device("cuda", 0) if plan.placement.device != "cpu" else torch.device("cpu"))
     try:
         return _assemble(plan, send, progress, leader)
-    except BaseException:
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # graphs that were captured go before the group that is in them
         leader.close()
         raise
 

@@ -73,24 +73,25 @@ class Ranks(Group):
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         narrow = x.device.type == "cpu" and x.dtype != torch.float32
         y = x.float() if narrow else x.contiguous()
-        self._ranks.allreduce([y], _on_stream(dist.AllreduceOptions())).wait()
+        _finish(self._ranks.allreduce([y], _on_stream(dist.AllreduceOptions())))
         return y.to(x.dtype) if narrow else y
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
         options = _on_stream(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = 0, 0
         y = x.contiguous()
-        self._ranks.broadcast([y], options).wait()
+        _finish(self._ranks.broadcast([y], options))
         return y
 
     def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
         rows, each = x.shape[0], -(-width // self.size)
         mine = x if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
         parts = x.new_empty(self.size * rows, each)
-        self._ranks._allgather_base(parts, mine.contiguous(), _on_stream(dist.AllgatherOptions())).wait()
+        _finish(self._ranks._allgather_base(parts, mine.contiguous(), _on_stream(dist.AllgatherOptions())))
         return parts.view(self.size, rows, each).transpose(0, 1).reshape(rows, self.size * each)[:, :width]
 
     def close(self) -> None:
+        """Graphs with exchanges in them must be gone: NCCL waits for that."""
         if self._ranks is not None and self._device.type == "cuda":
             self._ranks.abort()
         self._ranks = None
@@ -101,3 +102,9 @@ def _on_stream(options: Any) -> Any:
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
+
+
+def _finish(work: Any) -> None:
+    """NCCL returns None for what runs in the current stream's own order."""
+    if work is not None:
+        work.wait()

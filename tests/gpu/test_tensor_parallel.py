@@ -17,7 +17,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one rank on each of two GPUs"),
 ]
-SHAPE = {"head_dim": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "head_dim": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+}  # fmt: skip
 GPU = {"device": "cuda", "dtype": "bfloat16"}
 NAMES = [None, "adapter-0", "adapter-1", None]
 

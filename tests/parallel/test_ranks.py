@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import weakref
 from collections.abc import Iterator
 
 import msgspec
@@ -13,11 +14,15 @@ import psutil
 import pytest
 import zmq
 
+from engine.build.assemble import pad_decode
 from engine.config import EngineConfig
 from engine.errors import AdapterError
+from engine.graphs.padded import PaddedDecode
 from engine.heartbeat import Heartbeat
 from engine.lora.adapter import AdapterWeights
 from engine.messages import FatalError, Ready, decode_from_engine
+from engine.parallel.leader import Leader
+from engine.steps.runner import ModelRunner
 from ktserve.launcher import program
 from native import available
 from testing.harness import Harness, Result, greedy
@@ -135,6 +140,29 @@ def test_an_adapter_that_one_rank_cannot_take_fills_no_slot(family, alone):
     engine.adapter("adapter-0", family.paths["adapter-0"])  # the others' answers are not mixed up
     assert engine.generate([prompts(1, [3, 9], 128)[1]], ["adapter-0"]) == [alone[1].tokens]
     engine.close()
+
+
+def test_a_start_that_fails_drops_graphs_before_the_group(family, monkeypatch):
+    """NCCL's end waits for the graphs that it is captured in."""
+    padded: list[weakref.ref[PaddedDecode]] = []
+    left: list[PaddedDecode | None] = []
+    close = Leader.close
+
+    def pad(runner: ModelRunner, *args) -> None:
+        pad_decode(runner, *args)
+        assert runner.padded is not None
+        padded.append(weakref.ref(runner.padded))
+        raise RuntimeError("out of memory")
+
+    def closed(leader: Leader) -> None:
+        left.append(padded[0]())
+        close(leader)
+
+    monkeypatch.setattr(Leader, "close", closed)
+    monkeypatch.setattr("engine.build.assemble.pad_decode", pad)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Harness(family.model_path, tensor_parallel=2, cuda_graphs="padded")
+    assert left == [None]
 
 
 def test_a_rank_that_dies_ends_all(tmp_path):

@@ -108,6 +108,7 @@ def test_a_step_arrives_as_it_was_told():
         ({"tensor_parallel": 8}, r"num_key_value_heads is 4"),
         ({"tensor_parallel": 0}, r"--tensor-parallel 0: allowed is 1 to 64"),
         ({"tensor_parallel": 2, "rules": None, "deterministic": True}, r"--deterministic with --tensor-parallel 2"),
+        ({"tensor_parallel": 2, "kv_disk": "1GiB"}, r"--kv-disk with --tensor-parallel: .* leave one out"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(folder, config, said):
