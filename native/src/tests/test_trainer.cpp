@@ -60,7 +60,7 @@ KTSERVE_TEST(panels_of_the_transpose) {
       for (Format to : {Format::f32, Format::bf16}) {
         const int64_t size = panel_size(to, n);
         std::vector<uint8_t> out(static_cast<size_t>(count / kPanel * size));
-        panel_kernels(isa).transpose(format, packed, n / kPanel, k, first, count, to, out.data(), size);
+        panel_kernels(isa).transpose(format, packed, n / kPanel, k, first, count, to, out.data(), size, {});
         std::vector<float> got(n);
         for (int64_t c = 0; c < count; ++c) {
           unpack_rows(to, out.data(), n, c, c + 1, got.data());
@@ -69,6 +69,70 @@ KTSERVE_TEST(panels_of_the_transpose) {
             const float tolerance = (to == Format::bf16 ? 0.004f : 1e-5f) * (std::fabs(want) + 0.05f);
             CHECK(std::fabs(got[static_cast<size_t>(row)] - want) <= tolerance, "%s: %g, %g", info(format).name,
                   static_cast<double>(got[static_cast<size_t>(row)]), static_cast<double>(want));
+          }
+        }
+      }
+    }
+  }
+}
+
+// W^T d without panels of the transpose, where an instruction set has it.
+KTSERVE_TEST(few_rows) {
+  Random random(23);
+  constexpr int64_t n = 80, k = 352, stride = 192, out_stride = 240;
+  const auto aligned = [](std::vector<uint8_t>& memory) {
+    return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  };
+  std::vector<uint8_t> weights(static_cast<size_t>(packed_size(Format::bf16, n, k)) + 64);
+  const std::vector<float> w = draw(n * k, random);
+  pack_panels(source_type("F32"), Format::bf16, reinterpret_cast<const uint8_t*>(w.data()), n, k, 0, n / kPanel,
+              aligned(weights));
+  std::vector<float> values(n * k);
+  unpack_rows(Format::bf16, aligned(weights), k, 0, n, values.data());
+  std::vector<uint8_t> room(n / kPanel * kFewRowsRoom + 64);
+  std::vector<uint8_t> d(static_cast<size_t>(16 * stride));
+  for (Isa isa : test::isas()) {
+    const PanelKernels& kernels = panel_kernels(isa);
+    for (int64_t rows = 1; rows <= kernels.few; ++rows) {
+      std::vector<float> wanted(static_cast<size_t>(rows * n));
+      for (int64_t i = 0; i < rows * n; ++i) {
+        const float value = static_cast<float>(random.below(255)) - 127.0f;  // as bf16 holds it
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        const auto upper = static_cast<uint16_t>(bits >> 16);
+        std::memcpy(&d[static_cast<size_t>(i / n * stride + i % n * 2)], &upper, 2);
+        wanted[static_cast<size_t>(i)] = value;
+      }
+      for (int64_t first : {int64_t{0}, int64_t{96}}) {
+        const int64_t count = 32 * (1 + random.below((k - first) / 64));
+        for (bool adds : {false, true}) {
+          std::vector<float> out(static_cast<size_t>(rows * out_stride), 3.0f);
+          kernels.few_rows({aligned(weights),
+                            n / kPanel,
+                            k,
+                            first,
+                            count,
+                            d.data(),
+                            stride,
+                            rows,
+                            out.data(),
+                            out_stride,
+                            adds,
+                            aligned(room),
+                            {}});
+          for (int64_t i = 0; i < rows * out_stride; ++i) {
+            const int64_t row = i / out_stride, column = i % out_stride;
+            double want = column < count && !adds ? 0.0 : 3.0;
+            double size = 1.0;
+            for (int64_t j = 0; column < count && j < n; ++j) {
+              const double term = static_cast<double>(values[static_cast<size_t>(j * k + first + column)]) *
+                                  static_cast<double>(wanted[static_cast<size_t>(row * n + j)]);
+              want += term;
+              size += std::fabs(term);
+            }
+            const double got = static_cast<double>(out[static_cast<size_t>(i)]);
+            CHECK(std::fabs(got - want) <= 1e-5 * size, "row %d, column %d: %g, %g", static_cast<int>(row),
+                  static_cast<int>(column), got, want);
           }
         }
       }

@@ -1,6 +1,7 @@
 // PanelKernels, written once on sixteen-float vectors; included by panels_avx2.cpp and panels_avx512.cpp behind
-// what they give for their instruction set: block_values; store_pair of floats and of bf16, as the dot product of pairs
-// reads two rows of a panel: lane i holds a[i], then b[i]; transpose_pairs of bf16 in the packed layout; store_turned.
+// what they give for their instruction set: kFetched, the cache to which weights are fetched before they are turned,
+// and kAheadBytes, how many of them; block_values; store_pair of floats and of bf16, as the dot product of pairs reads
+// two rows of a panel: lane i holds a[i], then b[i]; transpose_pairs of bf16 in the packed layout; store_turned.
 #pragma once
 
 #include "simd/math16.hpp"
@@ -11,7 +12,6 @@ namespace ktserve::KT_SIMD {
 namespace {
 
 constexpr int64_t kTurnedBytes = 512;  // of 16 x 16 bf16
-constexpr int64_t kAheadBytes = 8192;  // of the weights that are fetched before they are turned
 
 inline float* floats(uint8_t* p) {
   return reinterpret_cast<float*>(p);
@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) void transpose_half(const uint8_t* panel, 
 
 inline void fetch(const uint8_t* from, int64_t bytes) {
   const uint8_t* const end = from + bytes;
-  for (from -= reinterpret_cast<uintptr_t>(from) % 64; from < end; from += 64) _mm_prefetch(from, _MM_HINT_T0);
+  for (from -= reinterpret_cast<uintptr_t>(from) % 64; from < end; from += 64) _mm_prefetch(from, kFetched);
 }
 
 // What a panel has of columns [first, first + count): scales and quants.
@@ -56,14 +56,17 @@ inline void fetch_columns(const uint8_t* panel, int64_t k, int64_t first, int64_
 // prefetchers of a CPU.
 template <Format F>
 void transpose_format(const uint8_t* w, int64_t panels, int64_t k, int64_t first, int64_t count, Format to,
-                      uint8_t* out, int64_t out_bytes) {
+                      uint8_t* out, int64_t out_bytes, const NextColumns& next) {
   const int64_t size = panel_size(F, k);
   const int64_t blocks = count / kBlock;
   const int64_t ahead = (kAheadBytes + blocks * info(F).quant_bytes - 1) / (blocks * info(F).quant_bytes);
   for (int64_t p = 0; p < least(ahead, panels); ++p) fetch_columns<F>(w + p * size, k, first, count);
   for (int64_t p = 0; p < panels; ++p) {
     const uint8_t* panel = w + p * size;
-    if (p + ahead < panels) fetch_columns<F>(panel + ahead * size, k, first, count);
+    if (p + ahead < panels)
+      fetch_columns<F>(panel + ahead * size, k, first, count);
+    else if (next.w != nullptr)
+      fetch_columns<F>(next.w + (p + ahead - panels) * panel_size(F, next.k), next.k, next.first, count);
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 1
       for (int half = 0; half < 2; ++half) {
@@ -74,9 +77,10 @@ void transpose_format(const uint8_t* w, int64_t panels, int64_t k, int64_t first
 }
 
 void transpose(Format format, const uint8_t* w, int64_t panels, int64_t k, int64_t first, int64_t count, Format to,
-               uint8_t* out, int64_t out_bytes) {
-  with_format(format,
-              [&](auto f) { transpose_format<decltype(f)::value>(w, panels, k, first, count, to, out, out_bytes); });
+               uint8_t* out, int64_t out_bytes, const NextColumns& next) {
+  with_format(format, [&](auto f) {
+    transpose_format<decltype(f)::value>(w, panels, k, first, count, to, out, out_bytes, next);
+  });
 }
 
 void pack_matrix(const float* rows, int64_t stride, int64_t n, int64_t k, Format to, uint8_t* out) {
@@ -226,8 +230,8 @@ float gated_backward(const GatedArgs& a) {
   return a.bf16 ? gated<bf16, bf16>(a) : gated<float, bf16>(a);
 }
 
-constexpr PanelKernels panel_table = {transpose,      pack_matrix, pack_transpose, transpose_rows,
-                                      put_transposed, put_row,     gated_backward};
+constexpr PanelKernels panel_table = {
+    transpose, pack_matrix, pack_transpose, transpose_rows, put_transposed, put_row, gated_backward, 0, nullptr};
 
 }  // namespace
 }  // namespace ktserve::KT_SIMD

@@ -39,11 +39,35 @@ struct GatedArgs {
   uint8_t* h;       // [n], or null
 };
 
+// What is transposed next: as many columns, from `first` on, of panels of the same format; w: null: not known.
+struct NextColumns {
+  const uint8_t* w;
+  int64_t k;
+  int64_t first;
+};
+
+// Columns [first, first + count), multiples of 32, of the bf16 panels of a matrix W [16 panels, k]: of W^T d for `rows`
+// rows d of bf16, without panels of the transpose.
+struct FewRows {
+  const uint8_t* w;
+  int64_t panels, k, first, count;
+  const uint8_t* d;  // [rows, 16 panels]
+  int64_t stride;    // bytes from row to row
+  int64_t rows;      // at most PanelKernels::few
+  float* out;        // [rows, count]
+  int64_t out_stride;
+  bool adds;      // to out
+  uint8_t* room;  // kFewRowsRoom bytes a panel, 64-byte aligned
+  NextColumns next;
+};
+inline constexpr int64_t kFewRowsRoom = 2048;
+
 struct PanelKernels {
   // Of `panels` panels of a matrix [16 panels, k] the columns [first, first + count), multiples of 32: panels of the
-  // transpose, panel i at out + i * out_bytes, behind the sums of `panels` that came before if out lies there.
+  // transpose, panel i at out + i * out_bytes, behind the sums of `panels` that came before if out lies there. Of
+  // `next` the beginning is fetched meanwhile.
   void (*transpose)(Format format, const uint8_t* w, int64_t panels, int64_t k, int64_t first, int64_t count, Format to,
-                    uint8_t* out, int64_t out_bytes);
+                    uint8_t* out, int64_t out_bytes, const NextColumns& next);
   // Panels of a float32 matrix [n, k], rows `stride` floats apart.
   void (*pack)(const float* rows, int64_t stride, int64_t n, int64_t k, Format to, uint8_t* out);
   // Panels of the transpose of a matrix [k, n].
@@ -58,10 +82,14 @@ struct PanelKernels {
   void (*put)(const float* from, int64_t n, float* to, bool adds);
   // <dh, h> of a part of a row.
   float (*gated_backward)(const GatedArgs& args);
+  // For so many rows at most; 0: there is none, and W^T is made.
+  int64_t few;
+  void (*few_rows)(const FewRows& args);
 };
 
 const PanelKernels& panel_kernels(Isa isa);
 const PanelKernels& panel_kernels_avx2();
 const PanelKernels& panel_kernels_avx512();
+void few_rows_amx(const FewRows& args);  // up to 16
 
 }  // namespace ktserve

@@ -4,6 +4,9 @@
 namespace ktserve::avx2 {
 namespace {
 
+constexpr _mm_hint kFetched = _MM_HINT_T0;
+constexpr int64_t kAheadBytes = 8192;
+
 F16 lanes(const Pair& x) {
   return {x.lo, x.hi};
 }

@@ -4,6 +4,10 @@
 namespace ktserve::avx512 {
 namespace {
 
+// The second level has room for more of them under way than the 16 lines that the first one waits for.
+constexpr _mm_hint kFetched = _MM_HINT_T1;
+constexpr int64_t kAheadBytes = 32 << 10;
+
 // Byte i of each lane as float32.
 inline __attribute__((always_inline)) F16 byte_of(__m512i v, int i) {
   const __m512i shifted = _mm512_srl_epi32(v, _mm_cvtsi32_si128(8 * i));

@@ -160,9 +160,12 @@ class ExpertTrainer {
                     const uint8_t* next, Fetch& fetch) const;
   int64_t base_step(int projection, const Item& item) const;  // panels
   int64_t base_shares(int projection, const Item& item) const;
-  // out = W^T d, or out += W^T d if `adds`. It calls `fetch` for each pair of panels.
+  // out = W^T d, or out += W^T d if `adds`. It calls `fetch` for each pair of panels. next, next_item: whose W^T comes
+  // behind this one, if that is known.
   void transposed_product(int projection, const Item& item, const ScratchRows& d, float* out, int64_t stride, bool adds,
-                          Fetch& fetch, Room& room) const;
+                          int next, const Item* next_item, Fetch& fetch, Room& room) const;
+  // The work item behind one of them, which the same worker mostly computes next; null: none.
+  const Item* behind(const Item& item) const { return &item == &items_.back() ? nullptr : &item + 1; }
 
   void gate_up(const TrainBatch& batch, void* kept);
   void gate_up_item(const Item& item, void* kept, bool kept_bf16, Room& room);

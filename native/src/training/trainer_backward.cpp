@@ -49,27 +49,50 @@ void ExpertTrainer::backward(const ExpertLayer& layer, const std::vector<TrainLo
 }
 
 void ExpertTrainer::transposed_product(int projection, const Item& item, const ScratchRows& d, float* out,
-                                       int64_t stride, bool adds, Fetch& fetch, Room& room) const {
+                                       int64_t stride, bool adds, int next, const Item* next_item, Fetch& fetch,
+                                       Room& room) const {
   const LayerShape& s = layer_->shape();
+  NextColumns last{nullptr, 0, 0};
+  if (next_item != nullptr && s.formats[next] == s.formats[projection]) {
+    last = {layer_->panel(next, next_item->expert, 0), layer_->inner_of(next), next_item->column};
+  }
   const int64_t n = layer_->rows_of(projection);
   const int64_t k = layer_->inner_of(projection);
+  const int64_t rows = item.row_end - item.row;
+  const auto each_shard = [&](const auto& call) {
+    for (int shard = 0; shard < s.shards; ++shard) {
+      const int64_t first = layer_->first_panel(projection, shard);
+      const int64_t count = layer_->first_panel(projection, shard + 1) - first;
+      const bool ends = first + count == layer_->first_panel(projection, s.shards);
+      if (count > 0) call(layer_->panel(projection, item.expert, first), first, count, ends);
+    }
+  };
+  if (rows <= panels_.few && product_ == Format::bf16 && s.formats[projection] == Format::bf16) {
+    for (int64_t i = item.column; i < item.column_end; i += kPair) fetch.next();
+    each_shard([&](const uint8_t* w, int64_t first, int64_t count, bool ends) {
+      panels_.few_rows({w, count, k, item.column, item.column_end - item.column, d.at(item.row) + first * kPanel * 2,
+                        d.stride, rows, out, stride, adds || first > 0, room.part(kPanels, count * kFewRowsRoom),
+                        ends ? last : NextColumns{}});
+    });
+    return;
+  }
   const int64_t size = panel_size(product_, n);
   const int64_t most = std::clamp(turned_bytes(isa()) / (2 * size) * kPair, kPair, kItemColumns);
   uint8_t* panels = room.part(kPanels, most / kPanel * size);
   for (int64_t column = item.column; column < item.column_end; column += most) {
     const int64_t columns = std::min(most, item.column_end - column);
-    for (int shard = 0; shard < s.shards; ++shard) {
-      const int64_t first = layer_->first_panel(projection, shard);
-      const int64_t count = layer_->first_panel(projection, shard + 1) - first;
-      if (count == 0) continue;
-      panels_.transpose(s.formats[projection], layer_->panel(projection, item.expert, first), count, k, column, columns,
-                        product_, panels + first * kPanel * (product_ == Format::f32 ? 64 : 32), size);
-    }
+    const bool more = column + columns < item.column_end;
+    const NextColumns then = more ? NextColumns{layer_->panel(projection, item.expert, 0), k, column + columns} : last;
+    each_shard([&](const uint8_t* w, int64_t first, int64_t count, bool ends) {
+      panels_.transpose(s.formats[projection], w, count, k, column, columns, product_,
+                        panels + first * kPanel * (product_ == Format::f32 ? 64 : 32), size,
+                        ends ? then : NextColumns{});
+    });
     for (int64_t i = 0; i < columns; i += kPair) {
       fetch.next();
       const uint8_t* pair = panels + i / kPanel * size;
-      kernels_.dot({product_, pair, 2, n, d.at(item.row), d.stride, item.row_end - item.row,
-                    out + column + i - item.column, stride, pair, adds});
+      kernels_.dot(
+          {product_, pair, 2, n, d.at(item.row), d.stride, rows, out + column + i - item.column, stride, pair, adds});
     }
   }
 }
@@ -102,7 +125,7 @@ void ExpertTrainer::hidden_gradient_item(const Item& item, const TrainBatch& b, 
   const int64_t element = product_ == Format::f32 ? 4 : 2;
   auto* dh = reinterpret_cast<float*>(room.part(kTile, rows * stride * 4));
   Fetch fetch(*this, item, {kDown}, true, width / kPair);
-  transposed_product(kDown, item, d_, dh, stride, false, fetch, room);
+  transposed_product(kDown, item, d_, dh, stride, false, kDown, behind(item), fetch, room);
   add_lora(kDown, true, item, u_[kDown], dh, stride, room);
   const auto pre = [&](int64_t at, int i) -> const void* {
     return static_cast<const uint8_t*>(kept) + ((at * 2 + i) * s.intermediate + item.column) * (b.bf16 ? 2 : 4);
@@ -136,8 +159,8 @@ void ExpertTrainer::input_gradient(const TrainBatch& b, void* grad_hidden, bool 
           float* dx = y_.floats(item.row) + item.column - first;
           const int64_t stride = y_.stride_floats();
           Fetch fetch(*this, item, {kGate, kUp}, true, 2 * (item.column_end - item.column) / kPair);
-          transposed_product(kGate, item, d_gate_, dx, stride, false, fetch, room);
-          transposed_product(kUp, item, d_up_, dx, stride, true, fetch, room);
+          transposed_product(kGate, item, d_gate_, dx, stride, false, kUp, &item, fetch, room);
+          transposed_product(kUp, item, d_up_, dx, stride, true, kGate, behind(item), fetch, room);
           add_lora(kGate, true, item, u_[kGate], dx, stride, room);
           add_lora(kUp, true, item, u_[kUp], dx, stride, room);
         },
