@@ -117,10 +117,12 @@ class KvDisk:
         self._blocks.saved(key, error is None)
 
     def _fetch(self, fetch: Fetch) -> None:
-        count = min(len(self._readers), len(fetch.parts))
-        self._reading[fetch] = _Reading(count)
-        for i, reader in enumerate(self._readers[:count]):
-            self._work.start(reader, partial(self._read, fetch.parts[i::count]), partial(self._was_read, fetch))
+        # neighbours to one reader: two that touch a huge page for the first time would both fill it with zeros
+        share = -(-len(fetch.parts) // len(self._readers))
+        shares = [fetch.parts[i : i + share] for i in range(0, len(fetch.parts), share)]
+        self._reading[fetch] = _Reading(len(shares))
+        for reader, parts in zip(self._readers, shares, strict=False):
+            self._work.start(reader, partial(self._read, parts), partial(self._was_read, fetch))
 
     def _read(self, parts: Sequence[tuple[bytes, int]]) -> set[bytes]:
         """On a reader's thread: the keys that could not be read."""
