@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import engine.build.plan as build
 from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.kv_disk import files as module
+from engine.memory.limits import Memory
 from engine.messages import Abort, Failed
 from native import available
+from rules import Machine
 from testing.harness import Harness
 from testing.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
@@ -184,6 +187,14 @@ def test_adapters_are_told_apart_by_what_they_compute(model: Path, tmp_path: Pat
     assert len({disk.digest(each) for each in (None, b"one", b"two")}) == 3
     assert disk.digest(b"") == b"", "nobody knows what it computes: its blocks stay in memory"
     engine.close()
+
+
+def test_a_cache_on_a_gpu_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_machine", lambda config, model: Machine(gpu=True, native=True, flashinfer=True))
+    monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", 64 << 30, 80 << 30))
+    with pytest.raises(UserError, match="--kv-disk needs the KV cache in host memory") as refused:
+        plan_engine(EngineConfig(model=str(model), kv_disk="1GiB"))
+    assert refused.value.field == "kv_disk"
 
 
 def test_one_server_at_a_time_and_a_plan_that_says_where(model: Path, tmp_path: Path) -> None:
