@@ -230,8 +230,67 @@ float gated_backward(const GatedArgs& a) {
   return a.bf16 ? gated<bf16, bf16>(a) : gated<float, bf16>(a);
 }
 
+// 16 columns of some rows: += the sums over 16 ranks.
+template <int Rows>
+inline __attribute__((always_inline)) void add_sums(const F16 (&m)[16], const float* x, float* out, int64_t stride) {
+  F16 sums[Rows];
+#pragma GCC unroll 4
+  for (int i = 0; i < Rows; ++i) sums[i] = load16(out + i * stride);
+#pragma GCC unroll 16
+  for (int l = 0; l < 16; ++l) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Rows; ++i) sums[i] = fma(m[l], set16(x[i * kFewSumsRank + l]), sums[i]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < Rows; ++i) store16(out + i * stride, sums[i]);
+}
+
+void few_sums(const FewSums& a) {
+  float x[kFewSumsRows * kFewSumsRank];
+  for (int64_t i = 0; i < a.rows; ++i) {
+    for (int64_t l = 0; l < a.rank; l += 16) {
+      const uint8_t* row = a.x.data + i * a.x.stride;
+      const F16 values = a.x.bf16 ? load_some(reinterpret_cast<const bf16*>(row) + l, a.rank - l)
+                                  : load_some(reinterpret_cast<const float*>(row) + l, a.rank - l);
+      store16(x + i * kFewSumsRank + l, values);
+    }
+  }
+  for (int64_t j = 0; j < a.n; j += 16) {
+    for (int64_t l = 0; l < a.rank; l += 16) {
+      const int64_t ranks = least(16, a.rank - l);
+      F16 m[16];
+      if (a.transposed) {
+        for (int64_t i = 0; i < 16; ++i) m[i] = load_some(a.m + (j + i) * a.stride + l, ranks);
+        transpose16(m);
+      } else {
+        for (int64_t i = 0; i < 16; ++i) m[i] = i < ranks ? load16(a.m + (l + i) * a.stride + j) : zero16();
+      }
+      int64_t i = 0;
+      for (; i + 4 <= a.rows; i += 4) {
+        add_sums<4>(m, x + i * kFewSumsRank + l, a.out + i * a.out_stride + j, a.out_stride);
+      }
+      const float* rest = x + i * kFewSumsRank + l;
+      float* out = a.out + i * a.out_stride + j;
+      switch (a.rows - i) {
+        case 1:
+          add_sums<1>(m, rest, out, a.out_stride);
+          break;
+        case 2:
+          add_sums<2>(m, rest, out, a.out_stride);
+          break;
+        case 3:
+          add_sums<3>(m, rest, out, a.out_stride);
+          break;
+        default:
+          break;
+      }
+    }
+  }
+}
+
 constexpr PanelKernels panel_table = {
-    transpose, pack_matrix, pack_transpose, transpose_rows, put_transposed, put_row, gated_backward, 0, nullptr};
+    transpose, pack_matrix, pack_transpose, transpose_rows, put_transposed, put_row, gated_backward,
+    few_sums,  0,           nullptr};
 
 }  // namespace
 }  // namespace ktserve::KT_SIMD

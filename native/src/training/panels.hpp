@@ -62,6 +62,22 @@ struct FewRows {
 };
 inline constexpr int64_t kFewRowsRoom = 2048;
 
+// out[i][j] += sum over l of m(l, j) x[i][l], in float32, where m(l, j) is m[l][j], or m[j][l] if `transposed`: without
+// panels of m.
+struct FewSums {
+  const float* m;  // [rank, n] or [n, rank], rows `stride` floats apart
+  int64_t stride;
+  bool transposed;
+  int64_t n;     // a multiple of 16
+  int64_t rank;  // at most kFewSumsRank
+  RowView x;     // [rows, rank]
+  int64_t rows;  // at most kFewSumsRows
+  float* out;
+  int64_t out_stride;
+};
+inline constexpr int64_t kFewSumsRank = 64;
+inline constexpr int64_t kFewSumsRows = 8;
+
 struct PanelKernels {
   // Of `panels` panels of a matrix [16 panels, k] the columns [first, first + count), multiples of 32: panels of the
   // transpose, panel i at out + i * out_bytes, behind the sums of `panels` that came before if out lies there. Of
@@ -82,6 +98,7 @@ struct PanelKernels {
   void (*put)(const float* from, int64_t n, float* to, bool adds);
   // <dh, h> of a part of a row.
   float (*gated_backward)(const GatedArgs& args);
+  void (*few_sums)(const FewSums& args);
   // For so many rows at most; 0: there is none, and W^T is made.
   int64_t few;
   void (*few_rows)(const FewRows& args);

@@ -16,7 +16,8 @@
 // (training/panels.hpp), two at a time, in memory of its own: W^T of a pair from the packed weights, LoRA matrices from
 // float32. Nothing is added across work items, and they are cut by the shapes alone: results do not depend on threads.
 //
-// Products with the base weights and with LoRA are bf16 with float32 sums, unless the layer's are float32.
+// Products with the base weights and with LoRA are bf16 with float32 sums, unless the layer's are float32. LoRA's share
+// of few rows is added from the float32 matrices as they are.
 #pragma once
 
 #include <cstdint>

@@ -132,17 +132,23 @@ void ExpertTrainer::add_lora(int matrix, bool transposed, const Item& item, cons
     const int64_t row = std::max<int64_t>(g.row, item.row);
     const int64_t row_end = std::min<int64_t>(g.row_end, item.row_end);
     const int64_t r = g.lora->rank;
+    const int64_t width = layer_->inner_of(matrix);
+    const float* const a = g.lora->a[matrix] + item.expert * r * width + item.column;
+    const float* const b = g.lora->b[matrix] + (item.expert * layer_->rows_of(matrix) + item.column) * r;
+    float* const out = tile + (row - item.row) * stride;
+    if (row_end - row <= kFewSumsRows && r <= kFewSumsRank) {
+      panels_.few_sums({transposed ? a : b, transposed ? width : r, !transposed, columns, r, view(t, row, 0, product_),
+                        row_end - row, out, stride});
+      continue;
+    }
     uint8_t* panels = room.part(kLoraPanels, packed_size(product_, columns, r));
     if (transposed) {
-      const int64_t width = layer_->inner_of(matrix);
-      const float* a = g.lora->a[matrix] + item.expert * r * width + item.column;
       panels_.pack_transpose({reinterpret_cast<const uint8_t*>(a), width * 4, false}, columns, r, product_, panels);
     } else {
-      const float* b = g.lora->b[matrix] + (item.expert * layer_->rows_of(matrix) + item.column) * r;
       panels_.pack(b, r, columns, r, product_, panels);
     }
-    kernels_.dot({product_, panels, panels_of(columns), r, t.at(row), t.stride, row_end - row,
-                  tile + (row - item.row) * stride, stride, panels, true});
+    kernels_.dot(
+        {product_, panels, panels_of(columns), r, t.at(row), t.stride, row_end - row, out, stride, panels, true});
   }
 }
 
