@@ -121,6 +121,8 @@ class Batch:
         """Reserve a seat for each waiting tenant, those with the fewest first; others that have more give way."""
         core = self._core
         tenants = self._accounts() if self._admitting else []
+        if not tenants:
+            return
         running = {request.account for _, _, request in core.running if request.background is self._background}
         if len({*tenants, *running}) < 2:
             return
@@ -204,14 +206,16 @@ class Batch:
 
     def _add_prefills(self) -> None:
         """Chunks go to the tenant that got the least service, one request after another."""
-        room = self._room()
         for tenant, requests in self._partial.items():
             self._partial[tenant] = [request for request in requests if request.status is Status.RUNNING]
             self._owed += sum(self._blocks_missing(request) for request in self._partial[tenant])
         heap: list[tuple[float, float, int, str]] = []
         for tenant in dict.fromkeys([*self._partial, *self._accounts()]):
             self._push(heap, tenant)
+        if not heap:
+            return
         heapify(heap)
+        room = self._room()
         while heap and room.num_tokens > 0:
             tenant = heappop(heap)[-1]
             request = self._next(tenant)

@@ -53,9 +53,9 @@ class StepPlan:
     rows: list[StepRow]
     block_tables: list[tuple[int, ...]]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum([row.num_tokens for row in self.rows])
 
     @cached_property
     def num_decodes(self) -> int:

@@ -125,6 +125,8 @@ class Request:
     stop_reason: str | None = None
     rank: float = 0.0  # arrival_s + priority * aging_s; smaller is served first, so waiting makes up for priority
     fetched: bool = False  # has waited for blocks on disk since it last ran, and does not again
+    ending: frozenset[int] = frozenset()  # the tokens that end its output
+    most_output: int = 0  # tokens of output at most
     num_charged: int = 0  # positions the tenant has been charged for; recomputed ones are not charged again
 
     # BlockManager
@@ -137,15 +139,11 @@ class Request:
 
     # asked every step
     greedy: bool = field(init=False)
+    account: str = field(init=False)  # whose service, seats and places are counted: background work has its own
 
     def __post_init__(self) -> None:
         self.greedy = self.sampling.greedy
-
-    @property
-    def account(self) -> str:
-        """Whose service, seats and places in the queue are counted: a tenant's background work is an account of its
-        own."""
-        return f"{self.tenant}{_BACKGROUND}" if self.background else self.tenant
+        self.account = f"{self.tenant}{_BACKGROUND}" if self.background else self.tenant
 
     @property
     def cache_owner(self) -> str:

@@ -93,6 +93,8 @@ class Scheduler:
             if victim is None:
                 raise AdmissionError("queue_full", full, retry_after_s)
             event = replace(self._end(victim, EventKind.REFUSED, full), retry_after_s=retry_after_s)
+        request.ending = frozenset(request.sampling.ending_tokens(self._eos))
+        request.most_output = min(request.sampling.max_tokens, self._most_held - len(request.prompt))
         core.arrive(request, now, tenant_weight)
         return event
 
@@ -167,7 +169,7 @@ class Scheduler:
         wrong = [
             row.request.request_id
             for row, new in zip(plan.rows, tokens, strict=True)
-            if row.request not in flight.void and not _fits(row, new)
+            if len(new) != row.samples and row.request not in flight.void and not _fits(row, new)
         ]
         if wrong:
             raise IntegrityError(
@@ -321,20 +323,19 @@ class Scheduler:
         )
 
     def _take_tokens(self, row: StepRow, tokens: Sequence[int]) -> Event:
-        request, accepted = row.request, len(tokens) - 1
-        sampling, output = request.sampling, request.output
+        request, output = row.request, row.request.output
         request.num_in_flight -= 1
+        accepted = len(tokens) - 1
         if row.drafts:
             request.num_drafts -= len(row.drafts)
             self._num_drafted_tokens += len(row.drafts)
             self._num_accepted_tokens += accepted
             self._num_decode_tokens += accepted
-        most = min(sampling.max_tokens, self._most_held - len(request.prompt))
         for i, token in enumerate(tokens):
-            if token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos):
+            if token in request.ending:
                 return self._end(request, EventKind.FINISHED, "stop", tokens=tokens[:i], stop_token=token)
             output.append(token)
-            if len(output) >= most:
+            if len(output) >= request.most_output:
                 return self._end(request, EventKind.FINISHED, "length", tokens=tokens[: i + 1])
         if request.status is Status.RUNNING:
             if row.drafts:

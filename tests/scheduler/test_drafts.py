@@ -80,8 +80,7 @@ def test_what_is_accepted_counts_and_the_rest_is_given_back(accepted: int) -> No
 def test_a_run_ends_where_its_request_ends(tokens, kept, reason, stop) -> None:
     scheduler, request = decoding(Fixed(11, tokens[1] if len(tokens) > 1 else 0, 13), max_tokens=20)
     plan = scheduler.schedule(0.0)
-    limited = make_request("a", [1, 2, 3], 4, ignore_eos=False, stop_token_ids=(8,)).sampling
-    request.sampling = limited
+    request.ending, request.most_output = frozenset((7, 8)), 4
     (event,) = scheduler.commit(plan, [tokens], 0.0)
     assert (event.kind, event.tokens, event.reason, event.stop_token) == (EventKind.FINISHED, kept, reason, stop)
     assert request.output == [10, *kept] and not scheduler.has_work()
