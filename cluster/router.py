@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has
 
     def initialize_state(self, **settings: Any) -> None:
         self._policy = Policy(Affinity(**settings))
+        self._sent: Counter[str] = Counter()  # requests of this router that have not ended, by replica
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        self._policy.keep([replica.unique_id for replica in self.curr_replicas])
+        names = {replica.unique_id for replica in self.curr_replicas}
+        self._policy.keep(list(names))
+        self._sent = Counter({name: count for name, count in self._sent.items() if name in names})
         opened = {name: self._open(replica) for name, replica in by_name.items()}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # all are full: do not spin
@@ -34,9 +38,20 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._policy.sent(replica_id.unique_id, *_wanted(_call(pending_request)))
 
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._sent[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Also of one that the replica had no room for, or that could not be sent: then one too few are counted."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._sent[replica_id.unique_id] = max(0, self._sent[replica_id.unique_id] - 1)
+
     def _open(self, replica: RunningReplica) -> int:
-        """As this router last heard it from the replica, with what it sent since; else none."""
-        return int(self.replica_queue_len_cache.get(replica.replica_id) or 0)
+        """At least what this router sent. Serve's cache has other routers' requests too, but forgets what it has not
+        heard again for 10 s, and an answer may take longer."""
+        name, heard = replica.replica_id, self.replica_queue_len_cache.get(replica.replica_id)
+        return max(self._sent[name.unique_id], int(heard or 0))
 
 
 def _call(pending: PendingRequest | None) -> Call | None:

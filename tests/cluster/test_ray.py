@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,25 @@ def test_answers_are_those_of_a_server(app: App) -> None:
     assert stream.headers["content-type"].startswith("text/event-stream") and lines[-1] == "data: [DONE]"
     refused = app.post("/v1/files", {}, app.key)
     assert refused.status_code == 501 and "docs/scale-out.md" in refused.text
+
+
+def test_long_answers_are_spread_evenly(app: App) -> None:
+    body = {"model": "null", "prompt": "Hi", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+
+    def spread() -> list[int]:
+        homes: Counter[str] = Counter()
+        with ExitStack() as stack:
+            for _ in range(3 * REPLICAS):
+                stream = httpx.stream(
+                    "POST", f"{app.url}/v1/completions", json=body, timeout=PATIENCE_S, headers=bearer(app.key)
+                )
+                answer = stack.enter_context(stream)
+                assert answer.status_code == 200
+                homes[answer.headers["x-ktserve-replica"]] += 1
+                time.sleep(0.2)  # Serve forgets how many are open
+        return list(homes.values())
+
+    eventually(lambda: spread() == [3] * REPLICAS, "what other tests left open is counted too")
 
 
 def test_an_adapter_stays_on_its_replica(app: App) -> None:
