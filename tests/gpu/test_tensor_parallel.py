@@ -19,7 +19,6 @@ pytestmark = [
 ]
 SHAPE = {
     "head_dim": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
-    "moe_intermediate_size": 128,
 }  # fmt: skip
 GPU = {"device": "cuda", "dtype": "bfloat16"}
 NAMES = [None, "adapter-0", "adapter-1", None]
