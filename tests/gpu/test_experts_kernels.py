@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.experts.gpu import compute as module
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu.layout import Sizes, lora_blocks
 from engine.lora.adapter import ExpertLora
@@ -13,6 +14,7 @@ from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, erro
 
 SIZES = Sizes(E, K, H, I)
 DTYPES = [F32, BF16] if torch.cuda.is_available() else [F32]  # the interpreter has no bf16
+MANY = [(500, range(E))] if torch.cuda.is_available() else []  # the interpreter is slow
 
 
 def tables(
@@ -55,14 +57,17 @@ def test_weights_are_read_once_per_expert_whatever_the_number_of_adapters(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows,here", [(1, range(E)), (9, range(E)), (14, [1, 2, 5, 7]), (90, range(E))])
+@pytest.mark.parametrize(
+    "rows,here", [(1, range(E)), (1, [1, 2, 5, 7]), (9, range(E)), (14, [1, 2, 5, 7]), (90, range(E)), *MANY]
+)
 def test_right_with_and_without_adapters(
-    rows: int, here: list[int], dtype: torch.dtype, kernel_device: torch.device
+    rows: int, here: list[int], dtype: torch.dtype, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "WIDE_ROWS", 100)
     layer = Layer("BF16")
     adapters = {1: lora(4, 11, dtype), 2: lora(16, 12, dtype), 5: lora(20, 13, dtype)}
     adapters[2].gate_b[3] = adapters[2].up_b[3] = adapters[2].down_b[3] = 0
-    compute = GpuCompute(SIZES, dtype, kernel_device, max_rows=92, max_rank=20, max_slots=7)
+    compute = GpuCompute(SIZES, dtype, kernel_device, max_rows=rows + 2, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, adapters, dtype, list(here), kernel_device)
     for slot_list in (None, [0, 1, 2, 5]):
         b = batch(rows, dtype, slots=slot_list)

@@ -16,12 +16,14 @@ from engine.experts.gpu.products import (
     Product,
     Tiles,
     choice_products,
+    plain_products,
     tiled_products,
     tiles_for,
 )
 from engine.lora.ranks import RANK_STEP, padded_rank
 
-CHUNK_ROWS = 4096  # rows computed at a time: bounds the scratch memory
+CHUNK_ROWS = 8192  # rows computed at a time: bounds the scratch memory
+WIDE_ROWS = 4096  # of a chunk, up to which a choice's result is kept in float32 before a row's are added up
 _F32 = 4
 
 
@@ -67,7 +69,7 @@ class GpuCompute:
         n = self.rows * sizes.top_k
         self._h = torch.empty(n, sizes.inner, dtype=dtype, device=device)
         self._t = torch.empty(n, 2 * self.max_rank, dtype=dtype, device=device)
-        self._y = torch.empty(n, sizes.hidden, dtype=torch.float32, device=device)
+        self._y = torch.empty(_result_bytes(sizes, dtype.itemsize, self.rows), dtype=torch.uint8, device=device)
         self._by_choice: tuple[ExpertBuffers, torch.Tensor] | None = None  # the last batch, if it has no index
         self._index = Index.allocate(self.rows, sizes.top_k, sizes.experts, LEAST_BLOCK_ROWS, device)
 
@@ -79,7 +81,8 @@ class GpuCompute:
     def planned_bytes(sizes: Sizes, element_bytes: int, max_rows: int, max_rank: int) -> int:
         """`num_bytes` before there is one."""
         narrow = sizes.inner + 2 * padded_rank(max(max_rank, 1))
-        return min(max_rows, CHUNK_ROWS) * sizes.top_k * (narrow * element_bytes + sizes.hidden * _F32)
+        rows = min(max_rows, CHUNK_ROWS)
+        return rows * sizes.top_k * narrow * element_bytes + _result_bytes(sizes, element_bytes, rows)
 
     def weight_passes(self) -> int:
         """How often the last batch (its last chunk) goes through the weights of an expert: once for each block of an
@@ -115,7 +118,7 @@ class GpuCompute:
 
         s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
         self._by_choice = None
-        if not lora and (single := choice_products(layer.frame, layer.frames, tiles, self.dtype)):
+        if not lora and (single := choice_products(layer.frame, layer.frames, tiles, self.dtype, s)):
             self._run_choices(b, layer, *single)
             return
         fill = build if b.ids.numel() > MOST_CHOICES else index_kernel.launch
@@ -127,6 +130,7 @@ class GpuCompute:
         address, ranks = layer.lora_address, slots.ranks
         a_tiles = self.max_rank // RANK_STEP
         gate_up, down = self._products(layer, tiles)
+        y = self._y.view(torch.float32 if b.max_rows <= WIDE_ROWS else self.dtype)
         wide = common | {"LORA": lora, "R": RANK_STEP}
 
         def lora_a(x: torch.Tensor, is_down: bool) -> None:
@@ -138,14 +142,14 @@ class GpuCompute:
 
         if lora:
             lora_a(b.hidden, False)
-        gate_up.kernel[(blocks, s.inner // gate_up.columns)](
+        gate_up.kernel[gate_up.grid(blocks, s.inner)](
             b.hidden, gate_up.frames, layer.place, self._h, self._t, b.slots, *tables, address, ranks,
             **wide, BN=gate_up.columns, **gate_up.constants,
         )  # fmt: skip
         if lora:
             lora_a(self._h, True)
-        down.kernel[(blocks, s.hidden // down.columns)](
-            self._h, down.frames, layer.place, self._y, self._t, b.weights, b.slots, *tables, address, ranks,
+        down.kernel[down.grid(blocks, s.hidden)](
+            self._h, down.frames, layer.place, y, self._t, b.weights, b.slots, *tables, address, ranks,
             **wide, BN=down.columns, **down.constants,
         )  # fmt: skip
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
@@ -153,7 +157,7 @@ class GpuCompute:
             b.ids,
             b.slots,
             layer.place,
-            self._y,
+            y,
             b.out,
             H=s.hidden,
             K=s.top_k,
@@ -167,10 +171,10 @@ class GpuCompute:
         self._by_choice = b, layer.place
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
         tables = (b.bsz, b.ids, b.slots, layer.place)
-        gate_up.kernel[(b.ids.numel(), s.inner // gate_up.columns)](
+        gate_up.kernel[gate_up.grid(b.ids.numel(), s.inner)](
             *tables, b.hidden, gate_up.frames, self._h, **common, BN=gate_up.columns, **gate_up.constants
         )
-        down.kernel[(b.max_rows, s.hidden // down.columns)](
+        down.kernel[down.grid(b.max_rows, s.hidden)](
             *tables, self._h, b.weights, down.frames, b.out,
             **common, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,
         )  # fmt: skip
@@ -180,11 +184,9 @@ class GpuCompute:
         frame = layer.frame
         if frame is not None and not frame.plain:
             return tiled_products(frame, layer.frames.view(torch.uint8), tiles, self.dtype)
-        from engine.experts.gpu import kernels
+        return plain_products(layer.frames.view(self.dtype), self.sizes, tiles)
 
-        frames = layer.frames.view(self.dtype)
-        common: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "FRAME": frames.shape[1]}
-        return (
-            Product(kernels.gate_up, frames, tiles.bn_gate_up, common | {"BK": tiles.bk_hidden}),
-            Product(kernels.down, frames, tiles.bn_down, common | {"BK": tiles.bk_inner}),
-        )
+
+def _result_bytes(sizes: Sizes, element_bytes: int, rows: int) -> int:
+    """A row for each choice: float32 in few rows, in more the activations' own type."""
+    return max(min(rows, WIDE_ROWS) * _F32, rows * element_bytes) * sizes.top_k * sizes.hidden

@@ -55,7 +55,9 @@ def build(
     row = torch.arange(rows, device=ids.device)
     valid = (row < bsz)[:, None] & (ids >= 0) & (place[slots.long()[:, None], ids.clamp(min=0)] >= 0)
     expert = torch.where(valid, ids, experts).flatten()
-    key = expert * (1 << 16) + slots.long().repeat_interleave(top_k)
+    key = expert * len(place) + slots.long().repeat_interleave(top_k)
+    narrow = torch.int16 if (experts + 1) * len(place) <= 1 << 15 else torch.int32
+    key = key.to(narrow)  # sorting goes through it by its bits
     index.order[: rows * top_k].copy_(torch.sort(key, stable=True).indices)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, expert, torch.ones_like(expert))

@@ -1,14 +1,15 @@
 """Grouped matrix products of routed experts, each row with its own adapter inside, as Triton kernels.
 
     lora_a    t = s A x per choice with an adapter                               grid (blocks, 16-row tiles of A)
-    gate_up   h = silu(gate x + Bg t) * (up x + Bu t)                            grid (blocks, tiles of MID)
+    gate_up   h = silu(gate x + Bg t) * (up x + Bu t)                            grid (tiles of MID, blocks)
     lora_a    t = s A h
-    down      y = w (down h + Bd t), float32, one row per choice                 grid (blocks, tiles of H)
+    down      y = w (down h + Bd t), one row per choice, float32 or H's type     grid (tiles of H, blocks)
     combine   out = sum of a row's y in the order of its choices
 
 A block is up to BM choices of one expert (index.py); within it the adapters are visited one after another, so base
 weights are read once for all of them, and a block of base rows does no LoRA work. Blocks that the batch does not
-have end at once. Sums run in one order whatever the other rows are. Layouts: layout.py; FRAME is a frame's size in
+have end at once. The tiles of a block run beside one another, so that its rows are read from memory once, not once
+for each tile. Sums run in one order whatever the other rows are. Layouts: layout.py; FRAME is a frame's size in
 values. Experts that are quantised here have products of their own (tiled_kernels.py).
 """
 
@@ -126,11 +127,11 @@ def gate_up(
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
     FRAME: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
+    b = tl.program_id(1)
     if b >= tl.load(num_blocks):
         return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     at_k = tl.arange(0, BK)
     row = (choice // K).to(tl.int64)
     weights = frames + tl.load(place + e).to(tl.int64) * FRAME
@@ -155,11 +156,11 @@ def down(
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
     FRAME: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
+    b = tl.program_id(1)
     if b >= tl.load(num_blocks):
         return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     at_k = tl.arange(0, BK)
     hs_at = h + position[:, None].to(tl.int64) * MID + at_k[None, :]
     down_at = frames + tl.load(place + e).to(tl.int64) * FRAME + 2 * H * MID + n[:, None] * MID + at_k[None, :]
@@ -187,5 +188,5 @@ def combine(
     for j in range(K):
         expert = tl.load(ids + row * K + j)
         frame = tl.load(place + expert, mask=expert >= 0, other=-1)
-        sums += tl.load(y + (row * K + j) * H + n, mask=(n < H) & (frame >= 0), other=0)
+        sums += tl.load(y + (row * K + j) * H + n, mask=(n < H) & (frame >= 0), other=0).to(tl.float32)
     tl.store(out + row * H + n, sums.to(out.dtype.element_ty), mask=n < H)

@@ -12,7 +12,8 @@ from engine.weights.tiled.layout import Matrix
 
 VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed one after another
 CHOICE_ROWS = 1.0  # ... and up to which, without adapters, each choice is computed by itself
-_FEW_ROWS = 16
+PLAIN_CHOICE_ROWS = 0.4  # the same of weights that are not quantised: more rows choose experts together
+_FEW_ROWS, _MANY_ROWS = 16, 128  # of a block
 _FEW_COLUMNS = 64  # of a program, of blocks of 16 rows
 _MANY_STEP = 128  # values of K at a time
 INTEGERS = (torch.bfloat16,)  # types of models whose single rows meet quantised weights in int8
@@ -41,6 +42,11 @@ class Product:
     frames: torch.Tensor
     columns: int
     constants: dict[str, Any]
+    beside: bool = False  # whether programs of one block follow one another, not those of the same columns
+
+    def grid(self, blocks: int, width: int) -> tuple[int, int]:
+        tiles = width // self.columns
+        return (tiles, blocks) if self.beside else (blocks, tiles)
 
 
 def tiles_for(sizes: Sizes, rows: int, dtype: torch.dtype) -> Tiles:
@@ -51,10 +57,10 @@ def tiles_for(sizes: Sizes, rows: int, dtype: torch.dtype) -> Tiles:
     if each <= _FEW_ROWS:
         bn = _divisor(inner, 32), _divisor(hidden, 32)
         return Tiles(each, LEAST_BLOCK_ROWS, *bn, _divisor(hidden, bk), _divisor(inner, bk), 4, 3)
-    bm, columns = (64, 64) if each <= 96 or float32 else (128, 64)
+    bm, columns = (64, 64) if each <= 96 or float32 else (_MANY_ROWS, 64)
     bk = 32 if float32 else 64
     bn = _divisor(inner, columns), _divisor(hidden, 2 * columns)
-    return Tiles(each, bm, *bn, _divisor(hidden, bk), _divisor(inner, bk), 8 if bm == 128 else 4, 3)
+    return Tiles(each, bm, *bn, _divisor(hidden, bk), _divisor(inner, bk), 8 if bm == _MANY_ROWS else 4, 3)
 
 
 def _divisor(size: int, most: int) -> int:
@@ -91,11 +97,27 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
     return Product(kernels.gate_up, frames, inner, gate_up), Product(kernels.down, frames, hidden, down | rest)
 
 
+def plain_products(frames: torch.Tensor, sizes: Sizes, tiles: Tiles) -> tuple[Product, Product]:
+    """The same of plain numbers; `frames` [F, values]."""
+    from engine.experts.gpu import kernels
+
+    common: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "FRAME": frames.shape[1]}
+    columns = tiles.bn_gate_up, tiles.bn_down
+    if tiles.bm == _MANY_ROWS:
+        columns = _divisor(sizes.inner, 128), _divisor(sizes.hidden, 256)
+    return (
+        Product(kernels.gate_up, frames, columns[0], common | {"BK": tiles.bk_hidden}, beside=True),
+        Product(kernels.down, frames, columns[1], common | {"BK": tiles.bk_inner}, beside=True),
+    )
+
+
 def choice_products(
-    frame: Frame | None, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype
+    frame: Frame | None, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype, sizes: Sizes
 ) -> tuple[Product, Product] | None:
     """Gate and up, and down with the sum of a row's choices, of few rows without adapters; None for other steps."""
-    if frame is None or dtype not in INTEGERS or tiles.each > CHOICE_ROWS:
+    if frame is None or frame.plain:
+        return _plain_choice_products(frames.view(dtype), sizes) if tiles.each <= PLAIN_CHOICE_ROWS else None
+    if dtype not in INTEGERS or tiles.each > CHOICE_ROWS:
         return None
     if any(matrix.plain or matrix.e4m3 for matrix in frame.matrices):
         return None
@@ -128,8 +150,18 @@ def _many(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str,
     most, warps, stages = tiles.bn_gate_up if both else tiles.bn_down, tiles.warps, tiles.stages
     if any(m.upper == 1 for m in matrices if not m.plain):
         stages = 2  # tiles of five bits are so long that three of them, with their rows, need too much shared memory
-    elif tiles.bm == 128 and both:
+    elif tiles.bm == _MANY_ROWS and both:
         stages = 2
-    elif tiles.bm == 128 and not down.plain:
+    elif tiles.bm == _MANY_ROWS and not down.plain:
         most, warps, stages = (64, 4, 3) if (down.low, down.upper) == (4, 0) else (256, 8, 2)
     return _divisor(columns, most), {"STEP": _MANY_STEP, "num_warps": warps, "num_stages": stages}
+
+
+def _plain_choice_products(frames: torch.Tensor, sizes: Sizes) -> tuple[Product, Product]:
+    from engine.experts.gpu import row_kernels as kernels
+
+    common: dict[str, Any] = {"FRAME": frames.shape[1], "num_warps": 4}
+    return (
+        Product(kernels.plain_gate_up_choices, frames, 4, common | {"BK": _divisor(sizes.hidden, 1024)}),
+        Product(kernels.plain_down_choices, frames, 4, common | {"BK": _divisor(sizes.inner, 256)}),
+    )

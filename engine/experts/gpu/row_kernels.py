@@ -1,10 +1,11 @@
-"""Routed experts in tiles for steps of few rows without adapters: each choice by itself, without an index.
+"""Routed experts for steps of few rows without adapters: each choice by itself, without an index.
 
     gate_up_choices   h = silu(gate x) * (up x)                                   grid (choices, tiles of MID)
     down_choices      out = sum of w (down h) in the order of a row's choices     grid (rows, tiles of H)
 
-Rows' values are int8 by groups in all products (engine/weights/tiled/dots.py). Experts that several rows chose are
-read as often. `W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes.
+Experts that several rows chose are read as often. Of tiles, rows' values are int8 by groups in all products
+(engine/weights/tiled/dots.py); `W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes. Plain
+numbers (`plain_*`, FRAME in values) are multiplied in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
@@ -17,6 +18,14 @@ from engine.weights.tiled.dots import row_products
 
 
 @triton.jit
+def _frame(bsz, ids, slots, place, choice, K: tl.constexpr, E: tl.constexpr):
+    """The frame of a choice's expert; -1 if it is not computed here."""
+    row = choice // K
+    expert = tl.load(ids + choice, mask=row < tl.load(bsz), other=-1)
+    return tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+
+
+@triton.jit
 def gate_up_choices(
     bsz, ids, slots, place, x, frames, h,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr,
@@ -24,12 +33,7 @@ def gate_up_choices(
 ):  # fmt: skip
     choice = tl.program_id(0)
     row = choice // K
-    if row >= tl.load(bsz):
-        return
-    expert = tl.load(ids + choice)
-    if expert < 0:
-        return
-    frame = tl.load(place + tl.load(slots + row) * E + expert)
+    frame = _frame(bsz, ids, slots, place, choice, K, E)
     if frame < 0:
         return
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -69,3 +73,57 @@ def down_choices(
     weight = tl.load(weights + choice, mask=real, other=0)
     total = tl.sum(tl.where(real[:, None], sums * weight[:, None], 0.0), 0)
     tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def plain_gate_up_choices(
+    bsz, ids, slots, place, x, frames, h,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    choice = tl.program_id(0)
+    frame = _frame(bsz, ids, slots, place, choice, K, E)
+    if frame < 0:
+        return
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    xs_at = x + (choice // K).to(tl.int64) * H + k
+    gate_at = frames + frame.to(tl.int64) * FRAME + n[:, None] * H + k[None, :]
+    gate = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    for at in tl.static_range(0, H, BK):
+        xs = tl.load(xs_at + at).to(tl.float32)[None, :]
+        gate += tl.load(gate_at + at).to(tl.float32) * xs
+        up += tl.load(gate_at + MID * H + at).to(tl.float32) * xs
+    gates = tl.sum(gate, 1)
+    inner = gates * tl.sigmoid(gates) * tl.sum(up, 1)
+    tl.store(h + choice.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
+
+
+@triton.jit
+def plain_down_choices(
+    bsz, ids, slots, place, h, weights, frames, out,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr,
+    J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """J: a power of two from K on."""
+    row = tl.program_id(0)
+    if row >= tl.load(bsz):
+        return
+    j = tl.arange(0, J)
+    expert = tl.load(ids + row * K + j, mask=j < K, other=-1)
+    frame = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+    weight = tl.load(weights + row * K + j, mask=frame >= 0, other=0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    hs_at = h + row.to(tl.int64) * K * MID + k
+    down_at = frames + 2 * H * MID + n[:, None] * MID + k[None, :]
+    sums = tl.zeros([BN, BK], tl.float32)  # of all choices: one sum over threads, and no load waits for another's
+    for choice in tl.static_range(K):
+        mine = tl.max(tl.where(j == choice, frame, -1), 0)
+        scale = tl.sum(tl.where(j == choice, weight, 0.0), 0)
+        for at in tl.static_range(0, MID, BK):
+            hs = tl.load(hs_at + choice * MID + at, mask=(mine >= 0) & (k < BK), other=0).to(tl.float32)
+            ws = tl.load(down_at + mine.to(tl.int64) * FRAME + at, mask=(mine >= 0) & (n < H)[:, None], other=0)
+            sums += ws.to(tl.float32) * (hs * scale)[None, :]
+    tl.store(out + row.to(tl.int64) * H + n, tl.sum(sums, 1).to(out.dtype.element_ty))
