@@ -117,7 +117,7 @@ def recording(engine: Harness) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
     def launch(plan: Any, *args: Any) -> Any:
         step = original(plan, *args)
         with runner.computing():
-            rows = (step.logits if step.hidden is None else runner.model.logits(step.hidden)).cpu().clone()
+            rows = (step.logits if step.hidden is None else runner.model.logits(step.hidden)).float().cpu().clone()
         for row, first in zip(plan.rows, step.arrays.row_starts.tolist(), strict=False):
             for i in range(row.num_tokens):
                 logits[row.request.request_id, row.start + i] = rows[first + i]

@@ -50,6 +50,15 @@ class BatchLayout:
         return self.row_starts[-1]
 
 
+@dataclass(frozen=True)
+class KvPlaces:
+    """Where a step's keys and values belong."""
+
+    keys: torch.Tensor  # [blocks, BLOCK_SIZE, G, D], contiguous; fp8: cut to its largest number
+    values: torch.Tensor
+    slots: torch.Tensor  # int64 [T], as `BatchLayout.slot_mapping`
+
+
 class AttentionBackend(ABC):
     """Owns the KV blocks of all layers. H query heads, G KV heads, D head_dim; causal; scale 1 / sqrt(D)."""
 
@@ -68,6 +77,14 @@ class AttentionBackend(ABC):
         """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.
         EngineError if it is elsewhere."""
         raise EngineError(f"{type(self).__name__} holds keys and values outside host memory")
+
+    def places(self, layer: int) -> KvPlaces | None:
+        """Where the caller may write the planned step's k and v itself, and call `attend`; None: by `forward` alone."""
+        return None
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """`forward` behind a caller who has written k and v. Only where there are `places`."""
+        raise EngineError(f"{type(self).__name__} writes keys and values itself: call forward")
 
     @property
     @abstractmethod

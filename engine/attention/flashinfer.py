@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces
 from engine.errors import EngineError, UserError
 from engine.model.config import ModelConfig
 
@@ -129,8 +130,11 @@ class FlashInferAttention(AttentionBackend):
         self._prefill = self._prefill_wrapper("fa2")
         self._long_prefill: Any = None  # fa3's
         self._decode: dict[int, Any] = {}  # by rows
-        # Sequences that share a prefix list its blocks each, so a step can list more blocks than there are.
-        self._indices = torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device)
+        # What decode wrappers read: page starts [rows + 1], the last pages' lengths [rows], blocks. Sequences that
+        # share a prefix list its blocks each, so a step can list more blocks than there are.
+        header = max_rows // 4 * 4 + 4
+        self._lasts_at, self._blocks_at = header, 2 * header
+        self._arrays = torch.zeros(self._blocks_at + max_rows * max_row_blocks, dtype=torch.int32, device=device)
         self._planned: list[tuple[Any, slice]] = []
         self._slots: torch.Tensor | None = None
         cuda: Any = torch.cuda
@@ -181,13 +185,12 @@ class FlashInferAttention(AttentionBackend):
         starts = np.concatenate(([0], np.cumsum(pages)))
         tables = (table[:n] for table, n in zip(batch.block_tables, pages.tolist(), strict=True))
         blocks = np.fromiter(chain.from_iterable(tables), np.int32, starts[-1])
-        last_page = _pinned((lengths - 1) % BLOCK_SIZE + 1)
-        indices = _pinned(blocks).to(self._device, non_blocking=True)
+        last_page = (lengths - 1) % BLOCK_SIZE + 1
         if batch.padded:
-            wrapper = self._plan_decode(batch.num_rows, _pinned(starts), indices, last_page)
-            self._planned = [(wrapper, slice(0, batch.num_rows))]
+            self._planned = [(self._plan_decode(starts, blocks, last_page), slice(0, batch.num_rows))]
         else:
-            self._planned = self._plan_any(batch, starts, indices, last_page)
+            indices = _pinned(blocks).to(self._device, non_blocking=True)
+            self._planned = self._plan_any(batch, starts, indices, _pinned(last_page))
         self._slots = batch.slot_mapping
         self._copied.record()
 
@@ -231,18 +234,26 @@ class FlashInferAttention(AttentionBackend):
             kv_data_type=self._kv_dtype,
         )
 
-    def _plan_decode(self, rows: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
-        c, held = self._config, self._indices
-        if len(indices) > len(held):
-            raise EngineError(f"attention: {len(indices)} blocks in a step, {len(held)} at most")
-        if rows not in self._decode:
-            self._decode[rows] = self._wrapper(rows, held)
-        mine = held[: len(indices)]
-        mine.copy_(indices)
-        self._decode[rows].plan(
-            indptr,
-            mine,
-            last,
+    def _plan_decode(self, pages: NDArray[np.int64], blocks: NDArray[np.int32], last: NDArray[np.int64]) -> Any:
+        """All that the wrapper reads is sent in one copy; its own `plan`, which copies each array apart and looks at
+        every row in Python, is for the first time."""
+        c, held, rows, lasts, first = self._config, self._arrays, len(last), self._lasts_at, self._blocks_at
+        values = np.zeros(first + len(blocks), np.int32)
+        if len(values) > len(held):
+            raise EngineError(f"attention: {len(blocks)} blocks in a step, {len(held) - first} at most")
+        values[: rows + 1], values[lasts : lasts + rows], values[first:] = pages, last, blocks
+        sent = _pinned(values)
+        held[: len(sent)].copy_(sent, non_blocking=True)
+        wrapper = self._decode.get(rows)
+        if wrapper is None:
+            wrapper = self._decode[rows] = self._wrapper(rows)
+            plan = wrapper.plan
+        else:
+            plan = partial(self._flashinfer.fast_decode_plan, wrapper)
+        plan(
+            sent[: rows + 1],
+            held[first : len(sent)],
+            sent[lasts : lasts + rows],
             c.num_attention_heads,
             c.num_key_value_heads,
             c.head_dim,
@@ -250,24 +261,32 @@ class FlashInferAttention(AttentionBackend):
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
         )
-        return self._decode[rows]
+        return wrapper
 
-    def _wrapper(self, rows: int, indices: torch.Tensor) -> Any:
+    def _wrapper(self, rows: int) -> Any:
+        held, lasts = self._arrays, self._lasts_at
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=torch.zeros(rows + 1, dtype=torch.int32, device=self._device),
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=torch.ones(rows, dtype=torch.int32, device=self._device),
+            paged_kv_indptr_buffer=held[: rows + 1],
+            paged_kv_indices_buffer=held[self._blocks_at :],
+            paged_kv_last_page_len_buffer=held[lasts : lasts + rows],
         )
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        to = self.places(layer)
+        self._write(to.keys, to.values, k, v, to.slots)
+        return self.attend(layer, q)
+
+    def places(self, layer: int) -> KvPlaces:
         if self._slots is None:
             raise EngineError("attention: plan() comes before forward()")
+        return KvPlaces(*self.cache[layer], self._slots)
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         keys, values = self.cache[layer]
-        self._write(keys, values, k, v, self._slots)
         q, planned = q.contiguous(), self._planned
         if len(planned) == 1:
             out: torch.Tensor = planned[0][0].run(q, (keys, values))

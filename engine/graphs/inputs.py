@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.base import BLOCK_SIZE
+from engine.device import Arrival
 from engine.linear.segments import Groups, max_tiles
 from engine.steps.inputs import StepArrays
 
 _SMALL = (1, 2, 4)
 _STEP = 8  # above, sizes are multiples of this
+_STAGED = 2  # steps whose arrays may be on their way to a GPU
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
     """1, 2, 4, 8, 16, 24, 32, ... and max_rows itself."""
     sizes = [*_SMALL, *range(_STEP, max_rows, _STEP), max_rows]
     return sorted({size for size in sizes if size <= max_rows})
+
+
+@dataclass
+class _Staged:
+    """The arrays on the host; beside a GPU, pinned."""
+
+    memory: torch.Tensor
+    arrays: dict[str, NDArray[Any]]
+    sent: Arrival
+
+    def views(self) -> dict[str, NDArray[Any]]:
+        """To be filled. Waits until what was sent before has arrived, which by then it has as a rule."""
+        self.sent.wait()
+        return self.arrays
+
+    def send(self, to: torch.Tensor) -> None:
+        to.copy_(self.memory, non_blocking=True)
+        self.sent = Arrival(to.device)
 
 
 class PaddedInputs:
@@ -35,6 +60,7 @@ class PaddedInputs:
         if device.type == "cuda":
             self._buffer = self._buffer.to(device)
         self._views = self._split(self._buffer)
+        self._staged = cycle([self._stage(device) for _ in range(_STAGED if device.type == "cuda" else 1)])
 
     def _split(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         m = self.max_rows
@@ -44,23 +70,27 @@ class PaddedInputs:
         views["tiles"] = narrow[2 + 2 * m :].view(-1, 3)
         return views
 
+    def _stage(self, device: torch.device) -> _Staged:
+        memory = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return _Staged(memory, {name: view.numpy() for name, view in self._split(memory).items()}, Arrival(device))
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
 
     def fill(self, step: StepArrays, valid_rows: int) -> None:
         """A step of one token a row. `valid_rows`: what `bsz` says."""
-        on_gpu, rows = self._device.type == "cuda", step.num_tokens
-        staging = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=on_gpu)
-        views = {name: view.numpy() for name, view in self._split(staging).items()}
-        for name in ("ids", "sources", "positions", "slot_mapping"):
+        rows, staged = step.num_tokens, next(self._staged)
+        views = staged.views()
+        for name, padding in (("ids", 0), ("sources", -1), ("positions", 0), ("slot_mapping", self._scratch_slot)):
             views[name][:rows] = getattr(step, name)
-        views["sources"][rows:] = -1
-        views["slot_mapping"][rows:] = self._scratch_slot
+            views[name][rows:] = padding
         views["bsz"][0] = valid_rows
         if step.adapters.any():
             groups = Groups.of(step.adapters)
             tiles = groups.tiles
             views["slots"][:rows] = step.adapters
+            views["slots"][rows:] = 0
             views["order"][: len(groups.order)] = groups.order
             views["tiles"][: len(tiles)] = tiles
-        self._buffer.copy_(staging, non_blocking=on_gpu)  # one copy; pinned memory is not reused before it ended
+            views["tiles"][len(tiles) :] = 0
+        staged.send(self._buffer)  # one copy

@@ -24,7 +24,6 @@ from engine.model.causal_lm import CausalLM
 from engine.model.load import Progress
 from engine.model.step import Executor, StepInput, Trace
 from engine.steps.inputs import StepArrays
-from engine.steps.sampling import greedy_tokens
 from scheduler.plan import StepPlan
 
 
@@ -37,9 +36,9 @@ class _Captured:
 class PaddedDecode:
     """Runs decode steps in padded sizes, captured (`capture`) or launched one by one by `executor`, with equal results.
 
-    `scratch_block`: a KV block that belongs to no request, the last one. `logits` float32 [M, V], `greedy` int64 [M]
-    (each row's greedy token or NOT_FINITE) and `sampled` (the same, but always a token) hold a step's results until the
-    next one.
+    `scratch_block`: a KV block that belongs to no request, the last one. `logits` [M, V] in the activations' dtype,
+    `greedy` int64 [M] (each row's greedy token or NOT_FINITE) and `sampled` (the same, but always a token) hold a
+    step's results until the next one.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class PaddedDecode:
         self.model = model
         self.buckets = bucket_sizes(max_rows)
         self.inputs = PaddedInputs(max_rows, adapter_slots, scratch_block, model.device)
-        self.logits = torch.zeros(max_rows, model.config.vocab_size, dtype=torch.float32, device=model.device)
+        self.logits = torch.zeros(max_rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
         self.greedy = torch.zeros_like(sampled)
         self.sampled = sampled
         self._executor = executor
@@ -72,10 +71,10 @@ class PaddedDecode:
         """Whether every row brings one token and samples, and no adapter has MLPs of its own (never captured)."""
         if not 1 <= len(plan.rows) <= self.buckets[-1]:
             return False
-        if not all(row.num_tokens == 1 and row.samples for row in plan.rows):
+        if plan.num_tokens != len(plan.rows) or not all(row.samples for row in plan.rows):
             return False
-        used = {row.adapter_slot for row in plan.rows} - {0}
-        return not used & self.model.slots_with_extra_mlps
+        apart = self.model.slots_with_extra_mlps
+        return not apart or apart.isdisjoint([row.adapter_slot for row in plan.rows])
 
     def launch(self, step: StepArrays) -> Trace | None:
         """Fills `logits`, `greedy` and `sampled`."""
@@ -123,14 +122,11 @@ class PaddedDecode:
 
     def _run(self, step: StepArrays, bucket: int, lora: bool) -> Trace | None:
         i, trace = self.inputs, Trace() if self._tracing else None
-        sources = i["sources"][:bucket]
-        ids = torch.where(sources >= 0, self.sampled[sources.clamp(min=0)], i["ids"][:bucket])
+        ids = self.model.ops.next_ids(i["ids"][:bucket], i["sources"][:bucket], self.sampled)
         adapters = self._lora(step, bucket) if lora else None
         given = StepInput(ids, self._layout(step, bucket), adapters, bsz=i["bsz"], trace=trace)
-        self.logits[:bucket].copy_(self.model.logits(self._executor.forward(given).hidden))
-        greedy = greedy_tokens(self.logits[:bucket])
-        self.greedy[:bucket].copy_(greedy)
-        self.sampled[:bucket].copy_(greedy.clamp(min=0))
+        self.model.lm_head.into(self._executor.forward(given).hidden, self.logits[:bucket])
+        self.model.ops.greedy(self.logits[:bucket], self.greedy, self.sampled)
         return trace
 
     def _lora(self, step: StepArrays, bucket: int) -> LoraBatch:

@@ -37,6 +37,15 @@ class Linear(ABC):
 
     captures: bool = False  # whether a call may be captured in a CUDA graph that serves any adapters
 
+    @property
+    def plain(self) -> torch.Tensor | None:
+        """W [out, in] on the device, if y = x W^T is all there is to a batch without adapters; else None."""
+        return None
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Without adapters, into `out` [T, out]."""
+        out.copy_(self(x, None))
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor: ...
 

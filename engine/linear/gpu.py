@@ -135,6 +135,20 @@ class GpuLinear(Linear):
             return self.product.weights.multiply(x, self._start, self._outer)
         return self.product(x, lora)[:, self._start : self._start + self._outer]
 
+    @property
+    def plain(self) -> torch.Tensor | None:
+        held = self.product.weights
+        if held.dense is None or held.bias is not None:
+            return None
+        return held.dense[self._start : self._start + self._outer]
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        weight = self.plain
+        if weight is None or out.dtype != x.dtype:
+            super().into(x, out)
+        else:
+            torch.mm(x, weight.T, out=out)
+
     def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
         if not 1 <= slot <= self._slots:
             raise EngineError(f"{self.name}: slot {slot}; allowed are 1 to {self._slots}")

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from engine.weights.tiled.layout import Matrix
 
 TABLE_ROWS = 128  # of x, from which tiles are made numbers once, for torch's product
 TABLE_BYTES = 64 << 20  # of these numbers at most
+ROW_COLUMNS = 8192  # of one row's product, up to which torch's has too few pieces for a GPU
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class Weights:
         """Fresh x W^T (+ bias) of the rows [start, start + outer)."""
         bias = None if self.bias is None else self.bias[start : start + outer]
         if self.dense is not None:
-            return F.linear(x, self.dense[start : start + outer], bias)
+            weight = self.dense[start : start + outer]
+            if bias is None and _single_row(x, weight):
+                row: Any = importlib.import_module("engine.linear.gpu_row")
+                return cast(torch.Tensor, row.multiply(x, weight))
+            return F.linear(x, weight, bias)
         if x.shape[0] >= TABLE_ROWS and outer * x.shape[1] * self.dtype.itemsize <= TABLE_BYTES:
             return F.linear(x, self._table(start, outer), bias)
         multiply: Any = importlib.import_module("engine.linear.gpu_tiled").multiply
@@ -72,6 +77,10 @@ class Weights:
         for end, matrix, tiles in some:
             numbers(tiles, matrix, None, table[end - matrix.n - begin : end - begin])
         return table[start - begin : start - begin + outer]
+
+
+def _single_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.shape[0] == 1 and x.dtype == torch.bfloat16 and x.is_cuda and len(weight) <= ROW_COLUMNS
 
 
 def joined(parts: Sequence[Weights]) -> Weights | None:

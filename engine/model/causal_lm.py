@@ -103,13 +103,19 @@ class CausalLM:
 
     def fill_slots(self, rows: int, lora: LoraBatch | None, bsz: torch.Tensor | None = None) -> None:
         """Fill what the expert buffers hold for all layers of a step: the row count and the rows' adapter slots."""
-        count = torch.full((1,), rows, dtype=torch.int32, device=self.device) if bsz is None else bsz
-        slots = torch.zeros(rows, dtype=torch.int32, device=self.device) if lora is None else lora.slots
         for b in self.expert_buffers:
             b.rows = rows
-            # in stream order: the step before may still be reading them
-            b.bsz.copy_(count, non_blocking=True)
-            b.slots[:rows].copy_(slots, non_blocking=True)
+            self._put(b.bsz, rows if bsz is None else bsz)
+            self._put(b.slots[:rows], 0 if lora is None else lora.slots)
+
+    def _put(self, to: torch.Tensor, value: int | torch.Tensor) -> None:
+        """In the order of the device's stream, wherever `to` is: the step before may still be reading it."""
+        if isinstance(value, torch.Tensor):
+            to.copy_(value, non_blocking=True)
+        elif to.device == self.device:
+            to.fill_(value)
+        else:
+            to.copy_(torch.full(to.shape, value, dtype=to.dtype, device=self.device), non_blocking=True)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> fresh [T, H] in the activations' dtype."""
@@ -132,7 +138,11 @@ class CausalLM:
             part.view(-1, count, dim)
             for part, count in zip(layer.qkv(x, step.lora), (heads, kv_heads, kv_heads), strict=True)
         )
-        q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, step.batch.positions)
+        positions, places = step.batch.positions, layer.attention.places(layer.index)
+        if places is not None:
+            q = self.ops.qk_norm_rope_keep(q, k, v, layer.q_norm, layer.k_norm, positions, places)
+            return layer.o(layer.attention.attend(layer.index, q).flatten(1), step.lora)
+        q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, positions)
         return layer.o(layer.attention.forward(layer.index, q, k, v).flatten(1), step.lora)
 
     @property

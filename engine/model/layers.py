@@ -82,17 +82,22 @@ class SparseMlp(Mlp):
     def enter(
         self, ops: Ops, layer: Layer, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
     ) -> torch.Tensor:
-        n, b = residual.shape[0], self.task.buffers
-        here = b.hidden.device == residual.device  # then written where the experts read
-        x = ops.add_rms_norm(residual, delta, layer.post_norm, b.hidden[:n] if here else None)
-        logits = self.router(x.float(), step.lora)
-        into = (b.weights[:n], b.ids[:n]) if here else None
-        weights, ids = ops.route(logits, b.ids.shape[1], self.normalise, into)
+        n, b, device = residual.shape[0], self.task.buffers, residual.device
+        x, weights, ids = b.hidden[:n], b.weights[:n], b.ids[:n]
+        here = x.device == device  # then written where the experts read
         if not here:
-            for to, values in ((b.hidden, x), (b.ids, ids), (b.weights, weights)):
+            x, weights, ids = (torch.empty_like(part, device=device) for part in (x, weights, ids))
+        into = x, weights, ids
+        router = None if step.lora is not None or step.observe is not None else self.router.plain
+        if router is None or not ops.norm_route(residual, delta, layer.post_norm, router, self.normalise, into):
+            ops.add_rms_norm(residual, delta, layer.post_norm, x)
+            logits = self.router(x.float(), step.lora)
+            ops.route(logits, ids.shape[1], self.normalise, (weights, ids))
+            if step.observe is not None:
+                step.observe(f"model.layers.{layer.index}.mlp.gate", logits)
+        if not here:
+            for to, values in zip((b.hidden, b.weights, b.ids), into, strict=True):
                 to[:n].copy_(values, non_blocking=self.backend.follows_stream)
-        if step.observe:
-            step.observe(f"model.layers.{layer.index}.mlp.gate", logits)
         return x
 
     def keep(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

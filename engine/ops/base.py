@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from engine.attention.base import KvPlaces
 from engine.ops.rope import Rope
+from engine.steps.sampling import greedy_tokens
 
 
 class Ops(Protocol):
@@ -36,6 +39,18 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Per-head RMS norm (none if both weights are None), then rotation: q [T, heads, D], k [T, kv_heads, D]."""
 
+    def qk_norm_rope_keep(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        positions: torch.Tensor,
+        places: KvPlaces,
+    ) -> torch.Tensor:
+        """`qk_norm_rope` of q and k, and k and v [T, kv_heads, D] into their places. Returns q."""
+
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
 
     def add_gated(self, base: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -46,8 +61,70 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logits float32 [T, E] -> weights float32 [T, k], expert ids int64 [T, k]; `out`: where they go."""
 
+    def norm_route(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        router: torch.Tensor,
+        normalise: bool,
+        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> bool:
+        """`add_rms_norm`, the product with router float32 [E, H], and `route`, at once; `out`: where the norm [T, H],
+        the weights and the ids go. False, with nothing done, where one call is not faster than three."""
 
-class TorchOps:
+    def next_ids(self, ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """int64 [T]: sampled[source] where the source is not negative, but at least 0; else the id. All int64."""
+
+    def greedy(self, logits: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
+        """logits [R, V] -> `greedy_tokens` into the first of tokens int64 [M]; the same, but at least 0, into those of
+        sampled int64 [M]."""
+
+
+class PlainOps:
+    """What takes several calls of the others where no kernel does it at once."""
+
+    qk_norm_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    def qk_norm_rope_keep(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        positions: torch.Tensor,
+        places: KvPlaces,
+    ) -> torch.Tensor:
+        q, k = self.qk_norm_rope(q, k, q_weight, k_weight, positions)
+        for cache, values in ((places.keys, k), (places.values, v)):
+            if cache.dtype.itemsize == 1:
+                largest = torch.finfo(cache.dtype).max
+                values = values.clamp(-largest, largest)
+            cache.flatten(0, 1)[places.slots] = values.to(cache.dtype)
+        return q
+
+    def norm_route(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        router: torch.Tensor,
+        normalise: bool,
+        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> bool:
+        return False
+
+    def next_ids(self, ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        return torch.where(sources >= 0, sampled[sources.clamp(min=0)].clamp(min=0), ids)
+
+    def greedy(self, logits: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
+        found = greedy_tokens(logits.float())
+        tokens[: len(found)] = found
+        sampled[: len(found)] = found.clamp(min=0)
+
+
+class TorchOps(PlainOps):
     """Any device, bf16 or float32; norms in float32 as in transformers."""
 
     def __init__(self, eps: float, rope: Rope) -> None:

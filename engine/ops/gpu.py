@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.attention.base import KvPlaces
 from engine.ops.rope import Rope
+from engine.steps.sampling import NOT_FINITE
 
 
 class GpuOps:
@@ -18,6 +20,10 @@ class GpuOps:
         self.eps = eps
         self.rope = rope
         self._kernels: Any = importlib.import_module("engine.ops.gpu_kernels")
+        self._tokens: Any = importlib.import_module("engine.ops.gpu_tokens")
+        fused: Any = importlib.import_module("engine.ops.gpu_router")
+        self._router, self._fused_rows = fused.Router(rope.cos.device), fused.FUSED_ROWS
+        self._greedy: dict[tuple[int, int], Any] = {}  # by rows at most and vocabulary
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table)
@@ -47,6 +53,23 @@ class GpuOps:
         )
         return out
 
+    def qk_norm_rope_keep(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        positions: torch.Tensor,
+        places: KvPlaces,
+    ) -> torch.Tensor:
+        rope = self.rope
+        out: torch.Tensor = self._kernels.qk_norm_rope_keep(
+            q, k, v, q_weight, k_weight, positions, rope.cos, rope.sin, self.eps,
+            places.keys, places.values, places.slots,
+        )  # fmt: skip
+        return out
+
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._kernels.silu_mul(gate, up)
         return out
@@ -64,3 +87,28 @@ class GpuOps:
             out = weights, torch.empty_like(weights, dtype=torch.int64)
         self._kernels.route(logits, normalise, *out)
         return out
+
+    def norm_route(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        router: torch.Tensor,
+        normalise: bool,
+        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> bool:
+        if len(residual) > self._fused_rows:
+            return False
+        self._router(residual, delta, weight, self.eps, router, normalise, out)
+        return True
+
+    def next_ids(self, ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._tokens.next_ids(ids, sources, sampled)
+        return out
+
+    def greedy(self, logits: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
+        """Of equal logits the lower token is taken."""
+        size = len(tokens), logits.shape[1]
+        if size not in self._greedy:
+            self._greedy[size] = self._tokens.Greedy(*size, logits.device)
+        self._greedy[size](logits, NOT_FINITE, tokens, sampled)

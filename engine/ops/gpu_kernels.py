@@ -50,21 +50,39 @@ def add_rms_norm(
 
 
 @triton.jit
+def _kept(value, LARGEST: tl.constexpr, NARROW: tl.constexpr):
+    """As a narrow cache holds it: cut to its largest number; NaN stays NaN."""
+    if NARROW:
+        value = tl.clamp(value.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return value
+
+
+@triton.jit
 def _qk_norm_rope(
-    q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions,
-    q_stride, k_stride, heads, kv_heads, eps, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, q_out, k_out, keys, values, slots, q_weight, k_weight, cos, sin, positions,
+    q_stride, k_stride, v_stride, heads, kv_heads, eps,
+    NORM: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Grid (tokens, heads of q and k; with KEEP those of v too, and keys and values go to their slots)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     mask = cols < HALF
+    if KEEP:
+        slot = tl.load(slots + token) * kv_heads
+        if head >= heads + kv_heads:
+            given = v + token * v_stride + (head - heads - kv_heads) * 2 * HALF
+            place = values + (slot + head - heads - kv_heads) * 2 * HALF
+            for half in tl.static_range(2):
+                value = _kept(tl.load(given + half * HALF + cols, mask, other=0.0), LARGEST, NARROW)
+                tl.store(place + half * HALF + cols, value.to(values.dtype.element_ty), mask)
+            return
     if head < heads:
         source = q + token * q_stride + head * 2 * HALF
-        target = q_out + (token * heads + head) * 2 * HALF
         weight = q_weight
     else:
         source = k + token * k_stride + (head - heads) * 2 * HALF
-        target = k_out + (token * kv_heads + head - heads) * 2 * HALF
         weight = k_weight
     first = tl.load(source + cols, mask, other=0.0)
     second = tl.load(source + HALF + cols, mask, other=0.0)
@@ -79,8 +97,19 @@ def _qk_norm_rope(
     position = tl.load(positions + token)
     c = tl.load(cos + position * HALF + cols, mask, other=0.0)
     s = tl.load(sin + position * HALF + cols, mask, other=0.0)
-    tl.store(target + cols, (a * c - b * s).to(dtype), mask)
-    tl.store(target + HALF + cols, (b * c + a * s).to(dtype), mask)
+    first, second = (a * c - b * s).to(dtype), (b * c + a * s).to(dtype)
+    if head < heads:
+        target = q_out + (token * heads + head) * 2 * HALF
+        tl.store(target + cols, first, mask)
+        tl.store(target + HALF + cols, second, mask)
+    elif KEEP:
+        key = keys + (slot + head - heads) * 2 * HALF
+        tl.store(key + cols, _kept(first, LARGEST, NARROW).to(keys.dtype.element_ty), mask)
+        tl.store(key + HALF + cols, _kept(second, LARGEST, NARROW).to(keys.dtype.element_ty), mask)
+    else:
+        target = k_out + (token * kv_heads + head - heads) * 2 * HALF
+        tl.store(target + cols, first, mask)
+        tl.store(target + HALF + cols, second, mask)
 
 
 def qk_norm_rope(
@@ -100,11 +129,40 @@ def qk_norm_rope(
     q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((tokens, kv_heads, dim), dtype=k.dtype, device=k.device)
     _qk_norm_rope[(tokens, heads + kv_heads)](
-        q, k, q_out, k_out, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight, cos, sin,
-        positions, q.stride(0), k.stride(0), heads, kv_heads, eps, NORM=q_weight is not None, HALF=half,
+        q, k, k, q_out, k_out, k, k, positions, cos if q_weight is None else q_weight,
+        cos if k_weight is None else k_weight, cos, sin, positions, q.stride(0), k.stride(0), 0, heads, kv_heads, eps,
+        NORM=q_weight is not None, KEEP=False, NARROW=False, LARGEST=0.0, HALF=half,
         BLOCK=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip
     return q_out, k_out
+
+
+def qk_norm_rope_keep(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """`qk_norm_rope` and `write_kv` of what comes out, v as it is, in one launch. Returns q, contiguous."""
+    tokens, heads, dim = q.shape
+    kv_heads, half = k.shape[1], dim // 2
+    q_out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    _qk_norm_rope[(tokens, heads + 2 * kv_heads)](
+        q, k, v, q_out, q_out, keys, values, slots, cos if q_weight is None else q_weight,
+        cos if k_weight is None else k_weight, cos, sin, positions, q.stride(0), k.stride(0), v.stride(0), heads,
+        kv_heads, eps,
+        NORM=q_weight is not None, KEEP=True, NARROW=keys.dtype.itemsize == 1, LARGEST=torch.finfo(keys.dtype).max,
+        HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
+    )  # fmt: skip
+    return q_out
 
 
 @triton.jit
@@ -116,11 +174,8 @@ def _write_kv(
     cols = tl.arange(0, BLOCK)
     mask = cols < dim
     slot = tl.load(slots + token)
-    key = tl.load(k + token * k_stride + cols, mask, other=0.0)
-    value = tl.load(v + token * v_stride + cols, mask, other=0.0)
-    if NARROW:  # NaN is stored as NaN
-        key = tl.clamp(key.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        value = tl.clamp(value.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    key = _kept(tl.load(k + token * k_stride + cols, mask, other=0.0), LARGEST, NARROW)
+    value = _kept(tl.load(v + token * v_stride + cols, mask, other=0.0), LARGEST, NARROW)
     tl.store(keys + slot * dim + cols, key.to(keys.dtype.element_ty), mask)
     tl.store(values + slot * dim + cols, value.to(values.dtype.element_ty), mask)
 
@@ -176,27 +231,40 @@ def add_gated(base: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.
 
 
 @triton.jit
-def _route(
-    logits, weights, ids, stride, experts,
-    K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+def chosen_experts(
+    x, EXPERTS: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < experts
-    x = tl.load(logits + row * stride + cols, mask, other=float("-inf")).to(tl.float32)
-    e = tl.exp(x - tl.max(x, 0))
-    p = tl.where(mask, e / tl.sum(e, 0), -1.0)
-    places = tl.arange(0, K_BLOCK)
-    chosen = tl.zeros([K_BLOCK], tl.float32)
-    index = tl.zeros([K_BLOCK], tl.int64)
+    """Of logits x [rows, BLOCK], -inf from EXPERTS on: the weights and ids [rows, K_BLOCK] of the top K."""
+    cols = tl.arange(0, BLOCK)[None, :]
+    places = tl.arange(0, K_BLOCK)[None, :]
+    e = tl.exp(x - tl.max(x, 1)[:, None])
+    p = tl.where(cols < EXPERTS, e / tl.sum(e, 1)[:, None], -1.0)
+    chosen = tl.zeros([x.shape[0], K_BLOCK], tl.float32)
+    index = tl.zeros([x.shape[0], K_BLOCK], tl.int64)
     for j in tl.static_range(K):
-        at = tl.minimum(tl.argmax(p, 0), experts - 1)  # of NaNs it may be any lane
-        best = tl.sum(tl.where(cols == at, p, 0.0), 0)
+        # one maximum of both: as an integer, what is not negative keeps its order; of equal ones the lower expert
+        key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (BLOCK - 1 - cols)
+        best_key = tl.max(key, 1)[:, None]
+        at = BLOCK - 1 - (best_key & 0xFFFFFFFF)
+        best = (best_key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         chosen = tl.where(places == j, best, chosen)
-        index = tl.where(places == j, at.to(tl.int64), index)
+        index = tl.where(places == j, at, index)
         p = tl.where(cols == at, -1.0, p)
     if NORMALISE:
-        chosen = chosen / tl.sum(chosen, 0)
+        chosen = chosen / tl.sum(chosen, 1)[:, None]
+    return chosen, index
+
+
+@triton.jit
+def _route(
+    logits, weights, ids, stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) + tl.arange(0, 1)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + row * stride + cols, cols < EXPERTS, other=float("-inf")).to(tl.float32)
+    chosen, index = chosen_experts(x, EXPERTS, K, NORMALISE, BLOCK, K_BLOCK)
+    places = tl.arange(0, K_BLOCK)[None, :]
     tl.store(weights + row * K + places, chosen, places < K)
     tl.store(ids + row * K + places, index, places < K)
 
@@ -206,7 +274,7 @@ def route(logits: torch.Tensor, normalise: bool, weights: torch.Tensor, ids: tor
     rows, experts = logits.shape
     top_k = ids.shape[1]
     _route[(rows,)](
-        logits, weights, ids, logits.stride(0), experts,
-        K=top_k, NORMALISE=normalise, BLOCK=triton.next_power_of_2(experts), K_BLOCK=triton.next_power_of_2(top_k),
-        num_warps=1,
+        logits, weights, ids, logits.stride(0),
+        EXPERTS=experts, K=top_k, NORMALISE=normalise,
+        BLOCK=triton.next_power_of_2(experts), K_BLOCK=triton.next_power_of_2(top_k), num_warps=1,
     )  # fmt: skip

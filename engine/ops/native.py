@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.errors import EngineError
+from engine.ops.base import PlainOps
 from engine.ops.rope import Rope
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _BF16 = torch.bfloat16
 
 
-class NativeOps:
+class NativeOps(PlainOps):
     """bf16 or float32 tensors on the CPU, rows any stride apart; norm weights in the activations' dtype or float32.
 
     A call of a few rows runs on the caller's thread; larger ones are shared out over `pool`. A row's result does not

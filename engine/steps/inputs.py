@@ -106,6 +106,11 @@ class StepArrays:
         return self.kept_starts[1:][np.diff(self.kept_starts) > 0] - 1
 
     @property
+    def single(self) -> bool:
+        """Whether every row is one token, after which something is sampled."""
+        return len(self.kept) == self.num_tokens == len(self.context_lens)
+
+    @property
     def one_each(self) -> bool:
         """Whether every row samples once."""
         rows = len(self.context_lens)

@@ -49,7 +49,7 @@ class InFlight(Launched):
 
     arrays: StepArrays = field(kw_only=True)
     hidden: torch.Tensor | None = None  # [T, H] if all of it is wanted, else [K, H]; None for a padded step
-    logits: torch.Tensor | None = None  # float32 [>= K, V], where `greedy` does not do without
+    logits: torch.Tensor | None = None  # [>= K, V], where `greedy` does not do without
     greedy: torch.Tensor | None = None  # int64 [K] already, if all of them are greedy
     tokens: torch.Tensor | None = None  # int64 [K] on the host, valid once `arrival` has come
     arrival: Arrival | None = None
@@ -218,10 +218,10 @@ class ModelRunner:
         )
 
     def _sample(self, step: InFlight, masks: Masks) -> None:
-        samples = step.samples
-        if samples:
+        if len(step.arrays.kept):
             tokens = step.greedy
             if tokens is None:
+                samples = step.samples
                 if step.logits is None:
                     raise RuntimeError("a step that samples has tokens or logits")
                 rows = []
@@ -231,14 +231,14 @@ class ModelRunner:
                         rows[-1].words = self._allowed(row, drafts, masks)
                     except Exception as error:  # noqa: BLE001 - a mask ends its own request with the error, no other
                         step.errors[i] = error
-                out = sample(step.logits[: len(samples)], rows)
+                out = sample(step.logits[: len(samples)].float(), rows)
                 step.errors = out.errors | step.errors
                 top = [row.request.sampling.logprobs for row, _ in samples]
                 tokens, step.pending = out.tokens, PendingLogprobs(out.logits, out.tokens, top)
             step.tokens = self._deliver(step, tokens)
-        sampling = (row.request.request_id for row in step.plan.rows if row.samples)
-        self._places = {request_id: i for i, request_id in enumerate(sampling)}
-        for i, row in enumerate(step.plan.rows):
+        sampling = [row.request.request_id for row in step.plan.rows if row.samples]
+        self._places = dict(zip(sampling, range(len(sampling)), strict=True))
+        for i, row in enumerate(() if step.arrays.single else step.plan.rows):  # a single token is the prompt's last
             if parts := prompt_parts(step.arrays, i, row):
                 if step.hidden is None:
                     raise RuntimeError("a step that reads a prompt has hidden states")

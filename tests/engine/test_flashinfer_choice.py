@@ -11,7 +11,7 @@ import torch
 from engine.attention import flashinfer as module
 from engine.attention.base import BatchLayout
 from engine.attention.flashinfer import FA3_ROWS, FlashInferAttention, fa3_limit
-from engine.errors import UserError
+from engine.errors import EngineError, UserError
 from testing.shapes import config
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 6), (10, 0)
@@ -24,6 +24,7 @@ class Wrapper:
         self.fails = fails
         self.args: tuple[Any, ...] = ()
         self.planned: dict[str, Any] = {}
+        self.buffers = [kwargs.get(f"paged_kv_{name}_buffer") for name in ("indptr", "indices", "last_page_len")]
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.planned = args, kwargs
@@ -44,6 +45,8 @@ def make(monkeypatch: pytest.MonkeyPatch):
     def attention(capability: tuple[int, int], fails: str = "", **options: Any) -> FlashInferAttention:
         class FlashInfer:
             BatchPrefillWithPagedKVCacheWrapper = staticmethod(lambda *a, **k: Wrapper(fails, *a, **k))
+            BatchDecodeWithPagedKVCacheWrapper = staticmethod(lambda *a, **k: Wrapper(fails, *a, **k))
+            fast_decode_plan = staticmethod(lambda wrapper, *a, **k: wrapper.plan(*a, **k, fast=True))
 
         class Ops:
             write_kv = staticmethod(lambda *args: None)
@@ -104,6 +107,32 @@ def test_what_is_used_is_said(make, capability, options, fails, note) -> None:
             assert last == [(row - 1) % 16 + 1 for row in rows[a:b]]
         q = torch.arange(batch.num_tokens * 8.0, dtype=BF16).view(-1, 2, 4)
         assert torch.equal(attention.forward(0, q, q, q), q)
+
+
+def test_padded_steps_are_planned_where_graphs_read(make) -> None:
+    """A size's own plan is for its first step; each step's arrays lie where its wrapper was told."""
+    attention, seen = make(HOPPER), []
+    for rows in ((3, 40), (5, 17), (20,), (16, 33, 1, 2), (6, 18)):
+        batch = layout(*rows)
+        batch.padded, batch.row_starts = True, list(range(len(rows) + 1))
+        attention.plan(batch)
+        ((wrapper, tokens),) = attention._planned
+        assert tokens == slice(0, len(rows))
+        pages = [-(-row // 16) for row in rows]
+        expected = [
+            [sum(pages[:i]) for i in range(len(rows) + 1)],
+            [block for table in batch.block_tables for block in table],
+            [(row - 1) % 16 + 1 for row in rows],
+        ]
+        assert [part.tolist() for part in wrapper.args[:3]] == expected
+        starts, indices, last = wrapper.buffers
+        assert [starts.tolist(), indices[: sum(pages)].tolist(), last.tolist()] == expected
+        seen.append((len(rows), "fast" in wrapper.planned))
+    assert seen == [(2, False), (2, True), (1, False), (4, False), (2, True)]
+    with pytest.raises(EngineError, match="17 blocks in a step, 16 at most"):
+        batch = layout(16 * 17)
+        batch.padded = True
+        attention.plan(batch)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.experts.base import ExpertBuffers
 from engine.experts.bridge.backend import CudaBridge
 from engine.experts.gpu.compute import GpuCompute
-from engine.experts.streamed.backend import StreamedExperts
+from engine.experts.streamed.backend import NEVER, StreamedExperts
 from engine.messages import Failed, Finished
 from engine.ops.gpu import GpuOps
 from scheduler.plan import StepPlan
@@ -135,7 +135,9 @@ def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch, cou
         seen.append((self.weight_passes(), len(b.ids[: int(b.bsz)].unique())))
 
     monkeypatch.setattr(GpuCompute, "run", run)
-    engine = family.engine(**GPU | {"expert_backend": "gpu"}, cuda_graphs="off", max_num_batched_tokens=16)
+    engine = family.engine(
+        **GPU | {"expert_backend": "gpu"}, cuda_graphs="off", max_num_batched_tokens=16, max_num_seqs=8
+    )
     seen.clear()
     names = list(family.paths)[:count]
     engine.generate(prompts(4, [16, 7, 20, 11]), [names[i % count] if i and count else None for i in range(4)])
@@ -156,6 +158,7 @@ def test_a_graph_launches_for_its_own_rows(family, monkeypatch, experts):
         original(self, b, *tables, **options)
 
     monkeypatch.setattr(GpuCompute, "run", run)
+    monkeypatch.setattr(StreamedExperts, "measure", lambda self: NEVER)  # it brings batches of its own
     engine = family.engine(**GPU | {"expert_backend": experts}, max_num_batched_tokens=512, max_num_seqs=6)
     engine.close()
     assert seen == {1, 2, 4, 6}
@@ -301,14 +304,14 @@ def test_a_thousand_replays_take_no_memory_and_no_threads(tmp_path):
 def test_an_error_in_the_pool_fails_its_step_only(folder, monkeypatch, graphs):
     """The ids of a step are spoilt on the GPU (in a graph, too: by a number that it reads): the pool refuses them, and
     its stream is released."""
-    original, spoil = GpuOps.route, torch.zeros(1, dtype=torch.int64, device="cuda")
+    original, spoil = GpuOps.norm_route, torch.zeros(1, dtype=torch.int64, device="cuda")
 
-    def spoilt(self, logits, top_k, normalise, out):
-        original(self, logits, top_k, normalise, out)
-        out[1].add_(spoil)
-        return out
+    def spoilt(self, residual, delta, weight, router, normalise, out):
+        done = original(self, residual, delta, weight, router, normalise, out)
+        out[2].add_(spoil)
+        return done
 
-    monkeypatch.setattr(GpuOps, "route", spoilt)
+    monkeypatch.setattr(GpuOps, "norm_route", spoilt)
     engine = Harness(folder, **GPU, cuda_graphs=graphs, max_num_seqs=2)
     doomed = engine.submit(prompts(1, [4])[0], max_tokens=20)
     engine.until(lambda: len(engine.results[doomed].tokens) >= 3)

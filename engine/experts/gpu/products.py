@@ -160,8 +160,9 @@ def _many(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str,
 def _plain_choice_products(frames: torch.Tensor, sizes: Sizes) -> tuple[Product, Product]:
     from engine.experts.gpu import row_kernels as kernels
 
-    common: dict[str, Any] = {"FRAME": frames.shape[1], "num_warps": 4}
+    gate_up: dict[str, Any] = {"FRAME": frames.shape[1], "BK": _divisor(sizes.hidden, 2048), "num_warps": 8}
+    down: dict[str, Any] = {"FRAME": frames.shape[1], "BK": _divisor(sizes.inner, 256), "num_warps": 1}
     return (
-        Product(kernels.plain_gate_up_choices, frames, 4, common | {"BK": _divisor(sizes.hidden, 1024)}),
-        Product(kernels.plain_down_choices, frames, 4, common | {"BK": _divisor(sizes.inner, 256)}),
+        Product(kernels.plain_gate_up_choices, frames, 2, gate_up),
+        Product(kernels.plain_down_choices, frames, 1, down),
     )
