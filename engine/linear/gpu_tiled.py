@@ -11,7 +11,7 @@ from engine.weights.tiled.dots import row_products, tiles_at_once
 from engine.weights.tiled.kernels import product, vector
 from engine.weights.tiled.layout import Matrix
 
-_VECTOR_ROWS = 4  # computed one by one
+_VECTOR_ROWS = 4  # computed one by one; of e4m3, which has no product in integers, one
 _FEW_ROWS = 32  # in blocks of 16
 
 
@@ -58,7 +58,7 @@ def multiply(x: torch.Tensor, w: torch.Tensor, matrix: Matrix, bias: torch.Tenso
     fast = x.dtype == torch.bfloat16 and x.is_cuda  # the interpreter runs no assembly
     common = {"W": constants, "N": matrix.n, "BIAS": bias is not None, "FAST": fast}
     given = w if bias is None else bias
-    if tokens <= _VECTOR_ROWS and not (fast and matrix.e4m3):
+    if tokens <= (1 if fast and matrix.e4m3 else _VECTOR_ROWS):
         _rows[(tokens, rows // 16)](
             x,
             w,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from engine.weights.tiled.convert import joined_tiles
 from engine.weights.tiled.layout import Matrix
 
-TABLE_ROWS = 128  # of x, from which tiles are made numbers once, for torch's product
+TABLE_ROWS = 33  # of x, more than two blocks of 16, from which tiles are made numbers once, for torch's product
 TABLE_BYTES = 64 << 20  # of these numbers at most
 ROW_COLUMNS = 8192  # of one row's product, up to which torch's has too few pieces for a GPU
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.linear import gpu_weights
 from engine.linear.gpu import GpuLinearBackend
 from engine.weights.tiled.convert import Packer
 from engine.weights.tiled.layout import has_tiles
@@ -23,8 +24,13 @@ SHAPES = [*((kind, 512) for kind in KINDS), *((kind, 160) for kind in (NARROW if
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 20, 100, 300])
 @pytest.mark.parametrize("kind,inner", SHAPES)
-def test_right_alone_and_joined(kind: str, inner: int, rows: int, kernel_device: torch.device) -> None:
-    """128 + 64 columns of one format, then 50 of another; 300 rows meet numbers. 160 is no multiple of a tile."""
+def test_right_alone_and_joined(
+    kind: str, inner: int, rows: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 + 64 columns of one format, then 50 of another. 300 rows meet numbers, 100 blocks of 64 as of a matrix that
+    is too large for that. 160 is no multiple of a tile."""
+    if rows == 100:
+        monkeypatch.setattr(gpu_weights, "TABLE_BYTES", 0)
     backend = GpuLinearBackend(DTYPE, kernel_device, 2, 16, None, Packer(kernel_device))
     made = [tensor(k, k, n, inner, n, experts=1) for k, n in ((kind, 128), (kind, 64), ("Q8_0", 50))]
     linears = [backend.load(f"p{i}", weight[0], None) for i, (weight, _) in enumerate(made)]

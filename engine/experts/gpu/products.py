@@ -138,23 +138,25 @@ def choice_products(
 def _few(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str, Any]]:
     """Columns of a program and constants, of blocks of 16 rows."""
     # no more scales of a run than threads: others would be exchanged through shared memory, run by run
-    narrow = tiles.each <= VECTOR_ROWS or any(not m.plain and m.group < m.sub for m in matrices)
+    narrow = any(not m.plain and m.group < m.sub for m in matrices)
     step = 128 if any(m.low == 8 for m in matrices if not m.plain) else 256
     most = _FEW_COLUMNS // 2 if narrow else _FEW_COLUMNS
-    return _divisor(columns, most), {"STEP": step, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return _divisor(columns, most), {"STEP": step, "num_warps": tiles.warps, "num_stages": tiles.stages, "FIRST": False}
 
 
 def _many(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str, Any]]:
     """Columns of a program and constants, of larger blocks: gate and up share one, down has its own."""
     both, down = len(matrices) > 1, matrices[0]
+    first = tiles.bm == _MANY_ROWS and all(m.form == "i8" for m in matrices)  # others gain less by it, or lose
     most, warps, stages = tiles.bn_gate_up if both else tiles.bn_down, tiles.warps, tiles.stages
     if any(m.upper == 1 for m in matrices if not m.plain):
         stages = 2  # tiles of five bits are so long that three of them, with their rows, need too much shared memory
     elif tiles.bm == _MANY_ROWS and both:
         stages = 2
     elif tiles.bm == _MANY_ROWS and not down.plain:
-        most, warps, stages = (64, 4, 3) if (down.low, down.upper) == (4, 0) else (256, 8, 2)
-    return _divisor(columns, most), {"STEP": _MANY_STEP, "num_warps": warps, "num_stages": stages}
+        most, warps, stages = (64, 4, 3) if first or (down.low, down.upper) == (4, 0) else (256, 8, 2)
+    constants = {"STEP": _MANY_STEP, "num_warps": warps, "num_stages": stages, "FIRST": first}
+    return _divisor(columns, most), constants
 
 
 def _plain_choice_products(frames: torch.Tensor, sizes: Sizes) -> tuple[Product, Product]:

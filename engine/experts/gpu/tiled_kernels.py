@@ -22,7 +22,7 @@ def gate_up(
     x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER: gate and up are of one form."""
     b = tl.program_id(0)
@@ -35,11 +35,11 @@ def gate_up(
     if TOGETHER:  # columns of gate and up in turn, so that a row's values are read once
         column = tl.arange(0, 2 * BN)
         row = tl.program_id(1) * BN + column // 2
-        both = product(xs, real, weights + column % 2 * UP_AT, row, WG, BM, 2 * BN, FAST, STEP)
+        both = product(xs, real, weights + column % 2 * UP_AT, row, WG, BM, 2 * BN, FAST, STEP, FIRST)
         gate, up = tl.split(tl.reshape(both, [BM, BN, 2]))
     else:
-        gate = product(xs, real, weights, n, WG, BM, BN, FAST, STEP)
-        up = product(xs, real, weights + UP_AT, n, WU, BM, BN, FAST, STEP)
+        gate = product(xs, real, weights, n, WG, BM, BN, FAST, STEP, FIRST)
+        up = product(xs, real, weights + UP_AT, n, WU, BM, BN, FAST, STEP, FIRST)
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         gate, up = with_lora_gate_up(gate, up, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
@@ -52,7 +52,7 @@ def down(
     h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
     WD: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
@@ -60,7 +60,7 @@ def down(
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
-    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, FAST, STEP)
+    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, FAST, STEP, FIRST)
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         sums = with_lora_down(sums, slot, t, position, e, address, ranks, n, H, MID, E, T, R)

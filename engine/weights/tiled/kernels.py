@@ -116,13 +116,15 @@ def scaled(
 @triton.jit
 def product(
     x, real, w, n, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr = 1,
+    FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """float32 [BM, BN]. STEP: values of K at a time, at least a tile, and a tile if K is no multiple.
+    FIRST: weights are the first operand, which Hopper's instructions take from registers, not from shared memory.
     x: pointers [BM, 1] to rows, read where `real` [BM]; n [BN]: rows of the matrix at w, or of those at w [BN]."""
     if W[3] >= 16:
         sums = _plain_product(x, real, w, n, W, BM, BN)
     else:
-        sums = _tiled_product(x, real, w, n, W, BM, BN, FAST, STEP)
+        sums = _tiled_product(x, real, w, n, W, BM, BN, FAST, STEP, FIRST)
     return sums
 
 
@@ -143,6 +145,7 @@ def _plain_product(x, real, w, n, W: tl.constexpr, BM: tl.constexpr, BN: tl.cons
 @triton.jit
 def _tiled_product(
     x, real, w, n, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = W[1]
     PADDED: tl.constexpr = W[2]
@@ -154,7 +157,7 @@ def _tiled_product(
     DTYPE: tl.constexpr = x.dtype.element_ty
     i = tl.arange(0, SUB)
     w = w + tl.zeros([BN], tl.int32)
-    sums = tl.zeros([BM, BN], tl.float32)
+    sums = tl.zeros([BN, BM] if FIRST else [BM, BN], tl.float32)
     low_at = (w + n * (PADDED * LOW // 8))[:, None] + i[None, :]
     upper_at = (w + W[12] + n * (PADDED * UPPER // 8))[:, None] + i[None, :]
     UNROLL: tl.constexpr = STEP // (SUB * SUBS) if STEP > SUB * SUBS and PADDED % STEP == 0 else 1
@@ -185,7 +188,12 @@ def _tiled_product(
                         xs = tl.load(x + first + i[None, :], mask=real[:, None], other=0)
                     else:
                         xs = tl.load(x + first + i[None, :], mask=real[:, None] & (first + i < K)[None, :], other=0)
-                    sums = tl.dot(xs, tl.trans(values), sums, input_precision="ieee")
+                    if FIRST:
+                        sums = tl.dot(values, tl.trans(xs), sums, input_precision="ieee")
+                    else:
+                        sums = tl.dot(xs, tl.trans(values), sums, input_precision="ieee")
+    if FIRST:
+        sums = tl.trans(sums)
     return sums
 
 
