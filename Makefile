@@ -38,7 +38,7 @@ train-demo: setup $(VENV)/.train
 
 # Two processes, a file at a time: half of the time goes into waiting.
 test: setup $(VENV)/.train
-	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: setup $(VENV)/.clients
 	@KTSERVE_TEST_CLIENTS=1 $(PY) -m pytest tests/clients $(ARGS)
