@@ -58,7 +58,7 @@ class Batch:
             core.slots.assign(core.waiting.best_ranks(background=not live), now)
         self._displace_background()
         self._add_rows()
-        if not self._rows and not self._live_could_run:
+        if not self._rows and not self._live_could_run and (live or not self._gaps.paused(now)):
             self._background, self._admitting = True, not core.num_live_waiting
             self._allowed_s = self._gaps.allowed_s(now)
             self._add_rows()

@@ -189,7 +189,7 @@ class Scheduler:
         self._pace.ended(len(finished), now)
         for request in finished:
             if not request.background:
-                self._gaps.ended(now - request.arrival_s)
+                self._gaps.ended(now - request.arrival_s, now)
         return events
 
     def drop(self, plan: StepPlan) -> list[Event]:

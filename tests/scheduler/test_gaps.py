@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler.plan import EventKind, StepPlan
 from scheduler.policy.cost import MIN_SAMPLES
-from scheduler.policy.gaps import IDLE_SHARE, SHARE
+from scheduler.policy.gaps import IDLE_SHARE, MOST_PAUSE_S, SHARE
 from scheduler.scheduler import Scheduler
 from tests.scheduler.harness import config, make_request
 
@@ -21,6 +21,7 @@ class Timed:
         self.scheduler = Scheduler(
             config(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=64, prefix_caching=False)
         )
+        self.began = 0.0  # the last step
         self.now, self._base_s, self._token_s = 0.0, base_s, token_s
 
     def takes_s(self, tokens: int) -> float:
@@ -30,10 +31,16 @@ class Timed:
         self.scheduler.add(make_request(name, [1] * 20, tokens, background=background), self.now)
 
     def step(self) -> tuple[StepPlan | None, list[str]]:
-        """What ran, and who finished."""
+        """What ran, once something could, and who finished."""
         plan = self.scheduler.schedule(self.now)
+        for _ in range(1000 if self.scheduler.requests() else 0):
+            if plan is not None:
+                break
+            self.now += MOST_PAUSE_S / 1000
+            plan = self.scheduler.schedule(self.now)
         if plan is None:
             return None, []
+        self.began = self.now
         seconds = self.takes_s(plan.num_tokens)
         self.now += seconds
         events = self.scheduler.commit(plan, [[1] if row.samples else [] for row in plan.rows], self.now)
@@ -68,12 +75,13 @@ def test_a_step_between_live_requests_is_short(base_s: float, token_s: float, id
         timed.now += idle_s if number == 6 else 0.0
         last = timed.now - (idle_s if number == 6 else 0.0)
         for _ in range(3):
-            before = timed.now
             plan, _ = timed.step()
             assert plan is not None and all(row.request.background for row in plan.rows)
             seen += plan.num_tokens
-            allowed_s = SHARE * alone_s * 1.5 + IDLE_SHARE * (before - last)  # those after the first begin a bit later
-            assert timed.now - before <= 1.05 * max(allowed_s, timed.takes_s(1))
+            allowed_s = SHARE * alone_s * 1.5 + IDLE_SHARE * (
+                timed.began - last
+            )  # those after the first begin a bit later
+            assert timed.now - timed.began <= 1.05 * max(allowed_s, timed.takes_s(1))
         timed.live(f"l{number}")
     assert seen
 
@@ -102,3 +110,16 @@ def test_long_without_live_requests_steps_are_whole_again() -> None:
         timed.background(number + 1)
         plan, _ = timed.step()
     assert plan is not None and len(plan.rows) >= 16
+
+
+def test_a_client_that_follows_up_meets_no_background_step() -> None:
+    timed = Timed(1e-3, 1e-3)
+    timed.background(0)
+    for _ in range(2 * MIN_SAMPLES):
+        timed.step()
+    timed.live("first")
+    assert timed.scheduler.schedule(timed.now) is None, "the next one may come at once"
+    timed.add("second", 1, background=False)
+    assert timed.step()[1] == ["second"]
+    plan, _ = timed.step()
+    assert plan is not None and plan.rows[0].request.background, "it did not come"
