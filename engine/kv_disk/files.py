@@ -1,4 +1,4 @@
-"""A folder of KV blocks, a file each, so that it can be killed at any moment and mended by deleting.
+"""A folder of KV blocks, a file each, consistent after a kill at any moment: a damaged file is deleted.
 
     KEY.kv    | header: magic, key, bytes of what follows, checksum | what the block holds |
 

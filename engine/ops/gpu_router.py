@@ -17,7 +17,7 @@ _EACH = 2  # of the router's rows, in a program
 
 @triton.jit
 def _last_one(arrived, parts):
-    """Whether all other programs of this row have stored their logits; the count begins anew."""
+    """Whether all other programs of this row have stored their logits; the count is reset."""
     tl.debug_barrier()  # all that this program has stored, then its mark
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1
     if last:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-TIMEOUT_S = 300  # of one exchange: a rank may wait for another's long chunk, but not for ever
+TIMEOUT_S = 300  # of one exchange: a rank may wait for another's long chunk, but not without end
 
 
 # Groups of which there may be several in a process, where torch.distributed keeps one for all.

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,17 +47,20 @@ class App(NamedTuple):
     def get(self, path: str, key: str = "") -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=PATIENCE_S, headers=bearer(key or self.key))
 
+    def stream(self, model: str) -> AbstractContextManager[httpx.Response]:
+        """A long answer."""
+        body = {"model": model, "prompt": "Hi", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        return httpx.stream(
+            "POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S, headers=bearer(self.key)
+        )
+
     @contextmanager
     def open_everywhere(self, model: str) -> Iterator[None]:
         """Streams that stay open, as many as it takes until each replica has one."""
-        body = {"model": model, "prompt": "Hi", "max_tokens": 4000, "stream": True, "ignore_eos": True}
         homes: set[str] = set()
         with ExitStack() as stack:
             for _ in range(20 * REPLICAS):
-                stream = httpx.stream(
-                    "POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S, headers=bearer(self.key)
-                )
-                answer = stack.enter_context(stream)
+                answer = stack.enter_context(self.stream(model))
                 assert answer.status_code == 200
                 homes.add(answer.headers["x-ktserve-replica"])
                 if len(homes) == REPLICAS:
@@ -126,16 +129,11 @@ def test_answers_are_those_of_a_server(app: App) -> None:
 
 
 def test_long_answers_are_spread_evenly(app: App) -> None:
-    body = {"model": "null", "prompt": "Hi", "max_tokens": 4000, "stream": True, "ignore_eos": True}
-
     def spread() -> list[int]:
         homes: Counter[str] = Counter()
         with ExitStack() as stack:
             for _ in range(3 * REPLICAS):
-                stream = httpx.stream(
-                    "POST", f"{app.url}/v1/completions", json=body, timeout=PATIENCE_S, headers=bearer(app.key)
-                )
-                answer = stack.enter_context(stream)
+                answer = stack.enter_context(app.stream("null"))
                 assert answer.status_code == 200
                 homes[answer.headers["x-ktserve-replica"]] += 1
                 time.sleep(0.2)  # Serve forgets how many are open

@@ -69,7 +69,7 @@ def test_nobody_else_finds_it() -> None:
 
 
 def test_an_adapter_is_what_it_computes_not_its_number() -> None:
-    """Numbers are given anew by every process. (The fake KV depends on them, so outputs are not looked at.)"""
+    """Every process numbers adapters itself. (The fake KV depends on them, so outputs are not looked at.)"""
     disk = FakeDisk()
     hits = []
     for name, uid, digest in (("first", 1, b"x"), ("other", 1, b"y"), ("renumbered", 2, b"x")):
