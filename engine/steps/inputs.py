@@ -113,10 +113,7 @@ class StepArrays:
     @property
     def one_each(self) -> bool:
         """Whether every row samples once."""
-        rows = len(self.context_lens)
-        return len(self.kept) == rows and (
-            rows == self.num_tokens or np.array_equal(self.kept_starts, np.arange(rows + 1))
-        )
+        return self.single or np.array_equal(self.kept_starts, np.arange(len(self.context_lens) + 1))
 
     def layout(self, device: torch.device) -> BatchLayout:
         return BatchLayout(
