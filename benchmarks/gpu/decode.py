@@ -35,10 +35,11 @@ import torch
 
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
+from benchmarks.models.random import LORA_RANK, expert_bytes, random_lora, random_values
 from engine.attention.base import BLOCK_SIZE
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.graphs.padded import PaddedDecode
-from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.lora.adapter import AdapterWeights, LoraPair
 from engine.model.config import ModelConfig
 from engine.model.layers import SparseMlp
 from engine.steps.runner import InFlight, ModelRunner
@@ -46,7 +47,6 @@ from native.topology import make_pool
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 
-RANK = 16
 SECONDS = 3.0  # of each measurement, about
 AHEAD = 512  # steps that a sequence may grow by
 
@@ -84,7 +84,7 @@ class Bench:
         positions = rows * (args.context + AHEAD + BLOCK_SIZE)
         flags += ["--expert-backend", args.experts, "--kv-cache-tokens", str(positions)]
         if args.adapters:
-            flags += ["--max-adapter-slots", str(args.adapters), "--max-adapter-rank", str(RANK)]
+            flags += ["--max-adapter-slots", str(args.adapters), "--max-adapter-rank", str(LORA_RANK)]
         if args.experts == "kt":
             flags += ["--kt-method", {"int8": "AMXInt8", "int4": "AMXInt4"}.get(args.quantise or "", "AMXBF16")]
         elif args.quantise:
@@ -92,7 +92,7 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as temporary:
             model = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
             core = Served(served_config(model, flags)).core
-        runner = core.runner
+        runner: Any = core.runner
         for attention in runner.model.attention_backends:
             for part in (t for pair in attention.cache for t in pair):
                 part.normal_()
@@ -188,9 +188,9 @@ def no_rows(padded: PaddedDecode) -> Iterator[None]:
     padded.inputs.fill = fill  # type: ignore[method-assign]
 
 
-def measure(bench: Bench, rows: int, bytes_per_s: float, expert_bytes: int, adapters: int) -> dict[str, Any]:
+def measure(bench: Bench, rows: int, bytes_per_s: float, each: int, adapters: int) -> dict[str, Any]:
     layers = len(bench.config.sparse_layers)
-    num_bytes = bench.distinct(rows) * layers * expert_bytes
+    num_bytes = bench.distinct(rows) * layers * each
     bench.runner.padded = captured = bench.served
     step_s = bench.step_s(rows)
     found: dict[str, Any] = {"rows": rows, "ms": step_s * 1e3, "tok_s": rows / step_s, "gbytes": num_bytes / 1e9}
@@ -217,22 +217,13 @@ def measure(bench: Bench, rows: int, bytes_per_s: float, expert_bytes: int, adap
 
 def add_adapters(bench: Bench, count: int) -> None:
     """`count` adapters of rank 16 on attention and all experts; they share their values, not their memory."""
-    c, cuda = bench.config, torch.device("cuda")
-    e, h, i = c.num_experts, c.hidden_size, c.moe_intermediate_size
-
-    def t(*shape: int) -> torch.Tensor:
-        values: torch.Tensor = torch.randn(shape, device=cuda, dtype=torch.bfloat16) / shape[-1] ** 0.5
-        return values.cpu()
-
-    lora = ExpertLora(
-        t(e, RANK, h), t(e, i, RANK), t(e, RANK, h), t(e, i, RANK), t(e, RANK, i), t(e, h, RANK), 1.0, 1.0, 1.0
-    )
-    pairs = {
-        name: LoraPair(t(RANK, linear.shape[1]), t(linear.shape[0], RANK), 1.0)  # type: ignore[attr-defined]
-        for name, linear in bench.runner.model.linears.items()
-        if name.endswith("_proj")
-    }
-    adapter = AdapterWeights("random", "random", pairs, dict.fromkeys(c.sparse_layers, lora))
+    pairs: dict[str, LoraPair] = {}
+    for name, linear in bench.runner.model.linears.items():
+        if name.endswith("_proj"):
+            out, inner = linear.shape  # type: ignore[attr-defined]
+            pairs[name] = LoraPair(random_values(LORA_RANK, inner), random_values(out, LORA_RANK), 1.0)
+    lora = random_lora(bench.config)
+    adapter = AdapterWeights("random", "random", pairs, dict.fromkeys(bench.config.sparse_layers, lora))
     for slot in range(1, count + 1):
         bench.runner.model.set_adapter(slot, adapter)
 
@@ -259,9 +250,7 @@ def main() -> None:
     began = time.perf_counter()
     bench = Bench.load(args)
     loaded_s = time.perf_counter() - began
-    c = bench.config
-    width = {"int8": 34 / 32, "int4": 19 / 32}.get(args.quantise or "", 2.0)
-    expert_bytes = int(3 * c.hidden_size * c.moe_intermediate_size * width)
+    num_bytes = expert_bytes(bench.config, args.quantise)
     bytes_per_s = read_bandwidth(bench.runner.model.expert_backends[0])
     if args.adapters:
         add_adapters(bench, args.adapters)
@@ -282,7 +271,7 @@ def main() -> None:
     }
     print("".join(f"{head:>{wide}}" for head, wide in heads.items()))
     for rows in args.rows:
-        r = measure(bench, rows, bytes_per_s, expert_bytes, args.adapters)
+        r = measure(bench, rows, bytes_per_s, num_bytes, args.adapters)
         if rows in peers:
             r["peer"] = peers[rows]["ms"] / r["ms"]
         results.append(r)

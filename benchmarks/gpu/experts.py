@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.models.random import LORA_RANK, QWEN3_30B_A3B, expert_bytes, random_lora, random_store
 from engine.architectures.registry import config_from_hf
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.bridge.backend import CudaBridge
@@ -32,43 +33,13 @@ from engine.experts.gpu.backend import GpuExperts
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts
 from engine.experts.streamed.backend import NEVER, StreamedExperts
-from engine.lora.adapter import ExpertLora
 from engine.model.config import ModelConfig
-from engine.weights.store import ExpertStore, WeightTensor
 from native import _native
 from native.topology import make_pool
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
-SHAPE = {
-    "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
-    "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
-    "attention_bias": False, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
-}  # fmt: skip
-RANK = 16
 WARM_STEPS = 160  # of the hybrid, from nothing on the GPU
-
-
-def random_store(layer: int, config: ModelConfig) -> ExpertStore:
-    e, h, i = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    parts = []
-    for name, shape in (("gate", (e, i, h)), ("up", (e, i, h)), ("down", (e, h, i))):
-        values = (torch.randn(shape, device=CUDA, dtype=BF16) / shape[2] ** 0.5).cpu()
-        parts.append(WeightTensor(name, shape, "BF16", values.view(torch.uint8).numpy().reshape(-1)))
-    return ExpertStore(layer, *parts)
-
-
-def random_lora(config: ModelConfig, rank: int) -> ExpertLora:
-    e, h, i = config.num_experts, config.hidden_size, config.moe_intermediate_size
-
-    def t(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, device=CUDA, dtype=BF16) / shape[-1] ** 0.5).cpu()
-
-    return ExpertLora(
-        t(e, rank, h), t(e, i, rank), t(e, rank, h), t(e, i, rank), t(e, rank, i), t(e, h, rank), 1.0, 1.0, 1.0
-    )
 
 
 def zipf_ids(config: ModelConfig, rows: int, layer: int, exponent: float, draw: int = 0) -> torch.Tensor:
@@ -101,7 +72,7 @@ class Step:
     @property
     def distinct(self) -> float:
         """Experts that a layer touches."""
-        return statistics.mean(ids.unique().numel() for ids in self.ids.cpu())
+        return float(statistics.mean(ids.unique().numel() for ids in self.ids.cpu()))
 
     def tasks(self, backend: ExpertBackend) -> list[ExpertTask]:
         return [backend.bind(layer, self.buffers) for layer in range(self.layers)]
@@ -157,13 +128,13 @@ def graph_ms(backend: ExpertBackend, step: Step, lora: bool, repeats: int) -> fl
 
 class Bench:
     def __init__(self, layers: int, repeats: int, quantise: str | None) -> None:
-        self.config = config_from_hf({**SHAPE, "num_hidden_layers": layers})
+        self.config = config_from_hf({**QWEN3_30B_A3B, "num_hidden_layers": layers})
         self.layers, self.repeats = layers, repeats
         self.pool: Any = make_pool()
         self.peak = float(_native.read_bandwidth(self.pool, 4 << 30, repeats=3, isa=""))
         self.native = NativeExperts(self.config, BF16, self.pool, quantise=quantise)
-        self.expert_bytes = 3 * self.config.hidden_size * self.config.moe_intermediate_size * 2
-        self.cpu_bytes = int(self.expert_bytes / 2 * {"int8": 34 / 32, "int4": 19 / 32}.get(quantise or "", 2.0))
+        self.expert_bytes = expert_bytes(self.config)
+        self.cpu_bytes = expert_bytes(self.config, quantise)
         self.results: dict[str, Any] = {}
         self.machine: dict[str, Any] = {
             "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "isa": self.native.isa,
@@ -230,7 +201,7 @@ class Bench:
                 "decode", f"{rows} rows", ms=ms, cpu_ms=cpu, over_peak=ms / peak,
                 GB_s=step.distinct * self.cpu_bytes / ms / 1e6, tok_s=rows / (ms * 48) * 1e3,
             )  # fmt: skip
-        lora = random_lora(self.config, RANK)
+        lora = random_lora(self.config)
         for slot in range(1, 17):
             self.bridge.set_adapter(slot, dict.fromkeys(range(self.layers), lora))
         base = Step(self.config, self.layers, 32)
@@ -243,10 +214,10 @@ class Bench:
 
     def gpu(self, all_rows: list[int]) -> None:
         count = min(self.layers, 8)
-        backend = GpuExperts(self.config, BF16, CUDA, max_rows=max(all_rows), max_slots=16, max_rank=RANK)
+        backend = GpuExperts(self.config, BF16, CUDA, max_rows=max(all_rows), max_slots=16, max_rank=LORA_RANK)
         for layer in range(count):
             backend.load_layer(layer, random_store(layer, self.config))
-        lora = random_lora(self.config, RANK)
+        lora = random_lora(self.config)
         for rows in all_rows:
             step = Step(self.config, count, rows)
             ms = graph_ms(backend, step, False, self.repeats) / count
@@ -267,7 +238,7 @@ class Bench:
         for share in shares:
             backend = HybridExperts(
                 self.bridge, self.config, BF16, CUDA, budget_bytes=int(share * total) * self.expert_bytes,
-                max_rows=max(all_rows), max_slots=4, max_rank=RANK,
+                max_rows=max(all_rows), max_slots=4, max_rank=LORA_RANK,
             )  # fmt: skip
             for layer in range(self.layers):
                 backend.parts.source.add(layer)
@@ -305,7 +276,7 @@ class Bench:
 
     def prefill(self, all_rows: list[int]) -> None:
         backend = StreamedExperts(
-            self.bridge, self.config, BF16, CUDA, max_rows=max(all_rows), max_slots=16, max_rank=RANK
+            self.bridge, self.config, BF16, CUDA, max_rows=max(all_rows), max_slots=16, max_rank=LORA_RANK
         )  # fmt: skip
         for layer in range(self.layers):
             backend.add_source(layer)

@@ -6,7 +6,7 @@
     python -m benchmarks.gpu.run --list                     # the commands
 
 Processes of their own because kt_kernel never gives its memory back and a model of 48 layers fills the machine. A part
-that fails is told at the end and the others go on. The part `llamacpp` needs --llama and --models.
+that fails is told at the end and the others go on. The parts `llamacpp` need --llama and --models.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ PARTS = {
     "served-cpu": Part(
         "gpu.served", "--layers 48 --prompt 30000 --serve=--expert-backend=native", "gpu-served-cpu.json", "--layers 2"
     ),
-    "llamacpp": Part("gpu.llamacpp", "", "gpu-llamacpp.json", "--layers 2 --rows 1 8 --quick"),
+    "llamacpp": Part("gpu.llamacpp", "", "gpu-llamacpp-q4_k_m.json", "--layers 2 --rows 1 8 --quick"),
+    "llamacpp-q8_0": Part(
+        "gpu.llamacpp", "--types Q8_0 --placements cpu", "gpu-llamacpp.json", "--layers 2 --rows 1 8 --quick"
+    ),
 }
 
 
@@ -75,8 +78,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART")
     parser.add_argument("--quick", action="store_true", help="a dry run: small and short, its figures mean nothing")
     parser.add_argument("--list", action="store_true", help="print the commands and end")
-    parser.add_argument("--llama", type=Path, help="folder of llama.cpp's binaries with CUDA, for the part llamacpp")
-    parser.add_argument("--models", type=Path, help="folder for that part's models: 16 GB")
+    parser.add_argument("--llama", type=Path, help="folder of llama.cpp's binaries with CUDA, for the parts llamacpp")
+    parser.add_argument("--models", type=Path, help="folder for their models: 9 GB")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     if args.quick and args.out == RESULTS:

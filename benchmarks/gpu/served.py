@@ -50,9 +50,10 @@ def served_config(model: Path, flags: Sequence[str]) -> EngineConfig:
 
 
 class Served:
-    """The engine of a server, and what it sends."""
+    """The engine of a server, and what it sends. `context`: tokens of a stream's prompt."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, context: int = CONTEXT) -> None:
+        self.context = context
         self.times: dict[str, list[float]] = {}  # by request: when each of its messages of tokens came
         self.tokens = 0
         began = time.perf_counter()
@@ -90,7 +91,7 @@ class Served:
     @contextmanager
     def running(self, streams: int) -> Iterator[list[str]]:
         """So many streams in decode."""
-        names = [self.submit(CONTEXT, 4096) for _ in range(streams)]
+        names = [self.submit(self.context, 4096) for _ in range(streams)]
         self.until(names, 4)
         yield names
         for name in names:
@@ -98,18 +99,24 @@ class Served:
         while self.core.busy:
             self.core.step()
 
-    def decode(self, rows: int, seconds: float) -> dict[str, float]:
+    def decode(self, rows: int, seconds: float = 0.0, steps: int = 16) -> dict[str, float]:
+        """So many steps of so many streams, and more until so many seconds have passed."""
         with self.running(rows), _waits() as waited:
-            steps, tokens, began = 0, self.tokens, time.perf_counter()
+            done, tokens, began = 0, self.tokens, time.perf_counter()
             waited.clear()
-            while (took := time.perf_counter() - began) < seconds or steps < 16:
+            while (took := time.perf_counter() - began) < seconds or done < steps:
                 self.core.step()
-                steps += 1
+                done += 1
             return {
-                "engine_ms": took / steps * 1e3,
+                "engine_ms": took / done * 1e3,
                 "engine_tok_s": (self.tokens - tokens) / took,
-                "host_ms": (took - sum(waited)) / steps * 1e3,
+                "host_ms": (took - sum(waited)) / done * 1e3,
             }
+
+    def expert_choices(self) -> tuple[int, int]:
+        """Of all rows so far where some experts are on a GPU: choices, and those of them that were there."""
+        counts = [places.choices() for places in self.core.runner.model.expert_places if places.choices is not None]
+        return sum(choices for choices, _ in counts), sum(hits for _, hits in counts)
 
     def first_token(self, tokens: int, streams: int) -> dict[str, float]:
         with self.running(streams) as names:

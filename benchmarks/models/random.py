@@ -1,14 +1,14 @@
-"""Random weights of any Qwen3MoE shape, made on the GPU when asked for: a full-size model without files."""
+"""Qwen3-30B-A3B's shape, and random bf16 values for it, drawn on the GPU."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.lora.adapter import ExpertLora
 from engine.model.config import ModelConfig
-from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+from engine.weights.store import ExpertStore, WeightTensor
 
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "vocab_size": 151936,
@@ -17,59 +17,31 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
     "attention_bias": False, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+LORA_RANK = 16
+_WEIGHT_BYTES = {None: 2.0, "int8": 34 / 32, "int4": 19 / 32}
 
 
-class RandomSource(WeightSource):
-    """bf16. Layers read the same expert values, but every backend keeps a copy of its own for each."""
+def expert_bytes(config: ModelConfig, quantise: str | None = None) -> int:
+    """Of one expert, in bf16 or as --quantise makes it."""
+    return int(3 * config.hidden_size * config.moe_intermediate_size * _WEIGHT_BYTES[quantise])
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self.config = config
-        self._device = device
-        self._made: dict[str, WeightTensor] = {}
 
-    def _random(self, name: str, *shape: int, cached: bool = False) -> WeightTensor:
-        if name in self._made:
-            return self._made[name]
-        values = torch.randn(shape, device=self._device, dtype=torch.bfloat16)
-        values = 1 + values / 10 if len(shape) == 1 else values / shape[-1] ** 0.5
-        made = WeightTensor(name, shape, "BF16", values.cpu().view(torch.uint8).numpy().reshape(-1))
-        if cached:
-            self._made[name] = made
-        return made
+def random_values(*shape: int) -> torch.Tensor:
+    """In host memory, with a standard deviation of 1 / sqrt(the last dimension)."""
+    values: torch.Tensor = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
+    return values.cpu()
 
-    def tensor(self, name: str) -> WeightTensor:
-        c = self.config
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed_tokens": (c.vocab_size, c.hidden_size),
-            "lm_head": (c.vocab_size, c.hidden_size),
-            "q_proj": (q, c.hidden_size),
-            "k_proj": (kv, c.hidden_size),
-            "v_proj": (kv, c.hidden_size),
-            "o_proj": (c.hidden_size, q),
-            "q_norm": (c.head_dim,),
-            "k_norm": (c.head_dim,),
-            "gate": (c.num_experts, c.hidden_size),
-        }
-        return self._random(name, *shapes.get(name.split(".")[-2], (c.hidden_size,)))
 
-    def has(self, name: str) -> bool:
-        return not name.endswith(".bias")
+def random_store(layer: int, config: ModelConfig) -> ExpertStore:
+    e, h, i = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    shapes = {"gate": (e, i, h), "up": (e, i, h), "down": (e, h, i)}
+    parts = {name: random_values(*shape).view(torch.uint8).numpy().reshape(-1) for name, shape in shapes.items()}
+    return ExpertStore(layer, *(WeightTensor(name, shapes[name], "BF16", raw) for name, raw in parts.items()))
 
-    def experts(self, layer: int) -> ExpertStore:
-        c = self.config
-        e, h, i = c.num_experts, c.hidden_size, c.moe_intermediate_size
-        shapes = {"gate": (e, i, h), "up": (e, i, h), "down": (e, h, i)}
-        parts = {name: self._random(name, *shape, cached=True) for name, shape in shapes.items()}
-        return ExpertStore(layer, parts["gate"], parts["up"], parts["down"])
 
-    def names(self) -> list[str]:
-        return []
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
-
-    @property
-    def paths(self) -> list[Path]:
-        return []
+def random_lora(config: ModelConfig, rank: int = LORA_RANK) -> ExpertLora:
+    """On all experts of a layer."""
+    e, h, i, t = config.num_experts, config.hidden_size, config.moe_intermediate_size, random_values
+    return ExpertLora(
+        t(e, rank, h), t(e, i, rank), t(e, rank, h), t(e, i, rank), t(e, rank, i), t(e, h, rank), 1.0, 1.0, 1.0
+    )

@@ -26,7 +26,8 @@ class Flags:
     flash: bool = True
     repack: bool = True
     ubatch: int = 512
-    gpu: bool = False  # all layers there but the experts; the file not mapped, as llama.cpp advises for that
+    gpu: bool = False  # all layers there; the file not mapped, as llama.cpp advises for experts on the CPU
+    cpu_layers: int = 0  # with a GPU: the experts of the first so many layers stay on the CPU
     offload: bool = True  # with a GPU: experts of many rows are copied there
 
     def bench(self) -> list[str]:
@@ -35,15 +36,9 @@ class Flags:
     def common(self) -> list[str]:
         flags = [*self._common(), *([] if self.repack else ["--no-repack"])]
         if self.gpu:
-            flags += [
-                "-ngl",
-                "99",
-                "--n-cpu-moe",
-                "99",
-                "--load-mode",
-                "none",
-                *([] if self.offload else ["--no-op-offload"]),
-            ]
+            flags += ["-ngl", "99", "--load-mode", "none"]
+            flags += ["--n-cpu-moe", str(self.cpu_layers)] if self.cpu_layers else []
+            flags += [] if self.offload else ["--no-op-offload"]
         return flags
 
     def _common(self) -> list[str]:
@@ -59,8 +54,8 @@ class Peer:
     libraries: tuple[Path, ...] = ()  # folders of what the binaries were linked with, if not where they look
 
     def version(self) -> str:
-        line = self._run("llama-bench", ["--version"], 60, both=True).strip().splitlines()
-        return line[0].removeprefix("version: ") if line else "unknown"
+        said = self._run("llama-batched-bench", ["--version"], 60, both=True).splitlines()
+        return next((line.removeprefix("version: ") for line in said if line.startswith("version: ")), "unknown")
 
     def sweep(self, model: Path, threads: list[int], quick: bool) -> tuple[Flags, list[dict[str, Any]]]:
         """The flags with the best product of prefill and decode speed, one change at a time from the default;
@@ -96,10 +91,13 @@ class Peer:
         tests = [line for i, line in enumerate(lines) if i]  # without the warm-up
         return {f"pp{t['n_prompt']}" if t["n_prompt"] else f"tg{t['n_gen']}": float(t["avg_ts"]) for t in tests}
 
-    def batched(self, model: Path, flags: Flags, n_prompt: int, n_gen: int, rows: list[int]) -> dict[int, float]:
-        """Decode tok/s of all sequences together, by their number."""
+    def batched(
+        self, model: Path, flags: Flags, n_prompt: int, n_gen: int, rows: list[int], *, warm: bool = False
+    ) -> dict[int, float]:
+        """Decode tok/s of all sequences together, by their number. `warm`: of the second of two times."""
         context = max(rows) * (n_prompt + n_gen) + 64
-        args = ["-m", str(model), "-npp", str(n_prompt), "-ntg", str(n_gen), "-npl", ",".join(map(str, rows))]
+        counts = ",".join(str(n) for n in rows for _ in range(2 if warm else 1))
+        args = ["-m", str(model), "-npp", str(n_prompt), "-ntg", str(n_gen), "-npl", counts]
         args += ["-c", str(context), "--output-format", "jsonl", *flags.common()]
         lines = [line for line in self._run("llama-batched-bench", args, 600).splitlines() if line.startswith("{")]
         return {int(test["pl"]): float(test["speed_tg"]) for test in map(json.loads, lines)}
