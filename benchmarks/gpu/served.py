@@ -118,6 +118,17 @@ class Served:
         counts = [places.choices() for places in self.core.runner.model.expert_places if places.choices is not None]
         return sum(choices for choices, _ in counts), sum(hits for _, hits in counts)
 
+    def burst(self, streams: int, prompt: int, output: int) -> float:
+        """Tokens a second of so many requests that come at once, while all of them are running."""
+        began = time.perf_counter()
+        names = [self.submit(prompt, output) for _ in range(streams)]
+        self.until(names, output)
+        while self.core.busy:
+            self.core.step()
+        times = [self.times.pop(name) for name in names]
+        gaps = [[b - a for a, b in pairwise(each)] for each in times]
+        return steady_tok_s(Burst(streams * output, 0.0, [each[0] - began for each in times], gaps))
+
     def first_token(self, tokens: int, streams: int) -> dict[str, float]:
         with self.running(streams) as names:
             before = {name: len(self.times[name]) for name in names}

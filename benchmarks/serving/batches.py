@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -84,7 +85,7 @@ def _latencies(http: httpx.Client, args: argparse.Namespace, turn: int) -> list[
 
 
 def _body(number: int, max_tokens: int) -> dict[str, Any]:
-    prompt = [1 + (number * 131 + i * 7) % 200 for i in range(64)]
+    prompt = random.Random(number).choices(range(1, 200), k=64)  # no two alike: nothing comes from the prefix cache
     return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
 
 

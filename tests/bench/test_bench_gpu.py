@@ -65,6 +65,7 @@ def test_the_engine_of_a_server_is_measured(tmp_path):
     assert row["engine_tok_s"] == pytest.approx(2e3 / row["engine_ms"]) and 0 < row["host_ms"] <= row["engine_ms"]
     seen = served.first_token(700, 1)
     assert seen["longest_gap_ms"] >= seen["gap_ms"] > 0 and seen["ttft_s"] > 0
+    assert served.burst(2, 8, 16) > 0
     assert not served.core.busy
     served.core.close()
 
