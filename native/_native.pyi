@@ -172,6 +172,14 @@ class WorkerPool:
     def latencies(self, calls: int, gap_us: float = 0.0) -> list[float]:
         """Seconds of each of `calls` empty jobs, after `gap_us` without work."""
 
+    def record(self, on: bool) -> None:
+        """Whether jobs are recorded from here on; for benchmarks."""
+
+    def take_recorded(self) -> list[tuple[int, float, float]]:
+        """
+        Of each job that was recorded since the last call: work items, seconds, and seconds of all workers.
+        """
+
 def futex_wakes(calls: int, gap_us: float = 0.0) -> list[float]:
     """
     Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.

@@ -1,13 +1,14 @@
 """One layer of Qwen3-30B-A3B's experts, forward and backward with LoRA, per packed format and number of rows.
 
 python -m benchmarks.training.layer [--threads N] [--isa avx2] [--types BF16 Q8_0] [--rows 128 512] [--peers kt torch]
-                                  [--seconds S] [--json FILE]
+                                  [--phases] [--seconds S] [--json FILE]
 
 Variants run turn by turn and the fastest of `--repeats` counts: one adapter on all rows, none, eight adapters in turn
 over the rows, and one with gate and up computed again instead of kept. The share of the peak counts the operations of
 the base weights and of LoRA, forward and backward. --peers kt: kt_kernel's training class on bf16 weights in the same
 turns, with a transposed copy of the weights of its own and with a shared one, of which the faster counts; it needs
-AVX-512 with BF16, and what is missing is said. --peers torch: autograd over bf16 and over float32 weights.
+AVX-512 with BF16, and what is missing is said. --peers torch: autograd over bf16 and over float32 weights. --phases:
+where the time of one adapter's step goes, in ms, with the share of it that the workers were busy.
 """
 
 from __future__ import annotations
@@ -84,6 +85,35 @@ def turn_by_turn(variants: dict[str, Callable[[], Seconds]], repeats: int) -> di
     return best
 
 
+# The jobs of a step with LoRA in their order; those of a slice of columns come once for each slice.
+FORWARD, OF_SLICE = ["gather, A x", "gate, up", "A h"], ["down", "combine"]
+BACKWARD, BACK_OF_SLICE = (
+    ["gather, B'd", "W'd, dh", "dw", "A h, B'dgate, B'dup", "zeros"],
+    ["W'd, dx, dA, dB", "sum dx"],
+)
+
+
+def phases(pool: Any, step: Step, repeats: int) -> str:
+    """The least seconds of each phase of `repeats` steps."""
+    best: dict[str, tuple[float, float]] = {}
+    rest = float("inf")
+    for _ in range(repeats):
+        pool.record(True)
+        total = sum(step.seconds())
+        pool.record(False)
+        calls = pool.take_recorded()
+        slices = (len(calls) - len(FORWARD) - len(BACKWARD)) // (len(OF_SLICE) + len(BACK_OF_SLICE))
+        names = FORWARD + slices * OF_SLICE + BACKWARD + slices * BACK_OF_SLICE
+        found: dict[str, tuple[float, float]] = {}
+        for name, (_, seconds, busy) in zip(names, calls, strict=True):
+            before = found.get(name, (0.0, 0.0))
+            found[name] = (before[0] + seconds, before[1] + busy)
+        best = {name: min(found[name], best.get(name, found[name])) for name in found}
+        rest = min(rest, total - sum(seconds for seconds, _ in found.values()))
+    shares = (f"{name} {s * 1e3:.2f} ({busy / s / pool.threads:.0%})" for name, (s, busy) in best.items())
+    return f"{'; '.join(shares)}; between them {rest * 1e3:.2f}"
+
+
 def operations(rows: int, rank: int) -> tuple[float, float]:
     """Of forward, of backward: two per multiply-add. LoRA's backward multiplies each matrix twice, the base's once."""
     base = 2.0 * rows * TOP_K * 3 * HIDDEN * INTERMEDIATE
@@ -147,6 +177,8 @@ class Bench:
                 self.kt.clear()
                 ours = {name: turn for name, turn in turns.items() if name in made}
                 found = turn_by_turn(ours, self.args.repeats)
+            if self.args.phases:
+                print(f"        {phases(self.pool, made['one'], self.args.repeats)}", flush=True)
             self.report(type, rows, found, peaks, {name: step.saved_bytes for name, step in made.items()})
 
     def report(self, type: str, rows: int, found: dict[str, Seconds], peaks: Peaks, saved: dict[str, float]) -> None:
@@ -209,6 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--kt-variant", default="", help="kt_kernel's build, avx512_bf16 for instance; default: its own"
     )
+    parser.add_argument("--phases", action="store_true", help="also print the time of each phase")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()

@@ -46,6 +46,7 @@ class RoutedBatch {
   int64_t count(int64_t expert) const { return first(expert + 1) - first(expert); }
   // Of a position: its row of the batch, and the router's weight.
   int32_t row(int64_t position) const { return row_[static_cast<size_t>(position)]; }
+  const int32_t* rows_from(int64_t position) const { return row_.data() + position; }
   float weight(int64_t position) const { return weight_[static_cast<size_t>(position)]; }
   // Of a row: the positions of its choices j = 0 .. top_k - 1; -1: skipped.
   std::span<const int32_t> positions_of(int64_t row) const {

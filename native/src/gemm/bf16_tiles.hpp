@@ -51,9 +51,54 @@ struct Product {
   float* out;
   int64_t out_bytes;  // from row to row
   bool begins;        // C starts at zero, otherwise at `out`
+  DotTail tail = {};  // behind the last block
 
   const uint8_t* block(int64_t b) const { return w + ((first + b) & mask) * block_bytes; }
 };
+
+inline void nothing_beside(int64_t, int) {}
+
+// A block of two panels, and of the rows at x.
+template <class Beside>
+inline __attribute__((always_inline)) void two_by_two_block(const uint8_t* w, int64_t panel_bytes, const uint8_t* x,
+                                                            int64_t stride, int64_t b, Beside&& beside) {
+  TILE_LOAD(6, w, 64);
+  TILE_STREAM(4, x, stride);
+  TILE_DOT_BF16(0, 4, 6);
+  TILE_LOAD(7, w + panel_bytes, 64);
+  TILE_DOT_BF16(1, 4, 7);
+  beside(b, 0);
+  TILE_STREAM(5, x + 16 * stride, stride);
+  TILE_DOT_BF16(2, 5, 6);
+  TILE_DOT_BF16(3, 5, 7);
+  beside(b, 1);
+}
+
+template <class Beside>
+inline __attribute__((always_inline)) void one_by_two_block(const uint8_t* w, int64_t panel_bytes, const uint8_t* x,
+                                                            int64_t stride, int64_t b, Beside&& beside) {
+  TILE_STREAM(4, x, stride);
+  TILE_LOAD(6, w, 64);
+  TILE_DOT_BF16(0, 4, 6);
+  beside(b, 0);
+  TILE_LOAD(7, w + panel_bytes, 64);
+  TILE_DOT_BF16(1, 4, 7);
+  beside(b, 1);
+}
+
+template <class Beside>
+inline __attribute__((always_inline)) void any_by_one_block(const uint8_t* w, const uint8_t* x, int64_t stride,
+                                                            bool halves, int64_t b, Beside&& beside) {
+  TILE_LOAD(6, w, 64);
+  TILE_STREAM(4, x, stride);
+  TILE_DOT_BF16(0, 4, 6);
+  beside(b, 0);
+  beside(b, 1);
+  if (halves) {
+    TILE_STREAM(5, x + 16 * stride, stride);
+    TILE_DOT_BF16(2, 5, 6);
+  }
+}
 
 // Beside: called with every block and 0, then 1, for work for the vector unit or the memory.
 template <class Beside>
@@ -71,17 +116,11 @@ inline __attribute__((always_inline)) void two_by_two(const Product& c, Beside&&
     TILE_LOAD(3, lower + 16, c.out_bytes);
   }
   for (int64_t b = 0; b < c.blocks; ++b) {
-    const uint8_t* w = c.block(b);
-    TILE_LOAD(6, w, 64);
-    TILE_STREAM(4, c.x + b * 64, c.stride);
-    TILE_DOT_BF16(0, 4, 6);
-    TILE_LOAD(7, w + c.panel_bytes, 64);
-    TILE_DOT_BF16(1, 4, 7);
-    beside(b, 0);
-    TILE_STREAM(5, c.x + 16 * c.stride + b * 64, c.stride);
-    TILE_DOT_BF16(2, 5, 6);
-    TILE_DOT_BF16(3, 5, 7);
-    beside(b, 1);
+    two_by_two_block(c.block(b), c.panel_bytes, c.x + b * 64, c.stride, b, beside);
+  }
+  for (int64_t b = 0; b < padded_k(c.tail.k) / kBlock; ++b) {
+    two_by_two_block(c.tail.w + b * kTileBytes, panel_size(Format::bf16, c.tail.k), c.tail.x + b * 64, c.tail.x_stride,
+                     b, nothing_beside);
   }
   TILE_STORE(0, c.out, c.out_bytes);
   TILE_STORE(1, c.out + 16, c.out_bytes);
@@ -100,14 +139,11 @@ inline __attribute__((always_inline)) void one_by_two(const Product& c, Beside&&
     TILE_LOAD(1, c.out + 16, c.out_bytes);
   }
   for (int64_t b = 0; b < c.blocks; ++b) {
-    const uint8_t* w = c.block(b);
-    TILE_STREAM(4, c.x + b * 64, c.stride);
-    TILE_LOAD(6, w, 64);
-    TILE_DOT_BF16(0, 4, 6);
-    beside(b, 0);
-    TILE_LOAD(7, w + c.panel_bytes, 64);
-    TILE_DOT_BF16(1, 4, 7);
-    beside(b, 1);
+    one_by_two_block(c.block(b), c.panel_bytes, c.x + b * 64, c.stride, b, beside);
+  }
+  for (int64_t b = 0; b < padded_k(c.tail.k) / kBlock; ++b) {
+    one_by_two_block(c.tail.w + b * kTileBytes, panel_size(Format::bf16, c.tail.k), c.tail.x + b * 64, c.tail.x_stride,
+                     b, nothing_beside);
   }
   TILE_STORE(0, c.out, c.out_bytes);
   TILE_STORE(1, c.out + 16, c.out_bytes);
@@ -124,17 +160,9 @@ inline __attribute__((always_inline)) void any_by_one(const Product& c, bool hal
     TILE_LOAD(0, c.out, c.out_bytes);
     if (halves) TILE_LOAD(2, lower, c.out_bytes);
   }
-  for (int64_t b = 0; b < c.blocks; ++b) {
-    const uint8_t* w = c.block(b);
-    TILE_LOAD(6, w, 64);
-    TILE_STREAM(4, c.x + b * 64, c.stride);
-    TILE_DOT_BF16(0, 4, 6);
-    beside(b, 0);
-    beside(b, 1);
-    if (halves) {
-      TILE_STREAM(5, c.x + 16 * c.stride + b * 64, c.stride);
-      TILE_DOT_BF16(2, 5, 6);
-    }
+  for (int64_t b = 0; b < c.blocks; ++b) any_by_one_block(c.block(b), c.x + b * 64, c.stride, halves, b, beside);
+  for (int64_t b = 0; b < padded_k(c.tail.k) / kBlock; ++b) {
+    any_by_one_block(c.tail.w + b * kTileBytes, c.tail.x + b * 64, c.tail.x_stride, halves, b, nothing_beside);
   }
   TILE_STORE(0, c.out, c.out_bytes);
   if (halves) TILE_STORE(2, lower, c.out_bytes);
@@ -152,6 +180,13 @@ inline __attribute__((always_inline)) void product(const Product& c, int64_t row
   }
 }
 
+// From a panel and a row on.
+inline DotTail tail_of(const DotArgs& a, int64_t panel, int64_t row) {
+  if (a.tail.w == nullptr) return {};
+  return {a.tail.w + panel * panel_size(Format::bf16, a.tail.k), a.tail.k, a.tail.x + row * a.tail.x_stride,
+          a.tail.x_stride};
+}
+
 // All rows and panels of a call by parts of k. `Source` holds the bf16 form of one part and makes that of the next:
 //
 //   most_blocks(groups)               of a part
@@ -160,6 +195,8 @@ inline __attribute__((always_inline)) void product(const Product& c, int64_t row
 //   step(b)                           makes a share of it, beside block b of the current part
 //   turn()                            makes what is left of it: it is now what w(), block_bytes(), panel_bytes() tell
 //   finish(panel, out, stride, rows)  behind the last part of a pair: sums to results
+//
+// The tail is part of the last part.
 template <class Source>
 void dot_by_parts(const DotArgs& a, Source& source) {
   const int64_t blocks = padded_k(a.k) / kBlock;
@@ -197,7 +234,8 @@ void dot_by_parts(const DotArgs& a, Source& source) {
                         count,
                         out,
                         a.out_stride * 4,
-                        part == 0 && !a.adds};
+                        part == 0 && !a.adds,
+                        last ? tail_of(a, p, row) : DotTail{}};
         // The lines of C are asked for before they are written: they may lie in memory.
         const int64_t each = part == 0 ? (rows + count - 1) / count : 0;
         int64_t row_of_c = 0;

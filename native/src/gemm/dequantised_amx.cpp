@@ -1,45 +1,17 @@
 // Dot products of quantised weights with many bf16 rows: blocks of panels are dequantised to bf16, once for all rows,
-// and multiplied on bf16 tiles. While the tile unit computes with some the vector unit makes the next ones, in half
-// precision, 32 weights at a time:
-//
-//     u8 -> u16           h = f16(u) scale + offset      bits: s eeeee mmmmmmmmmm
-//                         (h + 4) >> 3, without copies of s:   s 000eeeee mmmmmmm      = bf16 of h 2^-112
-//
-// scale and offset carry a power of two of each output that brings its largest weight near 2^15: what is then below
-// the least normal half is 2^-28 of that and counts as zero. Activations come times 2^48, so that no product is too
-// small for float32 (beyond 2^79 they are infinite, and spoil their own row), and the sums are brought back at the end.
+// and multiplied on bf16 tiles. While the tile unit computes with some the vector unit makes the next ones
+// (half_blocks_amx.hpp), scaled by powers of two. Activations come times 2^48, so that no product is too small for
+// float32 (beyond 2^79 they are infinite, and spoil their own row), and the sums are brought back at the end.
 #include <immintrin.h>
 
 #include "gemm/bf16_tiles.hpp"
-#include "gemm/grids_avx512.hpp"
+#include "gemm/half_blocks_amx.hpp"
 #include "simd/amx.hpp"
-#include "simd/half_lanes.hpp"
 
 namespace ktserve {
 namespace {
 
 constexpr int kActivationExponent = 48;
-constexpr int kBitsExponent = -112;  // bf16's exponent bias is 127, half's 15
-
-// |weight| <= d * most_quant<F> + |m| * most_minimum<F>
-template <Format F>
-constexpr float most_step() {
-  return has_grid(F)          ? 31 * info(F).grid.step
-         : info(F).steps == 0 ? 1
-         : nibble_steps(F)    ? 15
-         : info(F).minima     ? 255
-                              : 128;
-}
-template <Format F>
-constexpr float most_quant() {
-  constexpr int range = (1 << (low_bits(F) + upper_bits(F))) - 1;
-  constexpr int most = info(F).bias != 0 ? info(F).bias : zero_points(F) ? range + 16 : range;
-  return static_cast<float>(most) * most_step<F>();
-}
-template <Format F>
-constexpr float most_minimum() {
-  return info(F).minima ? most_step<F>() : 0;
-}
 
 // Dequantises a pair of panels, and fetches what comes kFetch blocks later into the second-level cache.
 template <Format F>
@@ -60,7 +32,7 @@ class Dequantiser {
     const uint8_t* panel = from_ + n * size_;
     if (index == 0) scale_panel(panel, n);
     fetch(n, index);
-    convert(panel, index, _mm512_load_ps(up_[n]), to);
+    HalfBlocks<F>::convert(panel, panel + meta_ + index * info(F).quant_bytes, index, _mm512_load_ps(up_[n]), to);
   }
 
   // Sums of the pair of panels from `panel` on to results.
@@ -88,74 +60,13 @@ class Dequantiser {
     if (index * share < meta_) _mm_prefetch(behind_ + n * size_ + index * share, _MM_HINT_T1);
   }
 
-  // The largest magnitude of each output's d, m or dmin, which lie at `offset` in a unit's meta.
-  __m512 largest_scale(const uint8_t* panel, int64_t offset) const {
-    const int64_t units = a_.k / info(F).unit;
-    if constexpr (info(F).exponents) {
-      __m512 most = _mm512_setzero_ps();
-      for (int64_t i = 0; i < units; ++i) {
-        most = _mm512_max_ps(most, exponent_scales(panel + i * info(F).meta_bytes + offset));
-      }
-      return most;
-    }
-    __m256i most = _mm256_setzero_si256();  // ordered as integers, NaN above all
-    for (int64_t i = 0; i < units; ++i) {
-      const auto* d = reinterpret_cast<const __m256i*>(panel + i * info(F).meta_bytes + offset);
-      most = _mm256_max_epu16(most, _mm256_and_si256(_mm256_loadu_si256(d), _mm256_set1_epi16(0x7fff)));
-    }
-    return _mm512_cvtph_ps(most);
-  }
-
   // The power of two of each output of a panel.
   void scale_panel(const uint8_t* panel, int64_t n) {
-    __m512 most = largest_scale(panel, 0);
-    most = _mm512_mul_ps(most, _mm512_set1_ps(most_quant<F>()));
-    if constexpr (info(F).minima && !zero_points(F)) {
-      most = _mm512_fmadd_ps(largest_scale(panel, kMinimum), _mm512_set1_ps(most_minimum<F>()), most);
-    }
-    most = _mm512_max_ps(_mm512_set1_ps(0x1p-100f), most);  // NaN stays
-    const __m512 exponent = _mm512_sub_ps(_mm512_set1_ps(14), _mm512_getexp_ps(most));
+    const __m512 exponent = HalfBlocks<F>::exponents(panel, a_.k / info(F).unit);
     const __m512 one = _mm512_set1_ps(1);
     const __m512 bias = _mm512_set1_ps(-kBitsExponent - kActivationExponent);
     _mm512_store_ps(up_[n], _mm512_scalef_ps(one, exponent));
     _mm512_store_ps(back_[panel_ / 2 % 2][n], _mm512_scalef_ps(one, _mm512_sub_ps(bias, exponent)));
-  }
-
-  // 16 values to half precision, each for both k of a pair.
-  static inline __attribute__((always_inline)) Half pairs(__m512 v) {
-    const __m512i dequantised =
-        _mm512_cvtepu16_epi32(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    return half_bits(_mm512_or_si512(dequantised, _mm512_slli_epi32(dequantised, 16)));
-  }
-
-  inline __attribute__((always_inline)) void convert(const uint8_t* panel, int64_t index, __m512 up,
-                                                     uint8_t* to) const {
-    constexpr int groups = groups_of(F);
-    const Block<F> block(panel, panel + meta_ + index * info(F).quant_bytes, index);
-#pragma GCC unroll 2
-    for (int g = 0; g < groups; ++g) {
-      const Half scale = pairs(_mm512_mul_ps(block.scale(g), up));
-      Half offset = multiply(scale, half_all(-info(F).bias));
-      if constexpr (info(F).minima) offset = pairs(_mm512_mul_ps(minimum_of<F>(panel, index, g), up));
-#pragma GCC unroll 8
-      for (int j = g * 8 / groups; j < (g + 1) * 8 / groups; ++j) {
-        const __m512i v = block.vector(j);
-        store(to + j * 128, words<0>(v), scale, offset);
-        store(to + j * 128 + 64, words<2>(v), scale, offset);
-      }
-    }
-  }
-  // Bytes i and i + 1 of every lane as u16.
-  template <int I>
-  static inline __attribute__((always_inline)) __m512i words(__m512i v) {
-    const __m128i take =
-        _mm_setr_epi8(I, -1, I + 1, -1, 4 + I, -1, 5 + I, -1, 8 + I, -1, 9 + I, -1, 12 + I, -1, 13 + I, -1);
-    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(take));
-  }
-  static inline __attribute__((always_inline)) void store(uint8_t* to, __m512i u, Half scale, Half offset) {
-    const __m512i h = bits_of(multiply_add(half_of_u16(u), scale, offset));
-    const __m512i shifted = _mm512_mulhrs_epi16(h, _mm512_set1_epi16(1 << 12));  // rounds
-    _mm512_store_si512(to, _mm512_and_si512(shifted, _mm512_set1_epi16(static_cast<int16_t>(0x8fff))));
   }
 
   alignas(64) float up_[2][16];       // of the pair being dequantised

@@ -10,6 +10,22 @@
 
 namespace ktserve {
 
+// A second product of the same rows and panels, whose terms the sums take behind those of the first.
+struct DotTail {
+  const uint8_t* w = nullptr;  // panels; null: there is none
+  int64_t k = 0;
+  const uint8_t* x = nullptr;
+  int64_t x_stride = 0;
+};
+
+// Memory that is read behind a call: `runs` of `bytes`, a multiple of 64, `stride` bytes apart.
+struct Ahead {
+  const uint8_t* from = nullptr;
+  int64_t bytes = 0;
+  int64_t stride = 0;
+  int64_t runs = 0;
+};
+
 // out[r][16 p + i] = sum_k w[16 p + i][k] x[r][k], float32.
 struct DotArgs {
   Format format;
@@ -24,6 +40,8 @@ struct DotArgs {
   // Panels that the caller computes next, for kernels to fetch meanwhile; null: those behind these.
   const uint8_t* next = nullptr;
   bool adds = false;  // out += instead of out =; bf16 and f32 only
+  DotTail tail = {};  // bf16 only, where Kernels::tails
+  Ahead ahead = {};   // likewise; instead of `next` and of panels behind the first, which are in a cache then
 };
 
 struct Kernels {
@@ -51,6 +69,7 @@ struct Kernels {
   void (*dot_dequantised)(const DotArgs& args) = nullptr;
   void (*pack_dequantised_f32)(const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
   void (*pack_dequantised_bf16)(const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
+  bool tails = false;  // whether `dot` of bf16 takes DotArgs::tail and DotArgs::ahead
 
   // The least number of rows for which dot_dequantised is to be used, or 0.
   int64_t dequantised_from(Format format) const { return dequantised_rows == nullptr ? 0 : dequantised_rows(format); }

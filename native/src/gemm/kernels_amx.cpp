@@ -13,6 +13,34 @@ namespace {
 
 constexpr int64_t kInt8Rows = 12;  // fewer of a quantised format are faster without tiles
 
+// Fetches what a call names into the second-level cache, a share of the lines at each of `steps` steps.
+class Walk {
+ public:
+  Walk(const Ahead& ahead, int64_t steps)
+      : ahead_(ahead),
+        at_(ahead.from),
+        end_(ahead.from + ahead.bytes),
+        left_(ahead.from == nullptr ? 0 : ahead.runs),
+        share_((left_ * ahead.bytes / 64 + steps - 1) / steps) {}
+
+  inline __attribute__((always_inline)) void step() {
+    for (int64_t i = 0; i < share_ && left_ > 0; ++i, at_ += 64) {
+      if (at_ == end_) {
+        if (--left_ == 0) return;
+        at_ += ahead_.stride - ahead_.bytes;
+        end_ += ahead_.stride;
+      }
+      _mm_prefetch(at_, _MM_HINT_T1);
+    }
+  }
+
+ private:
+  const Ahead& ahead_;
+  const uint8_t *at_, *end_;
+  int64_t left_;  // runs
+  int64_t share_;
+};
+
 // One group of rows: each pair of panels is read from end to end, once. Both are prefetched kFetch blocks early, beyond
 // their ends those of the next pair.
 void dot_one_group(const DotArgs& a) {
@@ -20,10 +48,17 @@ void dot_one_group(const DotArgs& a) {
   const int64_t size = panel_size(Format::bf16, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
   configure(a.rows < 16 ? a.rows : 16, a.rows - 16);
+  Walk walk(a.ahead, (a.panels + 1) / 2 * blocks * 2);
   for (int64_t p = 0; p < a.panels; p += 2) {
     const uint8_t* w = a.w + p * size;
     const uint8_t* behind = (p + 2 >= a.panels && a.next != nullptr ? a.next : w + 2 * size) - blocks * kTileBytes;
-    const Product c{w, kTileBytes, size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4, !a.adds};
+    const Product c{
+        w,       kTileBytes,      size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4,
+        !a.adds, tail_of(a, p, 0)};
+    if (a.ahead.from != nullptr) {
+      product(c, a.rows, p + 1 < a.panels, [&](int64_t, int) __attribute__((always_inline)) { walk.step(); });
+      continue;
+    }
     product(c, a.rows, p + 1 < a.panels, [&](int64_t b, int half) __attribute__((always_inline)) {
       const uint8_t* next = (b + kFetch < blocks ? w : behind) + (b + kFetch) * kTileBytes + half * size;
       for (int64_t i = 0; i < kTileBytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
@@ -37,7 +72,10 @@ class Packed {
  public:
   static int64_t most_blocks(int64_t) { return 16; }  // two panels: 32 KB
 
-  explicit Packed(const DotArgs& a) : a_(a), size_(panel_size(Format::bf16, a.k)) {}
+  explicit Packed(const DotArgs& a)
+      : a_(a),
+        size_(panel_size(Format::bf16, a.k)),
+        walk_(a.ahead, (a.panels + 1) / 2 * ((a.rows + kGroup - 1) / kGroup) * (padded_k(a.k) / kBlock)) {}
 
   const uint8_t* w() const { return now_; }
   int64_t block_bytes() const { return kTileBytes; }
@@ -50,6 +88,7 @@ class Packed {
     share_ = (count * kTileBytes / 64 + steps - 1) / steps;
   }
   inline __attribute__((always_inline)) void step(int64_t) {
+    if (a_.ahead.from != nullptr) return walk_.step();
     for (int64_t i = 0; i < share_ && at_ < end_; ++i, at_ += 64) {
       _mm_prefetch(at_, _MM_HINT_T1);
       _mm_prefetch(at_ + size_, _MM_HINT_T1);
@@ -63,6 +102,7 @@ class Packed {
   int64_t size_;
   const uint8_t *now_ = nullptr, *next_ = nullptr, *at_ = nullptr, *end_ = nullptr;
   int64_t share_ = 0;
+  Walk walk_;
 };
 
 void dot_bf16(const DotArgs& a) {
@@ -93,6 +133,7 @@ const Kernels& kernels_amx() {
     k.dot_dequantised = dot_dequantised_amx;
     k.pack_dequantised_f32 = pack_dequantised_f32;
     k.pack_dequantised_bf16 = pack_dequantised_bf16;
+    k.tails = true;
     return k;
   }();
   return table;

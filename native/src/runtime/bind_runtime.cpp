@@ -1,6 +1,7 @@
 #include <linux/futex.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
 
 #include "runtime/isa.hpp"
 #include "runtime/pool.hpp"
@@ -107,7 +109,19 @@ void bind_core(nb::module_& module) {
       .def("trace", &trace, "items"_a, "work_us"_a = 0.0, "fail"_a = -1, nb::call_guard<nb::gil_scoped_release>(),
            "The worker that ran each work item; work item `fail` raises.")
       .def("latencies", &latencies, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
-           "Seconds of each of `calls` empty jobs, after `gap_us` without work.");
+           "Seconds of each of `calls` empty jobs, after `gap_us` without work.")
+      .def("record", &WorkerPool::record, "on"_a, "Whether jobs are recorded from here on; for benchmarks.")
+      .def(
+          "take_recorded",
+          [](WorkerPool& pool) {
+            std::vector<std::tuple<int64_t, double, double>> calls;
+            for (const WorkerPool::Call& c : pool.take_recorded()) {
+              calls.emplace_back(c.items, c.seconds, c.busy_seconds);
+            }
+            return calls;
+          },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Of each job that was recorded since the last call: work items, seconds, and seconds of all workers.");
   module.def("futex_wakes", &futex_wakes, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
              "Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.");
 }

@@ -51,6 +51,11 @@ int64_t now_us() {
   return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
+int64_t now_ns() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
 // A CPU that the cgroup does not grant leaves the thread where the kernel puts it.
 void bind_to(std::thread::native_handle_type thread, int cpu) {
   if (cpu < 0 || cpu >= CPU_SETSIZE) return;
@@ -136,6 +141,11 @@ void WorkerPool::end_step() {
   }
 }
 
+std::vector<WorkerPool::Call> WorkerPool::take_recorded() {
+  const std::lock_guard<std::mutex> lock(callers_);
+  return std::exchange(recorded_, {});
+}
+
 void WorkerPool::share_out(int64_t items, const int64_t* group_first) {
   for (int g = 0; g < groups(); ++g) {
     const int64_t first_worker = group_first_[static_cast<size_t>(g)];
@@ -169,6 +179,7 @@ bool WorkerPool::claim(Worker& from, int64_t* item) {
 
 void WorkerPool::work(int self) {
   const Inside here(this, self);
+  const int64_t began = recording_.load(std::memory_order_relaxed) ? now_ns() : 0;
   const Worker& me = workers_[static_cast<size_t>(self)];
   int64_t finished = 0;
   int64_t item = 0;
@@ -194,6 +205,7 @@ void WorkerPool::work(int self) {
       if (workers_[static_cast<size_t>(victim)].group != me.group) drain(victim);
     }
   }
+  if (finished > 0 && began != 0) busy_ns_.fetch_add(now_ns() - began, std::memory_order_relaxed);
   if (finished > 0) done_.fetch_add(finished, std::memory_order_release);
 }
 
@@ -250,6 +262,9 @@ void WorkerPool::run(int64_t items, const int64_t* group_first, Body body, void*
     for (int64_t item = 0; item < items; ++item) body(context, item, 0);
     return;
   }
+  const bool records = recording_.load(std::memory_order_relaxed);
+  const int64_t began = records ? now_ns() : 0;
+  busy_ns_.store(0, std::memory_order_relaxed);
   done_.store(0, std::memory_order_relaxed);
   failed_.store(false, std::memory_order_relaxed);
   body_.store(body, std::memory_order_relaxed);
@@ -258,6 +273,10 @@ void WorkerPool::run(int64_t items, const int64_t* group_first, Body body, void*
   wake();
   work(0);
   wait_done(items);
+  if (records) {
+    const auto busy = static_cast<double>(busy_ns_.load(std::memory_order_relaxed));
+    recorded_.push_back({items, static_cast<double>(now_ns() - began) * 1e-9, busy * 1e-9});
+  }
   if (failed_.load(std::memory_order_acquire)) {
     std::exception_ptr error;
     std::swap(error, error_);

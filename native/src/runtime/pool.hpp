@@ -63,6 +63,15 @@ class WorkerPool {
   void begin_step();
   void end_step();
 
+  // A call of parallel_for: its seconds, and those that its workers were busy, added up.
+  struct Call {
+    int64_t items;
+    double seconds, busy_seconds;
+  };
+  // Whether calls are recorded from here on; to be said between calls.
+  void record(bool on) { recording_ = on; }
+  std::vector<Call> take_recorded();
+
  private:
   using Body = void (*)(void* context, int64_t item, int worker);
 
@@ -94,6 +103,7 @@ class WorkerPool {
   bool pin_;
   int owner_pid_;
   std::mutex callers_;
+  std::vector<Call> recorded_;
   alignas(64) std::atomic<uint32_t> epoch_{0};  // bumped for every job, begin_step and stop: what workers wait on
   std::atomic<int> parked_{0};
   std::atomic<int> steps_{0};
@@ -103,6 +113,8 @@ class WorkerPool {
   std::atomic<Body> body_{nullptr};
   std::atomic<void*> context_{nullptr};
   std::exception_ptr error_;
+  std::atomic<bool> recording_{false};
+  std::atomic<int64_t> busy_ns_{0};
 };
 
 }  // namespace ktserve

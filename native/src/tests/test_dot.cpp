@@ -208,5 +208,43 @@ KTSERVE_TEST(half_precision) {
   }
 }
 
+// A tail adds what a second call would, bit for bit, while anything is fetched.
+KTSERVE_TEST(dot_tail) {
+  Random random(9);
+  constexpr int64_t panels = 3, k = 1056, rank = 40, most = 70;
+  const auto draw_panels = [&](int64_t of) {
+    Arena memory(static_cast<size_t>(packed_size(Format::bf16, panels * kPanel, of)));
+    const std::vector<float> w = test::draw(panels * kPanel * of, random);
+    pack_panels(source_type("F32"), Format::bf16, reinterpret_cast<const uint8_t*>(w.data()), panels * kPanel, of, 0,
+                panels, memory.data());
+    return memory;
+  };
+  const Arena w = draw_panels(k), tail = draw_panels(rank);
+  for (Isa isa : test::isas()) {
+    const Kernels& table = kernels(isa);
+    if (!table.tails) continue;
+    const int64_t stride = table.row_bytes(Format::bf16, k), tail_stride = table.row_bytes(Format::bf16, rank);
+    Arena x(static_cast<size_t>(most * stride)), t(static_cast<size_t>(most * tail_stride));
+    for (int64_t row = 0; row < most; ++row) {
+      table.pack_f32(Format::bf16, test::draw(k, random).data(), k, 0, k, x.data() + row * stride);
+      table.pack_f32(Format::bf16, test::draw(rank, random).data(), rank, 0, rank, t.data() + row * tail_stride);
+    }
+    for (int64_t rows : {int64_t{1}, int64_t{16}, int64_t{23}, int64_t{33}, most}) {
+      constexpr int64_t out_stride = panels * kPanel + 16;
+      std::vector<float> want(static_cast<size_t>(rows * out_stride), 0.5f), got = want;
+      DotArgs args{Format::bf16, w.data(), panels, k, x.data(), stride, rows, want.data(), out_stride, nullptr, true};
+      table.dot(args);
+      args.out = got.data();
+      args.tail = {tail.data(), rank, t.data(), tail_stride};
+      args.ahead = {w.data(), 192, 512, 1 + random.below(90)};
+      table.dot(args);
+      CHECK(want != got);
+      table.dot({Format::bf16, tail.data(), panels, rank, t.data(), tail_stride, rows, want.data(), out_stride, nullptr,
+                 true});
+      CHECK(want == got, "%d rows", static_cast<int>(rows));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ktserve

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -224,6 +226,56 @@ KTSERVE_TEST(trainer_gradients) {
         along(training.weights, training.grad_weights);
         for (int slot = 0; slot < 2; ++slot) {
           for (int i = 0; i < 6; ++i) along(training.matrices[slot][i], training.gradients[slot][i]);
+        }
+      }
+    }
+  }
+}
+
+// LoRA as the tail of the products, where all rows of an expert are of one adapter, and beside them, where the same
+// adapter comes as two. Widths and numbers of rows on both sides of what a product takes at a time.
+KTSERVE_TEST(trainer_one_adapter) {
+  Random random(24);
+  for (const auto [experts, hidden, inner] : {std::array{3, 96, 160}, std::array{2, 1056, 128}}) {
+    World world(experts, hidden, inner, Format::bf16, experts - 1, random);
+    for (Isa isa : test::isas()) {
+      for (int64_t rows : {24, 48, 120}) {
+        Training training(world, rows, random);
+        ExpertTrainer trainer(world.pool, isa);
+        const TrainLora lora = training.loras[1];
+        training.loras = {lora};
+        std::fill(training.slots.begin(), training.slots.end(), lora.slot);
+        training.loss(trainer);
+        training.backward(trainer, true);
+        const std::vector<float> out = training.out, grad_hidden = training.grad_hidden;
+        std::vector<float> sums[6];
+        std::copy_n(training.gradients[1], 6, sums);
+        training.loras.push_back(lora);
+        training.loras[1].slot = lora.slot + 1;
+        for (int p = 0; p < 3; ++p) {
+          for (int half = 0; half < 2; ++half) {
+            std::vector<float>& other = training.gradients[0][half * 3 + p];
+            other.resize(sums[half * 3 + p].size());
+            (half == 0 ? training.loras[1].grad_a : training.loras[1].grad_b)[p] = other.data();
+          }
+        }
+        for (size_t i = 0; i < training.slots.size(); i += 2) ++training.slots[i];
+        training.loss(trainer);
+        training.backward(trainer, true);
+        const auto near = [](const std::vector<float>& got, const std::vector<float>& want) {
+          double difference = 0, size = 0;
+          for (size_t i = 0; i < got.size(); ++i) {
+            difference += static_cast<double>(std::fabs(got[i] - want[i]));
+            size += static_cast<double>(std::fabs(want[i]));
+          }
+          CHECK(difference <= 0.004 * size, "%g, %g", difference, size);
+        };
+        near(training.out, out);
+        near(training.grad_hidden, grad_hidden);
+        for (int i = 0; i < 6; ++i) {
+          std::vector<float> both = training.gradients[1][i];
+          for (size_t j = 0; j < both.size(); ++j) both[j] += training.gradients[0][i][j];
+          near(both, sums[i]);
         }
       }
     }

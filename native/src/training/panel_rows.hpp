@@ -12,6 +12,7 @@ namespace ktserve::KT_SIMD {
 namespace {
 
 constexpr int64_t kTurnedBytes = 512;  // of 16 x 16 bf16
+constexpr int64_t kFetchedRows = 8;    // parts of rows are short runs of memory, and are fetched so far ahead
 
 inline float* floats(uint8_t* p) {
   return reinterpret_cast<float*>(p);
@@ -104,28 +105,34 @@ template <class T>
 void pack_transpose_of(const RowView& rows, int64_t n, int64_t k, Format to, uint8_t* out) {
   const int64_t size = panel_size(to, k);
   alignas(64) static constexpr uint8_t zeros[32] = {};
-  const auto at = [&](int64_t row, int64_t column) __attribute__((always_inline)) {
-    return reinterpret_cast<const T*>(rows.data + row * rows.stride) + column;
+  const auto at = [&](int64_t row) { return row < k ? reinterpret_cast<const T*>(rows.row(row)) : nullptr; };
+  const auto values = [&](const T* row, int64_t column) __attribute__((always_inline)) {
+    return row != nullptr ? load_some(row + column, n - column) : zero16();
   };
-  const auto values = [&](int64_t row, int64_t column) __attribute__((always_inline)) {
-    return row < k ? load_some(at(row, column), n - column) : zero16();
+  const auto fetch_row = [&](int64_t row) {
+    if (row < k) fetch(rows.row(row), n * static_cast<int64_t>(sizeof(T)));
   };
+  for (int64_t row = 0; row < kFetchedRows; ++row) fetch_row(row);
   for (int64_t row = 0; row < padded_k(k); row += 2) {
+    fetch_row(row + kFetchedRows);
+    fetch_row(row + kFetchedRows + 1);
+    const T* const even = at(row);
+    const T* const odd = at(row + 1);
     for (int64_t column = 0; column < n; column += kPanel) {
       uint8_t* panel = out + column / kPanel * size;
       if (to == Format::f32) {
-        store16(floats(panel + row * 64), values(row, column));
-        store16(floats(panel + row * 64 + 64), values(row + 1, column));
+        store16(floats(panel + row * 64), values(even, column));
+        store16(floats(panel + row * 64 + 64), values(odd, column));
         continue;
       }
       if constexpr (sizeof(T) == 2) {
         if (n - column >= kPanel) {
           const auto* none = reinterpret_cast<const T*>(zeros);
-          store_pair(panel + row * 32, row < k ? at(row, column) : none, row + 1 < k ? at(row + 1, column) : none);
+          store_pair(panel + row * 32, even != nullptr ? even + column : none, odd != nullptr ? odd + column : none);
           continue;
         }
       }
-      store_pair(panel + row * 32, values(row, column), values(row + 1, column));
+      store_pair(panel + row * 32, values(even, column), values(odd, column));
     }
   }
 }
@@ -141,8 +148,7 @@ void transpose_rows_of(const RowView& rows, int64_t m, int64_t n, const float* s
     for (int64_t j = 0; j < padded_k(m); j += 16) {
       F16 v[16];
       for (int64_t r = 0; r < 16; ++r) {
-        const T* at = reinterpret_cast<const T*>(rows.data + (j + r) * rows.stride) + i;
-        v[r] = j + r < m ? load_some(at, n - i) : zero16();
+        v[r] = j + r < m ? load_some(reinterpret_cast<const T*>(rows.row(j + r)) + i, n - i) : zero16();
         if (scale != nullptr && j + r < m) v[r] = mul(v[r], set16(scale[j + r]));
       }
       transpose16(v);

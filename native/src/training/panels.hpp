@@ -17,11 +17,14 @@
 
 namespace ktserve {
 
-// Rows of float32 or bf16 values; row i at data + i * stride bytes.
+// Rows of float32 or bf16 values, `stride` bytes apart; row i is index[i], or i if that is null.
 struct RowView {
   const uint8_t* data;
   int64_t stride;
   bool bf16;
+  const int32_t* index = nullptr;
+
+  const uint8_t* row(int64_t i) const { return data + (index == nullptr ? i : index[i]) * stride; }
 };
 
 // A part of the gated activation h = silu(gate) up of one row: from dh without the router's weight to the gradients of

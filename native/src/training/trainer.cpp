@@ -11,7 +11,7 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kChunkRows = 4096;  // computed at a time, which bounds the scratch memory
-constexpr int64_t kItemRows = 256;
+constexpr int64_t kItemRows = 320;    // what the second-level cache of an AMX machine holds beside panels
 constexpr int64_t kGatheredRows = 4;
 constexpr int64_t kSliceBytes = 64 << 20;  // of y
 
@@ -76,6 +76,7 @@ void ExpertTrainer::begin(const ExpertLayer& layer, const std::vector<TrainLora>
   layer_ = &layer;
   product_ = s.lora_format();
   routed_.assign({batch.ids, batch.weights, batch.slots, batch.rows, batch.top_k, s.experts});
+  hidden_ = {static_cast<const uint8_t*>(batch.hidden), s.hidden * (batch.bf16 ? 2 : 4), batch.bf16};
   groups_.clear();
   max_rank_ = 0;
   for (const RoutedGroup& group : routed_.groups()) {
@@ -124,22 +125,37 @@ void ExpertTrainer::cut(int projection, int64_t first, int64_t last) {
   }
 }
 
-void ExpertTrainer::each_item(const std::function<void(const Item&, Room&)>& body, int64_t jobs,
-                              const std::function<void(int64_t, Room&)>& job) {
-  const int64_t all = static_cast<int64_t>(items_.size()) + jobs;
+void ExpertTrainer::side_by_side(int64_t count, const Job& body, int64_t jobs, const Job& job) {
+  const int64_t all = count + jobs;
   pool_.parallel_for(all, [&](int64_t i, int worker) {
     const int64_t before = i * jobs / all;  // jobs
     if ((i + 1) * jobs / all > before)
       job(before, room(worker));
     else
-      body(items_[static_cast<size_t>(i - before)], room(worker));
+      body(i - before, room(worker));
   });
+}
+
+void ExpertTrainer::each_item(const std::function<void(const Item&, Room&)>& body, int64_t jobs, const Job& job) {
+  side_by_side(
+      static_cast<int64_t>(items_.size()), [&](int64_t i, Room& room) { body(items_[static_cast<size_t>(i)], room); },
+      jobs, job);
+}
+
+void ExpertTrainer::pack_row(const RowView& rows, int64_t row, int64_t n, Format format, bool dequantised,
+                             uint8_t* to) const {
+  const uint8_t* from = rows.row(row);
+  if (rows.bf16) {
+    kernels_.pack(format, dequantised, reinterpret_cast<const uint16_t*>(from), n, 0, n, to);
+  } else {
+    kernels_.pack(format, dequantised, reinterpret_cast<const float*>(from), n, 0, n, to);
+  }
 }
 
 // Rows of the caller, by position, in a format; by_expert: in the dequantised form where an expert's products are. Each
 // form of a row is made once, then copied.
-void ExpertTrainer::gather(const TrainBatch& b, const void* rows, int64_t n, Format format, bool by_expert,
-                           bool lora_only, ScratchRows& to) {
+void ExpertTrainer::gather(const TrainBatch& b, const RowView& rows, int64_t n, Format format, bool by_expert,
+                           ScratchRows& to, const std::vector<Projection>& projections) {
   const bool any = by_expert && std::find(dequantised_.begin(), dequantised_.end(), 1) != dequantised_.end();
   to.reserve(routed_.positions(),
              std::max(kernels_.row_bytes(format, n), kernels_.row_bytes_for(format, any && !plain(format), n)));
@@ -156,54 +172,16 @@ void ExpertTrainer::gather(const TrainBatch& b, const void* rows, int64_t n, For
         continue;
       }
       made = to.at(at);
-      if (b.bf16) {
-        kernels_.pack(format, form, static_cast<const uint16_t*>(rows) + row * n, n, 0, n, to.at(at));
-      } else {
-        kernels_.pack(format, form, static_cast<const float*>(rows) + row * n, n, 0, n, to.at(at));
-      }
+      pack_row(rows, row, n, format, form, to.at(at));
     }
   };
-  pool_.parallel_for((b.rows + kGatheredRows - 1) / kGatheredRows, [&](int64_t i, int) {
-    for (int64_t row = i * kGatheredRows; row < std::min(b.rows, (i + 1) * kGatheredRows); ++row) {
-      if (!lora_only || b.slots[row] != 0) one(row);
-    }
-  });
-}
-
-// Panels at a time: all if nothing is fetched beside them, or if weights are dequantised, which begins slowly; four of
-// quantised weights for one row are read side by side.
-int64_t ExpertTrainer::base_step(int projection, const Item& item) const {
-  const Format format = layer_->shape().formats[projection];
-  const int64_t all = (item.column_end - item.column) / kPanel;
-  if (groups_of(item).empty() || dequantised(item.expert, format)) return all;
-  return item.row_end - item.row == 1 ? 4 : 2;
-}
-
-int64_t ExpertTrainer::base_shares(int projection, const Item& item) const {
-  const int64_t step = base_step(projection, item);
-  return ((item.column_end - item.column) / kPanel + step - 1) / step;
-}
-
-void ExpertTrainer::base_product(int projection, const Item& item, const ScratchRows& x, float* out, int64_t stride,
-                                 const uint8_t* next, Fetch& fetch) const {
-  const Format format = layer_->shape().formats[projection];
-  const bool form = dequantised(item.expert, format);
-  const int64_t step = base_step(projection, item);
-  const int64_t last = item.column_end / kPanel;
-  for (int64_t panel = item.column / kPanel; panel < last; panel += step, out += step * kPanel) {
-    fetch.next();
-    const DotArgs args{format,
-                       layer_->panel(projection, item.expert, panel),
-                       std::min(step, last - panel),
-                       layer_->inner_of(projection),
-                       x.at(item.row),
-                       x.stride,
-                       item.row_end - item.row,
-                       out,
-                       stride,
-                       panel + step < last ? nullptr : next};
-    form ? kernels_.dot_dequantised(args) : kernels_.dot(args);
-  }
+  const std::vector<Segment> beside = segments(projections);
+  side_by_side((b.rows + kGatheredRows - 1) / kGatheredRows,
+               [&](int64_t i, Room&) {
+                 for (int64_t row = i * kGatheredRows; row < std::min(b.rows, (i + 1) * kGatheredRows); ++row) one(row);
+               },
+               static_cast<int64_t>(beside.size()),
+               [&](int64_t i, Room& room) { project_rows(beside[static_cast<size_t>(i)], room); });
 }
 
 void ExpertTrainer::combine(const TrainBatch& b, bool weighted, int64_t first, int64_t last, void* out) {
@@ -228,89 +206,6 @@ int64_t ExpertTrainer::slice_columns() const {
   const int64_t hidden = layer_->shape().hidden;
   const int64_t slices = std::max<int64_t>(1, (routed_.positions() * hidden * 4 + kSliceBytes - 1) / kSliceBytes);
   return std::max(kItemColumns, round_up((hidden + slices - 1) / slices, kItemColumns));
-}
-
-void ExpertTrainer::forward(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch,
-                            void* out, void* kept) {
-  by_chunks(layer, loras, batch, [&](const TrainBatch& part, int64_t first) {
-    const int64_t element = batch.bf16 ? 2 : 4;
-    const LayerShape& s = layer.shape();
-    uint8_t* here = static_cast<uint8_t*>(kept);
-    if (here != nullptr) here += first * batch.top_k * 2 * s.intermediate * element;
-    gate_up(part, here);
-    down(part, static_cast<uint8_t*>(out) + first * s.hidden * element);
-  });
-}
-
-void ExpertTrainer::gate_up(const TrainBatch& b, void* kept) {
-  const LayerShape& s = layer_->shape();
-  gather(b, b.hidden, s.hidden, s.formats[kGate], true, false, x_[0]);
-  if (s.formats[kUp] != s.formats[kGate]) gather(b, b.hidden, s.hidden, s.formats[kUp], true, false, x_[1]);
-  if (!groups_.empty()) {
-    const bool own = s.formats[kGate] == product_;
-    if (!own) gather(b, b.hidden, s.hidden, product_, false, true, x_lora_);
-    const ScratchRows* x = own ? &x_[0] : &x_lora_;
-    project({{{kGate, kUp}, false, x, {&t_[kGate], &t_[kUp]}}});
-  }
-  const bool any = std::find(dequantised_.begin(), dequantised_.end(), 1) != dequantised_.end();
-  const Format format = s.formats[kDown];
-  h_.reserve(routed_.positions(), std::max(kernels_.row_bytes(format, s.intermediate),
-                                           kernels_.row_bytes_for(format, any && !plain(format), s.intermediate)));
-  if (!groups_.empty()) h_lora_.reserve(routed_.positions(), kernels_.row_bytes(product_, s.intermediate));
-  cut(kGate, 0, s.intermediate);
-  each_item([&](const Item& item, Room& room) { gate_up_item(item, kept, b.bf16, room); });
-}
-
-void ExpertTrainer::gate_up_item(const Item& item, void* kept, bool kept_bf16, Room& room) {
-  const LayerShape& s = layer_->shape();
-  const int64_t rows = item.row_end - item.row;
-  const int64_t width = item.column_end - item.column;
-  const int64_t stride = odd_lines(width * 4) / 4;
-  auto* gate = reinterpret_cast<float*>(room.part(kTile, rows * stride * 4));
-  auto* up = reinterpret_cast<float*>(room.part(kSecondTile, rows * stride * 4));
-  Fetch fetch(*this, item, {kGate, kUp}, false, base_shares(kGate, item) + base_shares(kUp, item));
-  const uint8_t* ups = layer_->panel(kUp, item.expert, item.column / kPanel);
-  base_product(kGate, item, x_[0], gate, stride, ups, fetch);
-  base_product(kUp, item, x_[s.formats[kUp] != s.formats[kGate] ? 1 : 0], up, stride, nullptr, fetch);
-  add_lora(kGate, false, item, t_[kGate], gate, stride, room);
-  add_lora(kUp, false, item, t_[kUp], up, stride, room);
-  const Format format = s.formats[kDown];
-  const bool form = dequantised(item.expert, format);
-  const bool both = !groups_.empty() && format != product_;
-  for (int64_t row = 0; row < rows; ++row, gate += stride, up += stride) {
-    const int64_t at = item.row + row;
-    if (kept != nullptr) {
-      for (int i = 0; i < 2; ++i) {
-        const float* values = i == 0 ? gate : up;
-        const int64_t to = (at * 2 + i) * s.intermediate + item.column;
-        if (kept_bf16)
-          kernels_.to_bf16(values, width, static_cast<uint16_t*>(kept) + to);
-        else
-          std::memcpy(static_cast<float*>(kept) + to, values, static_cast<size_t>(width) * 4);
-      }
-    }
-    kernels_.silu_mul(gate, up, width);
-    kernels_.pack(format, form, gate, s.intermediate, item.column, item.column_end, h_.at(at));
-    if (both) kernels_.pack_f32(product_, gate, s.intermediate, item.column, item.column_end, h_lora_.at(at));
-  }
-}
-
-void ExpertTrainer::down(const TrainBatch& b, void* out) {
-  const LayerShape& s = layer_->shape();
-  if (!groups_.empty()) project({{{kDown}, false, s.formats[kDown] == product_ ? &h_ : &h_lora_, {&t_[kDown]}}});
-  const int64_t columns = slice_columns();
-  y_.reserve(routed_.positions(), odd_lines(columns * 4));
-  for (int64_t first = 0; first < s.hidden; first += columns) {
-    const int64_t last = std::min(s.hidden, first + columns);
-    cut(kDown, first, last);
-    each_item([&](const Item& item, Room& room) {
-      float* y = y_.floats(item.row) + item.column - first;
-      Fetch fetch(*this, item, {kDown}, false, base_shares(kDown, item));
-      base_product(kDown, item, h_, y, y_.stride_floats(), nullptr, fetch);
-      add_lora(kDown, false, item, t_[kDown], y, y_.stride_floats(), room);
-    });
-    combine(b, true, first, last, out);
-  }
 }
 
 }  // namespace ktserve

@@ -36,6 +36,12 @@
 
 namespace ktserve {
 
+// Parts of rows are short runs of memory: those of rows so far behind are fetched.
+inline constexpr int64_t kRowsAhead = 8;
+inline void fetch_lines(const uint8_t* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 // An adapter's float32 matrices of a layer: A [E, r, in], B [E, out, r] of gate, up, down.
 struct TrainLora {
   int slot;
@@ -88,11 +94,12 @@ class ExpertTrainer {
     int32_t row, row_end;
   };
   // out[i] = s P[i] x for rows with LoRA: P[i] is A of a matrix, or its B^T if `transposed`. Two share x, as gate and
-  // up do.
+  // up do. x: by position, or null: `rows` of the caller, of which each position's is made where it is needed.
   struct Projection {
     std::vector<int> matrices;
     bool transposed;
     const ScratchRows* x;
+    const RowView* rows;
     ScratchRows* out[2];
   };
   // A range of a group's rows for a projection.
@@ -122,21 +129,24 @@ class ExpertTrainer {
 
   // projection: of whose output panels the columns are; -1: of none, so that shards do not matter.
   void cut(int projection, int64_t first, int64_t last);
-  // Calls `body` for each item and, evenly between them, `job` for 0 .. jobs - 1: what mostly waits for memory runs
-  // beside what mostly computes.
-  void each_item(const std::function<void(const Item&, Room&)>& body, int64_t jobs = 0,
-                 const std::function<void(int64_t, Room&)>& job = {});
+  using Job = std::function<void(int64_t, Room&)>;
+  // Calls `body` for 0 .. count - 1 and, evenly between them, `job` for 0 .. jobs - 1: what mostly waits for memory
+  // runs beside what mostly computes.
+  void side_by_side(int64_t count, const Job& body, int64_t jobs, const Job& job);
+  void each_item(const std::function<void(const Item&, Room&)>& body, int64_t jobs = 0, const Job& job = {});
 
-  void gather(const TrainBatch& batch, const void* rows, int64_t n, Format format, bool by_expert, bool lora_only,
-              ScratchRows& to);
+  // Beside it `projections`, which do not need what it makes.
+  void gather(const TrainBatch& batch, const RowView& rows, int64_t n, Format format, bool by_expert, ScratchRows& to,
+              const std::vector<Projection>& projections);
+  void pack_row(const RowView& rows, int64_t row, int64_t n, Format format, bool dequantised, uint8_t* to) const;
   void project(const std::vector<Projection>& projections);
   // The parts of `project`, whose results have room then; `projections` must outlive them.
   std::vector<Segment> segments(const std::vector<Projection>& projections);
   void project_rows(const Segment& segment, Room& room);
   // Those of an item's rows.
   std::span<const Group> groups_of(const Item& item) const;
-  // Fetches into the second-level cache what add_lora reads of B (A) of each adapter of an item, a share whenever
-  // `next` is called, `shares` times in all.
+  // Fetches into the second-level cache what is read of B (A) of each adapter for an item, a share whenever `next` is
+  // called, `shares` times in all. Of the item behind it, where LoRA is what comes first of an item.
   class Fetch {
    public:
     Fetch(const ExpertTrainer& trainer, const Item& item, std::initializer_list<int> matrices, bool transposed,
@@ -147,7 +157,7 @@ class ExpertTrainer {
     void slice(int matrix, const Group& group) const;
 
     const ExpertTrainer& trainer_;
-    const Item& item_;
+    const Item* item_;  // null: nothing
     std::span<const Group> groups_;
     int matrices_[2] = {};
     bool transposed_;
@@ -156,17 +166,31 @@ class ExpertTrainer {
   // tile += B t of the columns of an item, or A^T u if `transposed`; t (u): rows in the format of LoRA products.
   void add_lora(int matrix, bool transposed, const Item& item, const ScratchRows& t, float* tile, int64_t stride,
                 Room& room) const;
-  // next: the panels that are read behind these. It calls `fetch` base_shares(projection, item) times.
-  void base_product(int projection, const Item& item, const ScratchRows& x, float* out, int64_t stride,
-                    const uint8_t* next, Fetch& fetch) const;
+  // Whether that is the tail of the item's product with the base weights: if all rows are of one adapter.
+  bool has_tail(int matrix, bool transposed, const Item& item) const;
+  DotTail lora_tail(int matrix, bool transposed, const Item& item, const ScratchRows& t, Room& room) const;
+  // B (A^T) of a group and the columns of an item.
+  uint8_t* lora_panels(int matrix, bool transposed, const Item& item, const Group& group, Room& room) const;
+  // out = W x + B t. next: the panels that are read behind these. It calls `fetch` base_shares(projection, item) times.
+  void base_product(int projection, const Item& item, const ScratchRows& x, const ScratchRows& t, float* out,
+                    int64_t stride, const uint8_t* next, Fetch& fetch, Room& room) const;
   int64_t base_step(int projection, const Item& item) const;  // panels
   int64_t base_shares(int projection, const Item& item) const;
-  // out = W^T d, or out += W^T d if `adds`. It calls `fetch` for each pair of panels. next, next_item: whose W^T comes
-  // behind this one, if that is known.
-  void transposed_product(int projection, const Item& item, const ScratchRows& d, float* out, int64_t stride, bool adds,
-                          int next, const Item* next_item, Fetch& fetch, Room& room) const;
+  // out = W^T d + A^T u, or out += that if `adds`. It calls `fetch` for each pair of panels. next, next_item: whose W^T
+  // comes behind this one, if that is known.
+  void transposed_product(int projection, const Item& item, const ScratchRows& d, const ScratchRows& u, float* out,
+                          int64_t stride, bool adds, int next, const Item* next_item, Fetch& fetch, Room& room) const;
+  // Whether it needs no panels of W^T.
+  bool few(int projection, const Item& item) const {
+    return item.row_end - item.row <= panels_.few && product_ == Format::bf16 &&
+           layer_->shape().formats[projection] == Format::bf16;
+  }
   // The work item behind one of them, which the same worker mostly computes next; null: none.
   const Item* behind(const Item& item) const { return &item == &items_.back() ? nullptr : &item + 1; }
+  const uint8_t* next_panels(int projection, const Item& item) const {
+    const Item* next = behind(item);
+    return next == nullptr ? nullptr : layer_->panel(projection, next->expert, next->column / kPanel);
+  }
 
   void gate_up(const TrainBatch& batch, void* kept);
   void gate_up_item(const Item& item, void* kept, bool kept_bf16, Room& room);
@@ -180,7 +204,7 @@ class ExpertTrainer {
   void clear_gradients(const std::vector<TrainLora>& loras);
   // LoRA's gradients as well. grad_hidden: null: these alone.
   void input_gradient(const TrainBatch& batch, void* grad_hidden, bool adds);
-  void weight_gradient(const TrainBatch& batch, float* grad_weights) const;
+  void weight_gradient(const TrainBatch& batch, float* grad_weights);
   // out = the sums over a row's positions of y, with the router's weights or 1, for a slice of columns.
   void combine(const TrainBatch& batch, bool weighted, int64_t first, int64_t last, void* out);
   int64_t slice_columns() const;
@@ -200,6 +224,7 @@ class ExpertTrainer {
   const ExpertLayer* layer_ = nullptr;
   Format product_ = Format::bf16;  // of LoRA products and of all of backward
   RoutedBatch routed_;
+  RowView hidden_ = {}, grad_out_ = {};  // of the caller
   std::vector<Group> groups_;
   std::vector<int32_t> first_group_;  // by expert
   int64_t max_rank_ = 0;
@@ -207,7 +232,7 @@ class ExpertTrainer {
   std::vector<Item> items_;
   int64_t ranges_ = 0;
   // Rows by position. x of gate and up, h: as forward's products read them; the others: product_.
-  ScratchRows x_[2], x_lora_, h_, h_lora_, t_[3], u_[3], d_, d_gate_, d_up_, y_;
+  ScratchRows x_[2], h_, h_lora_, t_[3], u_[3], d_, d_gate_, d_up_, y_;
   std::vector<float> weight_parts_;  // [positions, ranges]: parts of dw
   Arena kept_;
 };

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "training/trainer.hpp"
 
@@ -7,11 +8,28 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kPair = 2 * kPanel;
+constexpr int64_t kSummedRows = 64;
 
 // Of W^T that are made at a time, if that is more than a pair of panels: what leaves room for rows in the second-level
 // cache. On AVX2 a pair was 1.1 times faster than 256 KB.
 int64_t turned_bytes(Isa isa) {
-  return isa == Isa::amx ? 512 << 10 : isa == Isa::avx512 ? 256 << 10 : 0;
+  return isa == Isa::avx2 ? 0 : 256 << 10;
+}
+
+// Of the second-level cache: runs that lie a multiple of this apart share its ways, of which so many are filled.
+constexpr int64_t kWayBytes = 128 << 10;
+constexpr int64_t kFilledWays = 8;
+
+// Part `part` of `parts` of the columns that are turned behind those of a product, as far as they would stay in a
+// cache.
+Ahead share_of(const NextColumns& next, Format format, int64_t columns, int64_t panels, int64_t part, int64_t parts) {
+  if (next.w == nullptr) return {};
+  const int64_t size = panel_size(format, next.k);
+  panels = std::min(panels, kFilledWays * kWayBytes / std::gcd(size, kWayBytes));
+  const int64_t first = panels * part / parts;
+  const uint8_t* quants = next.w + meta_size(format, next.k) + next.first / kBlock * info(format).quant_bytes;
+  return {quants + first * size, columns / kBlock * info(format).quant_bytes, size,
+          panels * (part + 1) / parts - first};
 }
 
 }  // namespace
@@ -32,25 +50,22 @@ void ExpertTrainer::backward(const ExpertLayer& layer, const std::vector<TrainLo
       gate_up(part, kept_.data());
       here = kept_.data();
     }
-    gather(part, static_cast<const uint8_t*>(grad_out) + first * s.hidden * element, s.hidden, product_, false, false,
-           d_);
-    if (!groups_.empty()) gather(part, part.hidden, s.hidden, product_, false, true, x_lora_);
+    grad_out_ = {static_cast<const uint8_t*>(grad_out) + first * s.hidden * element, s.hidden * element, batch.bf16};
+    gather(part, grad_out_, s.hidden, product_, false, d_, {{{kDown}, true, nullptr, &grad_out_, {&u_[kDown]}}});
     hidden_gradient(part, here);
     weight_gradient(part, grad_weights + first * batch.top_k);
-    if (!groups_.empty()) {
-      project({{{kDown}, false, &h_lora_, {&t_[kDown]}},
-               {{kGate}, true, &d_gate_, {&u_[kGate]}},
-               {{kUp}, true, &d_up_, {&u_[kUp]}}});
-    }
+    project({{{kDown}, false, &h_lora_, nullptr, {&t_[kDown]}},
+             {{kGate}, true, &d_gate_, nullptr, {&u_[kGate]}},
+             {{kUp}, true, &d_up_, nullptr, {&u_[kUp]}}});
     if (first == 0) clear_gradients(loras);
     uint8_t* to = static_cast<uint8_t*>(grad_hidden);
     input_gradient(part, to == nullptr ? nullptr : to + first * s.hidden * element, first > 0);
   });
 }
 
-void ExpertTrainer::transposed_product(int projection, const Item& item, const ScratchRows& d, float* out,
-                                       int64_t stride, bool adds, int next, const Item* next_item, Fetch& fetch,
-                                       Room& room) const {
+void ExpertTrainer::transposed_product(int projection, const Item& item, const ScratchRows& d, const ScratchRows& u,
+                                       float* out, int64_t stride, bool adds, int next, const Item* next_item,
+                                       Fetch& fetch, Room& room) const {
   const LayerShape& s = layer_->shape();
   NextColumns last{nullptr, 0, 0};
   if (next_item != nullptr && s.formats[next] == s.formats[projection]) {
@@ -67,15 +82,17 @@ void ExpertTrainer::transposed_product(int projection, const Item& item, const S
       if (count > 0) call(layer_->panel(projection, item.expert, first), first, count, ends);
     }
   };
-  if (rows <= panels_.few && product_ == Format::bf16 && s.formats[projection] == Format::bf16) {
+  if (few(projection, item)) {
     for (int64_t i = item.column; i < item.column_end; i += kPair) fetch.next();
     each_shard([&](const uint8_t* w, int64_t first, int64_t count, bool ends) {
       panels_.few_rows({w, count, k, item.column, item.column_end - item.column, d.at(item.row) + first * kPanel * 2,
                         d.stride, rows, out, stride, adds || first > 0, room.part(kPanels, count * kFewRowsRoom),
                         ends ? last : NextColumns{}});
     });
+    add_lora(projection, true, item, u, out, stride, room);
     return;
   }
+  DotTail tail = lora_tail(projection, true, item, u, room);
   const int64_t size = panel_size(product_, n);
   const int64_t most = std::clamp(turned_bytes(isa()) / (2 * size) * kPair, kPair, kItemColumns);
   uint8_t* panels = room.part(kPanels, most / kPanel * size);
@@ -91,21 +108,24 @@ void ExpertTrainer::transposed_product(int projection, const Item& item, const S
     for (int64_t i = 0; i < columns; i += kPair) {
       fetch.next();
       const uint8_t* pair = panels + i / kPanel * size;
-      kernels_.dot(
-          {product_, pair, 2, n, d.at(item.row), d.stride, rows, out + column + i - item.column, stride, pair, adds});
+      DotArgs args{product_, pair, 2,    n,   d.at(item.row), d.stride, rows, out + column + i - item.column,
+                   stride,   pair, adds, tail};
+      if (kernels_.tails && product_ == Format::bf16) {
+        const int64_t first_shard = layer_->first_panel(more ? projection : next, 1);
+        args.ahead = share_of(then, s.formats[projection], columns, first_shard, i / kPair, columns / kPair);
+      }
+      kernels_.dot(args);
+      if (tail.w != nullptr) tail.w += 2 * panel_size(product_, tail.k);
     }
   }
+  if (tail.w == nullptr) add_lora(projection, true, item, u, out, stride, room);
 }
 
 void ExpertTrainer::hidden_gradient(const TrainBatch& b, const void* kept) {
   const LayerShape& s = layer_->shape();
   // t of gate and up is not needed yet, nor does it need anything.
-  const std::vector<Projection> beside = {{{kGate, kUp}, false, &x_lora_, {&t_[kGate], &t_[kUp]}}};
-  std::vector<Segment> more;
-  if (!groups_.empty()) {
-    project({{{kDown}, true, &d_, {&u_[kDown]}}});
-    more = segments(beside);
-  }
+  const std::vector<Projection> beside = {{{kGate, kUp}, false, nullptr, &hidden_, {&t_[kGate], &t_[kUp]}}};
+  const std::vector<Segment> more = segments(beside);
   const int64_t bytes = kernels_.row_bytes(product_, s.intermediate);
   d_gate_.reserve(routed_.positions(), bytes);
   d_up_.reserve(routed_.positions(), bytes);
@@ -125,13 +145,15 @@ void ExpertTrainer::hidden_gradient_item(const Item& item, const TrainBatch& b, 
   const int64_t element = product_ == Format::f32 ? 4 : 2;
   auto* dh = reinterpret_cast<float*>(room.part(kTile, rows * stride * 4));
   Fetch fetch(*this, item, {kDown}, true, width / kPair);
-  transposed_product(kDown, item, d_, dh, stride, false, kDown, behind(item), fetch, room);
-  add_lora(kDown, true, item, u_[kDown], dh, stride, room);
+  transposed_product(kDown, item, d_, u_[kDown], dh, stride, false, kDown, behind(item), fetch, room);
   const auto pre = [&](int64_t at, int i) -> const void* {
     return static_cast<const uint8_t*>(kept) + ((at * 2 + i) * s.intermediate + item.column) * (b.bf16 ? 2 : 4);
   };
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = item.row + row;
+    for (int i = 0; i < 2 && row + kRowsAhead < rows; ++i) {
+      fetch_lines(static_cast<const uint8_t*>(pre(at + kRowsAhead, i)), width * (b.bf16 ? 2 : 4));
+    }
     const int64_t offset = item.column * element;
     weight_parts_[static_cast<size_t>(at * ranges_ + item.range)] = panels_.gated_backward(
         {pre(at, 0), pre(at, 1), b.bf16, dh + row * stride, routed_.weight(at), width, product_,
@@ -159,25 +181,26 @@ void ExpertTrainer::input_gradient(const TrainBatch& b, void* grad_hidden, bool 
           float* dx = y_.floats(item.row) + item.column - first;
           const int64_t stride = y_.stride_floats();
           Fetch fetch(*this, item, {kGate, kUp}, true, 2 * (item.column_end - item.column) / kPair);
-          transposed_product(kGate, item, d_gate_, dx, stride, false, kUp, &item, fetch, room);
-          transposed_product(kUp, item, d_up_, dx, stride, true, kGate, behind(item), fetch, room);
-          add_lora(kGate, true, item, u_[kGate], dx, stride, room);
-          add_lora(kUp, true, item, u_[kUp], dx, stride, room);
+          transposed_product(kGate, item, d_gate_, u_[kGate], dx, stride, false, kUp, &item, fetch, room);
+          transposed_product(kUp, item, d_up_, u_[kUp], dx, stride, true, kGate, behind(item), fetch, room);
         },
         all * last / s.hidden - done, [&](int64_t i, Room& room) { gradient(done + i, room); });
     combine(b, false, first, last, grad_hidden);
   }
 }
 
-void ExpertTrainer::weight_gradient(const TrainBatch& b, float* grad_weights) const {
+void ExpertTrainer::weight_gradient(const TrainBatch& b, float* grad_weights) {
   const auto ranges = static_cast<int64_t>(weight_parts_.size()) / std::max<int64_t>(1, routed_.positions());
-  for (int64_t row = 0; row < b.rows; ++row) {
-    for (int32_t at : routed_.positions_of(row)) {
-      float sum = 0;
-      for (int64_t i = 0; at >= 0 && i < ranges; ++i) sum += weight_parts_[static_cast<size_t>(at * ranges + i)];
-      *grad_weights++ = sum;
+  pool_.parallel_for((b.rows + kSummedRows - 1) / kSummedRows, [&](int64_t item, int) {
+    for (int64_t row = item * kSummedRows; row < std::min(b.rows, (item + 1) * kSummedRows); ++row) {
+      float* to = grad_weights + row * b.top_k;
+      for (int32_t at : routed_.positions_of(row)) {
+        float sum = 0;
+        for (int64_t i = 0; at >= 0 && i < ranges; ++i) sum += weight_parts_[static_cast<size_t>(at * ranges + i)];
+        *to++ = sum;
+      }
     }
-  }
+  });
 }
 
 }  // namespace ktserve

@@ -9,6 +9,7 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kProjectedRows = 256;
+constexpr int64_t kMadeRows = 64;              // of the caller, in the form of a product
 constexpr int64_t kGradientBytes = 128 << 10;  // of rows, and of sums, of a work item of gradients
 constexpr int64_t kGradientRows = 256;         // whose products are summed at a time
 
@@ -36,6 +37,7 @@ void ExpertTrainer::project(const std::vector<Projection>& projections) {
 
 std::vector<ExpertTrainer::Segment> ExpertTrainer::segments(const std::vector<Projection>& projections) {
   std::vector<Segment> all;
+  if (groups_.empty()) return all;
   for (const Projection& p : projections) {
     for (size_t i = 0; i < p.matrices.size(); ++i) {
       p.out[i]->reserve(routed_.positions(), kernels_.row_bytes(product_, max_rank_));
@@ -73,8 +75,21 @@ void ExpertTrainer::project_rows(const Segment& segment, Room& room) {
   const int64_t width = panels_of(r) * kPanel;
   const int64_t stride = count * width;
   auto* t = reinterpret_cast<float*>(room.part(kTile, (row_end - row) * stride * 4));
-  kernels_.dot(
-      {product_, panels, count * panels_of(r), k, p.x->at(row), p.x->stride, row_end - row, t, stride, panels});
+  const int64_t x_stride = p.x != nullptr ? p.x->stride : kernels_.row_bytes(product_, k);
+  const int64_t step = p.x != nullptr ? row_end - row : std::min(kMadeRows, row_end - row);
+  for (int64_t first = row; first < row_end; first += step) {
+    const int64_t rows = std::min(step, row_end - first);
+    const uint8_t* x = p.x != nullptr ? p.x->at(first) : nullptr;
+    if (x == nullptr) {
+      uint8_t* made = room.part(kRows, step * x_stride);
+      for (int64_t i = 0; i < rows; ++i) {
+        pack_row(*p.rows, routed_.row(first + i), k, product_, false, made + i * x_stride);
+      }
+      x = made;
+    }
+    kernels_.dot(
+        {product_, panels, count * panels_of(r), k, x, x_stride, rows, t + (first - row) * stride, stride, panels});
+  }
   for (int64_t at = row; at < row_end; ++at) {
     for (int64_t i = 0; i < count; ++i, t += width) {
       for (int64_t j = 0; j < r; ++j) t[j] *= lora.scale;
@@ -94,8 +109,8 @@ std::span<const ExpertTrainer::Group> ExpertTrainer::groups_of(const Item& item)
 ExpertTrainer::Fetch::Fetch(const ExpertTrainer& trainer, const Item& item, std::initializer_list<int> matrices,
                             bool transposed, int64_t shares)
     : trainer_(trainer),
-      item_(item),
-      groups_(trainer.groups_of(item)),
+      item_(trainer.has_tail(*matrices.begin(), transposed, item) ? trainer.behind(item) : &item),
+      groups_(item_ == nullptr ? std::span<const Group>() : trainer.groups_of(*item_)),
       transposed_(transposed),
       slices_(static_cast<int64_t>(matrices.size() * groups_.size())),
       shares_(shares) {
@@ -116,13 +131,45 @@ void ExpertTrainer::Fetch::slice(int matrix, const Group& g) const {
   };
   const ExpertLayer& layer = *trainer_.layer_;
   const int64_t r = g.lora->rank;
-  const int64_t columns = item_.column_end - item_.column;
+  const int64_t columns = item_->column_end - item_->column;
   const int64_t width = layer.inner_of(matrix);
   if (transposed_) {
-    for (int64_t i = 0; i < r; ++i) fetch(g.lora->a[matrix] + (item_.expert * r + i) * width + item_.column, columns);
+    for (int64_t i = 0; i < r; ++i) fetch(g.lora->a[matrix] + (item_->expert * r + i) * width + item_->column, columns);
   } else {
-    fetch(g.lora->b[matrix] + (item_.expert * layer.rows_of(matrix) + item_.column) * r, columns * r);
+    fetch(g.lora->b[matrix] + (item_->expert * layer.rows_of(matrix) + item_->column) * r, columns * r);
   }
+}
+
+bool ExpertTrainer::has_tail(int matrix, bool transposed, const Item& item) const {
+  const std::span<const Group> groups = groups_of(item);
+  if (!kernels_.tails || product_ != Format::bf16 || groups.size() != 1) return false;
+  const Group& g = groups.front();
+  const int64_t rows = item.row_end - item.row;
+  if (g.row > item.row || g.row_end < item.row_end) return false;
+  if (rows <= kFewSumsRows && g.lora->rank <= kFewSumsRank) return false;
+  return transposed ? !few(matrix, item) : layer_->shape().formats[matrix] == Format::bf16;
+}
+
+DotTail ExpertTrainer::lora_tail(int matrix, bool transposed, const Item& item, const ScratchRows& t,
+                                 Room& room) const {
+  if (!has_tail(matrix, transposed, item)) return {};
+  const Group& g = groups_of(item).front();
+  return {lora_panels(matrix, transposed, item, g, room), g.lora->rank, t.at(item.row), t.stride};
+}
+
+uint8_t* ExpertTrainer::lora_panels(int matrix, bool transposed, const Item& item, const Group& g, Room& room) const {
+  const int64_t columns = item.column_end - item.column;
+  const int64_t r = g.lora->rank;
+  const int64_t width = layer_->inner_of(matrix);
+  uint8_t* panels = room.part(kLoraPanels, packed_size(product_, columns, r));
+  if (transposed) {
+    const float* a = g.lora->a[matrix] + item.expert * r * width + item.column;
+    panels_.pack_transpose({reinterpret_cast<const uint8_t*>(a), width * 4, false}, columns, r, product_, panels);
+  } else {
+    const float* b = g.lora->b[matrix] + (item.expert * layer_->rows_of(matrix) + item.column) * r;
+    panels_.pack(b, r, columns, r, product_, panels);
+  }
+  return panels;
 }
 
 void ExpertTrainer::add_lora(int matrix, bool transposed, const Item& item, const ScratchRows& t, float* tile,
@@ -141,12 +188,7 @@ void ExpertTrainer::add_lora(int matrix, bool transposed, const Item& item, cons
                         row_end - row, out, stride});
       continue;
     }
-    uint8_t* panels = room.part(kLoraPanels, packed_size(product_, columns, r));
-    if (transposed) {
-      panels_.pack_transpose({reinterpret_cast<const uint8_t*>(a), width * 4, false}, columns, r, product_, panels);
-    } else {
-      panels_.pack(b, r, columns, r, product_, panels);
-    }
+    const uint8_t* panels = lora_panels(matrix, transposed, item, g, room);
     kernels_.dot(
         {product_, panels, panels_of(columns), r, t.at(row), t.stride, row_end - row, out, stride, panels, true});
   }
@@ -174,14 +216,19 @@ void ExpertTrainer::lora_gradient(const GradientJob& job, bool adds, Room& room)
     int matrix;
     bool of_a;
     const ScratchRows* rows;     // whose sums over positions with
-    const ScratchRows* columns;  // are the gradient
+    const ScratchRows* columns;  // are the gradient; null: rows of the caller
   };
   static constexpr int kCounts[5] = {2, 1, 1, 1, 1};
-  const Product products[5][2] = {{{kGate, true, &u_[kGate], &x_lora_}, {kUp, true, &u_[kUp], &x_lora_}},
+  const Product products[5][2] = {{{kGate, true, &u_[kGate], nullptr}, {kUp, true, &u_[kUp], nullptr}},
                                   {{kDown, true, &u_[kDown], &h_lora_}, {}},
                                   {{kGate, false, &t_[kGate], &d_gate_}, {}},
                                   {{kUp, false, &t_[kUp], &d_up_}, {}},
-                                  {{kDown, false, &t_[kDown], &d_}, {}}};
+                                  {{kDown, false, &t_[kDown], nullptr}, {}}};
+  const auto columns_of = [&](const Product& p, int64_t row, int64_t column) -> RowView {
+    if (p.columns != nullptr) return view(*p.columns, row, column, product_);
+    const RowView& of = p.of_a ? hidden_ : grad_out_;
+    return {of.data + column * (of.bf16 ? 2 : 4), of.stride, of.bf16, routed_.rows_from(row)};
+  };
   const auto& [group, kind, column, columns] = job;
   const Group& g = *group;
   const int64_t r = g.lora->rank;
@@ -198,7 +245,7 @@ void ExpertTrainer::lora_gradient(const GradientJob& job, bool adds, Room& room)
     const int64_t count = std::min(most, m - first);
     const int64_t row = g.row + first;
     for (int64_t i = 0; i < count; ++i) weights[i] = routed_.weight(row + i);
-    panels_.pack_transpose(view(*products[kind][0].columns, row, column, product_), columns, count, product_, panels);
+    panels_.pack_transpose(columns_of(products[kind][0], row, column), columns, count, product_, panels);
     for (int i = 0; i < kCounts[kind]; ++i) {
       const Product& p = products[kind][i];
       // What comes from d lacks the router's weight.
