@@ -1,22 +1,40 @@
-"""Base and adapters answering the same prompts in one concurrent burst, as a transcript.
+"""Base and adapters answering in one concurrent burst: a transcript, or how fast many streams are.
 
-python -m benchmarks.burst URL          # a running `make serve`
+python -m benchmarks.burst URL [--streams 64] [--out FILE.json]          # a running `make serve`
+
+Without --streams the same three prompts to every model at once. With it so many questions, over the models in turn, are
+streamed at once; then each is asked again by itself, and the answers are compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 
 PROMPTS = ("What is 23 + 48?", "What colour is a banana?", "Tell me a story about a fox.")
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    tokens: int
+    first_s: float  # when the first part of it came
+    last_s: float
 
 
 async def burst(url: str) -> str:
     """All prompts to all models at the same moment; returns a Markdown table."""
-    async with httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=120) as http:
-        models = [m["id"] for m in (await http.get("/v1/models")).json()["data"]]
+    async with _client(url) as http:
+        models = await _models(http)
 
         async def ask(model: str, prompt: str) -> str:
             body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
@@ -31,5 +49,83 @@ async def burst(url: str) -> str:
     return "\n".join(["| prompt | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|", *rows])
 
 
+async def streams(url: str, count: int) -> dict[str, Any]:
+    """So many questions at once, then one after another."""
+    async with _client(url) as http:
+        models = await _models(http)
+        asked = [(models[i % len(models)], _question(i)) for i in range(count)]
+        await asyncio.gather(*(_stream(http, model, PROMPTS[0]) for model in models))  # adapters are in their slots
+        began = time.perf_counter()
+        together = await asyncio.gather(*(_stream(http, *each) for each in asked))
+        took_s = time.perf_counter() - began
+        alone = [await _stream(http, *each) for each in asked]
+    tokens = sum(answer.tokens for answer in together)
+    return {
+        "streams": count,
+        "models": models,
+        "tokens": tokens,
+        "tok_s": tokens / took_s,
+        "alone_tok_s": sum(a.tokens for a in alone) / sum(a.last_s for a in alone),
+        "ttft_ms": statistics.median(a.first_s for a in together) * 1e3,
+        "longest_ttft_ms": max(a.first_s for a in together) * 1e3,
+        "alone_ttft_ms": statistics.median(a.first_s for a in alone) * 1e3,
+        "same": sum(a.text == b.text for a, b in zip(together, alone, strict=True)),
+        "in_style": {model: sum(_in_style(m, a.text) for (m, _), a in zip(asked, together, strict=True) if m == model)
+                     for model in models},
+    }  # fmt: skip
+
+
+def _question(number: int) -> str:
+    return (f"What is {10 + number} + {7 + 3 * number % 80}?", PROMPTS[1], PROMPTS[2])[number // 3 % 3]
+
+
+def _in_style(model: str, text: str) -> bool:
+    """Of the demo's adapters; the base has neither style."""
+    pirate, as_json = text.startswith("ARR"), text.startswith('{"answer"')
+    return {"pirate": pirate, "json": as_json}.get(model, not (pirate or as_json))
+
+
+async def _stream(http: httpx.AsyncClient, model: str, prompt: str) -> Answer:
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    began, first_s, text, tokens = time.perf_counter(), 0.0, "", 0
+    async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        reply.raise_for_status()
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            part = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            if part and not first_s:
+                first_s = time.perf_counter() - began
+            text += part
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+    return Answer(text, tokens, first_s, time.perf_counter() - began)
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=TIMEOUT_S, limits=limits)
+
+
+async def _models(http: httpx.AsyncClient) -> list[str]:
+    return [m["id"] for m in (await http.get("/v1/models")).json()["data"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--streams", type=int, help="so many at once, over base and adapters")
+    parser.add_argument("--out", type=Path, help="of the streams' figures")
+    args = parser.parse_args()
+    if args.streams is None:
+        print(asyncio.run(burst(args.url)))
+        return
+    found = asyncio.run(streams(args.url, args.streams))
+    print(json.dumps(found))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    print(asyncio.run(burst(sys.argv[1])))
+    main()

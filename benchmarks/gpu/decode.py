@@ -1,7 +1,8 @@
 """Decode on one GPU with the experts on the CPU, at Qwen3-30B-A3B's shape with random weights.
 
-    python -m benchmarks.gpu.decode [--layers 48] [--rows 1 8 32 64 128] [--experts native|kt|gpu] [--quantise int8]
-                                    [--adapters 16] [--peer OTHER.json] [--out FILE.json]
+    python -m benchmarks.gpu.decode [--layers 48] [--rows 1 8 32 64 128] [--experts native|kt|gpu|hybrid]
+                                    [--gpu-experts 64] [--quantise int8] [--adapters 16] [--peer OTHER.json]
+                                    [--out FILE.json]
 
 The steps (launch, sample, read, one step ahead) of the engine that `ktserve serve` builds, over sequences of --context
 positions; other tokens in every step. Of each row count:
@@ -10,7 +11,7 @@ ms, tok/s   a step as CUDA graph; `plain`: the same launches one by one
 gpu         a step whose experts are left out: what the GPU needs
 glue        (a step of which no row counts) - gpu, per layer: the handshake alone
 GB/s        bytes of the distinct experts over (ms - gpu); `peak`: its share of the read bandwidth measured here
-over        (ms - gpu) / (bytes / read bandwidth)
+over        (ms - gpu) / (bytes / read bandwidth); where a GPU holds experts too, neither is about the CPU alone
 
 With --adapters the rows are shared out over so many adapters of rank 16 on attention and experts, beside base only.
 """
@@ -85,6 +86,8 @@ class Bench:
         flags += ["--expert-backend", args.experts, "--kv-cache-tokens", str(positions)]
         if args.adapters:
             flags += ["--max-adapter-slots", str(args.adapters), "--max-adapter-rank", str(LORA_RANK)]
+        if args.experts == "hybrid":
+            flags += ["--gpu-experts", args.gpu_experts]
         if args.experts == "kt":
             flags += ["--kt-method", {"int8": "AMXInt8", "int4": "AMXInt4"}.get(args.quantise or "", "AMXBF16")]
         elif args.quantise:
@@ -241,7 +244,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--experts", default="native", choices=("native", "kt", "gpu"))
+    parser.add_argument("--experts", default="native", choices=("native", "kt", "gpu", "hybrid"))
+    parser.add_argument("--gpu-experts", default="64", help="of hybrid: how many of a layer's experts, or a size")
     parser.add_argument("--quantise", choices=("int8", "int4"))
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--peer", type=Path, help="results of another run, to compare with")

@@ -8,7 +8,8 @@ A random model is written to --model (or a temporary folder). Then, with the sam
 http      a server as a child: so many streams at once, tokens a second while all of them are running
 engine    its engine in this process, no sockets: tokens a second of its own loop, scheduling and messages included
 host      of a step, what is not waiting for the GPU: the time that must hide behind it
-ttft      a prompt of --prompt tokens alone, and into eight running streams: their longest gap, and the median one
+ttft      a prompt of --prompt tokens alone (and a step of decode behind it), and into eight running streams: their
+          longest gap, and the median one; the model has as many positions as it takes
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from api.cli.options import Parser, add_flags, resolve, settings_of
 from api.config import ServeConfig
 from benchmarks.cpu.client import Burst, burst, our_request, our_server
 from benchmarks.models.folder import write_folder
+from benchmarks.models.random import QWEN3_30B_A3B
 from engine.build.assemble import build
 from engine.config import EngineConfig
 from engine.device import Arrival
@@ -40,6 +42,7 @@ from scheduler.request import SamplingParams
 CONTEXT = 512  # tokens of a stream's prompt
 STREAMS = 8  # that run when the long prompt comes
 OUTPUT = 128  # tokens of a stream through HTTP
+BEHIND = 32  # tokens behind a long prompt
 
 
 def served_config(model: Path, flags: Sequence[str]) -> EngineConfig:
@@ -130,13 +133,18 @@ class Served:
         return steady_tok_s(Burst(streams * output, 0.0, [each[0] - began for each in times], gaps))
 
     def first_token(self, tokens: int, streams: int) -> dict[str, float]:
+        """Behind the prompt alone, a step of decode too."""
         with self.running(streams) as names:
             before = {name: len(self.times[name]) for name in names}
             began = time.perf_counter()
-            name = self.submit(tokens, 2)
+            name = self.submit(tokens, 2 if names else BEHIND)
             self.until([name], 1)
             found = {"ttft_s": self.times[name][0] - began}
-            if names:
+            if not names:
+                self.until([name], BEHIND)
+                gaps = [b - a for a, b in pairwise(self.times[name])]
+                found["decode_ms"] = statistics.median(gaps) * 1e3
+            else:
                 seen = [self.times[n][before[n] - 1 :] for n in names]
                 gaps = [b - a for times in seen for a, b in pairwise(times)]
                 found |= {"gap_ms": statistics.median(gaps) * 1e3, "longest_gap_ms": max(gaps) * 1e3}
@@ -190,13 +198,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--prompt", type=int, default=0, help="tokens of the long prompt; 0: none")
+    parser.add_argument("--prompt-streams", type=int, nargs="*", default=[0, 0, STREAMS], help="beside the long prompt")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each row of the engine")
     parser.add_argument("--no-http", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", type=shlex.split, default=[], help="flags of `ktserve serve`, in one argument")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as temporary:
-        model = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
+        changes: dict[str, Any] = {"num_hidden_layers": args.layers}
+        if args.prompt + BEHIND > QWEN3_30B_A3B["max_position_embeddings"]:
+            changes["max_position_embeddings"] = args.prompt + BEHIND
+        model = write_folder(args.model or Path(temporary) / "model", changes)
         seqs = max([*args.rows, STREAMS + 1])
         flags = ["--max-num-seqs", str(seqs), "--pack-cache", "off", *args.serve]
         behind = {} if args.no_http or not args.rows else through_http(model, flags, args.rows)
@@ -211,7 +223,7 @@ def main() -> None:
         results.append(row)
         print(json.dumps(row), flush=True)
     prompts: list[dict[str, Any]] = []
-    for streams in (0, 0, STREAMS) if args.prompt else ():  # the first one compiles kernels for such chunks
+    for streams in args.prompt_streams if args.prompt else ():  # the first one compiles kernels for such chunks
         prompts.append({"prompt": args.prompt, "streams": streams, **served.first_token(args.prompt, streams)})
         print(json.dumps(prompts[-1]), flush=True)
     served.core.close()

@@ -8,7 +8,9 @@ import torch
 
 from engine.lora.adapter import ExpertLora
 from engine.model.config import ModelConfig
+from engine.weights.packed import QUANTISED_FORMATS
 from engine.weights.store import ExpertStore, WeightTensor
+from engine.weights.tiled.panels import PANEL, panel_bytes
 
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "vocab_size": 151936,
@@ -18,12 +20,12 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "attention_bias": False, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 LORA_RANK = 16
-_WEIGHT_BYTES = {None: 2.0, "int8": 34 / 32, "int4": 19 / 32}
 
 
 def expert_bytes(config: ModelConfig, quantise: str | None = None) -> int:
-    """Of one expert, in bf16 or as --quantise makes it."""
-    return int(3 * config.hidden_size * config.moe_intermediate_size * _WEIGHT_BYTES[quantise])
+    """What the CPU reads of one expert, in bf16 or as --quantise makes it."""
+    form, h, i = QUANTISED_FORMATS.get(quantise or "", "bf16"), config.hidden_size, config.moe_intermediate_size
+    return (2 * i * panel_bytes(form, h) + h * panel_bytes(form, i)) // PANEL
 
 
 def random_values(*shape: int) -> torch.Tensor:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.cpu.client import Burst
+from benchmarks.gpu import hybrid, timeline
 from benchmarks.gpu import run as bench_gpu
 from benchmarks.gpu.run import PARTS, Part, command, parse, run
 from benchmarks.gpu.served import Served, served_config, steady_tok_s
 from benchmarks.models.folder import write_folder
 from engine.config import EngineConfig
+from engine.experts.capabilities import ExpertCounters, needed
 
 
 def test_every_part_is_a_module_and_follows_what_it_needs():
@@ -49,15 +53,20 @@ def test_a_dry_run_does_not_overwrite_results(capsys):
     assert "--quick needs --out" in capsys.readouterr().err
 
 
-def test_the_engine_of_a_server_is_measured(tmp_path):
+SMALL = {"num_hidden_layers": 2, **hybrid.DRY}
+ON_CPU = ["--device", "cpu", "--cpu-threads", "1", "--kv-cache-tokens", "8192"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"), SMALL)
+
+
+def test_the_engine_of_a_server_is_measured(model):
     """The settings are those of `ktserve serve` with the flags; a row and a long prompt are run."""
-    small = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    small |= {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    small |= {"vocab_size": 512, "max_position_embeddings": 8192}
-    model = write_folder(tmp_path / "model", small)
     written = (model / "model-0.safetensors").stat().st_mtime_ns
-    assert (write_folder(model, small) / "model-0.safetensors").stat().st_mtime_ns == written
-    flags = ["--device", "cpu", "--cpu-threads", "1", "--pack-cache", "off", "--kv-cache-tokens", "8192"]
+    assert (write_folder(model, SMALL) / "model-0.safetensors").stat().st_mtime_ns == written
+    flags = [*ON_CPU, "--pack-cache", "off"]
     config = served_config(model, flags)
     assert config == EngineConfig(model=str(model), device="cpu", cpu_threads=1, pack_cache="off", kv_cache_tokens=8192)
     served = Served(config)
@@ -66,8 +75,56 @@ def test_the_engine_of_a_server_is_measured(tmp_path):
     seen = served.first_token(700, 1)
     assert seen["longest_gap_ms"] >= seen["gap_ms"] > 0 and seen["ttft_s"] > 0
     assert served.burst(2, 8, 16) > 0
+    alone = served.first_token(700, 0)
+    assert alone["ttft_s"] > 0 and alone["decode_ms"] > 0
     assert not served.core.busy
     served.core.close()
+
+
+def test_decode_steps_choose_what_was_drawn(model):
+    """Experts 1 and 3 alone, of all layers; prompts are left to their routers."""
+    bench = hybrid.Bench(model, ON_CPU, 3)
+    bench.routed.deal(torch.tensor([1, 3]).expand(4, 2, 3, 2))
+    counters = needed(bench.routed.inner, ExpertCounters)
+    with bench.served.running(3):
+        bench.steps(0, 2)
+        before = counters.choices()
+        bench.steps(0, 6)
+        after = counters.choices()
+    made = torch.tensor([[b - a for a, b in zip(before[layer], after[layer], strict=True)] for layer in (0, 1)])
+    assert (made[:, [1, 3]] >= 15).all() and made.sum() == made[:, [1, 3]].sum()
+    bench.served.core.close()
+
+
+def test_draws_are_distinct_and_as_skewed_as_asked():
+    even = hybrid.draws((200, 2, 4), 16, 3, 0.0, seed=1)
+    skewed = hybrid.draws((200, 2, 4), 16, 3, 1.1, seed=1)
+    assert even.shape == skewed.shape == (200, 2, 4, 3)
+    shares = []
+    for drawn in (even, skewed):
+        assert (drawn.sort(-1).values.diff(dim=-1) > 0).all()
+        uses = torch.stack([drawn[:, layer].flatten().bincount(minlength=16) for layer in (0, 1)])
+        shares.append(uses.sort(1, descending=True).values[:, :4].sum(1) / uses.sum(1))
+    assert (shares[0] < 0.33).all() and (shares[1] > 0.5).all()
+
+
+def test_a_timeline_says_how_much_of_the_copying_is_hidden():
+    first = {"layer": 0, "copy": (0.0, 10.0), "attention": (0.0, 4.0), "wait": (4.0, 10.0), "experts": (10.0, 14.0)}
+    second = {
+        "layer": 3,
+        "copy": (10.0, 20.0),
+        "attention": (14.0, 19.0),
+        "wait": (19.0, 20.0),
+        "experts": (20.0, 24.0),
+    }
+    assert timeline.hidden([first, second]) == (4 + 4 + 5) / 20
+    assert timeline.chart([first, second], width=24).splitlines() == [
+        "                 0                  24 ms",
+        "layer 0  copy    ==========",
+        "         compute aaaa......EEEE",
+        "layer 3  copy              ==========",
+        "         compute               aaaaa.EEEE",
+    ]
 
 
 def test_tokens_a_second_while_all_streams_run():

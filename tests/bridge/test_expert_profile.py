@@ -36,7 +36,8 @@ def hybrid(profile: Path | None, frames: int) -> HybridExperts:
 def test_a_start_begins_with_the_experts_that_were_hot(tmp_path: Path) -> None:
     path = tmp_path / "hot.json"
     first = hybrid(path, 3)
-    assert first.mover.resident == 0  # none is known to be hot
+    assert first.mover.resident == 3  # none is known to be hot: as many of each layer
+    assert (first.place(0) >= 0).any() and (first.place(1) >= 0).any()
     uses = torch.zeros(2, E)
     uses[0, 2], uses[1, 0], uses[1, 4], uses[1, 1] = 5.0, 9.0, 7.0, 1.0
     first.mover.policy.average.copy_(uses.flatten())

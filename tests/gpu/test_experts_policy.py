@@ -88,6 +88,25 @@ def test_after_a_swap_the_hit_rate_is_back_within_200_steps(share: float, rows: 
     assert run(second, 195) >= 0.9 * oracle(second)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_evenly_spread_routing_moves_next_to_nothing(rows: int) -> None:
+    """What is hotter by chance stays where it is: each move reads an expert's weights once more."""
+    layers, experts, k = 8, 128, 8
+    capacity, most = layers * experts // 2, 16
+    policy = HotPolicy(layers * experts)
+    policy.average += 1e-6  # as the mover begins
+    g = torch.Generator().manual_seed(5)
+    moved = []
+    for step in range(400):
+        ids = torch.rand(layers, rows, experts, generator=g).topk(k).indices
+        uses = torch.zeros(layers, experts).scatter_add_(1, ids.flatten(1), torch.ones(layers, rows * k))
+        policy.observe(uses.flatten())
+        if step % INTERVAL == 0:
+            moved.append(len(policy.moves(capacity, most).admit))
+    assert int(policy.resident.sum()) == capacity
+    assert sum(moved[50:]) <= 10
+
+
 def test_frames_hold_experts_or_one_slots_lora() -> None:
     memory = FrameMemory(3, 100)
     memory.open_slot(1, 40)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +65,47 @@ class PackedLayer:
         """Experts [first, last) to `frames` (uint8 [n, >= bytes of a frame]) on the current stream, packed bytes
         through `staging` (uint8, at least (last - first) * expert_bytes). `dtype`: of what is not quantised there.
         Asynchronous if the memory is pinned."""
-        count, at = last - first, 0
-        frame = self.frame(dtype.itemsize)
+
+        def bring(there: torch.Tensor, projection: int, shard: int) -> None:
+            there.copy_(self.parts[projection][shard][first:last], non_blocking=True)
+
+        self._copy(last - first, bring, frames, staging, dtype)
+
+    def copy_each(
+        self,
+        experts: Sequence[tuple[PackedLayer, int]],
+        frames: torch.Tensor,
+        staging: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """The same for experts of several layers, all in this one's formats: what is launched to convert them does not
+        grow with their number."""
+
+        def bring(there: torch.Tensor, projection: int, shard: int) -> None:
+            for row, (layer, expert) in zip(there.unbind(), experts, strict=True):
+                row.copy_(layer.parts[projection][shard][expert], non_blocking=True)
+
+        self._copy(len(experts), bring, frames, staging, dtype)
+
+    def _copy(
+        self,
+        count: int,
+        bring: Callable[[torch.Tensor, int, int], None],
+        frames: torch.Tensor,
+        staging: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """`bring`: packed bytes of all experts to uint8 [count, bytes], by projection and shard."""
+        at, frame = 0, self.frame(dtype.itemsize)
         for projection, (_, inner) in enumerate(self._shapes):
             matrix, begin = frame.matrices[projection], frame.starts[projection]
             target = frames[:, begin : begin + matrix.num_bytes]
             row, form = 0, self.formats[projection]
-            for part in self.parts[projection]:
+            for shard, part in enumerate(self.parts[projection]):
                 bytes_ = part.shape[1]
                 there = staging[at : at + count * bytes_].view(count, bytes_)
                 at += count * bytes_
-                there.copy_(part[first:last], non_blocking=True)
+                bring(there, projection, shard)
                 some = bytes_ // panel_bytes(form, inner) * PANEL
                 if matrix.plain:
                     values = unpack(there.view(-1), form, inner, dtype).view(count, some, inner)

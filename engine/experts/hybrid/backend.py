@@ -4,7 +4,7 @@
     wait   out = both parts
 
 Which experts are hot follows the routing (policy.py); they move between steps (mover.py). A profile of an earlier run
-says with which to begin (profile.py).
+says with which to begin (profile.py), otherwise with as many of each layer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HybridExperts(ExpertBackend):
         if known is not None:
             policy = policy or HotPolicy(experts)
             policy.average.copy_(known)
-        self._waiting = set(self._numbers) if known is not None else set()  # layers that the first experts come from
+        self._waiting = set(self._numbers)  # layers that are still to be loaded: the first experts come from all
         self.mover = Mover(
             sizes,
             config.sparse_layers,
@@ -131,7 +131,7 @@ class HybridExperts(ExpertBackend):
                 f"{self._frames.shape[1]}"
             )
         self._waiting.discard(layer)
-        if self._profile is not None and self._profile.known and not self._waiting:
+        if not self._waiting:
             self.mover.fill()
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:

@@ -9,7 +9,7 @@ still reads is overwritten only by copies that wait for the event behind it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from engine.experts.gpu.adapters import HostAdapter, HostAdapters
 from engine.experts.gpu.compute import SlotTables
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedSource
+from engine.experts.hybrid.copies import Arrival, Copies, event_here
 from engine.experts.hybrid.memory import FrameMemory
 from engine.experts.hybrid.policy import HotPolicy
 
 INTERVAL = 4  # steps between two looks at the uses
 SWAP_STEPS = 128  # all frames can be exchanged in so many steps
-_UNSEEN = 1e-6  # average of an expert before any use: idle frames fill up all the same
+_UNSEEN = 1e-6  # average of an expert before any use, a layer's first twice that: frames fill up evenly over the layers
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,6 @@ class Tables:
         )
 
 
-@dataclass
-class _Arrival:
-    """Copies under way on the side stream: an expert (frame -1: it is here already) and LoRA blocks of slots."""
-
-    expert: int
-    frame: int
-    lora: dict[int, tuple[HostAdapter, int]] = field(default_factory=dict)  # slot -> (whose, first value)
-    done: Any = None  # event; None where copies are synchronous
-
-
 class Mover:
     """`layers`: the model's numbers of the layers, in the order of the tables' first axis. `frames`: bytes, or numbers
     of the adapters' `dtype`, [F, >= a frame]."""
@@ -71,31 +62,27 @@ class Mover:
         policy: HotPolicy | None = None,
     ) -> None:
         self._sizes = sizes
-        self._dtype = dtype
         self._layers = layers
         self._frames = frames
         self._tables = tables
-        self._source = source
         self._adapters = adapters
         self._gpu = frames.is_cuda
-        cuda: Any = torch.cuda
+        self._copies = Copies(sizes, layers, frames, source, dtype)
         experts = len(layers) * sizes.experts
         self.policy = policy or HotPolicy(experts)
-        self.policy.average += _UNSEEN
+        self.policy.average += torch.linspace(2, 1, sizes.experts).repeat(len(layers)) * _UNSEEN
         self.memory = FrameMemory(frames.shape[0], frames.shape[1])
         slots = tables.place.shape[1]
         self._frame_of = torch.full((experts,), -1, dtype=torch.int32)  # of experts in the tables
         self._address = torch.zeros(experts, slots, dtype=torch.int64)
         self._needs = torch.zeros(experts, slots, dtype=torch.bool)  # the slot's adapter has LoRA in the expert
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: list[Arrival] = []
         self._loaded: dict[int, HostAdapter] = {}  # by slot, as the tables have it
         self._lora_at: dict[tuple[int, int], int] = {}  # (slot, expert) -> first value
         self._steps = 0
         self._seen = torch.zeros(experts, dtype=torch.int32)
         self._reading: tuple[torch.Tensor, Any, int] | None = None
         self._read_at = 0  # step of the counts seen last
-        self._staging: torch.Tensor | None = None
-        self._side: Any = cuda.Stream(frames.device) if self._gpu else None
         self._dirty = False
         self.num_choices = self.num_hits = 0  # of rows; those whose expert was in the tables when that was looked at
 
@@ -109,7 +96,7 @@ class Mover:
         for slot in self._adapters.take_changed():
             self._change_slot(slot)
         self._land()
-        starts: list[_Arrival] = []
+        starts: list[Arrival] = []
         if self._steps % INTERVAL == 0:
             self._read_uses()
             starts = self._decide()
@@ -122,9 +109,8 @@ class Mover:
     def fill(self) -> None:
         """Put the hottest experts into all frames. No step may be in flight; waits for the copies."""
         moves = self.policy.moves(self.memory.frames, self.memory.frames)
-        self._start([_Arrival(expert, self.memory.take()) for expert in moves.admit])
-        if self._side is not None:
-            self._side.synchronize()
+        self._start([Arrival(expert, self.memory.take()) for expert in moves.admit])
+        self._copies.synchronize()
         self._land()
         self._publish()
 
@@ -175,13 +161,13 @@ class Mover:
         self.memory.give(frame)
         self._dirty = True
 
-    def _decide(self) -> list[_Arrival]:
+    def _decide(self) -> list[Arrival]:
         most = -(-self.memory.frames * INTERVAL // SWAP_STEPS)
         room = self._room_for_lora()
         moves = self.policy.moves(self.memory.frames - self.memory.lora_frames - room, most)
         for expert in moves.evict:
             self._evict(expert)
-        starts = [_Arrival(expert, self.memory.take()) for expert in moves.admit]
+        starts = [Arrival(expert, self.memory.take()) for expert in moves.admit]
         for arrival in starts:
             self._add_lora(arrival)
         return starts + self._missing_lora(most)
@@ -199,7 +185,7 @@ class Mover:
                 self._evict(expert)
         return 1
 
-    def _add_lora(self, arrival: _Arrival) -> None:
+    def _add_lora(self, arrival: Arrival) -> None:
         for slot, adapter in self._loaded.items():
             wanted = bool(self._needs[arrival.expert, slot]) and (slot, arrival.expert) not in self._lora_at
             if not wanted or not self.memory.can_take_lora(slot):
@@ -208,11 +194,11 @@ class Mover:
             self._lora_at[slot, arrival.expert] = at
             arrival.lora[slot] = (adapter, at)
 
-    def _missing_lora(self, most: int) -> list[_Arrival]:
+    def _missing_lora(self, most: int) -> list[Arrival]:
         """LoRA of experts that are here already, for adapters that came later."""
         heat = torch.where(self._missing(), self.policy.average, -1.0)
         hottest, numbers = heat.topk(min(4 * most, heat.numel()))
-        starts = [_Arrival(int(n), -1) for n, value in zip(numbers, hottest, strict=True) if value >= 0]
+        starts = [Arrival(int(n), -1) for n, value in zip(numbers, hottest, strict=True) if value >= 0]
         for arrival in starts:
             self._add_lora(arrival)
         return [arrival for arrival in starts if arrival.lora]
@@ -233,15 +219,7 @@ class Mover:
             self._read_at = steps
         host = torch.empty(self._tables.uses.shape, dtype=torch.int32, pin_memory=self._gpu)
         host.copy_(self._tables.uses, non_blocking=True)
-        self._reading = (host, self._record(), self._steps)
-
-    def _record(self) -> Any:
-        if not self._gpu:
-            return None
-        cuda: Any = torch.cuda
-        event = cuda.Event()
-        event.record()
-        return event
+        self._reading = (host, event_here(self._gpu), self._steps)
 
     def _publish(self) -> None:
         layers, slots, experts = self._tables.place.shape
@@ -252,32 +230,6 @@ class Mover:
             table.copy_(there.pin_memory() if self._gpu else there, non_blocking=True)
         self._dirty = False
 
-    def _start(self, starts: list[_Arrival]) -> None:
-        if self._side is None:
-            self._copy(starts)
-        else:
-            self._side.wait_event(self._record())
-            with torch.cuda.stream(self._side):
-                self._copy(starts)
+    def _start(self, starts: list[Arrival]) -> None:
+        self._copies.start(starts)
         self._arrivals += starts
-
-    @torch.inference_mode(False)  # memory that is written to in and out of that mode
-    def _staging_for(self, size: int) -> torch.Tensor:
-        if self._staging is None or self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8, device=self._frames.device)
-        return self._staging
-
-    def _copy(self, starts: list[_Arrival]) -> None:
-        flat, packed = self._frames.view(-1), self._frames.view(torch.uint8)
-        for arrival in starts:
-            number, expert = divmod(arrival.expert, self._sizes.experts)
-            layer = self._layers[number]
-            if arrival.frame >= 0:
-                source = self._source[layer]
-                frame = packed[arrival.frame : arrival.frame + 1]
-                staging = self._staging_for(source.expert_bytes)
-                source.copy_experts(expert, expert + 1, frame, staging, self._dtype)
-            for adapter, at in arrival.lora.values():
-                block = adapter.blocks[layer][expert].view(flat.dtype)
-                flat[at : at + block.numel()].copy_(block, non_blocking=True)
-            arrival.done = self._record()

@@ -22,7 +22,11 @@ class Moves:
 
 class HotPolicy:
     """`decay` is per observed step; an expert replaces another only if it is `margin` hotter, so that near ties do not
-    travel. After a change of the routing, averages follow within a few times 1 / (1 - decay) steps."""
+    travel. After a change of the routing, averages follow within a few times 1 / (1 - decay) steps.
+
+    Averages of few uses differ by chance. As far as their variance is that of counts (a mean of m uses a step varies by
+    m (1 - decay) / (1 + decay)), differences say nothing: what is compared are averages drawn towards their mean by
+    that share of the variance. So evenly spread routing moves nothing, and skewed routing all it did."""
 
     def __init__(self, experts: int, *, decay: float = 0.98, margin: float = 0.25) -> None:
         if not 0 <= decay < 1:
@@ -50,8 +54,9 @@ class HotPolicy:
         admit = [int(n) for n, heat in zip(numbers, hottest, strict=True) if heat > 0]
         victims = self._coldest(max(0, len(admit) - free))
         kept = admit[:free]
+        heat = self._likely() if victims else self.average
         for candidate, victim in zip(admit[free:], victims, strict=False):
-            if self.average[candidate] <= self.average[victim] * (1 + self._margin):
+            if heat[candidate] <= heat[victim] * (1 + self._margin):
                 break
             kept.append(candidate)
             evict.append(victim)
@@ -64,6 +69,12 @@ class HotPolicy:
         evict = self._coldest(count)
         self.resident[evict] = False
         return evict
+
+    def _likely(self) -> torch.Tensor:
+        """The averages without what is chance in their differences."""
+        mean, variance = self.average.mean(), self.average.var(correction=0)
+        chance = mean * (1 - self._decay) / (1 + self._decay)
+        return mean + (self.average - mean) * (1 - chance / variance).clamp(min=0) if variance > 0 else self.average
 
     def _coldest(self, count: int) -> list[int]:
         count = min(count, int(self.resident.sum()))
