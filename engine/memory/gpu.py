@@ -70,7 +70,10 @@ def expert_items(
     if not model.sparse_layers:
         return []
     if streams or {"gpu", "hybrid"} & set(backends):
-        scratch = GpuCompute.planned_bytes(Sizes.of(model), element_bytes, rows, config.max_adapter_rank)
+        sizes = Sizes.of(model)
+        scratch = GpuCompute.planned_bytes(
+            sizes, element_bytes, rows, config.max_adapter_rank, quantised=frame_bytes < sizes.frame * element_bytes
+        )
         scratch += HybridExperts.scratch_bytes(Sizes.of(model), rows) if "hybrid" in backends else 0
         items.append(Item(name, "expert scratch", scratch))
     if {"native", "hybrid", "kt"} & set(backends):

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.widened import Widened
 from engine.linear.gpu import slot_table_bytes
 from engine.memory.gpu import adapter_copies, expert_items, gpu_items, hot_expert_bytes
 from engine.memory.limits import Memory
@@ -159,12 +160,16 @@ def test_the_scratch_memory_is_what_is_taken(model):
     for rows in (100, 5000):
         sizes = {"max_rows": rows, "max_rank": 20}
         taken = GpuCompute(Sizes.of(model), torch.bfloat16, torch.device("cpu"), max_slots=2, **sizes).num_bytes
-        assert GpuCompute.planned_bytes(Sizes.of(model), 2, **sizes) == taken
+        assert GpuCompute.planned_bytes(Sizes.of(model), 2, **sizes, quantised=False) == taken
         config = EngineConfig(max_adapter_rank=20)
-        (scratch,) = expert_items(config, model, rows, 2, "cuda", ["gpu"], False, 1 << 10)
+        plain = Sizes.of(model).frame * 2
+        (scratch,) = expert_items(config, model, rows, 2, "cuda", ["gpu"], False, plain)
         assert scratch.num_bytes == taken
-        hybrid = expert_items(config, model, rows, 2, "cuda", ["hybrid"], False, 1 << 10)
+        hybrid = expert_items(config, model, rows, 2, "cuda", ["hybrid"], False, plain)
         assert hybrid[0].num_bytes == taken + rows * model.hidden_size * 4  # the GPU's own part of each row
+        (scratch,) = expert_items(config, model, rows, 2, "cuda", ["gpu"], False, plain - 1)  # quantised
+        widened = Widened.planned_bytes(Sizes.of(model), 2) if Widened.pays(Sizes.of(model), rows) else 0
+        assert scratch.num_bytes == taken + widened and bool(widened) is (rows == 5000)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.experts.gpu import products
+from engine.experts.gpu import compute, products, widened
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.weights.tiled.layout import has_tiles
@@ -37,12 +37,31 @@ def test_right_with_and_without_adapters(
     """2 rows: one after another; 9 and 20 in blocks of 16; more in larger ones."""
     monkeypatch.setattr(products, "VECTOR_ROWS", 2 if rows == 2 else 0)
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
-    layer = Layer(*kinds)
-    bound = INTEGER_BOUND if GPU and rows == 2 else BOUND
+    _check(Layer(*kinds), rows, kernel_device, INTEGER_BOUND if GPU and rows == 2 else BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [20, 300] if GPU else [9])
+@pytest.mark.parametrize("kinds", [kinds for kinds in SOME if "BF16" not in kinds], ids="-".join)
+def test_long_chunks_of_weights_made_plain(
+    kinds: tuple[str, str, str], rows: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three experts at a time, of down more."""
+    monkeypatch.setattr(products, "VECTOR_ROWS", 0)
+    monkeypatch.setattr(products, "CHOICE_ROWS", 0)
+    monkeypatch.setattr(widened, "ROWS", 0)
+    monkeypatch.setattr(widened, "SCRATCH_BYTES", 3 * 2 * H * I * DTYPE.itemsize)
+    assert widened.at_a_time(SIZES, 2, DTYPE.itemsize) < E
+    monkeypatch.setattr(compute, "tiled_products", None)
+    _check(Layer(*kinds), rows, kernel_device, BOUND)
+
+
+def _check(layer: Layer, rows: int, kernel_device: torch.device, bound: float) -> None:
+    """With and without adapters, which are not all of one rank, and with two rows behind the batch."""
     adapters = {1: lora(4, 11, DTYPE), 2: lora(16, 12, DTYPE), 5: lora(20, 13, DTYPE)}
     adapters[2].gate_b[3] = adapters[2].up_b[3] = adapters[2].down_b[3] = 0
     here = list(range(E)) if rows > 2 else [1, 2, 5, 7]
-    compute = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=rows + 2, max_rank=20, max_slots=7)
+    experts = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=rows + 2, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, adapters, DTYPE, here, kernel_device)
     for slot_list in (None, [0, 1, 2, 5]):
         b, want = batch(rows, DTYPE, slots=slot_list), batch(rows, DTYPE, slots=slot_list)
@@ -50,7 +69,7 @@ def test_right_with_and_without_adapters(
         b.ids[rows:] = 0
         for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
             setattr(b, name, getattr(b, name).to(kernel_device))
-        compute.run(b, table, slots, 0, b.out, lora=slot_list is not None)
+        experts.run(b, table, slots, 0, b.out, lora=slot_list is not None)
         assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < bound
         assert (b.out[rows:] == 7).all()
 
@@ -64,7 +83,7 @@ def test_single_choices(
     monkeypatch.setattr(products, "INTEGERS", (DTYPE,))
     monkeypatch.setattr(products, "CHOICE_ROWS", 4)
     layer, here = Layer(*kinds), [1, 2, 5, 7]
-    compute = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=4, max_rank=20, max_slots=7)
+    experts = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=4, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, {}, DTYPE, here, kernel_device)
     for rows in (2, 0, 1) if GPU else (2, 0):  # the interpreter is slow
         b, want = batch(rows, DTYPE, seed=rows), batch(rows, DTYPE, seed=rows)
@@ -73,8 +92,8 @@ def test_single_choices(
             want.ids[1, 0] = b.ids[1, 0] = -1
         for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
             setattr(b, name, getattr(b, name).to(kernel_device))
-        compute.run(b, table, slots, 0, b.out, lora=False)
-        assert compute.weight_passes() == int((want.ids[:rows] >= 0).sum())
+        experts.run(b, table, slots, 0, b.out, lora=False)
+        assert experts.weight_passes() == int((want.ids[:rows] >= 0).sum())
         if rows:
             assert error(b.out[:rows].cpu(), expected(layer, want, {})) < INTEGER_BOUND
         assert (b.out[rows:] == 7).all()
@@ -86,16 +105,16 @@ def test_single_choices(
 def test_a_graph_serves_fewer_rows_and_other_adapters(kinds: tuple[str, str, str]) -> None:
     device = torch.device("cuda")
     layer, adapters = Layer(*kinds), {1: lora(4, 11), 2: lora(16, 12)}
-    compute = GpuCompute(SIZES, BF16, device, max_rows=18, max_rank=20, max_slots=7)
+    experts = GpuCompute(SIZES, BF16, device, max_rows=18, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, adapters, BF16, list(range(E)), device)
     b = batch(16, BF16, slots=[0, 1, 2])
     for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
         setattr(b, name, getattr(b, name).to(device))
     b.ids[16:] = 0
-    compute.run(b, table, slots, 0, b.out, lora=True)  # compiles
+    experts.run(b, table, slots, 0, b.out, lora=True)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        compute.run(b, table, slots, 0, b.out, lora=True)
+        experts.run(b, table, slots, 0, b.out, lora=True)
     for rows, order in ((16, [2, 0]), (5, [1, 2, 0]), (1, [0])):
         want = batch(rows, BF16, seed=rows, slots=order)
         for name in ("bsz", "ids", "weights", "slots", "hidden"):

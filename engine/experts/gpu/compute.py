@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,15 +17,19 @@ from engine.experts.gpu.products import (
     Product,
     Tiles,
     choice_products,
-    plain_products,
+    plain_down,
+    plain_gate_up,
     tiled_products,
     tiles_for,
 )
+from engine.experts.gpu.widened import Widened
 from engine.lora.ranks import RANK_STEP, padded_rank
 
 CHUNK_ROWS = 8192  # rows computed at a time: bounds the scratch memory
 WIDE_ROWS = 4096  # of a chunk, up to which a choice's result is kept in float32 before a row's are added up
 _F32 = 4
+
+Parts: TypeAlias = Iterable[tuple[Product, torch.Tensor]]  # products, and the frames [E] of the experts in each
 
 
 @dataclass(frozen=True)
@@ -70,19 +75,21 @@ class GpuCompute:
         self._h = torch.empty(n, sizes.inner, dtype=dtype, device=device)
         self._t = torch.empty(n, 2 * self.max_rank, dtype=dtype, device=device)
         self._y = torch.empty(_result_bytes(sizes, dtype.itemsize, self.rows), dtype=torch.uint8, device=device)
+        self._widened = Widened(sizes, dtype, device)
         self._by_choice: tuple[ExpertBuffers, torch.Tensor] | None = None  # the last batch, if it has no index
         self._index = Index.allocate(self.rows, sizes.top_k, sizes.experts, LEAST_BLOCK_ROWS, device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._h, self._t, self._y))
+        return sum(t.numel() * t.element_size() for t in (self._h, self._t, self._y)) + self._widened.num_bytes
 
     @staticmethod
-    def planned_bytes(sizes: Sizes, element_bytes: int, max_rows: int, max_rank: int) -> int:
-        """`num_bytes` before there is one."""
+    def planned_bytes(sizes: Sizes, element_bytes: int, max_rows: int, max_rank: int, *, quantised: bool) -> int:
+        """`num_bytes`, once a batch of `max_rows` was computed, of experts that are quantised or not."""
         narrow = sizes.inner + 2 * padded_rank(max(max_rank, 1))
         rows = min(max_rows, CHUNK_ROWS)
-        return rows * sizes.top_k * narrow * element_bytes + _result_bytes(sizes, element_bytes, rows)
+        widened = Widened.planned_bytes(sizes, element_bytes) if quantised and Widened.pays(sizes, rows) else 0
+        return rows * sizes.top_k * narrow * element_bytes + _result_bytes(sizes, element_bytes, rows) + widened
 
     def weight_passes(self) -> int:
         """How often the last batch (its last chunk) goes through the weights of an expert: once for each block of an
@@ -129,7 +136,7 @@ class GpuCompute:
         common |= {"T": 2 * self.max_rank, "BM": tiles.bm}
         address, ranks = layer.lora_address, slots.ranks
         a_tiles = self.max_rank // RANK_STEP
-        gate_up, down = self._products(layer, tiles)
+        gates, downs = self._products(layer, tiles, b.max_rows)
         y = self._y.view(torch.float32 if b.max_rows <= WIDE_ROWS else self.dtype)
         wide = common | {"LORA": lora, "R": RANK_STEP}
 
@@ -142,16 +149,18 @@ class GpuCompute:
 
         if lora:
             lora_a(b.hidden, False)
-        gate_up.kernel[gate_up.grid(blocks, s.inner)](
-            b.hidden, gate_up.frames, layer.place, self._h, self._t, b.slots, *tables, address, ranks,
-            **wide, BN=gate_up.columns, **gate_up.constants,
-        )  # fmt: skip
+        for gate_up, place in gates:
+            gate_up.kernel[gate_up.grid(blocks, s.inner)](
+                b.hidden, gate_up.frames, place, self._h, self._t, b.slots, *tables, address, ranks,
+                **wide, BN=gate_up.columns, **gate_up.constants,
+            )  # fmt: skip
         if lora:
             lora_a(self._h, True)
-        down.kernel[down.grid(blocks, s.hidden)](
-            self._h, down.frames, layer.place, y, self._t, b.weights, b.slots, *tables, address, ranks,
-            **wide, BN=down.columns, **down.constants,
-        )  # fmt: skip
+        for down, place in downs:
+            down.kernel[down.grid(blocks, s.hidden)](
+                self._h, down.frames, place, y, self._t, b.weights, b.slots, *tables, address, ranks,
+                **wide, BN=down.columns, **down.constants,
+            )  # fmt: skip
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
             b.bsz,
             b.ids,
@@ -179,12 +188,23 @@ class GpuCompute:
             **common, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,
         )  # fmt: skip
 
-    def _products(self, layer: LayerTables, tiles: Tiles) -> tuple[Product, Product]:
-        """How gate and up, and down, are computed."""
-        frame = layer.frame
-        if frame is not None and not frame.plain:
-            return tiled_products(frame, layer.frames.view(torch.uint8), tiles, self.dtype)
-        return plain_products(layer.frames.view(self.dtype), self.sizes, tiles)
+    def _products(self, layer: LayerTables, tiles: Tiles, rows: int) -> tuple[Parts, Parts]:
+        """How gate and up, and down, of so many rows are computed."""
+        s, frame, place = self.sizes, layer.frame, layer.place[0]
+        if frame is None or frame.plain:
+            numbers = layer.frames.view(self.dtype)
+            down = plain_down(numbers, 2 * s.hidden * s.inner, s, tiles)
+            return [(plain_gate_up(numbers, s, tiles), place)], [(down, place)]
+        frames = layer.frames.view(torch.uint8)
+        if Widened.pays(s, rows) and not any(matrix.plain for matrix in frame.matrices):
+            both = self._widened.parts(frames, place, 0, frame.gate, frame.up)
+            last = self._widened.parts(frames, place, frame.starts[2], frame.down)
+            return (
+                ((plain_gate_up(plain, s, tiles), here) for plain, here in both),
+                ((plain_down(plain, 0, s, tiles), here) for plain, here in last),
+            )
+        gate_up, down = tiled_products(frame, frames, tiles, self.dtype)
+        return [(gate_up, place)], [(down, place)]
 
 
 def _result_bytes(sizes: Sizes, element_bytes: int, rows: int) -> int:

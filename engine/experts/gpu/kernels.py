@@ -8,9 +8,10 @@
 
 A block is up to BM choices of one expert (index.py); within it the adapters are visited one after another, so base
 weights are read once for all of them, and a block of base rows does no LoRA work. Blocks that the batch does not
-have end at once. The tiles of a block run beside one another, so that its rows are read from memory once, not once
-for each tile. Sums run in one order whatever the other rows are. Layouts: layout.py; FRAME is a frame's size in
-values. Experts that are quantised here have products of their own (tiled_kernels.py).
+have, and those of experts that are not in `place`, end at once. The tiles of a block run beside one another, so that
+its rows are read from memory once, not once for each tile. Sums run in one order whatever the other rows are.
+Layouts: layout.py; FRAME is a frame's size in values. Experts that are quantised here have products of their own
+(tiled_kernels.py).
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -130,11 +131,14 @@ def gate_up(
     b = tl.program_id(1)
     if b >= tl.load(num_blocks):
         return
+    frame = tl.load(place + tl.load(block_expert + b)).to(tl.int64)
+    if frame < 0:
+        return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     at_k = tl.arange(0, BK)
     row = (choice // K).to(tl.int64)
-    weights = frames + tl.load(place + e).to(tl.int64) * FRAME
+    weights = frames + frame * FRAME
     xs_at = x + row[:, None] * H + at_k[None, :]
     gate_at = weights + n[:, None] * H + at_k[None, :]
     gate = tl.zeros([BM, BN], tl.float32)
@@ -154,16 +158,19 @@ def gate_up(
 def down(
     h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    FRAME: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    FRAME: tl.constexpr, DOWN_AT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     if b >= tl.load(num_blocks):
+        return
+    frame = tl.load(place + tl.load(block_expert + b)).to(tl.int64)
+    if frame < 0:
         return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     at_k = tl.arange(0, BK)
     hs_at = h + position[:, None].to(tl.int64) * MID + at_k[None, :]
-    down_at = frames + tl.load(place + e).to(tl.int64) * FRAME + 2 * H * MID + n[:, None] * MID + at_k[None, :]
+    down_at = frames + frame * FRAME + DOWN_AT + n[:, None] * MID + at_k[None, :]
     sums = tl.zeros([BM, BN], tl.float32)
     for k in range(0, MID, BK):
         hs = tl.load(hs_at + k, mask=real[:, None], other=0)

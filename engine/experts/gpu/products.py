@@ -97,18 +97,26 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
     return Product(kernels.gate_up, frames, inner, gate_up), Product(kernels.down, frames, hidden, down | rest)
 
 
-def plain_products(frames: torch.Tensor, sizes: Sizes, tiles: Tiles) -> tuple[Product, Product]:
-    """The same of plain numbers; `frames` [F, values]."""
+def plain_gate_up(frames: torch.Tensor, sizes: Sizes, tiles: Tiles) -> Product:
+    """Gate and up of plain numbers; `frames` [F, values]."""
     from engine.experts.gpu import kernels
 
-    common: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "FRAME": frames.shape[1]}
-    columns = tiles.bn_gate_up, tiles.bn_down
-    if tiles.bm == _MANY_ROWS:
-        columns = _divisor(sizes.inner, 128), _divisor(sizes.hidden, 256)
-    return (
-        Product(kernels.gate_up, frames, columns[0], common | {"BK": tiles.bk_hidden}, beside=True),
-        Product(kernels.down, frames, columns[1], common | {"BK": tiles.bk_inner}, beside=True),
-    )
+    columns = _divisor(sizes.inner, 128) if tiles.bm == _MANY_ROWS else tiles.bn_gate_up
+    constants = {"FRAME": frames.shape[1], "BK": tiles.bk_hidden}
+    return Product(kernels.gate_up, frames, columns, constants | _plain(tiles), beside=True)
+
+
+def plain_down(frames: torch.Tensor, first: int, sizes: Sizes, tiles: Tiles) -> Product:
+    """Down, which begins at the value `first` of a frame."""
+    from engine.experts.gpu import kernels
+
+    columns = _divisor(sizes.hidden, 256) if tiles.bm == _MANY_ROWS else tiles.bn_down
+    constants = {"FRAME": frames.shape[1], "DOWN_AT": first, "BK": tiles.bk_inner}
+    return Product(kernels.down, frames, columns, constants | _plain(tiles), beside=True)
+
+
+def _plain(tiles: Tiles) -> dict[str, Any]:
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def choice_products(

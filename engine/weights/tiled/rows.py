@@ -1,4 +1,4 @@
-"""Rows of a matrix in tiles (layout.py) as numbers: for looking tokens up, and for products of many rows."""
+"""Rows of matrices in tiles (layout.py) as numbers: for looking tokens up, and for products of many rows."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 from __future__ import annotations
@@ -15,9 +15,10 @@ _VALUES = 1024  # of a row, at least, unless it has fewer
 
 
 @triton.jit
-def _numbers(
+def _rows(
     w, ids, out, count, W: tl.constexpr, IDS: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """Of the matrix at w; the program's rows and its part of K are its first two numbers."""
     K: tl.constexpr = W[1]
     PADDED: tl.constexpr = W[2]
     LOW: tl.constexpr = W[3]
@@ -50,15 +51,52 @@ def _numbers(
                 tl.store(to + first, values, mask=real[:, None] & (first + i < K)[None, :])
 
 
+@triton.jit
+def _numbers(
+    w, ids, out, count, W: tl.constexpr, IDS: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    _rows(w, ids, out, count, W, IDS, BN, TILES)
+
+
+@triton.jit
+def _expert_numbers(
+    frames, place, out, count, W: tl.constexpr, AT: tl.constexpr, FRAME: tl.constexpr, OUT: tl.constexpr,
+    BN: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(2)
+    frame = tl.load(place + expert).to(tl.int64)
+    if frame < 0:
+        return
+    _rows(frames + frame * FRAME + AT, place, out + expert.to(tl.int64) * OUT, count, W, False, BN, TILES)
+
+
 def numbers(w: torch.Tensor, matrix: Matrix, ids: torch.Tensor | None, out: torch.Tensor) -> None:
     """out [T, k], contiguous: rows `ids` (int64 [T]) of the quantised matrix at w (uint8 [num_bytes]), or its first
     ones; in float32, and then as out's dtype."""
     count, constants = out.shape[0], matrix.constants
     if not count:
         return
-    tiles = max(1, _VALUES // matrix.tile)
+    tiles = _tiles(matrix)
     rows = _MANY if count > 4 * _MANY else _FEW
     _numbers[(triton.cdiv(count, rows), triton.cdiv(matrix.padded_k, tiles * matrix.tile))](
         w, w if ids is None else ids, out, count,
         W=constants, IDS=ids is not None, BN=rows, TILES=tiles, num_warps=4, num_stages=1,
     )  # fmt: skip
+
+
+def expert_numbers(
+    frames: torch.Tensor, first_byte: int, matrix: Matrix, place: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out [E, n k] = the quantised matrix that begins at `first_byte` of the frames `place` (int32 [E]); experts whose
+    frame is -1 keep what is there. frames: uint8 [F, bytes]. Rounded as by `numbers`."""
+    tiles = _tiles(matrix)
+    grid = triton.cdiv(matrix.n, _MANY), triton.cdiv(matrix.padded_k, tiles * matrix.tile), len(place)
+    _expert_numbers[grid](
+        frames, place, out, matrix.n, W=matrix.constants, AT=first_byte, FRAME=frames.stride(0), OUT=out.stride(0),
+        BN=_MANY, TILES=tiles, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+def _tiles(matrix: Matrix) -> int:
+    """Of a row, for a program."""
+    return max(1, _VALUES // matrix.tile)
