@@ -1,5 +1,5 @@
 """cluster/kubernetes/rayservice.yaml: names and types of KubeRay's RayService v1 and of the pods in it, and that its
-numbers go together. It is not KubeRay's own schema, which the API server applies."""
+numbers go together. KubeRay's own schema, which the API server applies, is asked where there is one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def _several(of: dict[str, Any]) -> dict[str, Any]:
 
 _TEXT = {"type": "string", "minLength": 1}
 _LABEL = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"}
+_SERVICE = {"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$"}  # KubeRay names clusters after it
 _COUNT = {"type": "integer", "minimum": 0}
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 _AMOUNTS = {"type": "object", "additionalProperties": {"type": "string", "pattern": r"^[0-9]+(m|Ki|Mi|Gi|Ti)?$"}}
@@ -55,10 +56,29 @@ _RAY_SERVICE = _closed(
     {
         "apiVersion": {"const": "ray.io/v1"},
         "kind": {"const": "RayService"},
-        "metadata": _closed({"name": _LABEL}),
+        "metadata": _closed({"name": _SERVICE}),
         "spec": _closed({"serveConfigV2": _TEXT, "rayClusterConfig": _CLUSTER}),
     }
 )
+
+
+def _strict(schema: dict[str, Any], root: bool = False) -> dict[str, Any]:
+    """A structural schema of a CRD as the API server applies it with strict validation: names that it does not list are
+    faults. What stands under anyOf, allOf and not names nothing by itself."""
+    made = dict(schema)
+    if "properties" in schema:
+        made["properties"] = {name: _strict(each) for name, each in schema["properties"].items()}
+    for inner in ("items", "additionalProperties"):
+        if isinstance(schema.get(inner), dict):
+            made[inner] = _strict(schema[inner])
+    if schema.get("nullable"):
+        made["type"] = [schema["type"], "null"]
+    lists_names = schema.get("type") == "object" and "additionalProperties" not in schema
+    if lists_names and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        made["additionalProperties"] = False
+    if root:  # the API server knows ObjectMeta by itself
+        made["properties"]["metadata"] = {"type": "object"}
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +88,20 @@ def manifest() -> Any:
 
 def test_names_and_types_are_those_of_a_ray_service(manifest: Any) -> None:
     jsonschema.Draft202012Validator(_RAY_SERVICE).validate(manifest)
+
+
+@pytest.mark.skipif(not os.environ.get("KTSERVE_RAYSERVICE_CRD"), reason="path of KubeRay's ray.io_rayservices.yaml")
+def test_kuberays_own_schema_takes_it(manifest: Any) -> None:
+    crd = yaml.load(Path(os.environ["KTSERVE_RAYSERVICE_CRD"]).read_text(), yaml.CSafeLoader)
+    (version,) = (each for each in crd["spec"]["versions"] if each["name"] == "v1" and each["served"])
+    validator = jsonschema.Draft202012Validator(_strict(version["schema"]["openAPIV3Schema"], root=True))
+    validator.validate(manifest)
+    cluster = manifest["spec"]["rayClusterConfig"]
+    container = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    for place in (manifest["spec"], cluster, cluster["headGroupSpec"], container, container["resources"]):
+        place["novel"] = "x"
+        assert not validator.is_valid(manifest), "a name that it does not list"
+        del place["novel"]
 
 
 def test_the_application_is_ours(manifest: Any) -> None:
