@@ -17,6 +17,7 @@ from engine.lora.version import AdapterStatus
 from engine.messages import Cancelled, Failed, Finished, FromEngine, Refused, Reply, Submit, TokenLogprobs, Tokens
 from engine.process import THREADS_S
 from scheduler.request import SamplingParams
+from testing.readers import SharedReader
 
 LOAD_CALL = -1
 
@@ -52,7 +53,9 @@ class Harness:
         settings = EngineConfig(model=str(model), check_integrity=True, **(defaults | config))
         self.plan = plan_engine(settings)
         self.progress: list[tuple[str, int, int]] = []
-        self.core: EngineCore = assemble(self.plan, self._take, lambda *seen: self.progress.append(seen))
+        self.core: EngineCore = assemble(
+            self.plan, self._take, lambda *seen: self.progress.append(seen), SharedReader()
+        )
         self.results: dict[str, Result] = {}
         self.prompts: dict[str, list[int]] = {}
         self._ids = 0

@@ -64,8 +64,11 @@ class Files:
 
 
 def measure_apart(weights: str, mix: str, seed: int, config: dict[str, Any]) -> Measured:
-    """`measure` in a process of its own: kt_kernel allows one backend in each."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """`measure` in a process of its own: kt_kernel allows one backend in each. They are forks of one that has imported
+    this module and computed nothing."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["benchmarks.accuracy.table"])
+    with ProcessPoolExecutor(1, mp_context=forks) as pool:
         return pool.submit(_measure_one, weights, mix, seed, config).result()
 
 

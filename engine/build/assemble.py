@@ -29,6 +29,7 @@ from engine.graphs.blockers import graph_blocker
 from engine.lora.adapters import Adapters
 from engine.lora.files.folder import check_folder
 from engine.lora.reading.process import AdapterReader
+from engine.lora.reads import Reader
 from engine.messages import FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.parallel.group import ALONE, Group
@@ -47,13 +48,17 @@ _EAGER_MLPS = (
 )
 
 
-def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress) -> EngineCore:
-    """Load the weights and put the parts together."""
+def assemble(
+    plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress, reader: Reader | None = None
+) -> EngineCore:
+    """Load the weights and put the parts together. `reader`: of adapters; None: one whose processes are this engine's
+    own."""
+    reader = reader or AdapterReader()
     if plan.shard.size == 1:
-        return _assemble(plan, send, progress, None)
+        return _assemble(plan, send, progress, reader, None)
     leader = Leader(plan, torch.device("cuda", 0) if plan.placement.device != "cpu" else torch.device("cpu"))
     try:
-        return _assemble(plan, send, progress, leader)
+        return _assemble(plan, send, progress, reader, leader)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # graphs that were captured go before the group that is in them
         leader.close()
@@ -61,7 +66,11 @@ def assemble(plan: EnginePlan, send: Callable[[FromEngine], None], progress: Pro
 
 
 def _assemble(
-    plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress, leader: Leader | None
+    plan: EnginePlan,
+    send: Callable[[FromEngine], None],
+    progress: Progress,
+    reader: Reader,
+    leader: Leader | None,
 ) -> EngineCore:
     config, source, model_config = plan.config, plan.source, plan.source.config
     backends = make_backends(plan)
@@ -123,7 +132,7 @@ def _assemble(
         Adapters(
             source.whole,
             model_name(config),
-            AdapterReader(),
+            reader,
             model.set_adapter if leader is None else partial(leader.set_adapter, model.set_adapter),
             max_rank=config.max_adapter_rank,
             base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little

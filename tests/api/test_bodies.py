@@ -8,7 +8,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -78,23 +78,22 @@ PLACES = [  # every endpoint that takes a body; what is large stands for @
 PATHS = list(dict.fromkeys(path for path, _ in PLACES))
 
 
-def values(size: int, unit: str) -> dict[str, str]:
-    """Of about `size` bytes: every way that JSON has to be large."""
-    return {
-        "ints": repeated("1", size),
-        "strings": repeated('"a"', size),
-        "lists": repeated("[]", size),
-        "dicts": repeated("{}", size),
-        "messages": repeated('{"role":"user","content":"a"}', size),
-        "nested": nested(size // 2),
-        "nested a little": repeated(nested(500), size),
-        "text": '"' + unit * (size // len(unit.encode())) + '"',
-        "digits": "1" * size,
-        "distinct": "[" + ",".join(map(str, range(size // 8))) + "]",
-        "fields": "{" + ",".join(f'"f{i}":1' for i in range(size // 12)) + "}",
-        "a field": f'{{"{"k" * size}":1}}',
-        "no JSON": "}" * size,
-    }
+# Every way that JSON has to be large: a value of about `size` bytes.
+VALUES: dict[str, Callable[[int, str], str]] = {
+    "ints": lambda size, unit: repeated("1", size),
+    "strings": lambda size, unit: repeated('"a"', size),
+    "lists": lambda size, unit: repeated("[]", size),
+    "dicts": lambda size, unit: repeated("{}", size),
+    "messages": lambda size, unit: repeated('{"role":"user","content":"a"}', size),
+    "nested": lambda size, unit: nested(size // 2),
+    "nested a little": lambda size, unit: repeated(nested(500), size),
+    "text": lambda size, unit: '"' + unit * (size // len(unit.encode())) + '"',
+    "digits": lambda size, unit: "1" * size,
+    "distinct": lambda size, unit: "[" + ",".join(map(str, range(size // 8))) + "]",
+    "fields": lambda size, unit: "{" + ",".join(f'"f{i}":1' for i in range(size // 12)) + "}",
+    "a field": lambda size, unit: f'{{"{"k" * size}":1}}',
+    "no JSON": lambda size, unit: "}" * size,
+}
 
 
 def generated(size: int, seed: int, count: int) -> Iterator[tuple[str, str, bytes]]:
@@ -106,9 +105,9 @@ def generated(size: int, seed: int, count: int) -> Iterator[tuple[str, str, byte
     for path in PATHS:
         places = [body for where, body in PLACES if where == path]
         for _ in range(count):
-            found = found or draw.sample(sorted(values(8, "a")), k=len(values(8, "a")))
+            found = found or draw.sample(sorted(VALUES), k=len(VALUES))
             name, body = found.pop(), draw.choice(places)
-            yield f"{body}: {name}", path, body.replace("@", values(size, draw.choice(units))[name]).encode()
+            yield f"{body}: {name}", path, body.replace("@", VALUES[name](size, draw.choice(units))).encode()
     yield "a field's name", COMPLETION, text('"a"', f',"{"k" * size}":1')
     yield "many fields", COMPLETION, text('"a"', "," + ",".join(f'"f{i}":1' for i in range(size // 12)))
     yield "a message's field", CHAT, chat(f'[{{"role":"user","{"k" * size}":1}}]')

@@ -13,10 +13,10 @@ import torch
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget, AdapterSize
-from engine.lora.reading.process import AdapterReader
 from engine.lora.version import Loaded, LoadFailed, Residency, SlotFilled
 from scheduler.plan import SlotLoad
 from scheduler.request import AdapterKey
+from testing.readers import SharedReader
 from tests.lora.make import lora_config, write
 from tests.lora.test_adapters import Book, InThread, adapter
 
@@ -167,8 +167,7 @@ def test_close_while_one_waits_for_room(made: Made, tight: Callable[..., Book]) 
 @pytest.mark.parametrize("change", ["gone", "other", "other size", "touched"])
 def test_a_folder_that_changed(tmp_path: Path, tight: Callable[..., Book], change: str) -> None:
     """It is read by the process that reads adapters in service: what counts is what was read, not the files' times."""
-    reader = AdapterReader()
-    book = tight(1, reader=reader, spare=1 << 10)
+    book = tight(1, reader=SharedReader(), spare=1 << 10)
     path, other = adapter(tmp_path / "a", seed=1), adapter(tmp_path / "b", seed=2)
     first, second = book.loaded("a", path), book.loaded("b", other)
     file = path / "adapter_model.safetensors"

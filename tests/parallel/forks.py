@@ -1,17 +1,11 @@
-"""Starts that cost no import of torch: ranks forked from a process that has done it, adapters read in this one."""
+"""Starts that cost no import of torch: ranks forked from a process that has done it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
 import subprocess
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-
-from engine.lora.adapter import AdapterWeights
-from engine.lora.budget import AdapterSize
-from engine.lora.files.reader import read_adapter
-from engine.lora.reading.process import ReadRequest
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["engine.parallel.follower"])
@@ -38,13 +32,3 @@ class ForkedRank:
 
     def kill(self) -> None:
         self._process.kill()
-
-
-class Reader:
-    """As engine.lora.reads.Reader."""
-
-    def read(self, request: ReadRequest, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
-        return read_adapter(request.path, request.config, name=request.name)
-
-    def close(self) -> None:
-        """There is nothing to end."""

@@ -71,11 +71,9 @@ def alone(family) -> list[Result]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_starts() -> Iterator[None]:
-    """No process imports torch but one: ranks are forked from it, and adapters are read in this one. The last test
-    starts ranks as the engine does."""
+    """Ranks are forked from a process that has imported torch. The last test starts them as the engine does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.parallel.leader.start_rank", forks.ForkedRank)
-        patch.setattr("engine.build.assemble.AdapterReader", forks.Reader)
         yield
 
 

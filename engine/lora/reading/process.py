@@ -103,7 +103,7 @@ _decode = msgspec.msgpack.Decoder(_Opened | _Measured | _Refused | _Read | _Ende
 
 
 class AdapterReader:
-    """`read` is for one thread at a time; `close` may come from another and ends a read that is in progress."""
+    """Several threads may `read`; `close` may come from another and ends the reads that are in progress."""
 
     def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
