@@ -23,6 +23,7 @@ from benchmarks.cpu.engine import BenchEngine
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s, measure_peaks
 from benchmarks.models.make import Shape, adapter_path, model_path, write_adapter, write_model
 from benchmarks.peers.llamacpp import Flags, Peer
+from native import _native
 
 NUM_ADAPTERS = 4
 SHORT = 16  # prompt tokens where only decode is measured
@@ -208,13 +209,16 @@ def public(argv: Sequence[str]) -> list[str]:
 
 
 def describe_machine(threads: int | None) -> dict[str, Any]:
-    """For the results; `threads` None: as many as CPUs."""
+    """For the results; `threads` None: as many as CPUs. `isa`: what kernels use, so KTSERVE_ISA shows."""
     threads = threads or len(os.sched_getaffinity(0))
     info = Path("/proc/cpuinfo").read_text()
     fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     named = {key.strip(): value.strip() for key, value in fields.items()}
     flags = named.get("flags", "").split()
+    chosen = _native.choose_isa("")
+    used = {"avx2": ["avx2"], "avx512": ["avx2", "avx512_vnni", "avx512_bf16"]}
     isa = [f for f in ("avx2", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8") if f in flags]
+    isa = [f for f in isa if f in used.get(chosen, isa)]
     model = (
         f"{named.get('model name', platform.machine())}, family {named.get('cpu family')} model {named.get('model')}"
     )

@@ -28,10 +28,14 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from testing.tiny import encode
+
 Bytes = NDArray[np.uint8]
 GGML: TypeAlias = gguf.GGMLQuantizationType
 TYPES = ("Q8_0", "Q4_K_M", "BF16")
 _FILE_TYPES = {"Q8_0": 7, "Q4_K_M": 15, "BF16": 32}  # general.file_type, as llama.cpp numbers them
+_OTHER_FILE_TYPE = 1024  # its number for files that say nothing
+_PATTERN_ROWS = 256  # drawn of a matrix whose type has no fill of its own, and repeated
 _PIECE = 1 << 24  # blocks are drawn for so many bytes at a time
 
 
@@ -52,8 +56,9 @@ class Shape:
 
 
 def tensor_types(shape: Shape, mix: str) -> Iterator[tuple[str, tuple[int, ...], GGML]]:
-    """Name, shape (slowest first) and stored type of every tensor, in file order."""
-    plain = {"Q8_0": GGML.Q8_0, "Q4_K_M": GGML.Q4_K, "BF16": GGML.BF16}[mix]
+    """Name, shape (slowest first) and stored type of every tensor, in file order. `mix`: one of TYPES, or the name of a
+    GGUF type, which all matrices but routers then have."""
+    plain = GGML.Q4_K if mix == "Q4_K_M" else GGML[mix]
     better = GGML.Q6_K if mix == "Q4_K_M" else plain
     q, kv, h = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
     experts, inner = shape.experts, shape.intermediate
@@ -111,6 +116,10 @@ def _draw(rng: np.random.Generator, dims: tuple[int, ...], type: GGML, deviation
             return np.ones(dims, np.float32)
         return (rng.standard_normal(dims, np.float32) * deviation).astype(np.float32)
     block, size = gguf.GGML_QUANT_SIZES[type]
+    if type not in _FILL:
+        values = torch.randn(_PATTERN_ROWS, dims[-1]).mul_(deviation)
+        data, _ = encode(values, type.name, seed=int(rng.integers(1 << 30)))
+        return np.resize(data.view(np.uint8), (*dims[:-1], dims[-1] // block * size))
     out = np.empty(math.prod(dims) // block * size, np.uint8)
     step = _PIECE // size * size
     for at in range(0, out.size, step):
@@ -167,7 +176,7 @@ _FILL = {GGML.BF16: _fill_bf16, GGML.Q8_0: _fill_q8_0, GGML.Q4_K: _fill_q4_k, GG
 
 def _describe(writer: gguf.GGUFWriter, shape: Shape, mix: str) -> None:
     writer.add_name(f"random-{shape.layers}L-{mix}")
-    writer.add_file_type(_FILE_TYPES[mix])
+    writer.add_file_type(_FILE_TYPES.get(mix, _OTHER_FILE_TYPE))
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)

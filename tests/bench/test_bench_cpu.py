@@ -8,9 +8,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks.cpu.client import StreamError, _count
+from benchmarks.cpu.formats import HEAD
+from benchmarks.cpu.formats import measure as measure_format
 from benchmarks.cpu.run import keep_other_machines, measure, parse
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s
-from benchmarks.models.make import Shape
+from benchmarks.models.make import Shape, write_model
 from benchmarks.peers.kt import KtError, KtPeer, Variant, spare_threads, variants
 from benchmarks.peers.llamacpp import Flags, PeerError, request
 from benchmarks.report import tables as report
@@ -54,6 +56,16 @@ def test_the_report_has_a_line_for_every_row_and_replaces_the_old_one(results):
     assert "Measured without llama.cpp" in once
     with pytest.raises(ValueError, match="without its end"):
         report.insert("<!-- results of cpu.json: begin -->", "cpu.json", "A", "")
+
+
+def test_a_format_has_a_line_with_all_its_columns(tmp_path):
+    write_model(tmp_path / "m.gguf", SHAPE, "IQ4_XS")
+    row = measure_format(tmp_path / "m.gguf", SHAPE, "IQ4_XS", None, threads=1, tokens=2, repeats=1)
+    assert row.bits == pytest.approx(4.31, abs=0.01)
+    assert min(row.decode, row.prefill, row.of_read) > 0
+    assert 1e-3 < row.error < row.peer_error
+    assert row.line().count("|") == len(HEAD) + 1
+    assert row.peer_decode is None is row.peer_flags
 
 
 def test_another_machine_gets_a_section_of_its_own(results):

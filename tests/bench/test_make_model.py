@@ -18,7 +18,7 @@ SHAPE = Shape(
 )
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=[*TYPES, "IQ3_XXS"])  # one of those without a fill of their own
 def model(request, tmp_path_factory):
     path = model_path(tmp_path_factory.mktemp("random"), SHAPE.layers, request.param)
     write_model(path, SHAPE, request.param)
