@@ -38,6 +38,7 @@ AttentionKernels kernels_for(Isa isa, int head_dim) {
   if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
   if (isa == Isa::avx2) return kAttentionAvx2;
   AttentionKernels kernels = kAttentionAvx512;
+  kernels.chunk_int8 = kernels.chunk_int8_float = nullptr;
   if (isa == Isa::amx && head_dim % kAmxDims == 0) {
     kernels.chunk_bf16 = attend_chunk_amx;
     kernels.chunk_mixed = attend_chunk_mixed_amx;
@@ -61,7 +62,7 @@ PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
   scratch_floats_ = kTileRows * kScoreStride + part_floats(kTileRows) +
                     kWalkTiles * (kTileRows * shape_.head_dim + part_floats(kTileRows));
   scratch_ = Arena(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()) * sizeof(float));
-  if (shape_.kv == KvType::int8) {
+  if (expands()) {
     expanded_ = Arena(static_cast<size_t>(pool.threads() * 2 * kChunk * shape_.head_dim * element_bytes_));
   }
   // Mapped, not allocated: pages come as zeros when a block is first used.
@@ -213,7 +214,7 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
 
 // The item's tiles of a chunk, of which `seen` positions in all are seen.
 void PagedAttention::expand(const Call& call, const WorkItem& item, int chunk, int64_t seen, int worker) {
-  if (shape_.kv != KvType::int8) return;
+  if (!expands()) return;
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
   const int64_t elements = kKvBlock * shape_.head_dim;
@@ -236,7 +237,7 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   int limits[kTileRows];
   const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
   for (int b = 0; b * kKvBlock < positions; ++b)
-    tiles[b] = shape_.kv == KvType::int8
+    tiles[b] = expands()
                    ? expanded(worker, b)
                    : kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)], item.kv_head);
   for (int r = 0; r < tile.rows; ++r) {
@@ -260,7 +261,9 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   work.sums = part;
   work.top = part + static_cast<int64_t>(tile.rows) * shape_.head_dim;
   work.total = work.top + tile.rows;
-  if (row_bytes_ != element_bytes_)
+  if (shape_.kv == KvType::int8 && !expands())
+    (bf16_rows() ? kernels_.chunk_int8 : kernels_.chunk_int8_float)(work);
+  else if (row_bytes_ != element_bytes_)
     kernels_.chunk_mixed(work);
   else
     (element_bytes_ == 2 ? kernels_.chunk_bf16 : kernels_.chunk_float)(work);

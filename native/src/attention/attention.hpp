@@ -10,8 +10,9 @@
 //   V tile:     [D/16][16/S][16 dims][S]                   d0: p0p1 | d1: p0p1 | ... d15: p0p1
 //                                                          d0: p2p3 | ...
 // An int8 cache has the elements of bf16's tiles in a byte each, and behind each tile a float32 scale of each of its
-// positions: a key's, or value's, largest magnitude of this head by 127. A work item makes bf16 tiles of a chunk
-// before it attends, zeros where no position is seen.
+// positions: a key's, or value's, largest magnitude of this head by 127. Kernels read these tiles, and multiply scores
+// and probabilities by the scales; from AVX-512 on a work item first makes bf16 tiles of a chunk, zeros where no
+// position is seen.
 //
 // so that scores come out one position per lane, values one dimension per lane, and a bf16 dot product finds its
 // pairs side by side. Where an even position is a sequence's last, its odd neighbour in the V tile is zero: what a
@@ -138,7 +139,9 @@ class PagedAttention {
   int64_t part_floats(int rows) const { return (static_cast<int64_t>(rows) * (shape_.head_dim + 2) + 15) / 16 * 16; }
   // A worker's scratch: scores, a part; then per tile of a group: queries, a part. Aligned to cache lines.
   float* scratch(int worker) { return reinterpret_cast<float*>(scratch_.data()) + scratch_floats_ * worker; }
-  // And its tiles of a chunk of an int8 cache, those of block b.
+  // Whether an int8 cache's tiles become bf16 ones before they are multiplied.
+  bool expands() const { return shape_.kv == KvType::int8 && kernels_.chunk_int8 == nullptr; }
+  // A worker's bf16 tiles of a chunk of an int8 cache, those of block b.
   char* expanded(int worker, int64_t b) {
     return reinterpret_cast<char*>(expanded_.data()) +
            (worker * (kChunk / kKvBlock) + b) * 2 * element_bytes_ * kKvBlock * shape_.head_dim;

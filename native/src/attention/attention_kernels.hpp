@@ -43,6 +43,9 @@ struct AttentionKernels {
   // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros.
   void (*expand_keys)(const int8_t* tile, int count, uint16_t* to, int head_dim);
   void (*expand_values)(const int8_t* tile, int count, uint16_t* to, int head_dim);
+  // int8 tiles as they lie in the cache, bf16 or float queries. Null: they are expanded first.
+  void (*chunk_int8)(const ChunkWork&);
+  void (*chunk_int8_float)(const ChunkWork&);
 };
 
 extern const AttentionKernels kAttentionAvx2;

@@ -19,7 +19,7 @@
 // positions add exact zeros: a row's bits depend on nothing but its own sequence.
 #pragma once
 
-#include "attention/attention_kernels.hpp"
+#include "attention/attention_int8.hpp"
 #include "simd/math16.hpp"
 
 namespace ktserve::KT_SIMD {
@@ -30,12 +30,6 @@ constexpr int kRows = 8, kBlocks = 2, kDims = 2;  // 16 accumulators of 32 regis
 constexpr int kRows = 4, kBlocks = 1, kDims = 1;  // 8 accumulators of 16 registers
 #endif
 constexpr int kValueBlocks = 4;
-
-#if defined(__AVX512BF16__) && KT_HAS_512
-constexpr bool kDot = true;  // bf16 queries and probabilities go into the dot product as they are
-#else
-constexpr bool kDot = false;
-#endif
 
 template <class T>
 constexpr int kPack = sizeof(T) == 2 ? 2 : 1;
@@ -100,13 +94,16 @@ inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* co
   }
 }
 
+inline const int8_t* values_tile(const ChunkWork& w, int block) {
+  return static_cast<const int8_t*>(w.tiles[block]) + int8_tile_bytes(w.head_dim);
+}
+
+// Of rows [row, row + R) and N blocks' K tiles.
 template <class T, int R, int N>
-void score_tile(const ChunkWork& w, const void* const* q, int row, int block) {
+void score_tile(const ChunkWork& w, const void* const* q, int row, int block, const T* const (&tiles)[N]) {
   F16 acc[R][N];
   const void* rows[R];
-  const T* tiles[N];
   for (int r = 0; r < R; ++r) rows[r] = q[row + r];
-  for (int n = 0; n < N; ++n) tiles[n] = static_cast<const T*>(w.tiles[block + n]);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = zero16();
   multiply<T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
@@ -114,17 +111,17 @@ void score_tile(const ChunkWork& w, const void* const* q, int row, int block) {
     for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kScoreStride + (block + n) * kKvBlock, acc[r][n]);
 }
 
-template <class T, int R, int N>
-void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim) {
+// values(b): where the V tile of block b has dimension `dim`.
+template <class T, int R, int N, class F>
+void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim, const F& values) {
   constexpr int S = kPack<T>;
   F16 acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = load16(w.sums + (row + r) * w.head_dim + dim + n * 16);
   for (int b = block; b < block + num_blocks; ++b) {
-    const T* values = static_cast<const T*>(w.tiles[b]) + w.head_dim * kKvBlock;
     const T* tiles[N];
     const void* rows[R];
-    for (int n = 0; n < N; ++n) tiles[n] = values + (dim + n * 16) * kKvBlock;
+    for (int n = 0; n < N; ++n) tiles[n] = values(b) + n * 16 * kKvBlock;
     for (int r = 0; r < R; ++r) {
       const char* p = reinterpret_cast<const char*>(w.scores + (row + r) * kScoreStride);
       rows[r] = p + b * kKvBlock * (kDot ? sizeof(T) : sizeof(float));
@@ -136,49 +133,58 @@ void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim)
     for (int n = 0; n < N; ++n) store16(w.sums + (row + r) * w.head_dim + dim + n * 16, acc[r][n]);
 }
 
-// One row's scores become 2^(scaled score - top), in place; as bf16 packed at the row's front where Packed.
-// What is summed is what will multiply v: the rounded probabilities.
-template <bool Packed>
-void softmax_row(float* scores, int limit, int num_blocks, float scale, float* top, float* total) {
-  const F16 s = set16(scale);
+// One row's scores become 2^(scaled score - top), in place; as bf16 packed at the row's front where Packed. What is
+// summed is what will multiply v: the rounded probabilities. `Int8`: the values' scales are multiplied in behind that.
+template <bool Packed, bool Int8 = false>
+void softmax_row(const ChunkWork& w, int row, int num_blocks) {
+  float* scores = w.scores + row * kScoreStride;
+  const F16 s = set16(w.scale_log2);
+  const auto seen = [&](int b) { return w.limits[row] - b * 16; };
   F16 highest = set16(-__builtin_inff());
   for (int b = 0; b < num_blocks; ++b) {
     F16 x = mul(load16(scores + b * 16), s);
-    const int seen = limit - b * 16;
-    if (seen < 16) x = keep_first(x, seen > 0 ? seen : 0, -__builtin_inff());
+    if (seen(b) < 16) x = keep_first(x, seen(b) > 0 ? seen(b) : 0, -__builtin_inff());
     store16(scores + b * 16, x);
     highest = max(highest, x);
   }
-  *top = largest(highest);
-  const F16 t = set16(limit > 0 ? *top : 0.0f);  // nothing seen: 2^(-inf - 0) = 0
+  const float top = largest(highest);
+  const F16 t = set16(w.limits[row] > 0 ? top : 0.0f);  // nothing seen: 2^(-inf - 0) = 0
   F16 acc = zero16();
   for (int b = 0; b < num_blocks; ++b) {
-    const F16 p = exp2_16(sub(load16(scores + b * 16), t));
+    F16 p = exp2_16(sub(load16(scores + b * 16), t));
+    if constexpr (Int8) {
+      acc = add(acc, p);
+      p = mul(p, load16(scales_of(values_tile(w, b), w.head_dim)));
+      if (seen(b) < 16) p = keep_first(p, seen(b) > 0 ? seen(b) : 0, 0.0f);
+    }
     if constexpr (Packed) {
       bf16* packed = reinterpret_cast<bf16*>(scores) + b * 16;
       store16(packed, p);
-      acc = add(acc, load16(packed));
+      if constexpr (!Int8) acc = add(acc, load16(packed));
     } else {
       store16(scores + b * 16, p);
-      acc = add(acc, p);
+      if constexpr (!Int8) acc = add(acc, p);
     }
   }
-  *total = sum(acc);
+  w.top[row] = top;
+  w.total[row] = sum(acc);
 }
 
 template <class T, int R>
 void score_rows(const ChunkWork& w, const void* const* q, int row, int block, int count) {
-  if (count == kBlocks)
-    score_tile<T, R, kBlocks>(w, q, row, block);
-  else
-    score_tile<T, R, 1>(w, q, row, block);
+  const auto tile = [&](int n) { return static_cast<const T*>(w.tiles[block + n]); };
+  if constexpr (kBlocks == 2) {
+    if (count == 2) return score_tile<T, R, 2>(w, q, row, block, {tile(0), tile(1)});
+  }
+  score_tile<T, R, 1>(w, q, row, block, {tile(0)});
 }
 
 template <class T, int R>
 void value_rows(const ChunkWork& w, int row, int block, int count) {
   int dim = 0;
-  for (; dim + kDims * 16 <= w.head_dim; dim += kDims * 16) value_tile<T, R, kDims>(w, row, block, count, dim);
-  if (dim < w.head_dim) value_tile<T, R, 1>(w, row, block, count, dim);
+  const auto values = [&](int b) { return static_cast<const T*>(w.tiles[b]) + (w.head_dim + dim) * kKvBlock; };
+  for (; dim + kDims * 16 <= w.head_dim; dim += kDims * 16) value_tile<T, R, kDims>(w, row, block, count, dim, values);
+  if (dim < w.head_dim) value_tile<T, R, 1>(w, row, block, count, dim, values);
 }
 
 // Calls f<R>(row) for R rows at a time, R = kRows and then what is left.
@@ -196,18 +202,17 @@ inline void by_rows(int rows, const F& f) {
   last_rows<kRows - 1>(rows - row, row, f);
 }
 
-// T: elements of the tiles. Q: of the queries.
-template <class T, class Q>
-void attend_chunk(const ChunkWork& w) {
-  constexpr bool packed = kDot && sizeof(T) == 2;
-  constexpr bool as_they_are = sizeof(Q) == (packed ? 2 : 4);
-  const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
-  const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kKvBlock * static_cast<int64_t>(sizeof(T));
+// Whether queries and probabilities are bf16, under tiles of T.
+template <class T>
+constexpr bool kPacked = kDot && sizeof(T) == 2;
 
-  const void* q[kTileRows];
+// The rows' queries, of elements Q, as tiles of T are multiplied with them.
+template <class T, class Q>
+void find_queries(const ChunkWork& w, const void* (&q)[kTileRows]) {
+  constexpr bool packed = kPacked<T>;
   for (int r = 0; r < w.rows; ++r) {
     q[r] = w.q[r];
-    if constexpr (!as_they_are) {
+    if constexpr (sizeof(Q) != (packed ? 2 : 4)) {
       float* row = w.q_scratch + r * w.head_dim;
       q[r] = row;
       if (w.q_ready) continue;
@@ -217,6 +222,16 @@ void attend_chunk(const ChunkWork& w) {
         convert(static_cast<const Q*>(w.q[r]), w.head_dim, row);
     }
   }
+}
+
+// T: elements of the tiles. Q: of the queries.
+template <class T, class Q>
+void attend_chunk(const ChunkWork& w) {
+  const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
+  const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kKvBlock * static_cast<int64_t>(sizeof(T));
+
+  const void* q[kTileRows];
+  find_queries<T, Q>(w, q);
   for (int b = 0; b < num_blocks; b += kBlocks) {
     const int count = static_cast<int>(least(kBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
@@ -224,14 +239,49 @@ void attend_chunk(const ChunkWork& w) {
     by_rows(w.rows, [&]<int R>(int row) { score_rows<T, R>(w, q, row, b, count); });
   }
   prefetch_tile(static_cast<const char*>(w.tiles[0]) + tile_bytes, tile_bytes);
-  for (int r = 0; r < w.rows; ++r)
-    softmax_row<packed>(w.scores + r * kScoreStride, w.limits[r], num_blocks, w.scale_log2, w.top + r, w.total + r);
+  for (int r = 0; r < w.rows; ++r) softmax_row<kPacked<T>>(w, r, num_blocks);
   std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
   for (int b = 0; b < num_blocks; b += kValueBlocks) {
     const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
       prefetch_tile(static_cast<const char*>(w.tiles[next]) + tile_bytes, tile_bytes);
     by_rows(w.rows, [&]<int R>(int row) { value_rows<T, R>(w, row, b, count); });
+  }
+}
+
+// Tiles of int8, whose blocks become whole numbers in the first-level cache; scores and probabilities take the scales.
+template <class Q>
+void attend_chunk_int8(const ChunkWork& w) {
+  const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
+  const int64_t tile_bytes = int8_tile_bytes(w.head_dim);
+  alignas(64) Whole wide[kKvBlock * kMaxHeadDim];
+  static_assert(kValueBlocks * kKvBlock <= kMaxHeadDim);
+  const void* q[kTileRows];
+  find_queries<Whole, Q>(w, q);
+  for (int b = 0; b < num_blocks; ++b) {
+    const auto* keys = static_cast<const int8_t*>(w.tiles[b]);
+    prefetch_tile(b + 1 < num_blocks ? w.tiles[b + 1] : values_tile(w, 0), tile_bytes);
+    for (int i = 0; i < kKvBlock * w.head_dim; i += 32) whole_numbers(keys + i, wide + i);
+    by_rows(w.rows, [&]<int R>(int row) { score_tile<Whole, R, 1>(w, q, row, b, {wide}); });
+    const F16 scales = load16(scales_of(keys, w.head_dim));
+    for (int r = 0; r < w.rows; ++r) {
+      float* scores = w.scores + r * kScoreStride + b * kKvBlock;
+      store16(scores, mul(load16(scores), scales));
+    }
+  }
+  for (int r = 0; r < w.rows; ++r) softmax_row<kPacked<Whole>, true>(w, r, num_blocks);
+  std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
+  for (int b = 0; b < num_blocks; b += kValueBlocks) {
+    const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
+    for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
+      prefetch_tile(values_tile(w, next), tile_bytes);
+    for (int dim = 0; dim < w.head_dim; dim += 16) {
+      for (int n = 0; n < count; ++n)
+        for (int i = 0; i < 16 * kKvBlock; i += 32)
+          whole_numbers(values_tile(w, b + n) + dim * kKvBlock + i, wide + n * 16 * kKvBlock + i);
+      const auto values = [&](int block) { return wide + (block - b) * 16 * kKvBlock; };
+      by_rows(w.rows, [&]<int R>(int row) { value_tile<Whole, R, 1>(w, row, b, count, dim, values); });
+    }
   }
 }
 
@@ -260,56 +310,6 @@ inline void to_bf16(const float* from, uint16_t* to, int dim) {
   convert(from, dim, reinterpret_cast<bf16*>(to));
 }
 
-template <class T>
-float quantise(const void* from, int8_t* to, int dim) {
-  const T* x = static_cast<const T*>(from);
-  I16 most = zero_int16();
-  for (int d = 0; d < dim; d += 16) most = max(most, magnitude(load16(x + d)));
-  const uint32_t bits = largest(most);
-  float top;
-  std::memcpy(&top, &bits, 4);
-  const bool finite = bits < 0x7f800000u;
-  const F16 inverse = set16(finite && top > 1e-30f ? 127.0f / top : 0.0f);
-  for (int d = 0; d < dim; d += 16) {
-    float scaled[16];
-    store16(scaled, finite ? round_even(mul(load16(x + d), inverse)) : zero16());
-    for (int i = 0; i < 16; ++i) to[d + i] = static_cast<int8_t>(scaled[i]);
-  }
-  return !finite ? __builtin_nanf("") : top > 1e-30f ? top / 127.0f : 0.0f;
-}
-
-// 32 elements under two vectors of scales.
-inline void expand_pairs(const int8_t* from, F16 low, F16 high, bf16* to) {
-  float wide[32];
-  for (int i = 0; i < 32; ++i) wide[i] = from[i];
-  store16(to, mul(load16(wide), low));
-  store16(to + 16, mul(load16(wide + 16), high));
-}
-
-inline void seen_scales(const int8_t* tile, int count, int dim, float (&scales)[kKvBlock]) {
-  std::memcpy(scales, tile + kKvBlock * dim, sizeof(scales));
-  for (int p = count; p < kKvBlock; ++p) scales[p] = 0;
-}
-
-inline void expand_keys(const int8_t* tile, int count, uint16_t* to, int dim) {
-  float scales[kKvBlock], twice[32];
-  seen_scales(tile, count, dim, scales);
-  for (int i = 0; i < 32; ++i) twice[i] = scales[i / 2];
-  const F16 low = load16(twice), high = load16(twice + 16);
-  for (int i = 0; i < kKvBlock * dim; i += 32) expand_pairs(tile + i, low, high, reinterpret_cast<bf16*>(to) + i);
-}
-
-inline void expand_values(const int8_t* tile, int count, uint16_t* to, int dim) {
-  float scales[kKvBlock], both[16];
-  seen_scales(tile, count, dim, scales);
-  for (int pair = 0; pair < kKvBlock / 2; ++pair) {
-    for (int i = 0; i < 16; ++i) both[i] = scales[2 * pair + i % 2];
-    const F16 scale = load16(both);
-    for (int i = pair * 32; i < kKvBlock * dim; i += kKvBlock * 16)
-      expand_pairs(tile + i, scale, scale, reinterpret_cast<bf16*>(to) + i);
-  }
-}
-
 constexpr AttentionKernels kAttention = {attend_chunk<bf16, bf16>,
                                          attend_chunk<float, float>,
                                          attend_chunk<bf16, float>,
@@ -320,6 +320,8 @@ constexpr AttentionKernels kAttention = {attend_chunk<bf16, bf16>,
                                          quantise<bf16>,
                                          quantise<float>,
                                          expand_keys,
-                                         expand_values};
+                                         expand_values,
+                                         attend_chunk_int8<bf16>,
+                                         attend_chunk_int8<float>};
 
 }  // namespace ktserve::KT_SIMD
