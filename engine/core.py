@@ -32,6 +32,7 @@ from engine.messages import (
     StopFound,
     Submit,
     ToEngine,
+    Tokens,
     UnloadAdapter,
 )
 from engine.steps.admission import RefusalError, admit
@@ -284,17 +285,17 @@ class EngineCore:
             self._emit([event], None)
 
     def _emit(self, events: list[Event], step: Launched | None) -> None:
+        live, send, tokens = self._live, self._send, EventKind.TOKENS
         for event in events:
             rid = event.request.request_id
-            answer = self._live[rid]
-            if event.tokens or answer.owes_prompt(event):
-                self._send(answer.tokens(event, step))
-                if step and self.profiler:
+            answer = live[rid]
+            if event.tokens or (answer.owes_prompt and event.kind is EventKind.FINISHED):
+                send(Tokens(request_id=rid, tokens=event.tokens) if answer.plain else answer.tokens(event, step))
+                if self.profiler and step:
                     self.profiler.tokens(event, step.plan.step)
-            if event.kind is EventKind.TOKENS:
-                continue
-            self._forget(rid)
-            self._send(terminal(event, step))
+            if event.kind is not tokens:
+                self._forget(rid)
+                send(terminal(event, step))
 
     def _forget(self, request_id: str) -> None:
         del self._live[request_id]

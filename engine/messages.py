@@ -189,8 +189,9 @@ class Tokens(_Message, frozen=True, gc=False):  # so many a step that the collec
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    # with the first tokens:
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
-    queued_s: float = 0.0  # with the first tokens: from arrival until the request first ran
+    queued_s: float = 0.0  # from arrival until the request first ran
 
 
 class Finished(_Message, frozen=True):

@@ -10,8 +10,8 @@ from heapq import heapify, heappop, heappush
 
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
-from scheduler.plan import StepPlan, StepRow
-from scheduler.policy.cost import CostModel, pairs
+from scheduler.plan import StepPlan, StepRow, pairs
+from scheduler.policy.cost import CostModel
 from scheduler.policy.drafting import add_drafts
 from scheduler.policy.gaps import Gaps
 from scheduler.policy.room import PacedRoom, Room
@@ -41,7 +41,6 @@ class Batch:
         self._admitting = True
         self._reserved: set[str] = set()  # accounts for whose next request a seat is kept free
         self._open: dict[AdapterKey, bool] = {}
-        self._planned: set[Request] = set()
         self._put_off: set[Request] = set()  # waiting requests that do better to come in the next step
         self._completed: set[bytes] = set()  # hashes of the blocks that the prefill chunks of this step complete
 
@@ -67,7 +66,7 @@ class Batch:
             return None
         first = self._num_decodes  # among the prefill chunks, one of a preempted request may be a decode row
         rows = [*self._rows[:first], *sorted(self._rows[first:], key=lambda row: not row.is_decode)]
-        plan = StepPlan(step, rows, [tuple(row.request.blocks) for row in rows])
+        plan = StepPlan(step, rows, [row.request.blocks[:] for row in rows])
         flight = Flight(plan, {row.request: row for row in rows})
         core.flights.append(flight)
         size = self._config.block_size
@@ -96,8 +95,10 @@ class Batch:
         """Take what waiting live requests lack of seats, blocks and adapter slots from background ones, the newest
         first."""
         core, most = self._core, self._config.max_num_seqs
+        if not core.num_live_waiting:
+            return
         background = [request for _, _, request in core.running if request.background]
-        if not background or not core.num_live_waiting:
+        if not background:
             return
         live = [request for request in core.waiting if not request.background]
         no_slot = any(not core.slots.has(request.adapter) for request in live)
@@ -166,29 +167,29 @@ class Batch:
     # ---- decode
 
     def _add_decodes(self) -> None:
-        core, limit, size = self._core, self._config.max_tokens_held, self._config.block_size
-        rows, planned = self._rows, self._planned
+        core, rows, size = self._core, self._rows, self._config.block_size
+        running, background, paced = Status.RUNNING, self._background, self._allowed_s is not None
         decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
-            if request.status is not Status.RUNNING or request.background is not self._background:
+            if request.status is not running or request.background is not background:
                 continue  # a better one just took its place, or not its turn
             if request.num_drafts:
                 continue  # where its next token stands is known once they are committed
-            num_tokens, num_prompt = request.num_tokens, len(request.prompt)
-            if request.num_computed < num_prompt or num_tokens - request.num_computed > 1:
+            num_prompt, num_output = len(request.prompt), len(request.output) + request.num_in_flight
+            start, num_tokens = request.num_computed, num_prompt + num_output
+            if start < num_prompt or num_tokens - start > 1:
                 self._partial.setdefault(request.account, []).append(request)
                 continue
-            if num_tokens >= limit or num_tokens - num_prompt >= request.sampling.max_tokens:
+            if num_output >= request.most_output:
                 continue  # the tokens in flight end it
-            if self._allowed_s is not None and rows and not self._allows_another(rows):
+            if paced and rows and not self._allows_another(rows):
                 continue
             if num_tokens <= len(request.blocks) * size or self._grow(request, num_tokens):
-                if request.num_charged != num_tokens - 1:  # it was preempted: what is computed again costs nothing
+                if request.num_charged != start:  # it was preempted: what is computed again costs nothing
                     self._add_row(request, 1)
                     continue
                 # as _add_row, once for each of many rows in every step
-                rows.append(StepRow(request, num_tokens - 1, 1, request.slot, True))
-                planned.add(request)
+                rows.append(StepRow(request, start, 1, request.slot, True))
                 request.num_computed = request.num_charged = num_tokens
                 request.num_in_flight += 1
                 account = request.account
@@ -345,7 +346,6 @@ class Batch:
         start = request.num_computed
         end = start + num_tokens
         samples = end == request.num_tokens and request.sampling.max_tokens > 0
-        self._planned.add(request)
         self._rows.append(StepRow(request, start, num_tokens, request.slot, samples))
         request.num_computed = end
         request.num_in_flight += samples
@@ -368,7 +368,8 @@ class Batch:
 
     def _victim(self, request: Request) -> Request | None:
         standing = Shares(self._core).standing
-        others = [other for _, _, other in self._core.running if other not in self._planned]
+        planned = {row.request for row in self._rows}
+        others = [other for _, _, other in self._core.running if other not in planned]
         victim = max(others, key=standing, default=request)
         return victim if standing(victim) > standing(request) else None
 

@@ -6,8 +6,9 @@ What an in-flight step reads is handed to that step (`Flight.held`) and given ba
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
@@ -31,7 +32,7 @@ class Flight:
     rows: dict[Request, StepRow]
     void: set[Request] = field(default_factory=set)  # rows whose outcome is ignored
     published: list[tuple[Request, int]] = field(default_factory=list)  # blocks made findable by it
-    held: list[tuple[list[int], int]] = field(default_factory=list)  # blocks and slot of requests that left it
+    held: list[tuple[Sequence[int], int]] = field(default_factory=list)  # blocks and slot of requests that left it
 
 
 class Core:
@@ -203,7 +204,7 @@ class Core:
             found.append(f"{len(listed)} requests are listed, {len(self.requests)} are known")
         pins: dict[int, int] = {}
         users: dict[AdapterKey, int] = {}
-        holders = []
+        holders: list[Sequence[int]] = []
         for request in listed:
             users[request.adapter] = users.get(request.adapter, 0) + 1
             holders.append(request.blocks)
@@ -240,7 +241,7 @@ class Core:
         else:
             self.blocks.release(request.blocks)
             self.slots.unpin(request.slot)
-        request.blocks = []
+        request.blocks = array("i")
         request.slot = 0
         request.num_computed = 0
         request.num_published = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,11 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
         return self.drafts[draft] if draft >= 0 else self.request.token(position)
 
 
+def pairs(start: int, num_tokens: int) -> int:
+    """Of tokens at [start, start + num_tokens) and the positions that each of them reads: those up to itself."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A flat token batch, decode rows first, prefill chunks after.
@@ -51,11 +57,23 @@ class StepPlan:
 
     step: int
     rows: list[StepRow]
-    block_tables: list[tuple[int, ...]]
+    block_tables: list[array[int]]
 
     @cached_property
     def num_tokens(self) -> int:
         return sum([row.num_tokens for row in self.rows])
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every row is one token, after which something is sampled."""
+        return all(row.samples and row.num_tokens == 1 for row in self.rows)
+
+    @cached_property
+    def num_read(self) -> int:
+        """Pairs of a token and a position that it reads: those up to itself."""
+        if self.single:
+            return sum([row.start for row in self.rows]) + len(self.rows)
+        return sum(pairs(row.start, row.num_tokens) for row in self.rows)
 
     @cached_property
     def num_decodes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -91,8 +92,14 @@ class Status(enum.Enum):
         return self in (Status.FINISHED, Status.REFUSED, Status.CANCELLED, Status.FAILED)
 
 
-@dataclass(eq=False)
-class Request:
+class _Referable:
+    """With slots, yet there may be weak references to it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(eq=False, slots=True)
+class Request(_Referable):
     """The owner of each field is written beside it; nobody else writes it."""
 
     # set once by whoever makes the request
@@ -130,7 +137,7 @@ class Request:
     num_charged: int = 0  # positions the tenant has been charged for; recomputed ones are not charged again
 
     # BlockManager
-    blocks: list[int] = field(default_factory=list)  # block ids, in order of position
+    blocks: array[int] = field(default_factory=lambda: array("i"))  # block ids, in order of position
     block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of the full blocks of known tokens
     num_findable: int = (
         0  # leading blocks that were in the prefix cache when it was last asked while the request waited

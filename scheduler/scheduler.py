@@ -23,6 +23,7 @@ from scheduler.request import BASE, AdapterKey, Request, Status, is_background
 
 __all__ = ["AdmissionError", "IntegrityError", "Scheduler", "SchedulerConfig"]
 
+_RUNNING, _TOKENS = Status.RUNNING, EventKind.TOKENS  # asked for every row
 _STATUS = {
     EventKind.FINISHED: Status.FINISHED,
     EventKind.REFUSED: Status.REFUSED,
@@ -51,6 +52,7 @@ class Scheduler:
         self._gaps = Gaps()
         self._eos = frozenset(config.eos_token_ids)
         self._most_held = config.max_tokens_held
+        self._block_size = config.block_size
         self._step = 0
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
@@ -152,7 +154,7 @@ class Scheduler:
         self._num_prefill_tokens += sum(row.num_tokens for row in plan.rows[plan.num_decodes :])
         return plan
 
-    def commit(self, plan: StepPlan, tokens: Sequence[Sequence[int]], now: float) -> list[Event]:
+    def commit(self, plan: StepPlan, tokens: Sequence[list[int]], now: float) -> list[Event]:
         """Take a step's tokens: `tokens[i]` is row i's, empty if it does not sample; else the drafts that were
         accepted, from the first one on, and the token sampled after them.
 
@@ -176,16 +178,16 @@ class Scheduler:
                 f"step {plan.step}: not accepted drafts and one token per sampling row for requests {wrong}"
             )
         del core.flights[0]
-        events = []
+        events, void, take = [], flight.void, self._take_tokens
         for row, new in zip(plan.rows, tokens, strict=True):
             request = row.request
-            if request not in flight.void:
+            if request not in void:
                 if row.samples:
-                    events.append(self._take_tokens(row, new))
+                    events.append(take(row, new))
                 elif row.start + row.num_tokens == request.num_tokens and not request.sampling.max_tokens:
                     events.append(self._end(request, EventKind.FINISHED, "length"))
         core.land(flight)
-        finished = [event.request for event in events if event.kind is EventKind.FINISHED]
+        finished = [event.request for event in events if event.kind is not _TOKENS]
         self._pace.ended(len(finished), now)
         for request in finished:
             if not request.background:
@@ -322,27 +324,30 @@ class Scheduler:
             f"{len(request.prompt)} tokens and leaves no room for output. Please reduce the length of the prompt.",
         )
 
-    def _take_tokens(self, row: StepRow, tokens: Sequence[int]) -> Event:
+    def _take_tokens(self, row: StepRow, tokens: list[int]) -> Event:
         request, output = row.request, row.request.output
         request.num_in_flight -= 1
-        accepted = len(tokens) - 1
         if row.drafts:
+            accepted = len(tokens) - 1
             request.num_drafts -= len(row.drafts)
             self._num_drafted_tokens += len(row.drafts)
             self._num_accepted_tokens += accepted
             self._num_decode_tokens += accepted
-        for i, token in enumerate(tokens):
-            if token in request.ending:
-                return self._end(request, EventKind.FINISHED, "stop", tokens=tokens[:i], stop_token=token)
-            output.append(token)
-            if len(output) >= request.most_output:
-                return self._end(request, EventKind.FINISHED, "length", tokens=tokens[: i + 1])
-        if request.status is Status.RUNNING:
+        if len(output) + len(tokens) < request.most_output and request.ending.isdisjoint(tokens):
+            output += tokens
+        else:
+            for i, token in enumerate(tokens):
+                if token in request.ending:
+                    return self._end(request, EventKind.FINISHED, "stop", tokens=tokens[:i], stop_token=token)
+                output.append(token)
+                if len(output) >= request.most_output:
+                    return self._end(request, EventKind.FINISHED, "length", tokens=tokens[: i + 1])
+        if request.status is _RUNNING:
             if row.drafts:
                 self._core.accept(request, row, accepted)
-            if request.num_computed // self.config.block_size > request.num_published:
+            if request.num_computed // self._block_size > request.num_published:
                 self._core.publish(request)
-        return Event(EventKind.TOKENS, request, list(tokens))
+        return Event(_TOKENS, request, tokens)
 
     def _end_known(self, request_id: str, kind: EventKind, reason: str) -> Event | None:
         request = self._core.requests.get(request_id)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def layout(rows: list[tuple[int, int]], padded: bool = False) -> BatchLayout:
     starts, tables, positions, slots, free = [0], [], [], [], 0
     for new, length in rows:
         pages = -(-length // BLOCK_SIZE)
-        tables.append(tuple((7 * b) % BLOCKS for b in range(free, free + pages)))
+        tables.append(array("i", [(7 * b) % BLOCKS for b in range(free, free + pages)]))
         free += pages
         starts.append(starts[-1] + new)
         for position in range(length - new, length):

@@ -26,6 +26,7 @@ import platform
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class Bench:
             token = (7919 * (number * rows + row) + 13) % self.config.vocab_size
             request = _Known(f"r{row}", token)
             made.append(StepRow(request, start, 1, row % adapters + 1 if adapters else 0, True))
-            tables.append(tuple(range(row * each, row * each + start // BLOCK_SIZE + 1)))
+            tables.append(array("i", range(row * each, row * each + start // BLOCK_SIZE + 1)))
         return StepPlan(number, made, tables)
 
     def padded(self, rows: int, capture: bool, tracing: bool = False) -> PaddedDecode:

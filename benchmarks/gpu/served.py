@@ -15,6 +15,7 @@ ttft      a prompt of --prompt tokens alone (and a step of decode behind it), an
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shlex
 import statistics
@@ -36,7 +37,7 @@ from benchmarks.models.random import QWEN3_30B_A3B
 from engine.build.assemble import build
 from engine.config import EngineConfig
 from engine.device import Arrival
-from engine.messages import Abort, Failed, FromEngine, Refused, Submit, Tokens
+from engine.messages import Abort, Failed, FromEngine, Refused, Several, Submit, Tokens, encode
 from scheduler.request import SamplingParams
 
 CONTEXT = 512  # tokens of a stream's prompt
@@ -59,19 +60,32 @@ class Served:
         self.context = context
         self.times: dict[str, list[float]] = {}  # by request: when each of its messages of tokens came
         self.tokens = 0
+        self._said: list[FromEngine] = []  # since the last step
+        self._steps: list[tuple[float, list[FromEngine]]] = []  # since `read`: when each ended, what it said
         began = time.perf_counter()
-        self.core, ready = build(config, self._take, lambda *_: None)
+        self.core, ready = build(config, lambda message: self._said.append(message), lambda *_: None)
         self.loaded_s = time.perf_counter() - began
         self.lines = ready.lines
         self.vocabulary = ready.vocab_size
         self._count = 0
 
-    def _take(self, message: FromEngine) -> None:
-        if isinstance(message, Tokens):
-            self.times[message.request_id].append(time.perf_counter())
-            self.tokens += len(message.tokens)
-        elif isinstance(message, Refused | Failed):
-            raise RuntimeError(f"{message.request_id}: {message.message}")
+    def step(self) -> None:
+        """As the engine's process does it: what a step says is one frame."""
+        self.core.step()
+        said, self._said = self._said, []
+        encode(Several(messages=said))
+        self._steps.append((time.perf_counter(), said))
+
+    def read(self) -> None:
+        """What the steps have said."""
+        for at, said in self._steps:
+            for message in said:
+                if isinstance(message, Tokens):
+                    self.times[message.request_id].append(at)
+                    self.tokens += len(message.tokens)
+                elif isinstance(message, Refused | Failed):
+                    raise RuntimeError(f"{message.request_id}: {message.message}")
+        self._steps.clear()
 
     def prompt(self, tokens: int) -> list[int]:
         """Different from any before, so that no prefix of it is cached."""
@@ -89,7 +103,8 @@ class Served:
     def until(self, names: Sequence[str], tokens: int) -> None:
         """Step until each of them has brought so many."""
         while any(len(self.times[name]) < tokens for name in names):
-            self.core.step()
+            self.step()
+            self.read()
 
     @contextmanager
     def running(self, streams: int) -> Iterator[list[str]]:
@@ -100,7 +115,8 @@ class Served:
         for name in names:
             self.core.handle(Abort(request_id=name))
         while self.core.busy:
-            self.core.step()
+            self.step()
+        self.read()
 
     def decode(self, rows: int, seconds: float = 0.0, steps: int = 16) -> dict[str, float]:
         """So many steps of so many streams, and more until so many seconds have passed."""
@@ -108,8 +124,9 @@ class Served:
             done, tokens, began = 0, self.tokens, time.perf_counter()
             waited.clear()
             while (took := time.perf_counter() - began) < seconds or done < steps:
-                self.core.step()
+                self.step()
                 done += 1
+            self.read()
             return {
                 "engine_ms": took / done * 1e3,
                 "engine_tok_s": (self.tokens - tokens) / took,
@@ -127,7 +144,8 @@ class Served:
         names = [self.submit(prompt, output) for _ in range(streams)]
         self.until(names, output)
         while self.core.busy:
-            self.core.step()
+            self.step()
+        self.read()
         times = [self.times.pop(name) for name in names]
         gaps = [[b - a for a, b in pairwise(each)] for each in times]
         return steady_tok_s(Burst(streams * output, 0.0, [each[0] - began for each in times], gaps))
@@ -213,6 +231,8 @@ def main() -> None:
         flags = ["--max-num-seqs", str(seqs), "--pack-cache", "off", *args.serve]
         behind = {} if args.no_http or not args.rows else through_http(model, flags, args.rows)
         served = Served(served_config(model, flags))
+    gc.collect()
+    gc.freeze()  # as the engine's process
     print(f"{args.layers} layers loaded in {served.loaded_s:.0f} s: ktserve serve MODEL {' '.join(flags)}")
     print("\n".join(served.lines), flush=True)
     results: list[dict[str, Any]] = []

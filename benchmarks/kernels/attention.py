@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ def filled(rows: list[tuple[int, int]], layers: int, dtype: torch.dtype, kv: tor
     for tokens, context in rows:
         starts.append(starts[-1] + tokens)
         used = -(-context // BLOCK_SIZE)
-        tables.append(tuple(range(blocks, blocks + used)))
+        tables.append(array("i", range(blocks, blocks + used)))
         blocks += used
     backend = NativeAttention(model(layers), blocks, dtype, pool, isa, kv_dtype=kv)
     empty = torch.zeros(0, dtype=torch.int64)

@@ -7,6 +7,8 @@ a step:   plan(batch) once on the host, then forward(layer, q, k, v) per layer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +36,7 @@ class BatchLayout:
 
     row_starts: list[int]  # R + 1
     context_lens: list[int]  # R: positions in the cache after this step, this step's tokens included
-    block_tables: list[tuple[int, ...]]  # R
+    block_tables: list[array[int]]  # R
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]: block * BLOCK_SIZE + offset of each token's own KV
     # Decode rows only, filled up with rows of a scratch block to a size that recurs; `positions` and `slot_mapping` are
@@ -48,6 +50,11 @@ class BatchLayout:
     @property
     def num_tokens(self) -> int:
         return self.row_starts[-1]
+
+
+def joined(tables: Iterable[array[int]], counts: Iterable[int]) -> NDArray[np.int32]:
+    """The first blocks of each table, so many of each, one table's after the other."""
+    return np.frombuffer(b"".join([table[:n] for table, n in zip(tables, counts, strict=True)]), np.int32)
 
 
 @dataclass(frozen=True)

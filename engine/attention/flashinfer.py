@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces, joined
 from engine.errors import EngineError, UserError
 from engine.model.config import ModelConfig
 
@@ -183,8 +183,7 @@ class FlashInferAttention(AttentionBackend):
         lengths = np.array(batch.context_lens)
         pages = -(-lengths // BLOCK_SIZE)
         starts = np.concatenate(([0], np.cumsum(pages)))
-        tables = (table[:n] for table, n in zip(batch.block_tables, pages.tolist(), strict=True))
-        blocks = np.fromiter(chain.from_iterable(tables), np.int32, starts[-1])
+        blocks = joined(batch.block_tables, pages.tolist())
         last_page = (lengths - 1) % BLOCK_SIZE + 1
         if batch.padded:
             self._planned = [(self._plan_decode(starts, blocks, last_page), slice(0, batch.num_rows))]

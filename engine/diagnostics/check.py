@@ -5,6 +5,7 @@ Both sides get the reference's own hidden states as input, so an error is found 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -147,7 +148,7 @@ def _tolerance(source: WeightSource, layer: int) -> float:
 
 
 def _layout(n: int, device: torch.device) -> BatchLayout:
-    blocks = tuple(range((n + BLOCK_SIZE - 1) // BLOCK_SIZE))
+    blocks = array("i", range((n + BLOCK_SIZE - 1) // BLOCK_SIZE))
     positions = torch.arange(n, device=device)
     return BatchLayout([0, n], [n], [blocks], positions, positions.clone())
 

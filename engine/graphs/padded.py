@@ -9,6 +9,7 @@ Two families of graphs: base only, and with adapters. The second may be replayed
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class PaddedDecode:
         self.greedy = torch.zeros_like(sampled)
         self.sampled = sampled
         self._executor = executor
-        self._scratch = scratch_block
+        self._scratch = array("i", [scratch_block])
         self._tracing = tracing
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._pool: Any = None
@@ -71,7 +72,7 @@ class PaddedDecode:
         """Whether every row brings one token and samples, and no adapter has MLPs of its own (never captured)."""
         if not 1 <= len(plan.rows) <= self.buckets[-1]:
             return False
-        if plan.num_tokens != len(plan.rows) or not all(row.samples for row in plan.rows):
+        if not plan.single:
             return False
         apart = self.model.slots_with_extra_mlps
         return not apart or apart.isdisjoint([row.adapter_slot for row in plan.rows])
@@ -140,7 +141,7 @@ class PaddedDecode:
         return BatchLayout(
             row_starts=list(range(bucket + 1)),
             context_lens=step.context_lens.tolist() + [1] * padding,
-            block_tables=[*step.block_tables, *[(self._scratch,)] * padding],
+            block_tables=[*step.block_tables, *[self._scratch] * padding],
             positions=self.inputs["positions"][:bucket],
             slot_mapping=self.inputs["slot_mapping"][:bucket],
             padded=True,

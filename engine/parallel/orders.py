@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 
-from engine.attention.base import BLOCK_SIZE
+from engine.attention.base import BLOCK_SIZE, joined
 from engine.steps.inputs import Array, StepArrays
 
 _PARTS = ("row_starts", "context_lens", "positions", "slot_mapping", "adapters", "kept", "kept_starts")
@@ -31,7 +34,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
     sizes: list[int]
     numbers: bytes  # int64, the arrays of _PARTS one after the other
-    tables: list[tuple[int, ...]]
+    tables: bytes  # int32, the blocks that each row's positions take, one row's after the other
     padded: bool
     every: bool  # the hidden states of all tokens are kept
     greedy: bool
@@ -40,11 +43,10 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     @classmethod
     def of(cls, arrays: StepArrays, *, padded: bool, every: bool, greedy: bool, logits: list[tuple[int, int]]) -> Step:
         parts: list[Array] = [getattr(arrays, name) for name in _PARTS]
-        used = (-(-arrays.context_lens // BLOCK_SIZE)).tolist()
         return cls(
             [len(part) for part in parts],
             np.concatenate(parts).astype(np.int64, copy=False).tobytes(),
-            [table[:n] for table, n in zip(arrays.block_tables, used, strict=True)],
+            joined(arrays.block_tables, _pages(arrays.context_lens).tolist()).tobytes(),
             padded,
             every,
             greedy,
@@ -58,7 +60,13 @@ class Step(msgspec.Struct, tag=True, frozen=True):
         parts = dict(zip(_PARTS, np.split(numbers, np.cumsum(self.sizes)[:-1]), strict=True))
         tokens = len(parts["positions"])
         ids, sources = np.zeros(tokens, np.int64), np.full(tokens, -1, np.int64)
-        return StepArrays(ids=ids, sources=sources, block_tables=self.tables, **parts)
+        blocks, ends = array("i", self.tables), [0, *np.cumsum(_pages(parts["context_lens"])).tolist()]
+        tables = [blocks[begin:end] for begin, end in pairwise(ends)]
+        return StepArrays(ids=ids, sources=sources, block_tables=tables, **parts)
+
+
+def _pages(context_lens: Array) -> Array:
+    return -(-context_lens // BLOCK_SIZE)
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -10,33 +10,33 @@ from scheduler.plan import Event, EventKind
 from scheduler.request import Request
 
 
-@dataclass
+@dataclass(slots=True)
 class Answer:
     """What the engine keeps of a request beside the scheduler's own."""
 
     request: Request
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
-    prompt_sent: bool = False
+    owes_prompt: bool = field(init=False)  # its prompt's log-probabilities, even if its very first token ended it
+    plain: bool = False  # its messages are tokens and nothing else from now on
 
-    def owes_prompt(self, event: Event) -> bool:
-        """A request whose very first token ended it still gets its prompt's log-probabilities."""
-        asked = self.request.sampling.prompt_logprobs is not None
-        return asked and not self.prompt_sent and event.kind is EventKind.FINISHED
+    def __post_init__(self) -> None:
+        self.owes_prompt = self.request.sampling.prompt_logprobs is not None
 
     def tokens(self, event: Event, step: Launched | None) -> Tokens:
         """Those of the event, which came of the step."""
         request, prompt = self.request, None
-        if request.sampling.prompt_logprobs is not None and not self.prompt_sent:
-            self.prompt_sent = True
+        if self.owes_prompt:
+            self.owes_prompt = False
             prompt = [self.prompt_logprobs.get(i) for i in range(len(request.prompt))]
-        logprobs = step.logprobs.get(request.request_id) if step else None
+        logprobs = step.logprobs.get(request.request_id) if step is not None and step.logprobs else None
+        first, self.plain = len(request.output) <= len(event.tokens), request.sampling.logprobs is None
         return Tokens(
             request_id=request.request_id,
             tokens=event.tokens,
             logprobs=logprobs[: len(event.tokens)] if logprobs and event.tokens else None,
             prompt_logprobs=prompt,
-            cached_tokens=request.num_cached,
-            queued_s=request.queued_s if len(request.output) <= len(event.tokens) else 0.0,
+            cached_tokens=request.num_cached if first else 0,
+            queued_s=request.queued_s if first else 0.0,
         )
 
 

@@ -7,9 +7,10 @@ kept    A                         B34               C C' C"     what sampling ne
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class StepArrays:
 
     row_starts: Array  # [R + 1]
     context_lens: Array  # [R]
-    block_tables: list[tuple[int, ...]]  # R
+    block_tables: list[array[int]]  # R
     ids: Array  # [T]; 0 where the token is still on the device
     sources: Array  # [T]: its place there, among the tokens last sampled; -1: it is in `ids`
     positions: Array  # [T]
@@ -45,7 +46,7 @@ class StepArrays:
     def of(cls, plan: StepPlan, sampled: Mapping[str, int]) -> StepArrays:
         """`sampled`: by request id, the place of a token that the step before is still to deliver."""
         rows = plan.rows
-        if all(row.num_tokens == 1 and row.samples for row in rows):
+        if plan.single:
             return cls._single(plan, sampled)
         starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
         lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
@@ -77,17 +78,20 @@ class StepArrays:
             table[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
             for table, start in zip(plan.block_tables, starts, strict=True)
         ]
-        tokens = [row.request.token(row.start) for row in plan.rows]
+        pending = [row.request.num_in_flight > 1 for row in plan.rows]  # of the step before, beside this one's
+        tokens = [
+            0 if on_device else row.request.token(row.start) for row, on_device in zip(plan.rows, pending, strict=True)
+        ]
         sources = [
-            sampled[row.request.request_id] if token is None else -1
-            for row, token in zip(plan.rows, tokens, strict=True)
+            sampled[row.request.request_id] if on_device else -1
+            for row, on_device in zip(plan.rows, pending, strict=True)
         ]
         positions = np.array(starts, np.int64)
         return cls(
             row_starts=upto,
             context_lens=positions + 1,
             block_tables=plan.block_tables,
-            ids=np.array([token or 0 for token in tokens], np.int64),
+            ids=np.array(tokens, np.int64),
             sources=np.array(sources, np.int64),
             positions=positions,
             slot_mapping=np.array(slots, np.int64),
@@ -209,6 +213,6 @@ def _ids(rows: list[StepRow], row_starts: Array, sampled: Mapping[str, int]) -> 
 def _slot_mapping(plan: StepPlan, starts: Array, ends: Array, positions: Array) -> Array:
     first, counts = starts // BLOCK_SIZE, -(-ends // BLOCK_SIZE) - starts // BLOCK_SIZE
     cuts = zip(plan.block_tables, first.tolist(), (first + counts).tolist(), strict=True)
-    blocks = np.fromiter(chain.from_iterable(table[a:b] for table, a, b in cuts), np.int64, counts.sum())
+    blocks = np.frombuffer(b"".join([table[a:b] for table, a, b in cuts]), np.int32).astype(np.int64)
     place = positions // BLOCK_SIZE + np.repeat(_offsets(counts)[:-1] - first, ends - starts)
     return blocks[place] * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -6,6 +6,7 @@ A free block keeps its content, and stays findable, until it is given to somebod
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -107,7 +108,7 @@ class BlockManager:
     def take(self, request: Request, match: Match) -> None:
         """Make a match the beginning of the request's blocks."""
         self.hold(match.blocks)
-        request.blocks = list(match.blocks)
+        request.blocks = array("i", match.blocks)
         request.num_published = len(match.blocks)
         if match.rewrite:
             self.cache.discard(match.blocks[-1])
@@ -118,7 +119,7 @@ class BlockManager:
         need = self.blocks_for(num_tokens) - len(request.blocks)
         if need > len(self._free):
             return False
-        request.blocks += self.take_free(max(need, 0))
+        request.blocks.extend(self.take_free(max(need, 0)))
         return True
 
     def take_free(self, count: int) -> list[int]:

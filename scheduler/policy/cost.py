@@ -3,10 +3,11 @@ and a position that it reads."""
 
 from __future__ import annotations
 
-from scheduler.plan import StepPlan
+from scheduler.plan import StepPlan, pairs
 
 MIN_SAMPLES = 8
 DECAY = 0.98  # a sample's weight halves every 34 steps
+FIT_ALL, FIT_EVERY = 64, 8  # samples: after each of the first ones, then after some
 MAX_SURPRISE = 4.0  # a step is taken for at most so many times faster or slower than predicted
 
 
@@ -28,7 +29,7 @@ class CostModel:
     def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
         """`experts`: distinct experts that the step touched, over all layers; None if nobody counted."""
         tokens = plan.num_tokens
-        read = sum(pairs(row.start, row.num_tokens) for row in plan.rows)
+        read = plan.num_read
         if not 0 < seconds < float("inf") or not tokens:
             return  # a clock that stood still or jumped tells nothing
         if experts is not None:
@@ -40,12 +41,13 @@ class CostModel:
             # a hiccup of the machine must not throw the fit over
             seconds = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         weight = size**-2  # relative errors count, so that small steps are learnt as well as large ones
-        for i in range(4):
-            for j in range(4):
-                self._moments[i][j] = DECAY * self._moments[i][j] + weight * features[i] * features[j]
-            self._targets[i] = DECAY * self._targets[i] + weight * features[i] * seconds
+        for i, (row, feature) in enumerate(zip(self._moments, features, strict=True)):
+            weighted = weight * feature
+            row[:] = [DECAY * moment + weighted * other for moment, other in zip(row, features, strict=True)]
+            self._targets[i] = DECAY * self._targets[i] + weighted * seconds
         self._num_samples += 1
-        self._coefficients = _fit(self._moments, self._targets)
+        if self._num_samples <= FIT_ALL or self._num_samples % FIT_EVERY == 0:
+            self._coefficients = _fit(self._moments, self._targets)
 
     def predict(self, tokens: int, read: int) -> float:
         """Seconds of a step of so many tokens that read so many positions of the KV cache, all together."""
@@ -102,11 +104,6 @@ class CostModel:
             return below[1]
         share = (tokens - below[0]) / (above[0] - below[0])
         return max(0.0, below[1] + share * (above[1] - below[1]))
-
-
-def pairs(start: int, num_tokens: int) -> int:
-    """Of tokens at [start, start + num_tokens) and the positions that each of them reads: those up to itself."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 def _fit(moments: list[list[float]], targets: list[float]) -> list[float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler.plan import StepRow
-from scheduler.policy.cost import CostModel, pairs
+from scheduler.plan import StepRow, pairs
+from scheduler.policy.cost import CostModel
 
 
 class Room:

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def layout(*rows: int) -> BatchLayout:
     for row in rows:
         starts.append(starts[-1] + row)
     none = torch.zeros(0, dtype=torch.int64)
-    return BatchLayout(starts, list(rows), [tuple(range(-(-row // 16))) for row in rows], none, none)
+    return BatchLayout(starts, list(rows), [array("i", range(-(-row // 16))) for row in rows], none, none)
 
 
 @pytest.mark.parametrize(

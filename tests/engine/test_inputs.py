@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
 
 import pytest
@@ -24,7 +25,7 @@ needs_native = pytest.mark.skipif(not available()[0], reason=f"no native kernels
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[StepRow, tuple[int, ...]]:
+def rows(draw: st.DrawFn) -> tuple[StepRow, array[int]]:
     """A chunk of a prompt, or a decode row: of a known token with drafts, or of one that is still on the device."""
     prompt = draw(st.lists(st.integers(0, 9), min_size=1, max_size=70))
     request = Request(draw(st.uuids()).hex, prompt, SamplingParams())
@@ -41,8 +42,9 @@ def rows(draw: st.DrawFn) -> tuple[StepRow, tuple[int, ...]]:
         row = StepRow(request, known - 1, 1 + len(drafts), slot, True, drafts)
     else:
         row = StepRow(request, known, 1, slot, True)
+        request.num_in_flight = 2  # the token of the step before, and this one's
     blocks = -(-(row.start + row.num_tokens) // BLOCK_SIZE) + draw(st.integers(0, 2))
-    return row, tuple(draw(st.lists(st.integers(0, 999), min_size=blocks, max_size=blocks)))
+    return row, array("i", draw(st.lists(st.integers(0, 999), min_size=blocks, max_size=blocks)))
 
 
 @given(st.lists(rows(), max_size=6))
@@ -107,7 +109,7 @@ def test_a_row_samples_after_each_of_its_drafts(tmp_path, rules, way):
     save_hf(tiny_model(3), tmp_path)
     harness = Harness(tmp_path, rules=rules, pack_cache="off", max_num_seqs=2)
     runner, (prompt,) = harness.core.runner, prompts(1, [20])
-    tables = [tuple(range(4)), tuple(range(4, 8))]
+    tables = [array("i", range(4)), array("i", range(4, 8))]
 
     def run(*rows: StepRow) -> list[list[int]]:
         """What is sampled after each of a row's kept tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def layout(rows: list[tuple[int, int]], device: torch.device, padded: bool = Fal
     free = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
     starts, tables, positions, slots = [0], [], [], []
     for new, length in rows:
-        table = tuple(free.pop() for _ in range(-(-length // BLOCK_SIZE)))
+        table = array("i", [free.pop() for _ in range(-(-length // BLOCK_SIZE))])
         tables.append(table)
         starts.append(starts[-1] + new)
         for position in range(length - new, length):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,8 @@ def test_the_parts_of_an_adapter_add_up():
 
 def test_a_step_arrives_as_it_was_told():
     arrays = StepArrays(
-        row_starts=np.array([0, 1, 4]), context_lens=np.array([17, 3]), block_tables=[(4, 5, 6), (7,)],
+        row_starts=np.array([0, 1, 4]), context_lens=np.array([17, 3]),
+        block_tables=[array("i", [4, 5, 6]), array("i", [7])],
         ids=np.array([9, 1, 2, 3]), sources=np.array([0, -1, -1, -1]), positions=np.array([16, 0, 1, 2]),
         slot_mapping=np.array([80, 112, 113, 114]), adapters=np.array([0, 2, 2, 2]), kept=np.array([0, 3]),
         kept_starts=np.array([0, 1, 2]),

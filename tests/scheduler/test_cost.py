@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from scheduler.plan import StepPlan, StepRow
-from scheduler.policy.cost import MIN_SAMPLES, CostModel, pairs
+from scheduler.plan import StepPlan, StepRow, pairs
+from scheduler.policy.cost import MIN_SAMPLES, CostModel
 from scheduler.policy.room import PacedRoom
 from tests.scheduler.harness import FakeEngine, config, make_request
 

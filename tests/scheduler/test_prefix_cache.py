@@ -173,7 +173,7 @@ def test_free_blocks_are_given_away_useless_first_then_oldest_then_tail_first() 
         blocks.release(request.blocks)
     taker = make_request("d", [4] * 32)
     blocks.grow(taker, 32)
-    assert taker.blocks == [scratch.blocks[0], 5, 6, 7, *reversed(old.blocks), *reversed(new.blocks)]
+    assert list(taker.blocks) == [scratch.blocks[0], 5, 6, 7, *reversed(old.blocks), *reversed(new.blocks)]
     assert len(blocks.cache) == 0 and blocks.num_free == 0
     assert blocks.problems([taker.blocks]) == []
 

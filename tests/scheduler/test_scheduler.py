@@ -289,11 +289,14 @@ def test_integrity_check_finds_what_is_wrong() -> None:
         (lambda: setattr(request, "slot", 2), "slot"),
         (lambda: setattr(request, "status", Status.WAITING), "but runs"),
     ):
-        saved = dict(vars(request), blocks=list(request.blocks))
+        saved = {name: getattr(request, name) for name in ("num_in_flight", "slot", "status")}
+        blocks = request.blocks[:]
         spoil()
         with pytest.raises(IntegrityError, match=message):
             engine.scheduler.check_integrity()
-        vars(request).update(saved)
+        for name, value in saved.items():
+            setattr(request, name, value)
+        request.blocks = blocks
         engine.scheduler.check_integrity()
 
 
