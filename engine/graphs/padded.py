@@ -37,9 +37,9 @@ class _Captured:
 class PaddedDecode:
     """Runs decode steps in padded sizes, captured (`capture`) or launched one by one by `executor`, with equal results.
 
-    `scratch_block`: a KV block that belongs to no request, the last one. `logits` [M, V] in the activations' dtype,
-    `greedy` int64 [M] (each row's greedy token or NOT_FINITE) and `sampled` (the same, but always a token) hold a
-    step's results until the next one.
+    `scratch_block`: a KV block that belongs to no request, the last one. `logits` in the activations' dtype, [M, V] or
+    this rank's part of it, `greedy` int64 [M] (each row's greedy token or NOT_FINITE) and `sampled` (the same, but
+    always a token) hold a step's results until the next one.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class PaddedDecode:
         self.model = model
         self.buckets = bucket_sizes(max_rows)
         self.inputs = PaddedInputs(max_rows, adapter_slots, scratch_block, model.device)
-        self.logits = torch.zeros(max_rows, model.config.vocab_size, dtype=model.dtype, device=model.device)
+        self.logits = torch.full((max_rows, model.head.width), -torch.inf, dtype=model.dtype, device=model.device)
+        self._pairs = torch.zeros(max_rows, 2, device=model.device)  # what ranks exchange for `greedy`
         self.greedy = torch.zeros_like(sampled)
         self.sampled = sampled
         self._executor = executor
@@ -126,8 +127,9 @@ class PaddedDecode:
         ids = self.model.ops.next_ids(i["ids"][:bucket], i["sources"][:bucket], self.sampled)
         adapters = self._lora(step, bucket) if lora else None
         given = StepInput(ids, self._layout(step, bucket), adapters, bsz=i["bsz"], trace=trace)
-        self.model.lm_head.into(self._executor.forward(given).hidden, self.logits[:bucket])
-        self.model.ops.greedy(self.logits[:bucket], self.greedy, self.sampled)
+        head, logits = self.model.head, self.logits[:bucket]
+        head.into(self._executor.forward(given).hidden, logits)
+        head.greedy(self.model.ops, logits, self._pairs, self.greedy, self.sampled)
         return trace
 
     def _lora(self, step: StepArrays, bucket: int) -> LoraBatch:

@@ -21,6 +21,7 @@ from engine.model.layers import Layer, SparseMlp
 from engine.model.step import StepInput, StepOutput, Want
 from engine.ops.base import Ops
 from engine.parallel.group import ALONE, Group
+from engine.parallel.head import Head
 from engine.steps.sampling import greedy_tokens
 
 
@@ -47,7 +48,8 @@ class CausalLM:
         self.embedding = embedding
         self.layers = layers
         self.final_norm = final_norm
-        self.lm_head = lm_head
+        self.lm_head = lm_head  # this rank's part
+        self.head = Head(lm_head, group, config.vocab_size)
         self.linears = linears
         self.group = group
         self.device = embedding.device
@@ -130,7 +132,7 @@ class CausalLM:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> float32 [rows, V]."""
-        return self.lm_head(hidden, None).float()
+        return self.head(hidden).float()
 
     def _attend(self, layer: Layer, x: torch.Tensor, step: StepInput) -> torch.Tensor:
         heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim

@@ -16,7 +16,6 @@ from engine.model.causal_lm import CausalLM
 from engine.model.layers import DenseMlp, Layer, SharedExpert, SparseMlp
 from engine.ops.base import Ops
 from engine.parallel.group import ALONE, Group
-from engine.parallel.head import GatheredHead
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.pack_cache import PackCache
 from engine.weights.store import WeightSource
@@ -72,7 +71,7 @@ class Loader:
             embedding=embedding,
             layers=layers,
             final_norm=final_norm,
-            lm_head=head if self.group.size == 1 else GatheredHead(head, self.group, config.vocab_size),
+            lm_head=head,
             linears=self.linears,
             group=self.group,
         )

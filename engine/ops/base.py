@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from engine.attention.base import KvPlaces
 from engine.ops.rope import Rope
-from engine.steps.sampling import greedy_tokens
+from engine.steps.sampling import NOT_FINITE, greedy_tokens, largest
 
 
 class Ops(Protocol):
@@ -80,6 +80,13 @@ class Ops(Protocol):
         """logits [R, V] -> `greedy_tokens` into the first of tokens int64 [M]; the same, but at least 0, into those of
         sampled int64 [M]."""
 
+    def best(self, logits: torch.Tensor, first: int, pairs: torch.Tensor) -> None:
+        """logits [R, V], of the tokens from `first` on -> into the first of pairs float32 [M, 2] a row's largest logit,
+        inf if one is no number, and its token."""
+
+    def best_of(self, pairs: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
+        """`greedy`, where pairs float32 [R, N, 2] are `best` of N parts of the logits, in order."""
+
 
 class PlainOps:
     """What takes several calls of the others where no kernel does it at once."""
@@ -120,6 +127,17 @@ class PlainOps:
 
     def greedy(self, logits: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
         found = greedy_tokens(logits.float())
+        tokens[: len(found)] = found
+        sampled[: len(found)] = found.clamp(min=0)
+
+    def best(self, logits: torch.Tensor, first: int, pairs: torch.Tensor) -> None:
+        logit, tokens = largest(logits.float())
+        pairs[: len(tokens), 0] = torch.where(logit.isnan(), torch.inf, logit)
+        pairs[: len(tokens), 1] = tokens + first
+
+    def best_of(self, pairs: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
+        logit, part = pairs[..., 0].max(-1)  # of equal ones the first
+        found = pairs[..., 1].gather(1, part[:, None])[:, 0].long().where(logit.isfinite(), NOT_FINITE)
         tokens[: len(found)] = found
         sampled[: len(found)] = found.clamp(min=0)
 

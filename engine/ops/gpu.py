@@ -108,7 +108,16 @@ class GpuOps:
 
     def greedy(self, logits: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
         """Of equal logits the lower token is taken."""
-        size = len(tokens), logits.shape[1]
+        self._best_logits(len(tokens), logits).tokens(logits, NOT_FINITE, tokens, sampled)
+
+    def best(self, logits: torch.Tensor, first: int, pairs: torch.Tensor) -> None:
+        self._best_logits(len(pairs), logits).pairs(logits, first, pairs)
+
+    def best_of(self, pairs: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor) -> None:
+        self._tokens.best_of(pairs, NOT_FINITE, tokens, sampled)
+
+    def _best_logits(self, rows: int, logits: torch.Tensor) -> Any:
+        size = rows, logits.shape[1]
         if size not in self._greedy:
-            self._greedy[size] = self._tokens.Greedy(*size, logits.device)
-        self._greedy[size](logits, NOT_FINITE, tokens, sampled)
+            self._greedy[size] = self._tokens.Best(*size, logits.device)
+        return self._greedy[size]

@@ -94,6 +94,8 @@ def follow(runner: ModelRunner, order: Step) -> None:
         model.begin_step(arrays.num_tokens, lora=bool(slots), eager=not order.padded, slots=slots)
         if order.padded and runner.padded is not None:
             runner.padded.launch(arrays)
+            if not order.greedy:
+                model.head.whole(runner.padded.logits[: len(arrays.kept)])
             return
         given = runner.step_input(arrays, every=order.every, greedy=order.greedy)
         model.plan(given.batch)

@@ -188,8 +188,10 @@ class ModelRunner:
         if padded:
             built = time.perf_counter()
             step.trace = padded.launch(arrays)
-            step.logits = padded.logits
-            step.greedy = padded.greedy[: len(arrays.kept)] if greedy else None
+            if greedy:
+                step.greedy = padded.greedy[: len(arrays.kept)]
+            else:
+                step.logits = self.model.head.whole(padded.logits[: len(arrays.kept)])
         else:
             given = self.step_input(arrays, every=every, greedy=greedy)
             built = time.perf_counter()

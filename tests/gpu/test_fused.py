@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.attention.base import KvPlaces
 from engine.steps.sampling import NOT_FINITE, greedy_tokens
@@ -135,27 +136,61 @@ def test_next_ids(kernel_device):
     assert torch.equal(oracle(kernel_device).next_ids(ids, sources, sampled), expected)
 
 
+def logits_of(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """With ties, rows without a finite number, and rows whose largest is none; and the greedy tokens."""
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)
+    logits[0, [2, 4, vocabulary - 1]] = 50.0
+    logits[1, vocabulary - 1] = 60.0
+    logits[2] = float("-inf")
+    logits[3, 3] = float("nan")
+    if rows > 4:
+        logits[4, 1], logits[5, 2] = float("inf"), float("-inf")
+        logits[6, 0], logits[6, 3] = float("inf"), float("nan")
+    expected = greedy_tokens(logits.float())
+    assert expected[:4].tolist() == [2, vocabulary - 1, NOT_FINITE, NOT_FINITE]
+    return logits, expected
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [5, 4096, 9001])
 def test_greedy(kernel_device, dtype, vocabulary):
-    """Ties, rows without a finite number, and rows whose largest is none; twice by one object."""
-    from engine.ops.gpu_tokens import Greedy
+    """Twice by one object."""
+    from engine.ops.gpu_tokens import Best
 
-    greedy = Greedy(12, vocabulary, kernel_device)
-    g = torch.Generator().manual_seed(vocabulary)
+    best = Best(12, vocabulary, kernel_device)
     for rows in (9, 4):
-        logits = torch.randn(rows, vocabulary, generator=g).to(kernel_device, dtype)
-        logits[0, [2, 4, vocabulary - 1]] = 50.0
-        logits[1, vocabulary - 1] = 60.0
-        logits[2] = float("-inf")
-        logits[3, 3] = float("nan")
-        if rows > 4:
-            logits[4, 1], logits[5, 2] = float("inf"), float("-inf")
-            logits[6, 0], logits[6, 3] = float("inf"), float("nan")
-        expected = greedy_tokens(logits.float().cpu())
-        assert expected[:4].tolist() == [2, vocabulary - 1, NOT_FINITE, NOT_FINITE]
+        logits, expected = logits_of(rows, vocabulary, dtype)
         tokens, sampled = (torch.full((12,), 77, dtype=torch.int64, device=kernel_device) for _ in range(2))
-        greedy(logits, NOT_FINITE, tokens, sampled)
+        best.tokens(logits.to(kernel_device), NOT_FINITE, tokens, sampled)
         assert torch.equal(tokens[:rows].cpu(), expected) and torch.equal(sampled[:rows].cpu(), expected.clamp(min=0))
         assert (tokens[rows:] == 77).all() and (sampled[rows:] == 77).all()
-        assert not greedy._arrived.any()
+        assert not best._arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 9001])
+def test_greedy_tokens_of_three_parts(kernel_device, dtype, vocabulary):
+    """As ranks find them, the last of which may have no tokens at all."""
+    from engine.ops.gpu_tokens import Best, best_of
+
+    rows, width = 9, -(-vocabulary // 2)
+    logits, expected = logits_of(rows, vocabulary, dtype)
+    whole = F.pad(logits, (0, 3 * width - vocabulary), value=float("-inf"))
+    pairs = torch.full((3, 12, 2), 77.0)
+    for part in range(3):
+        mine = whole[:, part * width : (part + 1) * width]
+        found = pairs[part].to(kernel_device, copy=True)
+        Best(12, width, kernel_device).pairs(mine.to(kernel_device), part * width, found)
+        oracle(torch.device("cpu")).best(mine, part * width, pairs[part])
+        assert torch.equal(found[:, 0].cpu(), pairs[part][:, 0]) and (found[rows:] == 77).all()
+        finite = found[:, 0].cpu().isfinite()
+        assert torch.equal(found.cpu()[finite], pairs[part][finite])
+    given = pairs[:, :rows].transpose(0, 1).contiguous()
+    for device, way in ((torch.device("cpu"), None), (kernel_device, best_of)):
+        tokens, sampled = (torch.full((12,), 77, dtype=torch.int64, device=device) for _ in range(2))
+        if way is None:
+            oracle(device).best_of(given, tokens, sampled)
+        else:
+            way(given.to(device), NOT_FINITE, tokens, sampled)
+        assert torch.equal(tokens[:rows].cpu(), expected) and torch.equal(sampled[:rows].cpu(), expected.clamp(min=0))
+        assert (tokens[rows:] == 77).all() and (sampled[rows:] == 77).all()

@@ -45,7 +45,8 @@ def family(tmp_path_factory) -> Family:
 
 
 def answers(family: Family, adapters: bool = True, **config) -> list[Result]:
-    """Chunked prompts beside decode rows: greedy, drawn and with log-probabilities of prompts."""
+    """Chunked prompts beside decode rows: greedy, drawn and with log-probabilities of prompts; then steps of which
+    nothing but greedy tokens is wanted."""
     engine = Harness(family.model_path, max_num_batched_tokens=24, max_num_seqs=6, **config)
     for name, path in family.paths.items() if adapters else ():
         engine.adapter(name, path)
@@ -53,6 +54,8 @@ def answers(family: Family, adapters: bool = True, **config) -> list[Result]:
     names = NAMES if adapters else [None] * 4
     ids = [engine.submit(p, n, logprobs=3) for p, n in zip(asked, names, strict=True)]
     ids.append(engine.submit(asked[1], names[1], temperature=1.0, seed=5, presence_penalty=0.5, prompt_logprobs=2))
+    engine.run()
+    ids += [engine.submit(p, n) for p, n in zip(asked, [*names[:2], None, names[1]], strict=True)]
     results = engine.run()
     engine.close()
     return [results[i] for i in ids]
@@ -81,7 +84,7 @@ def quick_starts() -> Iterator[None]:
     ("ranks", "config"),
     [
         pytest.param(2, {"cuda_graphs": "padded"}, id="2-padded"),
-        pytest.param(4, {"overlap": True}, id="4-overlapped"),
+        pytest.param(4, {"overlap": True, "cuda_graphs": "padded"}, id="4-padded-overlapped"),
         pytest.param(
             2,
             {"rules": None, "pack_cache": "off", "speculate": "ngram:2"},
