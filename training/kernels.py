@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.errors import UserError
+from engine.experts.capabilities import PackedWeights, needed
 from engine.experts.native import PROJECTIONS, NativeExperts
 from engine.weights.store import WeightSource
 from native.topology import make_pool, pool_groups
 from training.config import TrainConfig
 from training.experts.base import TrainableExperts
 from training.experts.native import trainable_layers
+from training.experts.streamed.choice import Streaming
+from training.memory.costs import largest_micro_batch
 from training.model import ExpertMaker
 
 if TYPE_CHECKING:
@@ -24,9 +27,11 @@ if TYPE_CHECKING:
 PLAIN_TYPES = ("F32", "F16", "BF16")  # of weights that kt_backend may round
 
 
-def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None) -> ExpertMaker:
-    """Packs the experts of a model as `config` says; `note` gets a line about them. The maker raises UserError for
-    settings that this machine or these weights do not allow."""
+def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None, device: str = "cpu") -> ExpertMaker:
+    """Packs the experts of a model as `config` says; `note` gets lines about them. `device`: of attention; a GPU may
+    get the weights of large micro-batches. UserError for settings that this machine does not allow; the maker raises it
+    for those that these weights do not."""
+    streaming = streaming_of(config, device)
 
     def make(source: WeightSource, dtype: torch.dtype) -> Mapping[int, TrainableExperts]:
         check_backend(config, source)
@@ -38,11 +43,32 @@ def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None)
         )
         for layer in source.config.sparse_layers:
             backend.load_layer(layer, source.experts(layer))
+        lines = [_line(backend, source)]
+        keep = config.kt_cpu_activation == "retain"
+        layers: Mapping[int, TrainableExperts] = trainable_layers(backend, source.config, keep=keep)
+        if streaming is not None and layers:
+            packed = needed(backend, PackedWeights)
+            layers, line = streaming.layers(layers, packed, source.config, dtype, keep=keep)
+            lines.append(line)
         if note is not None:
-            note(_line(backend, source))
-        return trainable_layers(backend, source.config, keep=config.kt_cpu_activation == "retain")
+            note("\n".join(lines))
+        return layers
 
     return make
+
+
+def streaming_of(config: TrainConfig, device: str) -> Streaming | None:
+    """How a run streams experts to the `device` of its attention; None: not at all. UserError if it asks for that
+    without a GPU."""
+    least = config.stream_min_tokens
+    if device == "cpu":
+        if least:
+            raise UserError(
+                f"stream_min_tokens is {least}, but there is no GPU to stream weights to: leave it out",
+                "stream_min_tokens",
+            )
+        return None
+    return None if least == 0 else Streaming(torch.device(device), least, largest_micro_batch(config))
 
 
 def packing(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:

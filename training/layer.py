@@ -69,7 +69,8 @@ class RoutedExperts(nn.Module):
             ids = ids.masked_fill(~mask[:, None], -1)
         if self.rows.parts and loras:  # an adapter without rows has no gradients either
             loras = {slot: loras[slot] for slot, count in enumerate(self.rows.parts, 1) if count}
-        x, ids, weights, slots = (tensor.to("cpu") for tensor in (hidden, ids, weights.float(), slots))
+        device = self.experts.device(len(hidden))
+        x, ids, weights = (tensor.to(device) for tensor in (hidden, ids, weights.float()))
         return self.experts.forward(x, ids, weights, slots, loras or {}).to(hidden.device)
 
 
@@ -103,7 +104,9 @@ class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has 
         self.scaling[adapter_name] = lora_alpha / r
         self._projections[adapter_name] = getattr(config, "expert_projections", PROJECTIONS)
         experts, hidden, inner = self.base_layer.shape
-        self.lora_experts[adapter_name] = ExpertLora(experts, r, hidden, inner, lora_alpha / r)
+        lora = ExpertLora(experts, r, hidden, inner, lora_alpha / r)
+        lora.place(self.base_layer.experts.lora_device)
+        self.lora_experts[adapter_name] = lora
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)  # type: ignore[operator]
 
     def _freeze_non_trainable_peft_weights(self, adapter_names: Any = None) -> None:

@@ -65,6 +65,11 @@ def batch_rows(model: nn.Module) -> BatchRows:
     return next(module.rows for module in model.modules() if isinstance(module, RoutedExperts))
 
 
+def routed_experts(model: nn.Module) -> list[TrainableExperts]:
+    """Of each sparse layer."""
+    return [module.experts for module in model.modules() if isinstance(module, RoutedExperts)]
+
+
 def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     """The folder's own config.json, or what a GGUF file says."""
     path = Path(os.path.expanduser(model))

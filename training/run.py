@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
+from torch import nn
 from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
 from engine.errors import UserError
@@ -26,7 +27,7 @@ from training.loop.progress import Progress, StopOnSignal, draw_curve
 from training.loop.save import save_adapter
 from training.loop.trainer import PAD, Run, TrainingError, checkpoints, remove_folder
 from training.memory.plan import plan_training
-from training.model import load_model
+from training.model import load_model, routed_experts
 from training.together.group import Group
 
 
@@ -51,7 +52,7 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     set_seed(config.seed)
     trainer = _trainer(config, load_base(config), rows, held)
     trainer.remove_callback(PrinterCallback)
-    trainer.meter = _meter(config, trainer.model.device)
+    trainer.meter = _meter(config, trainer.model)
     trainer.add_callback(Progress(output, trainer.meter))
     trainer.add_callback(stop)
     if config.early_stopping_steps:
@@ -75,7 +76,7 @@ def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSi
     tokenizer = load_tokenizer(config)
     data = [build_datasets(run, tokenizer)[0] for run in config.adapters]
     base = load_base(config)
-    group = Group(config, base, data, _meter(config, base.device))
+    group = Group(config, base, data, _meter(config, base))
     for member in group.members:
         trained = sum(parameter.numel() for parameter in member.parameters.values())
         print(f"{member.config.adapter_name}: {member.rows.report}; {trained:,} parameters are trained", flush=True)
@@ -95,8 +96,10 @@ def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSi
     return Outcome({member.config.adapter_name: member.output for member in group.members}, False, loss)
 
 
-def _meter(config: TrainConfig, device: torch.device) -> Meter:
-    return make_meter(open_model(config.model_name_or_path).config, config, experts_only=device.type != "cpu")
+def _meter(config: TrainConfig, model: nn.Module) -> Meter:
+    sizes, device = open_model(config.model_name_or_path).config, next(model.parameters()).device
+    streamed = next((e.lora_device for e in routed_experts(model) if e.lora_device.type != "cpu"), None)
+    return make_meter(sizes, config, experts_only=device.type != "cpu" and streamed is None, gpu=streamed)
 
 
 def _forget(output: Path) -> None:
@@ -131,7 +134,7 @@ def load_base(config: TrainConfig) -> PreTrainedModel:
         raise UserError("device: cuda, but torch finds no GPU here; allowed is cpu", "device")
     return load_model(
         config.model_name_or_path,
-        expert_maker(config, lambda line: print(line, flush=True)),
+        expert_maker(config, lambda line: print(line, flush=True), device),
         dtype=_dtype(config),
         attention="eager" if config.flash_attn == "disabled" else "sdpa",
         device=device,

@@ -53,6 +53,11 @@ class Watch(StopOnSignal):
 def model_with_chat(folder: Path) -> None:
     """A tiny random model with the demo's tokenizer."""
     save_hf(tiny_model(vocab_size=2048), folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The demo's, for a model of any vocabulary from 2048 tokens on."""
     tokenizer = load_tokenizer(demo_model())
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     assert tokenizer.template is not None

@@ -13,6 +13,7 @@ from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.streamed.backend import StreamedExperts
+from engine.experts.streamed.layers import LayerStream
 from engine.graphs.inputs import bucket_sizes
 from engine.linear.gpu import slot_table_bytes
 from engine.memory.costs import STREAMED_LORA, TYPICAL_RANK
@@ -80,7 +81,7 @@ def expert_items(
         row = ExpertBuffers.row_bytes(model.num_experts_per_tok, model.hidden_size, element_bytes)
         items.append(Item(_CPU, f"expert rows, {rows}, pinned", rows * row))
     if streams:
-        streaming = StreamedExperts.buffer_bytes(Sizes.of(model), frame_bytes)
+        streaming = LayerStream.buffer_bytes(Sizes.of(model), frame_bytes)
         items.append(Item(name, "prefill streaming, 2 layers", streaming))
         if config.max_adapter_slots:
             rank = min(TYPICAL_RANK, config.max_adapter_rank)

@@ -16,6 +16,7 @@ from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts, layer_bytes
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
+from engine.experts.streamed.layers import LayerStream
 from engine.linear.embedding import TableEmbedding
 from engine.linear.gpu import GpuLinearBackend, _Tables, embedding_matrix, padded_rank, slot_table_bytes
 from engine.linear.native import NativeLinearBackend, embedding_bytes, weight_bytes
@@ -129,7 +130,7 @@ def test_streamed_and_hybrid_experts(dtype: torch.dtype) -> None:
     before = streamed.num_bytes
     streamed.begin_step(8, lora=False, eager=True)
     address = 2 * (SIZES["max_slots"] + 1) * E * 8
-    assert streamed.num_bytes - before == StreamedExperts.buffer_bytes(sizes, frame) + address
+    assert streamed.num_bytes - before == LayerStream.buffer_bytes(sizes, frame) + address
     hybrid.bind(0, ExpertBuffers.allocate(24, K, H, dtype))
     assert num_bytes(*hybrid._extra.values()) == HybridExperts.scratch_bytes(sizes, 24)
     assert num_bytes(hybrid._frames) == 3 * frame

@@ -11,12 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.experts.capabilities import PackedWeights
+from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.source import PackedSource
+from engine.experts.streamed.layers import LayerStream
 from native import _native
 from tests.native.blocks import SCALES, size_of_block
 from tests.native.expert_layers import tensor
 from training.experts.base import ExpertLora, TrainableExperts
 from training.experts.native import NativeTrainableExperts
 from training.experts.reference import ReferenceExperts
+from training.experts.streamed.experts import StreamedTrainableExperts, Streams
 
 PROJECTIONS = ("gate", "up", "down")
 Blocks = npt.NDArray[np.uint8]
@@ -58,6 +63,17 @@ class PackedLayer:
             intermediate_size=self.inner,
             keep=keep,
         )
+
+    def streamed(
+        self, device: str = "cpu", keep: bool = True, dtype: torch.dtype = torch.float32, threshold: int = 1
+    ) -> StreamedTrainableExperts:
+        """`dtype`: of hidden states, in which the weights are streamed."""
+        place, sizes = torch.device(device), Sizes(self.experts, 1, self.hidden, self.inner)
+        source = PackedSource(PackedWeights({0: self.packed}), sizes, place)
+        source.add(0)
+        stream = LayerStream(source, (0,), sizes, dtype, place, plain=True)
+        streams = Streams(stream, (0,), sizes, dtype, place, threshold)
+        return StreamedTrainableExperts(self.native(keep=keep), streams, 0, keep=keep)
 
     def lora(self, rank: int, scaling: float = 0.5) -> ExpertLora:
         """With a B that is not zero."""
@@ -110,16 +126,18 @@ class Step:
 
 def run(experts: TrainableExperts, step: Step, loras: dict[int, ExpertLora]) -> dict[str, torch.Tensor]:
     """The output and every gradient, by name."""
-    hidden, weights = step.hidden.clone().requires_grad_(), step.weights.clone().requires_grad_()
+    device = experts.device(len(step.hidden))
+    hidden, weights = (t.to(device, copy=True).requires_grad_() for t in (step.hidden, step.weights))
     for lora in loras.values():
         lora.zero_grad()
-    out = experts.forward(hidden, step.ids, weights, step.slots, loras)
-    out.backward(step.grad_out)
+    out = experts.forward(hidden, step.ids.to(device), weights, step.slots, loras)
+    out.backward(step.grad_out.to(device))
     assert hidden.grad is not None and weights.grad is not None
-    found = {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad}
+    found = {"out": out.detach().cpu(), "hidden": hidden.grad.cpu(), "weights": weights.grad.cpu()}
     for slot, lora in loras.items():
         for name, matrix in lora.named_parameters():
             found[f"{slot} {name}"] = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad.clone()
+            found[f"{slot} {name}"] = found[f"{slot} {name}"].cpu()
     return found
 
 

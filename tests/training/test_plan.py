@@ -191,6 +191,26 @@ def test_a_gpu_takes_all_but_experts(models: dict[str, Path]) -> None:
         plan_training(_config(models["qwen3_moe"], device="cuda"))
 
 
+def test_what_streaming_takes(models: dict[str, Path]) -> None:
+    """On the GPU instead of the CPU, or on both where it is not known; with one less than it takes, not streaming is
+    a way out."""
+    gpu = Memory("GPU 0", 1 << 40, 1 << 40)
+    there = {"expert streaming, 2 layers", "expert scratch, streamed"}
+    moved = {"LoRA, rank 8, experts", "activations, 64 tokens, experts"}
+    for least, on_gpu, on_cpu in ((0, False, True), (64, True, False), (65, False, True), (None, True, True)):
+        config = _config(models["qwen3_moe"], stream_min_tokens=least)
+        plan = plan_training(config, _LARGE, gpu)
+        found = {item.label: item.device for item in plan.items if item.label in there}
+        assert found == (dict.fromkeys(there, "GPU 0") if on_gpu else {})
+        devices = [{i.device for i in plan.items if i.label == label} for label in sorted(moved)]
+        wanted = ({"GPU 0"} if on_gpu else set()) | ({"CPU"} if on_cpu else set())
+        assert devices[0] == wanted and devices[1] >= wanted  # smaller ones keep what they need on the CPU
+        assert any("is measured as the run begins" in note for note in plan.notes) is (least is None)
+    assert plan_training(replace(config, stream_min_tokens=64), _LARGE).needed(_LARGE)  # without a GPU: nothing of it
+    small = replace(gpu, free_bytes=plan.needed(gpu) - 1)
+    assert "stream_min_tokens=0" in plan_training(config, _LARGE, small).remedies
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.yaml"
     (tmp_path / "d.jsonl").write_text("{}\n")

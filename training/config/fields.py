@@ -67,6 +67,14 @@ class TrainConfig:
         choices=("retain", "recompute"),
     )
     device: str = setting("auto", "where attention runs", "Model", choices=("auto", "cpu", "cuda"))
+    stream_min_tokens: int | None = setting(
+        None,
+        "with attention on a GPU: tokens of a micro-batch, padding included, from which the routed experts are "
+        "computed there too, a layer's weights copied to it at a time, forward and backward; 0: never",
+        "Model",
+        limits=(0, _LARGE),
+        default_doc="measured as the run begins",
+    )
     bf16: bool = setting(
         False, "activations and unquantised weights in bfloat16; float32 without. LoRA masters are float32", "Model"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,13 +51,26 @@ class ExpertLora(nn.Module):
         a = (self.gate_lora_a, self.up_lora_a, self.down_lora_a)
         return (*a, self.gate_lora_b, self.up_lora_b, self.down_lora_b)
 
+    def place(self, device: torch.device) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExpertLora:
+        """The matrices stay where `place` has put them, and float32: trainers send whole models to one device."""
+        return self
+
 
 class TrainableExperts(ABC):
-    """One layer's frozen experts."""
+    """One layer's frozen experts. `lora_device`: where their LoRA is best kept; wherever it is, `forward` takes it."""
 
     hidden_size: int
     intermediate_size: int
     num_experts: int
+    lora_device = torch.device("cpu")
+
+    def device(self, rows: int) -> torch.device:
+        """Where `forward` takes the tensors of a batch of so many rows."""
+        return torch.device("cpu")
 
     @abstractmethod
     def forward(
@@ -69,11 +83,11 @@ class TrainableExperts(ABC):
     ) -> torch.Tensor:
         """sum_j weights_j expert_{ids_j}(hidden), each row with the LoRA of its slot inside the experts.
 
-        hidden [T, H] float32 or bfloat16; ids [T, k] int64, -1: skipped; weights [T, k] float32; slots [T] int32, 0: no
-        LoRA. Returns [T, H] in hidden's type, differentiable in `hidden`, `weights` and the matrices of `loras` (a
-        matrix of an expert that no row of its slot has chosen gets zeros). A row whose ids are all -1 gives zeros and
-        is not looked at. ValueError for an id out of range, a slot that `loras` lacks, or shapes and types that differ
-        from these.
+        hidden [T, H] float32 or bfloat16; ids [T, k] int64, -1: skipped; weights [T, k] float32, all on `device(T)`;
+        slots [T] int32 on the CPU, 0: no LoRA. Returns [T, H] in hidden's type, differentiable in `hidden`, `weights`
+        and the matrices of `loras` (a matrix of an expert that no row of its slot has chosen gets zeros). A row whose
+        ids are all -1 gives zeros and is not looked at. ValueError for an id out of range, a slot that `loras` lacks,
+        or shapes and types that differ from these.
         """
 
     def check(

@@ -51,7 +51,7 @@ class NativeTrainableExperts(TrainableExperts):
         loras: Mapping[int, ExpertLora],
     ) -> torch.Tensor:
         self.check(hidden, ids, weights, slots, loras)
-        matrices = [matrix for slot in sorted(loras) for matrix in loras[slot].matrices()]
+        matrices = [matrix.cpu() for slot in sorted(loras) for matrix in loras[slot].matrices()]
         adapters = [(slot, loras[slot].rank, loras[slot].scaling) for slot in sorted(loras)]
         keep = self.keep and torch.is_grad_enabled()
         out: torch.Tensor = _Experts.apply(self, keep, adapters, ids, slots, hidden, weights, *matrices)  # type: ignore[no-untyped-call]
@@ -101,14 +101,15 @@ class _Experts(torch.autograd.Function):
         kept = torch.empty(rows * top_k, 2, experts.intermediate_size, dtype=hidden.dtype) if keep else None
         batch, loras = train_batch(*tensors[:4]), train_loras(adapters, tensors[4:], [None] * len(matrices))
         experts.trainer.forward(experts.layer, loras, batch, out=out.data_ptr(), kept=_address(kept))
-        ctx.experts, ctx.adapters, ctx.kept = experts, adapters, kept
-        ctx.save_for_backward(hidden, weights, ids, slots, *matrices)
+        ctx.experts, ctx.adapters = experts, adapters
+        ctx.save_for_backward(hidden, weights, ids, slots, kept, *matrices)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         experts: NativeTrainableExperts = ctx.experts
-        hidden, weights, ids, slots, *matrices = [t.contiguous() for t in ctx.saved_tensors]
+        hidden, weights, ids, slots, kept, *matrices = ctx.saved_tensors
+        hidden, weights, ids, slots, *matrices = (t.contiguous() for t in (hidden, weights, ids, slots, *matrices))
         wanted = ctx.needs_input_grad[-len(matrices) - 2 :] if matrices else ctx.needs_input_grad[-2:]
         grad_out = grad_out.to(hidden.dtype).contiguous()
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -119,7 +120,7 @@ class _Experts(torch.autograd.Function):
             experts.layer,
             train_loras(ctx.adapters, matrices, grads),
             batch,
-            kept=_address(ctx.kept),
+            kept=_address(kept),
             grad_out=grad_out.data_ptr(),
             grad_hidden=_address(grad_hidden),
             grad_weights=grad_weights.data_ptr(),

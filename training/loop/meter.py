@@ -7,9 +7,12 @@ forward again, kt_cpu_activation: recompute two thirds of the experts, and stage
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+
+import torch
 
 from engine.model.config import ModelConfig
 from training.config import TrainConfig
@@ -17,11 +20,12 @@ from training.kernels import worker_pool
 from training.memory.costs import dense_lora, is_target, modules
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_SIDE = 4096  # of the matrices that a GPU's peak is measured with
 
 
 @dataclass
 class Meter:
-    """`peak`: operations a second of all threads of the pool; `done`: what was counted so far."""
+    """`peak`: operations a second of all threads of the pool, or of a GPU; `done`: what was counted so far."""
 
     per_token: float
     per_rank: float  # of a token, for each rank of its LoRA
@@ -37,8 +41,11 @@ class Meter:
         self.done += sum(lengths) * per_token + pairs * self.per_pair
 
 
-def make_meter(model: ModelConfig, config: TrainConfig, *, experts_only: bool) -> Meter:
-    """`experts_only`: leave out what a GPU computes. Measures the peak, in some hundredths of a second."""
+def make_meter(
+    model: ModelConfig, config: TrainConfig, *, experts_only: bool, gpu: torch.device | None = None
+) -> Meter:
+    """`experts_only`: leave out what a GPU computes. `gpu`: what computes everything, if one does. Measures the peak,
+    in some hundredths of a second."""
     again, reference = config.gradient_checkpointing, config.stage == "dpo"
     passes, lora_passes = 2 + again + reference, 3 + again
     expert_passes = passes + (2 / 3 if config.kt_cpu_activation == "recompute" else 0)
@@ -56,7 +63,7 @@ def make_meter(model: ModelConfig, config: TrainConfig, *, experts_only: bool) -
         sizes = [a + b for layer in layers for _, a, b in dense_lora(model, config, layer)]
         per_rank += 2.0 * sum(sizes) * lora_passes
         per_pair = 4.0 * len(layers) * model.num_attention_heads * model.head_dim * (3 + again + reference)
-    return Meter(per_token, per_rank, per_pair, config.lora_rank, _peak(config))
+    return Meter(per_token, per_rank, per_pair, config.lora_rank, _gpu_peak(config, gpu) if gpu else _peak(config))
 
 
 def _peak(config: TrainConfig) -> float:
@@ -65,3 +72,16 @@ def _peak(config: TrainConfig) -> float:
 
     pool = worker_pool(config.kt_num_threads, per_node=config.kt_tp_enabled)
     return (_native.peak_operations(pool, "bf16") if config.bf16 else 0.0) or _native.peak_operations(pool, "f32")
+
+
+def _gpu_peak(config: TrainConfig, device: torch.device) -> float:
+    """Of a large product of random numbers in the type of activations, the fastest of three."""
+    x = torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16 if config.bf16 else torch.float32)
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        torch.mm(x, x)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 2.0 * _SIDE**3 / min(times[1:])

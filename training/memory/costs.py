@@ -40,9 +40,8 @@ class Run:
 
     @classmethod
     def of(cls, model: ModelConfig, config: TrainConfig) -> Run:
-        """The largest micro-batch: rows of cutoff_len tokens, of all adapters; of a preference both answers."""
-        rows = sum(run.per_device_train_batch_size for run in config.runs()) * (2 if config.stage == "dpo" else 1)
-        return cls(model, config, rows, config.cutoff_len)
+        """The largest micro-batch of training."""
+        return cls(model, config, _rows(config), config.cutoff_len)
 
     @property
     def tokens(self) -> int:
@@ -61,6 +60,19 @@ class Run:
     def masked(self) -> bool:
         """Whether attention gets an explicit mask."""
         return self.config.packing or self.config.stage == "dpo"
+
+
+def _rows(config: TrainConfig) -> int:
+    """Of cutoff_len tokens, of all adapters; of a preference both answers."""
+    return sum(run.per_device_train_batch_size for run in config.runs()) * (2 if config.stage == "dpo" else 1)
+
+
+def largest_micro_batch(config: TrainConfig) -> int:
+    """Tokens of it, in training or evaluation."""
+    evaluated = 0
+    if config.eval_strategy != "no":
+        evaluated = config.per_device_eval_batch_size * (2 if config.stage == "dpo" else 1)
+    return max(_rows(config), evaluated) * config.cutoff_len
 
 
 def modules(model: ModelConfig, layer: int) -> Iterator[Module]:

@@ -22,7 +22,7 @@ from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from training.config import TrainConfig
 from training.data.info import find_sources
-from training.memory import costs
+from training.memory import costs, streaming
 from training.memory.costs import Run
 
 _RUNTIME = 512 << 20  # torch, transformers and PEFT themselves
@@ -84,6 +84,11 @@ class _Inputs:
         plan = self.plan()
         return sum(plan.needed(device) - device.free_bytes for device in plan.short)
 
+    @property
+    def streams(self) -> bool | None:
+        """Whether the largest micro-batch's experts are streamed to the GPU; None: either way, both are counted."""
+        return streaming.streams(self.config) if self.gpu and self.source.config.sparse_layers else False
+
     def plan(self) -> TrainingPlan:
         devices = [self.cpu] if self.gpu is None else [self.gpu, self.cpu]
         return TrainingPlan(devices, [item for item in self._items() if item.num_bytes], self._notes(), [])
@@ -96,6 +101,9 @@ class _Inputs:
         yield Item(cpu, "while loading, one layer", loading_bytes(self.source.config))
         yield from self._lora_items(main, cpu)
         yield from self._activation_items(run, main, cpu)
+        if self.streams is not False:
+            yield Item(main, "expert streaming, 2 layers", streaming.buffer_bytes(run, self.experts))
+            yield Item(main, "expert scratch, streamed", streaming.scratch_bytes(run))
         yield Item(main, f"logits, {run.tokens} tokens", costs.logits_bytes(run))
         yield Item(main, "attention mask", costs.mask_bytes(run))
         yield Item(main, "step buffers", costs.buffer_bytes(run))
@@ -129,23 +137,31 @@ class _Inputs:
             yield Item(cpu, label, state * (dense + trained) + costs.MASTER_BYTES * frozen)
         else:
             yield Item(main, f"{label}, attention", state * dense)
-            yield Item(cpu, f"{label}, experts", state * trained + costs.MASTER_BYTES * frozen)
+            experts = state * trained + costs.MASTER_BYTES * frozen
+            if self.streams is not False:
+                yield Item(main, f"{label}, experts", experts + streaming.UPDATE_BYTES * trained)
+            if self.streams is not True:
+                yield Item(cpu, f"{label}, experts", experts)
         yield Item(cpu, "while saving, a copy of LoRA", costs.MASTER_BYTES * (dense + trained + frozen) // len(runs))
 
     def _activation_items(self, run: Run, main: str, cpu: str) -> Iterator[Item]:
         model = self.source.config
         dense = [costs.layer_bytes(run, layer) for layer in range(model.num_hidden_layers)]
-        routed = [costs.expert_bytes(run) if model.is_sparse(layer) else 0 for layer in range(model.num_hidden_layers)]
+        sparse = [model.is_sparse(layer) for layer in range(model.num_hidden_layers)]
+        routed = [costs.expert_bytes(run) * each for each in sparse]
+        streamed = [streaming.kept_bytes(run) * each for each in sparse]
         if self.config.gradient_checkpointing:
             inputs = model.num_hidden_layers * model.hidden_size * run.element
             yield Item(main, f"layers' inputs, {run.tokens} tokens", run.tokens * inputs)
-            dense, routed = [max(dense)], [max(routed)]
+            dense, routed, streamed = [max(dense)], [max(routed)], [max(streamed)]
         label = "one layer's activations" if self.config.gradient_checkpointing else f"activations, {run.tokens} tokens"
         if main == cpu:
             yield Item(cpu, label, run.tokens * (sum(dense) + sum(routed)))
         else:
             yield Item(main, label, run.tokens * sum(dense))
-            yield Item(cpu, f"{label}, experts", run.tokens * sum(routed))
+            yield Item(cpu, f"{label}, experts", streaming.tokens_on_cpu(run) * sum(routed))
+            if self.streams is not False:
+                yield Item(main, f"{label}, experts", run.tokens * sum(streamed))
 
     def _notes(self) -> list[str]:
         run = Run.of(self.source.config, self.config)
@@ -153,7 +169,9 @@ class _Inputs:
         trained = sum(dense + experts for dense, experts, _ in counts)
         layer = next(iter(self.source.config.sparse_layers), 0)
         saved = format_bytes(costs.expert_bytes(run)), format_bytes(costs.layer_bytes(run, layer))
+        both = ["stream_min_tokens is measured as the run begins: experts count on the GPU and on the CPU"]
         return [
+            *(both if self.streams is None else []),
             f"{trained:,} parameters are trained",
             f"a token keeps {saved[0]} of a layer's experts and {saved[1]} of the rest of it",
             f"a micro-batch is {run.rows} rows of at most cutoff_len {run.length} tokens",
@@ -179,7 +197,7 @@ def _gpu(config: TrainConfig) -> Memory | None:
 
 def _remedies(inputs: _Inputs) -> list[str]:
     """Each setting that alone would make it fit, by planning with it; if none does, the first few together that do."""
-    trials = _trials(inputs.config)
+    trials = _trials(inputs.config, streams=inputs.streams is not False)
     alone = [settings for settings in trials if not inputs.having(settings).plan().short]
     if alone:
         shorter = [settings for settings in alone if "cutoff_len" in settings]
@@ -194,7 +212,7 @@ def _remedies(inputs: _Inputs) -> list[str]:
     return []
 
 
-def _trials(config: TrainConfig) -> list[dict[str, Any]]:
+def _trials(config: TrainConfig, *, streams: bool) -> list[dict[str, Any]]:
     """What costs least comes first."""
     trials: list[dict[str, Any]] = []
     if config.per_device_train_batch_size > 1:
@@ -204,6 +222,8 @@ def _trials(config: TrainConfig) -> list[dict[str, Any]]:
         trials.append({"kt_cpu_activation": "recompute"})
     if not config.gradient_checkpointing:
         trials.append({"gradient_checkpointing": True})
+    if streams:
+        trials.append({"stream_min_tokens": 0})
     if not config.bf16:
         trials.append({"bf16": True})
     if config.kt_backend != "AMXInt8":

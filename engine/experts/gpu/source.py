@@ -60,16 +60,23 @@ class PackedLayer:
         return self._frames[element_bytes]
 
     def copy_experts(
-        self, first: int, last: int, frames: torch.Tensor, staging: torch.Tensor, dtype: torch.dtype
+        self,
+        first: int,
+        last: int,
+        frames: torch.Tensor,
+        staging: torch.Tensor,
+        dtype: torch.dtype,
+        frame: Frame | None = None,
     ) -> None:
         """Experts [first, last) to `frames` (uint8 [n, >= bytes of a frame]) on the current stream, packed bytes
-        through `staging` (uint8, at least (last - first) * expert_bytes). `dtype`: of what is not quantised there.
+        through `staging` (uint8, at least (last - first) * expert_bytes). `dtype`: of what is not quantised there;
+        `frame`: what a frame holds, if that is not what `frame()` says; its plain matrices are dequantised.
         Asynchronous if the memory is pinned."""
 
         def bring(there: torch.Tensor, projection: int, shard: int) -> None:
             there.copy_(self.parts[projection][shard][first:last], non_blocking=True)
 
-        self._copy(last - first, bring, frames, staging, dtype)
+        self._copy(last - first, bring, frames, staging, dtype, frame or self.frame(dtype.itemsize))
 
     def copy_each(
         self,
@@ -85,7 +92,7 @@ class PackedLayer:
             for row, (layer, expert) in zip(there.unbind(), experts, strict=True):
                 row.copy_(layer.parts[projection][shard][expert], non_blocking=True)
 
-        self._copy(len(experts), bring, frames, staging, dtype)
+        self._copy(len(experts), bring, frames, staging, dtype, self.frame(dtype.itemsize))
 
     def _copy(
         self,
@@ -94,9 +101,10 @@ class PackedLayer:
         frames: torch.Tensor,
         staging: torch.Tensor,
         dtype: torch.dtype,
+        frame: Frame,
     ) -> None:
         """`bring`: packed bytes of all experts to uint8 [count, bytes], by projection and shard."""
-        at, frame = 0, self.frame(dtype.itemsize)
+        at = 0
         for projection, (_, inner) in enumerate(self._shapes):
             matrix, begin = frame.matrices[projection], frame.starts[projection]
             target = frames[:, begin : begin + matrix.num_bytes]
