@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["streamed:8192", "cpu:4096"], help="WAY:TOKENS")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/ktserve-train-step"), help="for models and outputs")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="end after so many")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     began = time.monotonic()
