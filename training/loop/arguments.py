@@ -26,7 +26,7 @@ def common_arguments(config: TrainConfig, device: str) -> dict[str, Any]:
         "warmup_steps": config.warmup_steps or config.warmup_ratio,  # a share if below 1
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if config.gradient_checkpointing else None,
         "use_cpu": device == "cpu",
-        "optim": "adamw_torch",
+        "optim": "adamw_torch_fused",
         "report_to": [],
         "disable_tqdm": True,
         "remove_unused_columns": False,

@@ -139,7 +139,7 @@ class _Inputs:
             yield Item(main, f"{label}, attention", state * dense)
             experts = state * trained + costs.MASTER_BYTES * frozen
             if self.streams is not False:
-                yield Item(main, f"{label}, experts", experts + streaming.UPDATE_BYTES * trained)
+                yield Item(main, f"{label}, experts", experts)
             if self.streams is not True:
                 yield Item(cpu, f"{label}, experts", experts)
         yield Item(cpu, "while saving, a copy of LoRA", costs.MASTER_BYTES * (dense + trained + frozen) // len(runs))

@@ -10,8 +10,6 @@ from engine.weights.store import WeightSource
 from training.config import TrainConfig
 from training.memory.costs import Run, expert_bytes, largest_micro_batch, lora_parameters
 
-UPDATE_BYTES = 4  # of a trained parameter on a GPU, where AdamW takes a step of all at once: a temporary value
-
 
 def streams(config: TrainConfig) -> bool | None:
     """Whether the largest micro-batch is streamed, if there is a GPU; None: that is measured as the run begins."""

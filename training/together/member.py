@@ -38,6 +38,7 @@ class Member:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
+            fused=True,
         )
         warm = config.warmup_steps or math.ceil(most * config.warmup_ratio)
         self.schedule: Any = get_scheduler(config.lr_scheduler_type, self.optimizer, warm, most)
