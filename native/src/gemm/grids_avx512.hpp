@@ -1,4 +1,5 @@
 // Blocks of grids' formats to quants of 8 bits: 16 rows at a time, a word of signs and a byte of each index in a lane.
+// Entries come from registers: gathers take longer, and several times as long on some CPUs.
 // Included by files compiled for AVX-512 only, hence internal linkage.
 #pragma once
 
@@ -23,15 +24,53 @@ inline __attribute__((always_inline)) __m512i grid_signs(__m512i words) {
   return _mm512_or_si512(seven, _mm512_shuffle_epi8(_mm512_broadcast_i32x4(odd), folded));
 }
 
-// Index i of each lane; `high`: what `Grid` says of upper bits, at bit 8 for index 0.
+// A byte of the codes of the 64 entries of a vector of indices: eight bits of each index in `low`, those above in
+// masks. Two registers hold 128 entries, of which bits 0 to 6 choose.
 template <Format F>
-inline __attribute__((always_inline)) __m512i grid_index(__m512i low, __m512i high, int i) {
+inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* table, __m512i low, const __mmask64* above) {
+  constexpr int tables = 1 << (info(F).grid.index_bits - 7);
+  __m512i found[tables];
+#pragma GCC unroll 8
+  for (int t = 0; t < tables; ++t) {
+    const uint8_t* at = table + 128 * t;
+    found[t] = _mm512_permutex2var_epi8(_mm512_load_si512(at), low, _mm512_load_si512(at + 64));
+  }
+  __mmask64 chosen = _mm512_movepi8_mask(low);
+#pragma GCC unroll 3
+  for (int left = tables / 2, bit = 0; left > 0; left /= 2, ++bit) {
+    if (bit > 0) chosen = above[bit - 1];
+#pragma GCC unroll 4
+    for (int t = 0; t < left; ++t) found[t] = _mm512_mask_blend_epi8(chosen, found[2 * t], found[2 * t + 1]);
+  }
+  return found[0];
+}
+
+// Every byte: 8 bits from bit 8 i + step * (its place in a lane of 4) + first of its lane on.
+inline __attribute__((always_inline)) __m512i bits_from(__m512i codes, int i, int step, int first) {
+  const auto from = [&](int lane, int byte) {
+    return static_cast<char>((32 * lane + 8 * i + step * byte + first) & 63);
+  };
+  const __m128i at = _mm_setr_epi8(from(0, 0), from(0, 1), from(0, 2), from(0, 3),  //
+                                   from(1, 0), from(1, 1), from(1, 2), from(1, 3),  //
+                                   from(0, 0), from(0, 1), from(0, 2), from(0, 3),  //
+                                   from(1, 0), from(1, 1), from(1, 2), from(1, 3));
+  return _mm512_multishift_epi64_epi8(_mm512_broadcast_i32x4(at), codes);
+}
+
+// The bits of indices above eight, a mask a bit, of the entries of vector v of indices; `high`: bits in the byte `at`
+// of each lane, those of index 0 from bit `first` on.
+template <Format F>
+inline __attribute__((always_inline)) void find_above(__m512i high, int at, int first, int v, __mmask64* above) {
   constexpr int upper = info(F).grid.index_bits - 8;
-  const auto right = static_cast<unsigned>(i % 4 * 8);
-  const __m512i index = _mm512_and_si512(_mm512_srli_epi32(low, right), _mm512_set1_epi32(255));
-  if constexpr (upper == 0) return index;
-  const __m512i above = _mm512_srli_epi32(high, static_cast<unsigned>(i * upper));
-  return _mm512_or_si512(index, _mm512_and_si512(above, _mm512_set1_epi32(((1 << upper) - 1) << 8)));
+  const __m128i lanes = _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+  const __m128i bytes = _mm_or_si128(lanes, _mm_set1_epi32(0x01010101 * at));
+  const __m512i spread = _mm512_shuffle_epi8(high, _mm512_broadcast_i32x4(bytes));
+#pragma GCC unroll 2
+  for (int bit = 0; bit < upper; ++bit) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 4; ++i) bits |= 1u << (first + (4 * v + i) * upper + bit) << 8 * i;
+    above[bit] = _mm512_test_epi8_mask(spread, _mm512_set1_epi32(static_cast<int>(bits)));
+  }
 }
 
 // Vector j of 8 with its signs: entries, and under the bias 128 less those that are negative.
@@ -47,7 +86,7 @@ inline __attribute__((always_inline)) __m512i with_signs(__m512i values, __m512i
 template <Format F>
 inline void decode(const uint8_t* panel, const uint8_t* block, int64_t index, Decoded<F>& to) {
   constexpr Grid grid = info(F).grid;
-  const auto& table = grid_of<F>();
+  const auto& codes = codes_of<F>();
   const uint8_t* meta = unit_of<F>(panel, index);
   const int64_t b = index % (kSuper / kBlock);
   const auto bytes_of = [meta](int64_t at) __attribute__((always_inline)) {
@@ -55,23 +94,32 @@ inline void decode(const uint8_t* panel, const uint8_t* block, int64_t index, De
   };
   const __m512i words = _mm512_load_si512(block);
   const __m512i signs = grid_signs<F>(words);
-  __m512i high = _mm512_srli_epi32(words, 20);
-  if constexpr (grid.high != 0) high = _mm512_slli_epi32(bytes_of(grid.high + 16 * b), 8);
   const auto store = [&](int j, __m512i values) __attribute__((always_inline)) {
     _mm512_store_si512(to.quants + 64 * j, with_signs(values, signs, j));
   };
-  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#pragma GCC unroll 8
-  for (int i = 0; i < kBlock / grid.values; ++i) {
-    const __m512i at = grid_index<F>(_mm512_load_si512(block + kGridWords + i / 4 * 64), high, i);
-    if constexpr (grid.values == 4) {
-      store(i, _mm512_i32gather_epi32(at, table, 4));
-    } else {
-      const __m512i first = _mm512_i32gather_epi64(_mm512_castsi512_si256(at), table, 8);  // rows 0 .. 7
-      const __m512i second = _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(at, 1), table, 8);
-      store(2 * i, _mm512_permutex2var_epi32(first, even, second));
-      store(2 * i + 1, _mm512_permutex2var_epi32(first, odd, second));
+  const __m512i values = _mm512_load_si512(codes.values);
+#pragma GCC unroll 2
+  for (int v = 0; v < kBlock / grid.values / 4; ++v) {
+    __mmask64 above[2] = {};
+    if constexpr (grid.high != 0) {
+      find_above<F>(bytes_of(grid.high + 16 * b), 0, 0, v, above);
+    } else if constexpr (grid.index_bits > 8) {
+      find_above<F>(words, 3, 4, v, above);
+    }
+    const __m512i low = _mm512_load_si512(block + kGridWords + v * 64);
+    const __m512i first = codes_at<F>(codes.first, low, above);
+    const __m512i second = codes_at<F>(codes.second, low, above);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (grid.values == 8) {
+        store(2 * i, _mm512_permutexvar_epi8(bits_from(first, i, 2, 0), values));
+        store(2 * i + 1, _mm512_permutexvar_epi8(bits_from(second, i, 2, 0), values));
+      } else {
+        const __m512i third = bits_from(second, i, 1, -2);
+        const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), bits_from(first, i, 2, 0), third,
+                                                       0xca);  // 3 ? first : third
+        store(4 * v + i, _mm512_permutexvar_epi8(code, values));
+      }
     }
   }
   const __m512 d = _mm512_mul_ps(half_scales(meta), _mm512_set1_ps(grid.step));

@@ -7,6 +7,7 @@
 namespace ktserve {
 namespace {
 
+constexpr int kBias = info(Format::g2s).bias;
 constexpr uint8_t kLevels2[] = {8, 25, 43};
 constexpr uint8_t kLevels3xxs[] = {4, 12, 20, 28, 36, 44, 52, 62};
 constexpr uint8_t kLevels3s[] = {1, 3, 5, 7, 9, 11, 13, 15};
@@ -22,7 +23,25 @@ constexpr GridTable<Word, Entries> table(const uint8_t* levels, const char (&dig
       const char c = digits[4 * i + value / each];
       const int digit = c <= '9' ? c - '0' : c - 'a' + 10;
       const int level = each == 2 ? digit >> (value % 2 * 2) & 3 : digit;
-      made.entries[i] |= static_cast<Word>(levels[level] + info(Format::g2s).bias) << 8 * value;
+      made.entries[i] |= static_cast<Word>(levels[level] + kBias) << 8 * value;
+    }
+  }
+  return made;
+}
+
+// Of the entries of a table of those levels.
+template <class Word, int Entries, int Levels>
+constexpr GridCodes<Entries> codes(const GridTable<Word, Entries>& table, const uint8_t (&levels)[Levels]) {
+  GridCodes<Entries> made{};
+  for (int i = 0; i < 64; ++i)
+    made.values[i] = static_cast<uint8_t>(levels[i % (Levels == 8 ? 8 : 4) % Levels] + kBias);
+  for (int e = 0; e < Entries; ++e) {
+    for (size_t value = 0; value < sizeof(Word); ++value) {
+      int code = 0;
+      while (static_cast<Word>(levels[code] + kBias) != (table.entries[e] >> 8 * value & 255)) ++code;
+      uint8_t& low = value < 4 ? made.first[e] : made.second[e];
+      low = static_cast<uint8_t>(low | (code & 3) << value % 4 * 2);
+      if (Levels == 8) made.second[e] = static_cast<uint8_t>(made.second[e] | code >> 2 << value);
     }
   }
   return made;
@@ -30,7 +49,7 @@ constexpr GridTable<Word, Entries> table(const uint8_t* levels, const char (&dig
 
 }  // namespace
 
-constinit const GridTable<uint64_t, 256> kGrid2xxs = table<uint64_t, 256>(
+constexpr GridTable<uint64_t, 256> kGrid2xxs = table<uint64_t, 256>(
     kLevels2,
     "0000200050008000a00011004100020022008200a20014004400050085001600460008002800a8002a001010401001105110041048108910"
     "00202020222028201040404001401240424004402440844006401840484009404a4000502050805002506450965008501950906001600460"
@@ -43,7 +62,7 @@ constinit const GridTable<uint64_t, 256> kGrid2xxs = table<uint64_t, 256>(
     "06480058645849589068046806682088409811a840090109420904091a09611908195429004922494449155918890299200a050a580a901a"
     "002a814a058a409a");
 
-constinit const GridTable<uint64_t, 512> kGrid2xs = table<uint64_t, 512>(
+constexpr GridTable<uint64_t, 512> kGrid2xs = table<uint64_t, 512>(
     kLevels2,
     "0000200050008000a00011004100610091000200220052008200140044006400940005002500550085001600460008002800580088001900"
     "490099000a0010104010601090100110211051108110a1101210421004102410541084101510451006108610181048100910002020205020"
@@ -65,7 +84,7 @@ constinit const GridTable<uint64_t, 512> kGrid2xs = table<uint64_t, 512>(
     "949951a906a9000a200a800aa00a020aa20a0a0a151a951a6a1a002a202a802aa22a082a0a2a044a594a566a896aa08a028a228a828a0a8a"
     "8a8a409a489a689a82aaa2aa19aaaaaa");
 
-constinit const GridTable<uint64_t, 1024> kGrid2s = table<uint64_t, 1024>(
+constexpr GridTable<uint64_t, 1024> kGrid2s = table<uint64_t, 1024>(
     kLevels2,
     "0000200050008000a00011004100610091000200220052008200140044006400940005002500550085001600460066009600080028005800"
     "8800190049000a005a00aa001010401060109010011021105110811012104210041024105410841015104510651095100610561086101810"
@@ -105,7 +124,7 @@ constinit const GridTable<uint64_t, 1024> kGrid2s = table<uint64_t, 1024>(
     "09a9000a500aa00a410a220aa20a140a440a050a2a0aaa0a041a561a202aa02a222a822aa22a282a882aa82a8a2a104a404a014a044a984a"
     "4a4a005a915a156aa08a828a2a8a459a689a80aaa0aa02aa22aa82aa88aaaaaa");
 
-constinit const GridTable<uint32_t, 256> kGrid3xxs = table<uint32_t, 256>(
+constexpr GridTable<uint32_t, 256> kGrid3xxs = table<uint32_t, 256>(
     kLevels3xxs,
     "0000200040001100310071000200220013002400370057001010301001102110121052100310231014104510071000202020402011200220"
     "2220132033207320152075205720103070300130213052300730314073404440754037405740105070502350255053604660017041706170"
@@ -118,7 +137,7 @@ constinit const GridTable<uint32_t, 256> kGrid3xxs = table<uint32_t, 256>(
     "1616712646260336633644465056255633663076127630075007700701072307250762170417212754272527003751373337063712471447"
     "0057205742570367");
 
-constinit const GridTable<uint32_t, 512> kGrid3s = table<uint32_t, 512>(
+constexpr GridTable<uint32_t, 512> kGrid3s = table<uint32_t, 512>(
     kLevels3s,
     "0000100020005000700001001100210041006100020012005200330004002400540074001500350006002600170047007700001010102010"
     "4010011011105110021032107210131053104410161056102710002010205020702001203120612012205220032043202420542074201520"
@@ -139,5 +158,11 @@ constinit const GridTable<uint32_t, 512> kGrid3s = table<uint32_t, 512>(
     "5106130633060606001602167216461621264326242655262626072600364136123604365246344626460056305643560656506604661176"
     "3176000740077007020722076307040745072607201711174217341754171027402701276127122703271527203723375337353710475047"
     "31470247054722572457206713670077");
+
+constexpr GridCodes<256> kCodes2xxs = codes(kGrid2xxs, kLevels2);
+constexpr GridCodes<512> kCodes2xs = codes(kGrid2xs, kLevels2);
+constexpr GridCodes<1024> kCodes2s = codes(kGrid2s, kLevels2);
+constexpr GridCodes<256> kCodes3xxs = codes(kGrid3xxs, kLevels3xxs);
+constexpr GridCodes<512> kCodes3s = codes(kGrid3s, kLevels3s);
 
 }  // namespace ktserve
