@@ -49,9 +49,10 @@ struct NextColumns {
   int64_t first;
 };
 
-// Columns [first, first + count), multiples of 32, of the bf16 panels of a matrix W [16 panels, k]: of W^T d for `rows`
-// rows d of bf16, without panels of the transpose.
+// Columns [first, first + count), multiples of 32, of the panels of a matrix W [16 panels, k], bf16 or quantised: of
+// W^T d for `rows` rows d of bf16, without panels of the transpose.
 struct FewRows {
+  Format format;
   const uint8_t* w;
   int64_t panels, k, first, count;
   const uint8_t* d;  // [rows, 16 panels]
@@ -63,7 +64,7 @@ struct FewRows {
   uint8_t* room;  // kFewRowsRoom bytes a panel, 64-byte aligned
   NextColumns next;
 };
-inline constexpr int64_t kFewRowsRoom = 2048;
+inline constexpr int64_t kFewRowsRoom = 2048 + 64;
 
 // out[i][j] += sum over l of m(l, j) x[i][l], in float32, where m(l, j) is m[l][j], or m[j][l] if `transposed`: without
 // panels of m.

@@ -182,8 +182,9 @@ class ExpertTrainer {
                           int64_t stride, bool adds, int next, const Item* next_item, Fetch& fetch, Room& room) const;
   // Whether it needs no panels of W^T.
   bool few(int projection, const Item& item) const {
+    const Format format = layer_->shape().formats[projection];
     return item.row_end - item.row <= panels_.few && product_ == Format::bf16 &&
-           layer_->shape().formats[projection] == Format::bf16;
+           (format == Format::bf16 || !plain(format));
   }
   // The work item behind one of them, which the same worker mostly computes next; null: none.
   const Item* behind(const Item& item) const { return &item == &items_.back() ? nullptr : &item + 1; }

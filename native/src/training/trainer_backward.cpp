@@ -85,9 +85,9 @@ void ExpertTrainer::transposed_product(int projection, const Item& item, const S
   if (few(projection, item)) {
     for (int64_t i = item.column; i < item.column_end; i += kPair) fetch.next();
     each_shard([&](const uint8_t* w, int64_t first, int64_t count, bool ends) {
-      panels_.few_rows({w, count, k, item.column, item.column_end - item.column, d.at(item.row) + first * kPanel * 2,
-                        d.stride, rows, out, stride, adds || first > 0, room.part(kPanels, count * kFewRowsRoom),
-                        ends ? last : NextColumns{}});
+      panels_.few_rows({s.formats[projection], w, count, k, item.column, item.column_end - item.column,
+                        d.at(item.row) + first * kPanel * 2, d.stride, rows, out, stride, adds || first > 0,
+                        room.part(kPanels, count * kFewRowsRoom), ends ? last : NextColumns{}});
     });
     add_lora(projection, true, item, u, out, stride, room);
     return;
