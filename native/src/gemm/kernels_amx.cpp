@@ -13,32 +13,18 @@ namespace {
 
 constexpr int64_t kInt8Rows = 12;  // fewer of a quantised format are faster without tiles
 
-// Fetches what a call names into the second-level cache, a share of the lines at each of `steps` steps.
-class Walk {
+// What a call is to do beside its products, a share at each of `steps` steps.
+class Share {
  public:
-  Walk(const Ahead& ahead, int64_t steps)
-      : ahead_(ahead),
-        at_(ahead.from),
-        end_(ahead.from + ahead.bytes),
-        left_(ahead.from == nullptr ? 0 : ahead.runs),
-        share_((left_ * ahead.bytes / 64 + steps - 1) / steps) {}
+  Share(const DotArgs& a, int64_t steps) : beside_(a.beside), units_(a.units), steps_(steps) {}
 
   inline __attribute__((always_inline)) void step() {
-    for (int64_t i = 0; i < share_ && left_ > 0; ++i, at_ += 64) {
-      if (at_ == end_) {
-        if (--left_ == 0) return;
-        at_ += ahead_.stride - ahead_.bytes;
-        end_ += ahead_.stride;
-      }
-      _mm_prefetch(at_, _MM_HINT_T1);
-    }
+    for (due_ += units_; due_ >= steps_; due_ -= steps_) beside_->run(1);
   }
 
  private:
-  const Ahead& ahead_;
-  const uint8_t *at_, *end_;
-  int64_t left_;  // runs
-  int64_t share_;
+  Beside* beside_;
+  int64_t units_, steps_, due_ = 0;
 };
 
 // One group of rows: each pair of panels is read from end to end, once. Both are prefetched kFetch blocks early, beyond
@@ -48,15 +34,15 @@ void dot_one_group(const DotArgs& a) {
   const int64_t size = panel_size(Format::bf16, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
   configure(a.rows < 16 ? a.rows : 16, a.rows - 16);
-  Walk walk(a.ahead, (a.panels + 1) / 2 * blocks * 2);
+  Share share(a, (a.panels + 1) / 2 * blocks * 2);
   for (int64_t p = 0; p < a.panels; p += 2) {
     const uint8_t* w = a.w + p * size;
     const uint8_t* behind = (p + 2 >= a.panels && a.next != nullptr ? a.next : w + 2 * size) - blocks * kTileBytes;
     const Product c{
         w,       kTileBytes,      size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4,
         !a.adds, tail_of(a, p, 0)};
-    if (a.ahead.from != nullptr) {
-      product(c, a.rows, p + 1 < a.panels, [&](int64_t, int) __attribute__((always_inline)) { walk.step(); });
+    if (a.beside != nullptr) {
+      product(c, a.rows, p + 1 < a.panels, [&](int64_t, int) __attribute__((always_inline)) { share.step(); });
       continue;
     }
     product(c, a.rows, p + 1 < a.panels, [&](int64_t b, int half) __attribute__((always_inline)) {
@@ -75,7 +61,7 @@ class Packed {
   explicit Packed(const DotArgs& a)
       : a_(a),
         size_(panel_size(Format::bf16, a.k)),
-        walk_(a.ahead, (a.panels + 1) / 2 * ((a.rows + kGroup - 1) / kGroup) * (padded_k(a.k) / kBlock)) {}
+        beside_(a, (a.panels + 1) / 2 * ((a.rows + kGroup - 1) / kGroup) * (padded_k(a.k) / kBlock)) {}
 
   const uint8_t* w() const { return now_; }
   int64_t block_bytes() const { return kTileBytes; }
@@ -88,7 +74,7 @@ class Packed {
     share_ = (count * kTileBytes / 64 + steps - 1) / steps;
   }
   inline __attribute__((always_inline)) void step(int64_t) {
-    if (a_.ahead.from != nullptr) return walk_.step();
+    if (a_.beside != nullptr) return beside_.step();
     for (int64_t i = 0; i < share_ && at_ < end_; ++i, at_ += 64) {
       _mm_prefetch(at_, _MM_HINT_T1);
       _mm_prefetch(at_ + size_, _MM_HINT_T1);
@@ -102,7 +88,7 @@ class Packed {
   int64_t size_;
   const uint8_t *now_ = nullptr, *next_ = nullptr, *at_ = nullptr, *end_ = nullptr;
   int64_t share_ = 0;
-  Walk walk_;
+  Share beside_;
 };
 
 void dot_bf16(const DotArgs& a) {

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "training/trainer.hpp"
 
@@ -14,22 +13,6 @@ constexpr int64_t kSummedRows = 64;
 // cache. On AVX2 a pair was 1.1 times faster than 256 KB.
 int64_t turned_bytes(Isa isa) {
   return isa == Isa::avx2 ? 0 : 256 << 10;
-}
-
-// Of the second-level cache: runs that lie a multiple of this apart share its ways, of which so many are filled.
-constexpr int64_t kWayBytes = 128 << 10;
-constexpr int64_t kFilledWays = 8;
-
-// Part `part` of `parts` of the columns that are turned behind those of a product, as far as they would stay in a
-// cache.
-Ahead share_of(const NextColumns& next, Format format, int64_t columns, int64_t panels, int64_t part, int64_t parts) {
-  if (next.w == nullptr) return {};
-  const int64_t size = panel_size(format, next.k);
-  panels = std::min(panels, kFilledWays * kWayBytes / std::gcd(size, kWayBytes));
-  const int64_t first = panels * part / parts;
-  const uint8_t* quants = next.w + meta_size(format, next.k) + next.first / kBlock * info(format).quant_bytes;
-  return {quants + first * size, columns / kBlock * info(format).quant_bytes, size,
-          panels * (part + 1) / parts - first};
 }
 
 }  // namespace
@@ -94,31 +77,64 @@ void ExpertTrainer::transposed_product(int projection, const Item& item, const S
   }
   DotTail tail = lora_tail(projection, true, item, u, room);
   const int64_t size = panel_size(product_, n);
-  const int64_t most = std::clamp(turned_bytes(isa()) / (2 * size) * kPair, kPair, kItemColumns);
-  uint8_t* panels = room.part(kPanels, most / kPanel * size);
+  const int64_t most = turned_columns(projection);
+  const auto multiply = [&](const uint8_t* panels, int64_t column, int64_t columns, Turning* later) {
+    for (int64_t i = 0; i < columns; i += kPair) {
+      fetch.next();
+      const uint8_t* pair = panels + i / kPanel * size;
+      DotArgs args{product_, pair, 2,    n,   d.at(item.row), d.stride, rows, out + column + i - item.column,
+                   stride,   pair, adds, tail};
+      if (later != nullptr) {
+        args.beside = later;
+        args.units = later->left() * kPair / (columns - i);
+      }
+      kernels_.dot(args);
+      if (tail.w != nullptr) tail.w += 2 * panel_size(product_, tail.k);
+    }
+  };
   for (int64_t column = item.column; column < item.column_end; column += most) {
     const int64_t columns = std::min(most, item.column_end - column);
     const bool more = column + columns < item.column_end;
+    if (beside_ && kernels_.tails && product_ == Format::bf16) {
+      const uint8_t* panels = turning(room, room.turn, projection, item.expert, column, columns).finish();
+      Turning* later = nullptr;
+      if (more) {
+        later = &turning(room, 1 - room.turn, projection, item.expert, column + columns,
+                         std::min(most, item.column_end - column - columns));
+      } else if (next_item != nullptr && !few(next, *next_item)) {
+        later = &turning(room, 1 - room.turn, next, next_item->expert, next_item->column,
+                         std::min<int64_t>(turned_columns(next), next_item->column_end - next_item->column));
+      }
+      multiply(panels, column, columns, later);
+      room.turn = 1 - room.turn;
+      continue;
+    }
+    uint8_t* panels = room.part(kPanels, most / kPanel * size);
     const NextColumns then = more ? NextColumns{layer_->panel(projection, item.expert, 0), k, column + columns} : last;
     each_shard([&](const uint8_t* w, int64_t first, int64_t count, bool ends) {
       panels_.transpose(s.formats[projection], w, count, k, column, columns, product_,
                         panels + first * kPanel * (product_ == Format::f32 ? 64 : 32), size,
                         ends ? then : NextColumns{});
     });
-    for (int64_t i = 0; i < columns; i += kPair) {
-      fetch.next();
-      const uint8_t* pair = panels + i / kPanel * size;
-      DotArgs args{product_, pair, 2,    n,   d.at(item.row), d.stride, rows, out + column + i - item.column,
-                   stride,   pair, adds, tail};
-      if (kernels_.tails && product_ == Format::bf16) {
-        const int64_t first_shard = layer_->first_panel(more ? projection : next, 1);
-        args.ahead = share_of(then, s.formats[projection], columns, first_shard, i / kPair, columns / kPair);
-      }
-      kernels_.dot(args);
-      if (tail.w != nullptr) tail.w += 2 * panel_size(product_, tail.k);
-    }
+    multiply(panels, column, columns, nullptr);
   }
   if (tail.w == nullptr) add_lora(projection, true, item, u, out, stride, room);
+}
+
+int64_t ExpertTrainer::turned_columns(int projection) const {
+  const int64_t pair = 2 * panel_size(product_, layer_->rows_of(projection));
+  return std::clamp(turned_bytes(isa()) / pair * kPair, kPair, kItemColumns);
+}
+
+Turning& ExpertTrainer::turning(Room& room, int turn, int projection, int64_t expert, int64_t column,
+                                int64_t columns) const {
+  const Turning::What what{layer_, projection, expert, column, columns, product_};
+  Turning& found = room.turns[turn];
+  if (!found.begun(what)) {
+    const int64_t size = panel_size(product_, layer_->rows_of(projection));
+    found.begin(panels_, what, room.part(kTurned + turn, columns / kPanel * size));
+  }
+  return found;
 }
 
 void ExpertTrainer::hidden_gradient(const TrainBatch& b, const void* kept) {
