@@ -45,14 +45,23 @@ def clean(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment with ktserve installed by `pip install .`, and today's other packages."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made of this source tree, with what its build folder has compiled already."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(folder), str(ROOT)], folder, seconds=BUILD_S)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment into which pip installed ktserve, and today's other packages."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")) + "\n")
     python = folder / "bin" / "python"
-    run([*PIP, "--python", str(python), "install", *OFFLINE, str(ROOT)], folder, seconds=BUILD_S)
+    run([*PIP, "--python", str(python), "install", *OFFLINE, str(wheel)], folder)
     assert (site / "ktserve").is_dir() and not list(site.glob("*editable*"))
     return python.parent
 
@@ -113,10 +122,8 @@ def test_the_load_test_starts_our_server(installed: Path, tmp_path: Path) -> Non
     assert "TTFT" in run([str(installed / "python"), "-m", "ktserve", "loadtests", *flags], tmp_path).stdout
 
 
-def test_a_wheel_holds_what_runs(tmp_path: Path) -> None:
+def test_a_wheel_holds_what_runs(wheel: Path) -> None:
     """All Python of our packages, the kernels, the rules and the demo model; no sources of the kernels, no tests."""
-    run([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(ROOT)], tmp_path, seconds=BUILD_S)
-    (wheel,) = tmp_path.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kernels = {name for name in names if name.startswith("native/_native.") and name.endswith(".so")}
     kept = ("*.py", "*.pyi", "*.yaml", "*.gguf", "adapters/*/*.json", "adapters/*/*.safetensors", "static/*")
