@@ -8,9 +8,9 @@ from collections.abc import Callable
 PATIENCE_S = 120.0
 
 
-def eventually(check: Callable[[], object], what: str = "") -> None:
+def eventually(check: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S) -> None:
     """Return once `check` is true."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not check():
         assert time.monotonic() < deadline, what or "it did not happen"
         time.sleep(0.01)

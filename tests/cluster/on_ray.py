@@ -4,8 +4,28 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
+import httpx
+
+from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT
+
+_STARTS_S = 600.0  # processes of Ray and the server of a replica, on a machine that others keep busy
+
+
+def comes(check: Callable[[], object], what: str = "") -> None:
+    """As `eventually`, for what needs another replica."""
+    eventually(check, what, _STARTS_S)
+
+
+def ready(url: str) -> int:
+    """Replicas that say so, of which a busy machine may hold some up. 0 while the application has no route yet."""
+    try:
+        answer = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+    except httpx.TransportError:
+        return 0
+    return int(answer.json()["replicas"].get("ready", 0)) if answer.status_code == 200 else 0
 
 
 def prepare() -> int:

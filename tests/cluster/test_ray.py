@@ -20,7 +20,7 @@ import yaml
 
 from api.tenants.hashes import new_key
 from testing.waiting import PATIENCE_S, eventually
-from tests.cluster.on_ray import prepare
+from tests.cluster.on_ray import comes, prepare
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
@@ -95,7 +95,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
         (folder / "config.yaml").write_text(json.dumps(said))
         serve.run(build({"config": str(folder / "config.yaml")}), name="ktserve")
         app = App(f"http://127.0.0.1:{port}", key, few, said)
-        eventually(lambda: app.ask("a0").status_code == 200)
+        comes(lambda: app.ask("a0").status_code == 200)
         yield app
         serve.shutdown()
     finally:
@@ -168,7 +168,7 @@ def test_an_adapter_loaded_once_is_at_each_replica_that_is_asked(app: App) -> No
 
 
 def test_health_and_metrics_are_those_of_all(app: App) -> None:
-    eventually(lambda: app.get("/health").json() == {"status": "ready", "replicas": {"ready": REPLICAS}})
+    comes(lambda: app.get("/health").json() == {"status": "ready", "replicas": {"ready": REPLICAS}})
     assert app.get("/metrics").status_code in (401, 403), "tenants are named in it"
 
     def replicas() -> set[str]:
@@ -208,8 +208,8 @@ def test_a_replica_that_dies_loses_its_streams_alone(app: App) -> None:
         _of(home).kill()
         rest = [line for line in lines if line]
     assert "error" in json.loads(rest[-1].removeprefix("data: ")), rest[-1]
-    eventually(lambda: app.ask("a5").status_code == 200, "no other replica took its place")
-    eventually(lambda: len(servers()) == REPLICAS and {p.pid for p in servers()} != before, "none was started")
+    comes(lambda: app.ask("a5").status_code == 200, "no other replica took its place")
+    comes(lambda: len(servers()) == REPLICAS and {p.pid for p in servers()} != before, "none was started")
 
 
 def test_an_update_goes_from_replica_to_replica(app: App) -> None:

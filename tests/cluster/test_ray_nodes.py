@@ -12,12 +12,13 @@ import psutil
 import pytest
 
 from testing.waiting import PATIENCE_S, eventually
-from tests.cluster.on_ray import prepare
+from tests.cluster.on_ray import comes, prepare, ready
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
+_ADAPTERS = 24  # each replica is the first choice of some, whatever Ray names them
 
 
 class Nodes(NamedTuple):
@@ -42,9 +43,11 @@ def nodes() -> Iterator[Nodes]:
         ray.init(address=cluster.address, log_to_driver=False)
         # else each node has a proxy at this one port of this one machine, and a connection is any of theirs
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-        settings = {"model": "null:step_ms=20,answer=400", "adapters": [f"a{i}=/null/{i}" for i in range(8)]}
+        settings = {"model": "null:step_ms=20,answer=400", "adapters": [f"a{i}=/null/{i}" for i in range(_ADAPTERS)]}
         serve.run(build({"replicas": 2, "num_cpus": 1, "serve": settings}), name="ktserve")
-        yield Nodes(f"http://127.0.0.1:{port}", cluster, workers)
+        url = f"http://127.0.0.1:{port}"
+        comes(lambda: ready(url) == 2)
+        yield Nodes(url, cluster, workers)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -67,7 +70,7 @@ def named(part: str) -> list[psutil.Process]:
 
 def test_a_node_that_ends_loses_its_streams_alone(nodes: Nodes) -> None:
     homes: dict[str, list[str]] = {}
-    for i in range(8):
+    for i in range(_ADAPTERS):
         homes.setdefault(ask(nodes.url, f"a{i}").headers["x-ktserve-replica"], []).append(f"a{i}")
     assert len(homes) == 2, "adapters are spread"
     assert not any(node_of(process, nodes.workers) for process in named("ray::ServeReplica:ktserve:front"))
@@ -88,7 +91,7 @@ def test_a_node_that_ends_loses_its_streams_alone(nodes: Nodes) -> None:
         assert "error" in json.loads(rest[-1].removeprefix("data: ")), rest[-1]
         assert [line for line in others if line][-1] == "data: [DONE]"
     eventually(lambda: not servers[lost].is_running() or servers[lost].status() == psutil.STATUS_ZOMBIE)
-    eventually(lambda: ask(nodes.url, homes[lost][0]).status_code == 200)
+    comes(lambda: ask(nodes.url, homes[lost][0]).status_code == 200)
     assert ask(nodes.url, homes[lost][0]).headers["x-ktserve-replica"] == kept
     nodes.cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
-    eventually(lambda: len({p.parent() for p in named("ktserve-replica-") if "serve" in p.cmdline()}) == 2)
+    comes(lambda: len({p.parent() for p in named("ktserve-replica-") if "serve" in p.cmdline()}) == 2)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from cluster.call import Call
-from testing.waiting import PATIENCE_S, eventually
-from tests.cluster.on_ray import prepare
+from testing.waiting import PATIENCE_S
+from tests.cluster.on_ray import comes, prepare, ready
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
@@ -42,24 +42,20 @@ def test_a_replica_comes_when_first_tokens_are_late() -> None:
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         serve.run(application, name="ktserve")
 
-        def ready() -> int:
-            return int(httpx.get(f"{url}/health", timeout=PATIENCE_S).json()["replicas"].get("ready", 0))
-
         def ask_on() -> None:
             body = {"model": "null", "prompt": "Hi", "max_tokens": 4}
             while not enough.is_set():
                 httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status()
 
-        eventually(lambda: ready() == 1)
+        comes(lambda: ready(url) == 1)
         with ThreadPoolExecutor(8) as pool:  # eight at a replica that answers one at a time: far from 1000 open
             asking = [pool.submit(ask_on) for _ in range(8)]
             try:
-                eventually(lambda: ready() == 2 or any(each.done() for each in asking))
+                comes(lambda: ready(url) == 2 or any(each.done() for each in asking))
             finally:
                 enough.set()
             for each in asking:
                 each.result()
-        assert ready() == 2
         serve.shutdown()
     finally:
         ray.shutdown()
