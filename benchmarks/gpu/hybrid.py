@@ -156,7 +156,7 @@ class Bench:
         times: list[float] = []
         begun = last = time.perf_counter()
         while len(times) < least or (last - begun < seconds and len(times) < most):
-            self.served.core.step()
+            self.served.step()
             now = time.perf_counter()
             times.append(now - last)
             last = now

@@ -47,7 +47,8 @@ PARTS = {
         "--layers 2 --rows 8",
     ),
     "experts": Part("gpu.experts", "handshake decode gpu", "gpu-experts.json", "--layers 2 --repeats 3 --rows 1 8"),
-    "hybrid": Part("gpu.experts", "hybrid", "gpu-hybrid.json", "--layers 2 --repeats 3 --shares 0.25"),
+    "hybrid": Part("gpu.hybrid", "", "gpu-hybrid.json", "--layers 2 --rows 1 8 --seconds 0.2"),
+    "timeline": Part("gpu.timeline", "", "gpu-timeline.json", "--layers 2 --prompt 10000"),
     "attention": Part("gpu.attention", "", "gpu-attention.json", ""),
     "prefill": Part("gpu.experts", "prefill", "gpu-prefill.json", "--layers 2 --prefill-rows 512"),
     "served": Part(

@@ -41,9 +41,9 @@ class Recorder:
         self._last: Any = None  # end of the compute stream's span before
         self._layer = -1
         inner: Any = streamed
-        self._begin_step, self._post, self._copy = inner.begin_step, inner.post, inner._copy
+        self._begin_step, self._post, self._copy = inner.begin_step, inner.post, inner._layers._copy
         self._run: Callable[..., None] = inner._compute.run
-        inner.begin_step, inner.post, inner._copy = self.begin_step, self.post, self.copy
+        inner.begin_step, inner.post, inner._layers._copy = self.begin_step, self.post, self.copy
         inner._compute.run = self.run
 
     def begin_step(self, rows: int, **how: Any) -> None:
