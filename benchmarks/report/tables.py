@@ -110,7 +110,8 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
     used = "; ".join(f"{name}: {instruction(machine['isa'], name)}" for name in ("f32", "bf16", "int8"))
     lines.append(f"- A peak is that of the fastest instruction that this CPU has for the format: {used}")
     for mix, sweep in data["peer_sweep"].items():
-        lines.append(f"- llama.cpp's best flags for {mix}: `{sweep['best']}`, of {len(sweep['tried'])} tried")
+        best, searched = ("best ", f", of {len(sweep['tried'])} tried") if sweep["tried"] else ("", "")
+        lines.append(f"- llama.cpp's {best}flags for {mix}: `{sweep['best']}`{searched}")
     if "llama.cpp" not in versions:
         lines.append("- Measured without llama.cpp: its columns are empty")
     lines += [

@@ -24,14 +24,47 @@ inline __attribute__((always_inline)) __m256i grid_signs(__m256i words) {
   return _mm256_or_si256(seven, _mm256_shuffle_epi8(odd, folded));
 }
 
-// Index i of each lane; `high`: what `Grid` says of upper bits, at bit 8 for index 0.
+// The indices of a block that have more than 8 bits, of rows 8 h .. in at[h], four of a row side by side: rows 0, 1, 4,
+// 5, 2, 3, 6, 7. Made blocks ahead of the look-ups, since a load of what was just stored waits for the cache.
+template <Format F, bool Long = (info(F).grid.index_bits > 8)>
+struct Indices {
+  alignas(32) uint16_t at[2][kBlock / info(F).grid.values / 4][32];
+};
 template <Format F>
-inline __attribute__((always_inline)) __m256i grid_index(__m256i low, __m256i high, int i) {
+struct Indices<F, false> {};
+
+// What stands above bit 8 of four indices of each lane, a byte each; `high`: those bits, one index's behind another's.
+template <Format F>
+inline __attribute__((always_inline)) __m256i above_bytes(__m256i high) {
   constexpr int upper = info(F).grid.index_bits - 8;
-  const __m256i index = _mm256_and_si256(_mm256_srli_epi32(low, i % 4 * 8), _mm256_set1_epi32(255));
-  if constexpr (upper == 0) return index;
-  const __m256i above = _mm256_srli_epi32(high, i * upper);
-  return _mm256_or_si256(index, _mm256_and_si256(above, _mm256_set1_epi32(((1 << upper) - 1) << 8)));
+  const auto at = [high](int i) {
+    return _mm256_and_si256(_mm256_slli_epi32(high, i * (8 - upper)), _mm256_set1_epi32(((1 << upper) - 1) << 8 * i));
+  };
+  return _mm256_or_si256(_mm256_or_si256(at(0), at(1)), _mm256_or_si256(at(2), at(3)));
+}
+
+// Of block b of a unit.
+template <Format F>
+inline __attribute__((always_inline)) void find_indices(const uint8_t* meta, const uint8_t* block, int64_t b,
+                                                        Indices<F>& to) {
+  constexpr Grid grid = info(F).grid;
+  if constexpr (grid.index_bits > 8) {
+    for (int h = 0; h < 2; ++h) {
+      __m256i high = _mm256_srli_epi32(load(block + 32 * h), 28);
+      if constexpr (grid.high != 0) {
+        const auto* bytes = reinterpret_cast<const __m128i*>(meta + grid.high + 16 * b + 8 * h);
+        high = _mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes));
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < kBlock / grid.values / 4; ++v) {
+        const __m256i low = load(block + kGridWords + v * 64 + 32 * h);
+        const __m256i above = above_bytes<F>(v == 0 ? high : _mm256_srli_epi32(high, 4 * (grid.index_bits - 8)));
+        auto* at = reinterpret_cast<__m256i*>(to.at[h][v]);
+        _mm256_store_si256(at, _mm256_unpacklo_epi8(low, above));
+        _mm256_store_si256(at + 1, _mm256_unpackhi_epi8(low, above));
+      }
+    }
+  }
 }
 
 // Vector j of 8 with its signs: entries, and under the bias 128 less those that are negative.
@@ -48,22 +81,20 @@ inline __attribute__((always_inline)) __m256i with_signs(__m256i values, __m256i
 
 // Entries of 4 values of 8 rows; of 8 values of rows 0, 1, 4, 5 and 2, 3, 6, 7, of which one shuffle makes 4 values of
 // each of 8 rows. Loads one by one: on several CPUs gathers are slower.
-inline __attribute__((always_inline)) __m256i entries_at(const uint32_t* table, __m256i index) {
-  alignas(32) uint32_t at[8];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(at), index);
-  const auto four = [&](int i) __attribute__((always_inline)) {
-    return _mm_setr_epi32(static_cast<int>(table[at[i]]), static_cast<int>(table[at[i + 1]]),
-                          static_cast<int>(table[at[i + 2]]), static_cast<int>(table[at[i + 3]]));
+template <class At>
+inline __attribute__((always_inline)) __m256i entries_at(const uint32_t* table, const At& at) {
+  const auto four = [&](int row) __attribute__((always_inline)) {
+    return _mm_setr_epi32(static_cast<int>(table[at(row)]), static_cast<int>(table[at(row + 1)]),
+                          static_cast<int>(table[at(row + 2)]), static_cast<int>(table[at(row + 3)]));
   };
   return _mm256_set_m128i(four(4), four(0));
 }
 
-inline __attribute__((always_inline)) Pair entries_at(const uint64_t* table, __m256i index) {
-  alignas(32) uint32_t at[8];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(at), index);
-  const auto two = [&](int i) __attribute__((always_inline)) {
-    const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(table + at[i])));
-    return _mm_loadh_pi(low, reinterpret_cast<const __m64*>(table + at[i + 1]));
+template <class At>
+inline __attribute__((always_inline)) Pair entries_at(const uint64_t* table, const At& at) {
+  const auto two = [&](int row) __attribute__((always_inline)) {
+    const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(table + at(row))));
+    return _mm_loadh_pi(low, reinterpret_cast<const __m64*>(table + at(row + 1)));
   };
   return {_mm256_set_m128(two(4), two(0)), _mm256_set_m128(two(6), two(2))};
 }
@@ -71,26 +102,27 @@ inline __attribute__((always_inline)) Pair entries_at(const uint64_t* table, __m
 // Rows 8 h .. 8 h + 7.
 template <Format F>
 inline __attribute__((always_inline)) void decode_rows(const uint8_t* meta, const uint8_t* block, int64_t b, int h,
-                                                       Decoded<F>& to) {
+                                                       const Indices<F>& indices, Decoded<F>& to) {
   constexpr Grid grid = info(F).grid;
   const auto& table = grid_of<F>();
   const __m256i words = load(block + 32 * h);
   const __m256i signs = grid_signs<F>(words);
-  __m256i high = _mm256_srli_epi32(words, 20);
-  if constexpr (grid.high != 0) {
-    const auto* bytes = reinterpret_cast<const __m128i*>(meta + grid.high + 16 * b + 8 * h);
-    high = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes)), 8);
-  }
   const auto store = [&](int j, __m256i values) __attribute__((always_inline)) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(to.quants + 64 * j + 32 * h), with_signs(values, signs, j));
   };
 #pragma GCC unroll 8
   for (int i = 0; i < kBlock / grid.values; ++i) {
-    const __m256i index = grid_index<F>(load(block + kGridWords + i / 4 * 64 + 32 * h), high, i);
+    const auto at = [&](int row) __attribute__((always_inline)) -> size_t {
+      if constexpr (grid.index_bits > 8) {
+        return indices.at[h][i / 4][((row >> 1 & 1) * 4 + (row >> 2) * 2 + (row & 1)) * 4 + i % 4];
+      } else {
+        return block[kGridWords + i / 4 * 64 + 32 * h + 4 * row + i % 4];
+      }
+    };
     if constexpr (grid.values == 4) {
-      store(i, entries_at(table, index));
+      store(i, entries_at(table, at));
     } else {
-      const Pair entries = entries_at(table, index);
+      const Pair entries = entries_at(table, at);
       store(2 * i, _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0x88)));
       store(2 * i + 1, _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0xdd)));
     }
@@ -110,12 +142,18 @@ inline __attribute__((always_inline)) void decode_rows(const uint8_t* meta, cons
   }
 }
 
-// Block `index` of a panel, at `block`.
-template <Format F>
-inline void decode(const uint8_t* panel, const uint8_t* block, int64_t index, Decoded<F>& to) {
-  const uint8_t* meta = unit_of<F>(panel, index);
-  decode_rows<F>(meta, block, index % (kSuper / kBlock), 0, to);
-  decode_rows<F>(meta, block, index % (kSuper / kBlock), 1, to);
+// Blocks [first, first + count) of a panel, whose quants begin at `blocks`; `Most`: the largest count.
+template <Format F, int64_t Most>
+inline void decode(const uint8_t* panel, const uint8_t* blocks, int64_t first, int64_t count, Decoded<F>* to) {
+  constexpr int64_t unit = kSuper / kBlock;
+  Indices<F> indices[Most];
+  const auto block = [blocks](int64_t b) { return blocks + b * info(F).quant_bytes; };
+  for (int64_t b = 0; b < count; ++b)
+    find_indices<F>(unit_of<F>(panel, first + b), block(b), (first + b) % unit, indices[b]);
+  for (int64_t b = 0; b < count; ++b) {
+    for (int h = 0; h < 2; ++h)
+      decode_rows<F>(unit_of<F>(panel, first + b), block(b), (first + b) % unit, h, indices[b], to[b]);
+  }
 }
 
 // Block `index` of a panel as vectors: as it lies there, or decoded.
@@ -124,7 +162,7 @@ class Block {
  public:
   Block(const uint8_t* panel, const uint8_t* block, int64_t index) : panel_(panel), block_(block), index_(index) {
     if constexpr (has_grid(F)) {
-      decode<F>(panel, block, index, decoded_);
+      decode<F, 1>(panel, block, index, 1, &decoded_);
       block_ = decoded_.quants;
     }
   }

@@ -144,7 +144,7 @@ void dot_format(const DotArgs& a) {
       const int64_t count = blocks - first < step ? blocks - first : step;
       if constexpr (has_grid(F)) {
         const uint8_t* block = w + meta_size(F, a.k) + first * info(F).quant_bytes;
-        for (int64_t b = 0; b < count; ++b) decode<F>(w, block + b * info(F).quant_bytes, first + b, decoded[b]);
+        decode<F, at_once>(w, block, first, count, decoded);
       }
       for (int64_t i = 0; i < tiles; ++i) {
         const int64_t row = a.rows * i / tiles;
