@@ -45,7 +45,9 @@ def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None,
             backend.load_layer(layer, source.experts(layer))
         lines = [_line(backend, source)]
         keep = config.kt_cpu_activation == "retain"
-        layers: Mapping[int, TrainableExperts] = trainable_layers(backend, source.config, keep=keep)
+        layers: Mapping[int, TrainableExperts] = trainable_layers(
+            backend, source.config, keep=keep, locked=device != "cpu"
+        )
         if streaming is not None and layers:
             packed = needed(backend, PackedWeights)
             layers, line = streaming.layers(layers, packed, source.config, dtype, keep=keep)

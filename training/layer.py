@@ -20,6 +20,7 @@ from torch import nn
 from engine.errors import UserError
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.experts.base import ExpertLora, TrainableExperts
+from training.experts.crossing import moved
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -70,8 +71,8 @@ class RoutedExperts(nn.Module):
         if self.rows.parts and loras:  # an adapter without rows has no gradients either
             loras = {slot: loras[slot] for slot, count in enumerate(self.rows.parts, 1) if count}
         device = self.experts.device(len(hidden))
-        x, ids, weights = (tensor.to(device) for tensor in (hidden, ids, weights.float()))
-        return self.experts.forward(x, ids, weights, slots, loras or {}).to(hidden.device)
+        x, ids, weights = (moved(tensor, device) for tensor in (hidden, ids, weights.float()))
+        return moved(self.experts.forward(x, ids, weights, slots, loras or {}), hidden.device)
 
 
 class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has no types

@@ -21,7 +21,7 @@ from training.data import Dataset, PackedDataset, build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
 from training.layer import lora_config
-from training.loop.arguments import common_arguments
+from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.meter import Meter, make_meter
 from training.loop.progress import Progress, StopOnSignal, draw_curve
 from training.loop.save import save_adapter
@@ -186,7 +186,7 @@ def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Da
     collator = (
         PackingCollator(PAD, attention, _dtype(config)) if isinstance(rows, PackedDataset) else PaddingCollator(PAD)
     )
-    arguments = TrainingArguments(**common_arguments(config, device))
+    arguments = on_one_gpu(TrainingArguments(**common_arguments(config, device)))
     return Run(get_peft_model(base, lora), arguments, data_collator=collator, **data)
 
 

@@ -4,7 +4,7 @@
 
 Each case is a run of `ktserve train` in a process of its own, on a random bf16 model: LoRA of rank 16 on everything,
 packed rows of 4096 tokens, each one document, a micro-batch a step. cpu:N computes the experts of N tokens on the CPU
-(stream_min_tokens: 0), streamed:N copies every layer's to the GPU. A step is everything between two lines of its log:
+(stream_min_tokens: 0), streamed:N copies every layer's to the GPU, auto:N does what is found to be faster. A step is everything between two lines of its log:
 data, forward, loss, backward, clipping, AdamW. The median step behind the first two counts.
 
 Two depths give what a layer more takes, and by a straight line a step of 48 layers; a streamed layer is copied twice a
@@ -87,7 +87,7 @@ def seconds_a_step(model: Path, folder: Path, case: str, steps: int, limit_s: fl
         "overlong": "truncate",
         "lora_rank": 16,
         "per_device_train_batch_size": rows,
-        "stream_min_tokens": 0 if way == "cpu" else int(tokens),
+        "stream_min_tokens": {"cpu": 0, "streamed": int(tokens), "auto": None}[way],
         "max_steps": steps,
         "logging_steps": 1,
         "save_strategy": "no",

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import TrainingArguments
 
 from engine.errors import UserError
 from engine.experts.capabilities import PackedWeights, needed
@@ -24,13 +25,15 @@ from testing.tiny import save_hf, tiny_model
 from tests.native.blocks import QUANTISED
 from tests.native.expert_layers import BF16, F32
 from tests.training.expert_layers import PackedLayer, Step, errors, run
-from tests.training.models import draw_b, ours
+from tests.training.models import draw_b, losses, ours
 from training.config import TrainConfig
 from training.experts.native import trainable_layers
 from training.experts.streamed import experts as streamed_experts
 from training.experts.streamed.choice import Streaming
 from training.experts.streamed.experts import StreamedTrainableExperts, Streams
 from training.kernels import expert_maker
+from training.loop.arguments import common_arguments, on_one_gpu
+from training.run import train
 
 POOL = _native.WorkerPool([[0], [1]])
 CPU = torch.device("cpu")
@@ -237,6 +240,23 @@ def test_a_whole_model(folder: Path, again: bool) -> None:
     assert all(isinstance(m, StreamedTrainableExperts) for m in streamed_of(model))
     for key, value in results[0].items():
         assert (results[1][key] - value).abs().mean() <= 3e-5 * value.abs().mean() + 1e-9, key
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_run_beside_a_gpu(config: TrainConfig, least: int) -> None:
+    """Experts on the CPU, and streamed: losses are those of a run on the CPU."""
+    train(config)
+    want = losses(config.output)
+    train(replace(config, device="cuda", stream_min_tokens=least, overwrite_output_dir=True))
+    assert losses(config.output) == pytest.approx(want, rel=1e-3)
+
+
+def test_one_gpu_of_several(config: TrainConfig) -> None:
+    arguments = TrainingArguments(**common_arguments(config, "cpu"))
+    arguments._n_gpu = 2
+    assert on_one_gpu(arguments).n_gpu == 1
 
 
 def streamed_of(model: nn.Module) -> list[Any]:

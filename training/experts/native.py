@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +25,9 @@ class NativeTrainableExperts(TrainableExperts):
     weights are what they are in serving, and are dequantised to bfloat16, some panels at a time, for the backward pass.
 
     `trainer` is shared by the layers of a model, with its scratch memory. `keep`: whether forward keeps gate and up of
-    each choice (4 k I bytes a row in bfloat16) for the backward pass, which otherwise computes them again. Not for
-    several threads at once on one `trainer`: they wait for each other.
+    each choice (4 k I bytes a row in bfloat16) for the backward pass, which otherwise computes them again. `locked`:
+    what forward and backward make is page-locked memory, which torch keeps for the next step and a GPU copies faster.
+    Not for several threads at once on one `trainer`: they wait for each other.
     """
 
     def __init__(
@@ -38,9 +39,13 @@ class NativeTrainableExperts(TrainableExperts):
         hidden_size: int,
         intermediate_size: int,
         keep: bool = True,
+        locked: bool = False,
     ) -> None:
-        self.layer, self.trainer, self.keep = layer, trainer, keep
+        self.layer, self.trainer, self.keep, self.locked = layer, trainer, keep, locked
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.locked)
 
     def forward(
         self,
@@ -59,7 +64,7 @@ class NativeTrainableExperts(TrainableExperts):
 
 
 def trainable_layers(
-    experts: NativeExperts, config: ModelConfig, *, keep: bool = True
+    experts: NativeExperts, config: ModelConfig, *, keep: bool = True, locked: bool = False
 ) -> dict[int, NativeTrainableExperts]:
     """Every layer that `experts` hold for a model, over one trainer on their pool."""
     native: Any = importlib.import_module("native._native")
@@ -75,6 +80,7 @@ def trainable_layers(
             hidden_size=config.hidden_size,
             intermediate_size=config.moe_intermediate_size,
             keep=keep,
+            locked=locked,
         )
         for index, layer in packed.layers.items()
     }
@@ -97,8 +103,8 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         tensors = [t.detach().contiguous() for t in (hidden, weights, ids, slots, *matrices)]
         rows, top_k = ids.shape
-        out = torch.empty_like(tensors[0])
-        kept = torch.empty(rows * top_k, 2, experts.intermediate_size, dtype=hidden.dtype) if keep else None
+        out = experts.empty(hidden.shape, hidden.dtype)
+        kept = experts.empty((rows * top_k, 2, experts.intermediate_size), hidden.dtype) if keep else None
         batch, loras = train_batch(*tensors[:4]), train_loras(adapters, tensors[4:], [None] * len(matrices))
         experts.trainer.forward(experts.layer, loras, batch, out=out.data_ptr(), kept=_address(kept))
         ctx.experts, ctx.adapters = experts, adapters
@@ -112,9 +118,11 @@ class _Experts(torch.autograd.Function):
         hidden, weights, ids, slots, *matrices = (t.contiguous() for t in (hidden, weights, ids, slots, *matrices))
         wanted = ctx.needs_input_grad[-len(matrices) - 2 :] if matrices else ctx.needs_input_grad[-2:]
         grad_out = grad_out.to(hidden.dtype).contiguous()
-        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        grad_weights = torch.empty_like(weights)
-        grads = [torch.empty_like(m) if need else None for m, need in zip(matrices, wanted[2:], strict=True)]
+        grad_hidden = experts.empty(hidden.shape, hidden.dtype) if wanted[0] else None
+        grad_weights = experts.empty(weights.shape, weights.dtype)
+        grads = [
+            experts.empty(m.shape, m.dtype) if need else None for m, need in zip(matrices, wanted[2:], strict=True)
+        ]
         batch = train_batch(hidden, weights, ids, slots)
         experts.trainer.backward(
             experts.layer,

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+from transformers import TrainingArguments
 
 from training.config import TrainConfig
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+def on_one_gpu(arguments: Arguments) -> Arguments:
+    """A run computes on one GPU; transformers would copy the model to all that it finds."""
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def common_arguments(config: TrainConfig, device: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from trl import DPOConfig, DPOTrainer
 
 from training.config import TrainConfig
 from training.layer import ExpertLoraConfig
-from training.loop.arguments import common_arguments
+from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.trainer import PAD, Run
 
 
@@ -31,7 +31,7 @@ def dpo_arguments(config: TrainConfig, device: str) -> DPOConfig:
     losses, weights = [config.pref_loss], [1.0]
     if config.pref_ftx:
         losses, weights = [config.pref_loss, "sft"], [1.0, config.pref_ftx]
-    return DPOConfig(
+    arguments = DPOConfig(
         **common_arguments(config, device),
         beta=config.pref_beta,
         loss_type=losses,
@@ -41,6 +41,7 @@ def dpo_arguments(config: TrainConfig, device: str) -> DPOConfig:
         disable_dropout=False,
         router_aux_loss_coef=0.0,
     )
+    return on_one_gpu(arguments)
 
 
 class PairTrainer(Run, DPOTrainer):  # type: ignore[misc]  # transformers and TRL have no types

@@ -25,6 +25,7 @@ from training.config import TrainConfig
 
 MASTER_BYTES = 4  # of a LoRA parameter: float32
 STATE_BYTES = 16  # of a trained one: master, gradient, AdamW's two moments
+LOCKED_BYTES = 4  # more at most, of a gradient in page-locked memory, which is handed out in powers of two
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _CHUNK_ROWS = 4096  # rows that the experts' backward pass computes at a time
 
@@ -154,6 +155,15 @@ def expert_bytes(run: Run) -> int:
     if run.config.kt_cpu_activation == "recompute":
         kept = 0
     return e * model.hidden_size + kept + 12 * model.num_experts_per_tok + 4
+
+
+def locked_expert_bytes(run: Run, tokens: int) -> int:
+    """The same of so many tokens beside a GPU, where it is page-locked memory: torch hands it out in powers of two."""
+    model, e = run.model, run.element
+    k, inner = model.num_experts_per_tok, model.moe_intermediate_size
+    kept = 0 if run.config.kt_cpu_activation == "recompute" else 2 * k * inner * e
+    sizes = (tokens * each for each in (model.hidden_size * e, kept, 8 * k, 4 * k))
+    return sum(1 << (size - 1).bit_length() for size in sizes if size) + 4 * tokens
 
 
 def logits_bytes(run: Run) -> int:

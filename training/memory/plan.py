@@ -141,7 +141,7 @@ class _Inputs:
             if self.streams is not False:
                 yield Item(main, f"{label}, experts", experts)
             if self.streams is not True:
-                yield Item(cpu, f"{label}, experts", experts)
+                yield Item(cpu, f"{label}, experts", experts + costs.LOCKED_BYTES * trained)
         yield Item(cpu, "while saving, a copy of LoRA", costs.MASTER_BYTES * (dense + trained + frozen) // len(runs))
 
     def _activation_items(self, run: Run, main: str, cpu: str) -> Iterator[Item]:
@@ -159,7 +159,8 @@ class _Inputs:
             yield Item(cpu, label, run.tokens * (sum(dense) + sum(routed)))
         else:
             yield Item(main, label, run.tokens * sum(dense))
-            yield Item(cpu, f"{label}, experts", streaming.tokens_on_cpu(run) * sum(routed))
+            locked = costs.locked_expert_bytes(run, streaming.tokens_on_cpu(run))
+            yield Item(cpu, f"{label}, experts", locked * sum(map(bool, routed)))
             if self.streams is not False:
                 yield Item(main, f"{label}, experts", run.tokens * sum(streamed))
 
