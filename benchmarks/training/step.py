@@ -4,8 +4,9 @@
 
 Each case is a run of `ktserve train` in a process of its own, on a random bf16 model: LoRA of rank 16 on everything,
 packed rows of 4096 tokens, each one document, a micro-batch a step. cpu:N computes the experts of N tokens on the CPU
-(stream_min_tokens: 0), streamed:N copies every layer's to the GPU, auto:N does what is found to be faster. A step is everything between two lines of its log:
-data, forward, loss, backward, clipping, AdamW. The median step behind the first two counts.
+(stream_min_tokens: 0), streamed:N copies every layer's to the GPU, auto:N does what was found to be faster. A step is
+everything between two lines of its log: data, forward, loss, backward, clipping, AdamW. The median step behind the
+first two counts.
 
 Two depths give what a layer more takes, and by a straight line a step of 48 layers; a streamed layer is copied twice a
 step but for the four in which the direction changes.

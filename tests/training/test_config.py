@@ -72,6 +72,7 @@ kt_config:
         ("kt_optimize_rule: x.yaml\n", 4, "refused: placement needs no rule file"),
         ("packing: true\nneat_packing: false\n", 5, "contradicts packing"),
         ("stage: dpo\npacking: true\n", 5, "contradicts stage: dpo"),
+        ("device: cpu\nstream_min_tokens: 64\n", 5, "contradicts device: cpu"),
         ("pref_beta: 0.2\n", 4, "means something only with stage: dpo"),
         ("eval_strategy: steps\n", 4, "needs eval_dataset or val_size"),
         ("val_size: 0.1\n", 4, "never used with eval_strategy: no"),

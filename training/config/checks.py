@@ -61,6 +61,10 @@ def check_run(run: TrainConfig, where: Mapping[str, str], source: str) -> None:
         raise wrong("lora_target", "lora_target: all stands alone")
     _check_targets(run, wrong)
     _check_schedule(run, where, wrong)
+    if run.device == "cpu" and run.stream_min_tokens:
+        raise wrong(
+            "stream_min_tokens", "stream_min_tokens contradicts device: cpu, to which nothing is streamed", "device"
+        )
     if run.packing and run.stage == "dpo":
         raise wrong("packing", "packing contradicts stage: dpo, whose rows are pairs")
     if run.train_on_prompt and run.mask_history:
