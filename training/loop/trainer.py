@@ -15,6 +15,7 @@ from transformers.trainer_callback import TrainerState
 
 from engine.errors import UserError
 from training.data import ShuffledSampler
+from training.loop.clipping import clip
 from training.loop.meter import Meter
 
 _STAGE = ".partial"
@@ -44,6 +45,9 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
         if self.meter is not None:
             self.meter.count(samples)
         return loss
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        return clip(model.parameters(), self.args.max_grad_norm)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a folder beside its place and renames it when it is whole and on disk."""

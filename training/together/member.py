@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerState
 from training.config import TrainConfig
 from training.data import IGNORED, Dataset, ShuffledSampler
 from training.data.build import Item
+from training.loop.clipping import clip
 from training.loop.meter import Meter
 from training.loop.progress import Progress
 
@@ -76,7 +77,7 @@ class Member:
         """Clip, step, log. `loss`: the step's; `tokens`: of its rows, without padding."""
         parameters = list(self.parameters.values())
         limit = self.config.max_grad_norm or math.inf
-        norm = float(nn.utils.clip_grad_norm_(parameters, limit))
+        norm = float(clip(parameters, limit))
         rate = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
