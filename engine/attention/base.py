@@ -54,7 +54,8 @@ class BatchLayout:
 
 def joined(tables: Iterable[array[int]], counts: Iterable[int]) -> NDArray[np.int32]:
     """The first blocks of each table, so many of each, one table's after the other."""
-    return np.frombuffer(b"".join([table[:n] for table, n in zip(tables, counts, strict=True)]), np.int32)
+    blocks = bytearray().join([table[:n] for table, n in zip(tables, counts, strict=True)])  # may be written to
+    return np.frombuffer(blocks, np.int32)
 
 
 @dataclass(frozen=True)

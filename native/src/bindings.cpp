@@ -16,6 +16,7 @@ void bind_training(nb::module_& module);
 }  // namespace ktserve
 
 NB_MODULE(_native, module) {
+  nanobind::set_leak_warnings(false);  // caches of Python modules hold formats until the interpreter has ended
   module.doc() = "CPU kernels: worker pool, packed weights, experts, attention, linear.";
   ktserve::bind_core(module);
   ktserve::bind_bridge(module);  // before all tasks
