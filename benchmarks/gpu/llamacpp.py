@@ -179,7 +179,8 @@ class Comparison:
         served = Served(served_config(model, flags), context=self.args.prompt)
         print(f"{mix}, {name}: ktserve serve MODEL {' '.join(public(flags))}, loaded in {served.loaded_s:.0f} s")
         print("\n".join(f"  {line}" for line in served.lines), flush=True)
-        entries = {n: self._entry(mix, name, n, flags, str(f)) for f, counts in best.items() for n in sorted(counts)}
+        flags_at = {n: str(peers) for peers, counts in best.items() for n in counts}
+        entries = {n: self._entry(mix, name, n, flags, flags_at[n]) for n in sorted(flags_at)}
         try:
             for n in entries:
                 served.decode(n, steps=self.tokens)  # all kernels are compiled, hot experts known
