@@ -39,11 +39,13 @@ class Recorder:
         self._spans: list[tuple[str, int, Any, Any]] = []
         self._began: Any = None
         self._last: Any = None  # end of the compute stream's span before
-        self._layer = -1
+        self._layer = self._copied = -1
         inner: Any = streamed
-        self._begin_step, self._post, self._copy = inner.begin_step, inner.post, inner._layers._copy
+        self._begin_step, self._post = inner.begin_step, inner.post
+        self._copy, self._bring = inner._layers._copy, inner._layers._bring
         self._run: Callable[..., None] = inner._compute.run
-        inner.begin_step, inner.post, inner._layers._copy = self.begin_step, self.post, self.copy
+        inner.begin_step, inner.post = self.begin_step, self.post
+        inner._layers._copy, inner._layers._bring = self.copy, self.bring
         inner._compute.run = self.run
 
     def begin_step(self, rows: int, **how: Any) -> None:
@@ -53,9 +55,16 @@ class Recorder:
         self._begin_step(rows, **how)
 
     def copy(self, buffer: Any) -> None:
-        begin = _event()
+        self._copied = buffer.layer
         self._copy(buffer)
-        self._spans.append(("copy", buffer.layer, begin, _event()))
+
+    def bring(self, part: Any, bring: Callable[[], None]) -> None:
+        def timed() -> None:
+            begin = _event()
+            bring()
+            self._spans.append(("copy", self._copied, begin, _event()))
+
+        self._bring(part, timed)
 
     def post(self, task: ExpertTask, stream: Any = None) -> None:
         self._layer = task.layer
@@ -77,8 +86,9 @@ class Recorder:
         torch.cuda.synchronize()
         found: dict[int, Row] = {}
         for kind, layer, begin, end in self._spans:
+            row = found.setdefault(layer, {"layer": layer})
             times = self._began.elapsed_time(begin), self._began.elapsed_time(end)
-            found.setdefault(layer, {"layer": layer})[kind] = times
+            row[kind] = min(times[0], row.get(kind, times)[0]), times[1]
         return [found[layer] for layer in sorted(found)]
 
 

@@ -5,7 +5,7 @@ a capability, never for a class, and offers to the outside what still holds thro
              ExpertCounters, ExpertPlaces      it counts what it computes, and knows what it holds
     bridge   PartialTasks, PackedWeights       a row's experts can be split between the CPU and the GPU
              ExpertCounters, ExpertPlaces      of what the CPU computes and holds
-    hybrid   GpuParts (engine/experts/gpu/parts.py), ExpertCounters of the CPU's part, ExpertPlaces
+    hybrid   GpuParts (engine/experts/gpu/parts.py), HotFrames, ExpertCounters of the CPU's part, ExpertPlaces
     gpu      ExpertPlaces
     streamed ExpertCounters, ExpertPlaces      of the backend within
 """
@@ -59,6 +59,15 @@ class ExpertPlaces:
 
     num_bytes: Callable[[], Mapping[str, int]]
     choices: Callable[[], tuple[int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class HotFrames:
+    """Experts that GPU memory holds. `frames`: uint8 [F, bytes]; `of`: by layer, int64 [E] on the host, the frame of
+    each expert, -1: none. They hold until the next step begins."""
+
+    frames: torch.Tensor
+    of: Callable[[int], torch.Tensor]
 
 
 @dataclass(frozen=True)

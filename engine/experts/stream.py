@@ -1,9 +1,10 @@
-"""Raw CUDA streams as torch's current one."""
+"""Raw CUDA streams as torch's current one, and events."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -17,3 +18,13 @@ def on_stream(stream: int | None, device: torch.device) -> Iterator[None]:
         outside = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(outside):
             yield
+
+
+def event_here(gpu: bool) -> Any:
+    """Recorded on the current stream; None where there is no GPU."""
+    if not gpu:
+        return None
+    cuda: Any = torch.cuda
+    event = cuda.Event()
+    event.record()
+    return event

@@ -82,7 +82,7 @@ def expert_items(
         items.append(Item(_CPU, f"expert rows, {rows}, pinned", rows * row))
     if streams:
         streaming = LayerStream.buffer_bytes(Sizes.of(model), frame_bytes)
-        items.append(Item(name, "prefill streaming, 2 layers", streaming))
+        items.append(Item(name, "prefill streaming, 2 layers and one packed", streaming))
         if config.max_adapter_slots:
             rank = min(TYPICAL_RANK, config.max_adapter_rank)
             lora = StreamedExperts.lora_bytes(Sizes.of(model), config.max_adapter_slots, rank, element_bytes)

@@ -91,3 +91,24 @@ def test_a_folder_that_is_not_there_is_said_at_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="folder does not exist"):
         Profile(tmp_path / "none" / "hot.json", [0], 2)
     assert Profile(tmp_path / "hot.json", [0], 2).read() is None
+
+
+def test_a_streamed_layer_takes_hot_experts_from_where_they_are() -> None:
+    """Whatever is hot, each expert is in the frame that its place says; hot ones are not read from host memory."""
+    streamed = StreamedExperts(made := hybrid(None, 3), CONFIG, F32, CPU, threshold=4, **SIZES)
+    marked = int(made.place(1).max())
+    made._frames.view(F32)[marked] = 7.0  # nowhere else
+    streamed.begin_step(8, lora=False, eager=True)
+    for layer in (0, 1):
+        frames = streamed._layers.take(layer).view(F32)
+        place = streamed._buffers[streamed._layers.number(layer)].place
+        assert place.shape == (SIZES["max_slots"] + 1, E) and (place == place[0]).all()
+        assert sorted(place[0].tolist()) == list(range(E))
+        for expert in range(E):
+            store = Layer("F32").store
+            wanted = [store.expert(name, expert).dequantise(F32).flatten() for name in ("gate", "up", "down")]
+            moved = int(made.place(layer)[expert]) == marked
+            seen = frames[int(place[0, expert])]
+            assert torch.equal(seen, torch.full_like(seen, 7.0) if moved else torch.cat(wanted))
+        streamed._layers.release(layer)
+    streamed.close()

@@ -129,8 +129,8 @@ def test_streamed_and_hybrid_experts(dtype: torch.dtype) -> None:
         streamed.load_layer(index, layer.store)
     before = streamed.num_bytes
     streamed.begin_step(8, lora=False, eager=True)
-    address = 2 * (SIZES["max_slots"] + 1) * E * 8
-    assert streamed.num_bytes - before == LayerStream.buffer_bytes(sizes, frame) + address
+    tables = 2 * (SIZES["max_slots"] + 1) * E * (8 + 4)
+    assert streamed.num_bytes - before == LayerStream.buffer_bytes(sizes, frame) + tables
     hybrid.bind(0, ExpertBuffers.allocate(24, K, H, dtype))
     assert num_bytes(*hybrid._extra.values()) == HybridExperts.scratch_bytes(sizes, 24)
     assert num_bytes(hybrid._frames) == 3 * frame

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,68 +59,47 @@ class PackedLayer:
             self._frames[element_bytes] = Frame.of(self.sizes, self.formats, element_bytes)
         return self._frames[element_bytes]
 
-    def copy_experts(
-        self,
-        first: int,
-        last: int,
-        frames: torch.Tensor,
-        staging: torch.Tensor,
-        dtype: torch.dtype,
-        frame: Frame | None = None,
-    ) -> None:
-        """Experts [first, last) to `frames` (uint8 [n, >= bytes of a frame]) on the current stream, packed bytes
-        through `staging` (uint8, at least (last - first) * expert_bytes). `dtype`: of what is not quantised there;
-        `frame`: what a frame holds, if that is not what `frame()` says; its plain matrices are dequantised.
-        Asynchronous if the memory is pinned."""
-
-        def bring(there: torch.Tensor, projection: int, shard: int) -> None:
+    def bring(self, first: int, last: int, staging: torch.Tensor) -> None:
+        """Packed bytes of experts [first, last) to `staging`, uint8 of at least (last - first) * expert_bytes, on the
+        current stream; asynchronous if the memory is pinned. For `convert`."""
+        for there, projection, shard in self._parts_in(staging, last - first):
             there.copy_(self.parts[projection][shard][first:last], non_blocking=True)
 
-        self._copy(last - first, bring, frames, staging, dtype, frame or self.frame(dtype.itemsize))
+    def bring_each(self, experts: Sequence[tuple[PackedLayer, int]], staging: torch.Tensor) -> None:
+        """The same for single experts of several layers, all in this one's formats."""
+        for parts, projection, shard in self._parts_in(staging, len(experts)):
+            for there, (layer, expert) in zip(parts.unbind(), experts, strict=True):
+                there.copy_(layer.parts[projection][shard][expert], non_blocking=True)
 
-    def copy_each(
-        self,
-        experts: Sequence[tuple[PackedLayer, int]],
-        frames: torch.Tensor,
-        staging: torch.Tensor,
-        dtype: torch.dtype,
+    def convert(
+        self, count: int, frames: torch.Tensor, staging: torch.Tensor, dtype: torch.dtype, frame: Frame | None = None
     ) -> None:
-        """The same for experts of several layers, all in this one's formats: what is launched to convert them does not
-        grow with their number."""
-
-        def bring(there: torch.Tensor, projection: int, shard: int) -> None:
-            for row, (layer, expert) in zip(there.unbind(), experts, strict=True):
-                row.copy_(layer.parts[projection][shard][expert], non_blocking=True)
-
-        self._copy(len(experts), bring, frames, staging, dtype, self.frame(dtype.itemsize))
-
-    def _copy(
-        self,
-        count: int,
-        bring: Callable[[torch.Tensor, int, int], None],
-        frames: torch.Tensor,
-        staging: torch.Tensor,
-        dtype: torch.dtype,
-        frame: Frame,
-    ) -> None:
-        """`bring`: packed bytes of all experts to uint8 [count, bytes], by projection and shard."""
-        at = 0
-        for projection, (_, inner) in enumerate(self._shapes):
+        """So many experts in `staging` to `frames`, uint8 [count, >= bytes of a frame], on the current stream. `dtype`:
+        of what is not quantised there; `frame`: what a frame holds, if that is not what `frame()` says; its plain
+        matrices are dequantised."""
+        frame = frame or self.frame(dtype.itemsize)
+        row = 0
+        for there, projection, shard in self._parts_in(staging, count):
+            row = 0 if shard == 0 else row
             matrix, begin = frame.matrices[projection], frame.starts[projection]
             target = frames[:, begin : begin + matrix.num_bytes]
-            row, form = 0, self.formats[projection]
-            for shard, part in enumerate(self.parts[projection]):
-                bytes_ = part.shape[1]
-                there = staging[at : at + count * bytes_].view(count, bytes_)
-                at += count * bytes_
-                bring(there, projection, shard)
-                some = bytes_ // panel_bytes(form, inner) * PANEL
-                if matrix.plain:
-                    values = unpack(there.view(-1), form, inner, dtype).view(count, some, inner)
-                    target.view(dtype).view(count, -1, inner)[:, row : row + some].copy_(values)
-                else:
-                    put_tiles(target, there, matrix, row)
-                row += some
+            form, inner = self.formats[projection], self._shapes[projection][1]
+            some = there.shape[1] // panel_bytes(form, inner) * PANEL
+            if matrix.plain:
+                values = unpack(there.view(-1), form, inner, dtype).view(count, some, inner)
+                target.view(dtype).view(count, -1, inner)[:, row : row + some].copy_(values)
+            else:
+                put_tiles(target, there, matrix, row)
+            row += some
+
+    def _parts_in(self, staging: torch.Tensor, count: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Where so many experts' packed bytes lie in `staging`: uint8 [count, bytes], by projection and shard."""
+        at = 0
+        for projection, parts in enumerate(self.parts):
+            for shard, part in enumerate(parts):
+                size = part.shape[1]
+                yield staging[at : at + count * size].view(count, size), projection, shard
+                at += count * size
 
     def pin(self) -> None:
         """Let the GPU read the memory directly; it stays pinned until `unpin`, or until nobody has this object."""

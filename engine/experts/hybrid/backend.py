@@ -17,7 +17,15 @@ import torch
 
 from engine.errors import ExpertBackendError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertCounters, ExpertPlaces, HotPart, PackedWeights, PartialTasks, needed
+from engine.experts.capabilities import (
+    ExpertCounters,
+    ExpertPlaces,
+    HotFrames,
+    HotPart,
+    PackedWeights,
+    PartialTasks,
+    needed,
+)
 from engine.experts.gpu.compute import LayerTables
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.parts import GpuParts
@@ -110,7 +118,8 @@ class HybridExperts(ExpertBackend):
     def offers(self) -> tuple[object, ...]:
         counters = self._inner.capability(ExpertCounters)
         places = ExpertPlaces(self._bytes_by_device, lambda: (self.mover.num_choices, self.mover.num_hits))
-        return self.parts, places, *(() if counters is None else (counters,))
+        hot = HotFrames(self._frames, lambda layer: self.mover.frames_of(self._numbers[layer]))
+        return self.parts, places, hot, *(() if counters is None else (counters,))
 
     def _bytes_by_device(self) -> dict[str, int]:
         places = self._inner.capability(ExpertPlaces)

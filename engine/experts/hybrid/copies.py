@@ -12,6 +12,7 @@ import torch
 from engine.experts.gpu.adapters import HostAdapter
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedLayer, PackedSource
+from engine.experts.stream import event_here
 
 _AT_ONCE = 4  # experts that are converted by the same launches: bounds the memory that takes
 
@@ -24,16 +25,6 @@ class Arrival:
     frame: int
     lora: dict[int, tuple[HostAdapter, int]] = field(default_factory=dict)  # slot -> (whose, first value)
     done: Any = None  # event; None where copies are synchronous
-
-
-def event_here(gpu: bool) -> Any:
-    """Recorded on the current stream; None where there is no GPU."""
-    if not gpu:
-        return None
-    cuda: Any = torch.cuda
-    event = cuda.Event()
-    event.record()
-    return event
 
 
 class Copies:
@@ -90,7 +81,9 @@ class Copies:
         first, packed = places[0][0], self._frames.view(torch.uint8)
         size = first.frame(self._dtype.itemsize).num_bytes
         made = torch.empty(len(arrivals), size, dtype=torch.uint8, device=packed.device)
-        first.copy_each(places, made, self._staging_for(len(arrivals) * first.expert_bytes), self._dtype)
+        staging = self._staging_for(len(arrivals) * first.expert_bytes)
+        first.bring_each(places, staging)
+        first.convert(len(arrivals), made, staging, self._dtype)
         for arrival, values in zip(arrivals, made.unbind(), strict=True):
             packed[arrival.frame, :size].copy_(values)
 

@@ -18,9 +18,10 @@ from engine.experts.gpu.adapters import HostAdapter, HostAdapters
 from engine.experts.gpu.compute import SlotTables
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedSource
-from engine.experts.hybrid.copies import Arrival, Copies, event_here
+from engine.experts.hybrid.copies import Arrival, Copies
 from engine.experts.hybrid.memory import FrameMemory
 from engine.experts.hybrid.policy import HotPolicy
+from engine.experts.stream import event_here
 
 INTERVAL = 4  # steps between two looks at the uses
 SWAP_STEPS = 128  # all frames can be exchanged in so many steps
@@ -90,6 +91,10 @@ class Mover:
     def resident(self) -> int:
         """Experts in the tables."""
         return int((self._frame_of >= 0).sum())
+
+    def frames_of(self, number: int) -> torch.Tensor:
+        """int64 [E]: of the experts of a layer, the frame in the tables, -1: none."""
+        return self._frame_of.view(len(self._layers), -1)[number].long()
 
     def step(self) -> None:
         """Before a launch, on the compute stream."""

@@ -1,4 +1,5 @@
-"""Long prefill chunks on the GPU, a layer's experts streamed there from the CPU backend's memory.
+"""Long prefill chunks on the GPU, a layer's experts streamed there from the CPU backend's memory; those that the
+backend within has on the GPU are copied there.
 
 A step is streamed if it has at least `threshold` rows and is not captured; all others go to the backend within. The
 threshold is measured by `measure`: the CPU's time for growing chunks against the time of one layer's copy.
@@ -14,7 +15,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertCounters, ExpertPlaces, PackedWeights, needed
+from engine.experts.capabilities import ExpertCounters, ExpertPlaces, HotFrames, PackedWeights, needed
 from engine.experts.gpu.compute import LayerTables, SlotTables
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.parts import GpuParts
@@ -30,9 +31,10 @@ NEVER = 1 << 30
 
 
 @dataclass
-class _Adapters:
-    """Beside one of the two buffers: its layer's LoRA of the step's adapters."""
+class _Beside:
+    """Beside one of the two buffers: where its layer's experts are, and their LoRA of the step's adapters."""
 
+    place: torch.Tensor  # int32 [slots, E]
     address: torch.Tensor  # int64 [slots, E]
     lora: dict[int, torch.Tensor]  # by slot: blocks [E, block]
 
@@ -84,10 +86,11 @@ class StreamedExperts(ExpertBackend):
         self._source, self._adapters = parts.source, parts.adapters
         self._max_slots = max_slots
         self._slots = SlotTables.allocate(len(self._order), max_slots + 1, device)
-        experts = torch.arange(self._sizes.experts, dtype=torch.int32, device=device)
-        self._place = experts.repeat(max_slots + 1, 1)
-        self._layers = LayerStream(self._source, self._order, self._sizes, dtype, device, beside=self._copy_lora)
-        self._buffers: list[_Adapters] = []
+        self._layers = LayerStream(
+            self._source, self._order, self._sizes, dtype, device,
+            hot=inner.capability(HotFrames), beside=self._copy_beside,
+        )  # fmt: skip
+        self._buffers: list[_Beside] = []
         self._streaming = False
         self._lora = True
         self._present: Collection[int] = range(1, max_slots + 1)  # adapter slots of the step
@@ -100,8 +103,8 @@ class StreamedExperts(ExpertBackend):
     @property
     def num_bytes(self) -> int:
         """Bytes on the GPU, without adapters; the layers' are there once a step has been streamed."""
-        addresses = sum(b.address.numel() * b.address.element_size() for b in self._buffers)
-        return self._layers.num_bytes + addresses + self._compute.num_bytes
+        tables = sum(t.numel() * t.element_size() for b in self._buffers for t in (b.place, b.address))
+        return self._layers.num_bytes + tables + self._compute.num_bytes
 
     @staticmethod
     def lora_bytes(sizes: Sizes, slots: int, rank: int, element_bytes: int) -> int:
@@ -153,8 +156,8 @@ class StreamedExperts(ExpertBackend):
             frames = self._layers.take(task.layer)
             if number + 1 < len(self._order):
                 self._layers.fetch(self._order[number + 1])
-            address = self._buffers[self._layers.number(task.layer)].address
-            tables = LayerTables(frames, self._place, address, self._layers.frame(task.layer))
+            beside = self._buffers[self._layers.number(task.layer)]
+            tables = LayerTables(frames, beside.place, beside.address, self._layers.frame(task.layer))
             b = task.buffers
             self._compute.run(b, tables, self._slots, number, b.out, lora=self._lora)
             self._layers.release(task.layer)
@@ -177,14 +180,17 @@ class StreamedExperts(ExpertBackend):
         self._layers.prepare()
         slots = self._max_slots + 1
         while len(self._buffers) < 2:
+            place = torch.zeros(slots, self._sizes.experts, dtype=torch.int32, device=self._device)
             address = torch.zeros(slots, self._sizes.experts, dtype=torch.int64, device=self._device)
-            self._buffers.append(_Adapters(address, {}))
+            self._buffers.append(_Beside(place, address, {}))
 
-    def _copy_lora(self, number: int, layer: int) -> None:
-        """The step's adapters; what another slot held here is stale, but its memory is kept for the next step."""
+    def _copy_beside(self, number: int, layer: int) -> None:
+        """Of the step's adapters: what another slot held here is stale, but its memory is kept for the next step."""
+        buffer = self._buffers[number]
+        place = self._layers.place(layer).repeat(self._max_slots + 1, 1)
+        buffer.place.copy_(place.pin_memory() if self._gpu else place, non_blocking=True)
         if not self._lora:
             return
-        buffer = self._buffers[number]
         experts = self._sizes.experts
         address = torch.zeros(self._max_slots + 1, experts, dtype=torch.int64)
         for slot in range(1, self._max_slots + 1):

@@ -1,24 +1,33 @@
 """Layers of experts on their way to a GPU, from the CPU backend's packed memory into one of two buffers.
 
-    side stream     | copy layer 0 -> A | copy layer 1 -> B | copy layer 2 -> A | ...
+    bringing        | layer 0, packed | layer 1, packed | layer 2, packed | ...        a slice of experts after another
+    converting         | 0 -> A           | 1 -> B          | 2 -> A          ...
     compute stream        ...               | layer 0 from A | ...  | layer 1 from B | ...
 
-Who computes takes a layer, begins to fetch the one that comes next, and says when the first has been used.
+Two streams, since converting takes the GPU's processors, for which it may have to wait as long as a kernel of the
+compute stream runs, while what is brought takes none: a layer's packed bytes have memory of their own.
+
+Who computes takes a layer, begins to fetch the one that comes next, and says when the first has been used. Experts that
+the GPU holds anyway (`HotFrames`) are copied there, not from host memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from engine.device import to_device
+from engine.experts.capabilities import HotFrames
 from engine.experts.gpu.layout import Frame, Sizes
-from engine.experts.gpu.source import PackedSource
+from engine.experts.gpu.source import PackedLayer, PackedSource
+from engine.experts.stream import event_here
 
-SLICE_EXPERTS = 16  # copied and unpacked at a time: bounds the staging memory
+SLICE_EXPERTS = 16  # brought and converted at a time: bounds what converting takes
 
 
 @dataclass
@@ -26,14 +35,22 @@ class _Buffer:
     """`layer`: what it holds, or will when `arrived` has passed; free once `used` has. Events, None without a GPU."""
 
     frames: torch.Tensor  # uint8 [E, bytes of the largest frame]
+    place: torch.Tensor  # int32 [E] on the host: frame of each expert
     layer: int | None = None
     arrived: Any = None
     used: Any = None
 
 
+@dataclass
+class _Slice:
+    packed: torch.Tensor  # uint8
+    free: Any  # event
+
+
 class LayerStream:
     """`order`: the layers, each in the buffer of its place's parity, so that neighbours never share one. `plain`: every
-    matrix as numbers of `dtype`, whatever it is stored as. `beside`: called with the buffer's number and the layer when
+    matrix as numbers of `dtype`, whatever it is stored as. `hot`: experts that the
+    GPU holds as they would be here. `beside`: called with the buffer's number and the layer when
     its weights have been sent, on the stream that copies. For one thread at a time."""
 
     def __init__(
@@ -45,29 +62,31 @@ class LayerStream:
         device: torch.device,
         *,
         plain: bool = False,
+        hot: HotFrames | None = None,
         beside: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source, self._sizes, self._dtype, self._device = source, sizes, dtype, device
         self._numbers = {layer: number for number, layer in enumerate(order)}
         self._plain = Frame.of(sizes, ("f32",) * 3, dtype.itemsize) if plain else None
+        self._hot = hot
         self._beside = beside
         self._gpu = device.type == "cuda"
         cuda: Any = torch.cuda
         self._side: Any = cuda.Stream(device) if self._gpu else None
+        self._bringing: Any = cuda.Stream(device) if self._gpu else None
         self._buffers: list[_Buffer] = []
-        self._staging: torch.Tensor | None = None
+        self._slices: list[_Slice] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the GPU; 0 before `prepare`."""
-        held = [b.frames for b in self._buffers] + ([] if self._staging is None else [self._staging])
+        held = [b.frames for b in self._buffers] + [s.packed for s in self._slices]
         return sum(t.numel() for t in held)
 
     @staticmethod
     def buffer_bytes(sizes: Sizes, frame_bytes: int) -> int:
-        """What the two layers and the slice of one that is unpacked take at most. `frame_bytes`: of the largest
-        expert."""
-        return (2 * sizes.experts + min(SLICE_EXPERTS, sizes.experts)) * frame_bytes
+        """What the two layers and the packed one take at most. `frame_bytes`: of the largest expert."""
+        return 3 * sizes.experts * frame_bytes
 
     def frame(self, layer: int) -> Frame:
         """What a frame of the layer holds."""
@@ -87,9 +106,12 @@ class LayerStream:
         for _ in range(2):
             frames = torch.empty(experts, size, dtype=torch.uint8, device=self._device)
             # The side stream's first copy waits for what used this memory before.
-            self._buffers.append(_Buffer(frames, used=self._record()))
+            place = torch.arange(experts, dtype=torch.int32)
+            self._buffers.append(_Buffer(frames, place, used=event_here(self._gpu)))
         most = max(self._source[layer].expert_bytes for layer in self._numbers)
-        self._staging = torch.empty(most * min(SLICE_EXPERTS, experts), dtype=torch.uint8, device=self._device)
+        for first, last in _slices(0, experts):
+            packed = torch.empty(most * (last - first), dtype=torch.uint8, device=self._device)
+            self._slices.append(_Slice(packed, event_here(self._gpu)))
 
     def forget(self) -> None:
         """What the buffers hold is out of date."""
@@ -109,7 +131,7 @@ class LayerStream:
             self._side.wait_event(buffer.used)
         with torch.cuda.stream(self._side):
             self._copy(buffer)
-            buffer.arrived = self._record()
+            buffer.arrived = event_here(self._gpu)
 
     def take(self, layer: int) -> torch.Tensor:
         """The layer's frames, uint8 [E, >= bytes of a frame], for the current stream, until `release`."""
@@ -119,9 +141,13 @@ class LayerStream:
             torch.cuda.current_stream(self._device).wait_event(buffer.arrived)
         return buffer.frames
 
+    def place(self, layer: int) -> torch.Tensor:
+        """int32 [E] on the host: which of the frames each expert of a fetched layer is in."""
+        return self._buffers[self.number(layer)].place
+
     def release(self, layer: int) -> None:
         """What the current stream has been given so far is all that reads the layer."""
-        self._buffers[self.number(layer)].used = self._record()
+        self._buffers[self.number(layer)].used = event_here(self._gpu)
 
     def copy_seconds(self, layer: int) -> float:
         """How long a layer takes. Nothing may be under way."""
@@ -137,25 +163,52 @@ class LayerStream:
     def close(self) -> None:
         """Nothing may be under way."""
         self._buffers.clear()
-        self._staging = None
+        self._slices.clear()
 
     def _copy(self, buffer: _Buffer) -> None:
-        if self._staging is None or buffer.layer is None:
+        """On the current stream, which is not the one that brings."""
+        if buffer.layer is None or not self._slices:
             raise RuntimeError("copy before prepare")
         source, frame, experts = self._source[buffer.layer], self.frame(buffer.layer), self._sizes.experts
-        for first in range(0, experts, SLICE_EXPERTS):
-            last = min(first + SLICE_EXPERTS, experts)
-            source.copy_experts(first, last, buffer.frames[first:last], self._staging, self._dtype, frame)
+        if self._hot is None:
+            for part, (first, last) in zip(self._slices, _slices(0, experts), strict=True):
+                self._bring(part, partial(source.bring, first, last, part.packed))
+                source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype, frame)
+                part.free = event_here(self._gpu)
+        else:
+            self._copy_cold(buffer, source, self._hot.frames, self._hot.of(buffer.layer))
         if self._beside is not None:
             self._beside(self.number(buffer.layer), buffer.layer)
 
-    def _record(self) -> Any:
-        if not self._gpu:
-            return None
-        cuda: Any = torch.cuda
-        event = cuda.Event()
-        event.record()
-        return event
+    def _copy_cold(self, buffer: _Buffer, source: PackedLayer, hot: torch.Tensor, frame_of: torch.Tensor) -> None:
+        """Experts that are in none of the `hot` frames come first, the others behind them."""
+        size, order = source.frame(self._dtype.itemsize).num_bytes, frame_of.argsort(stable=True)
+        cold = int((frame_of < 0).sum())
+        buffer.place = torch.empty(len(order), dtype=torch.int32)
+        buffer.place[order] = torch.arange(len(order), dtype=torch.int32)
+        for part, (first, last) in zip(self._slices, _slices(0, cold), strict=False):
+            experts = [(source, int(expert)) for expert in order[first:last]]
+            self._bring(part, partial(source.bring_each, experts, part.packed))
+            source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype)
+            part.free = event_here(self._gpu)
+        there = to_device(frame_of[order].tolist(), torch.int64, self._device)
+        for first, last in _slices(cold, len(order)):
+            buffer.frames[first:last, :size].copy_(hot[there[first:last], :size])
+
+    def _bring(self, part: _Slice, bring: Callable[[], None]) -> None:
+        """As soon as the slice is free; the current stream waits for it."""
+        if self._bringing is None:
+            bring()
+            return
+        self._bringing.wait_event(part.free)
+        with torch.cuda.stream(self._bringing):
+            bring()
+            arrived = event_here(True)
+        torch.cuda.current_stream(self._device).wait_event(arrived)
+
+
+def _slices(first: int, end: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(at + SLICE_EXPERTS, end)) for at in range(first, end, SLICE_EXPERTS))
 
 
 def fastest_of_two(run: Callable[[], None], device: torch.device) -> float:
