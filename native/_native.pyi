@@ -743,11 +743,7 @@ class ExpertTrainer:
     Forward and backward of a layer's experts with LoRA on a pool, one call at a time.
     """
 
-    def __init__(self, pool: WorkerPool, isa: str = "", beside: bool = True) -> None:
-        """
-        beside: whether weights are transposed beside products, on AMX, or else before them; the results are equal.
-        """
-
+    def __init__(self, pool: WorkerPool, isa: str = "") -> None: ...
     @property
     def isa(self) -> str: ...
     def forward(

@@ -1,15 +1,14 @@
 """One layer of Qwen3-30B-A3B's experts, forward and backward with LoRA, per packed format and number of rows.
 
 python -m benchmarks.training.layer [--threads N] [--isa avx2] [--types BF16 Q8_0] [--rows 128 512] [--peers kt torch]
-                                  [--phases] [--before] [--seconds S] [--json FILE]
+                                  [--phases] [--seconds S] [--json FILE]
 
 Variants run turn by turn and the fastest of `--repeats` counts: one adapter on all rows, none, eight adapters in turn
 over the rows, and one with gate and up computed again instead of kept. The share of the peak counts the operations of
 the base weights and of LoRA, forward and backward. --peers kt: kt_kernel's training class on bf16 weights in the same
 turns, with a transposed copy of the weights of its own and with a shared one, of which the faster counts; it needs
 AVX-512 with BF16, and what is missing is said. --peers torch: autograd over bf16 and over float32 weights. --phases:
-where the time of one adapter's step goes, in ms, with the share of it that the workers were busy. --before: also with
-weights transposed before products, where AMX does that beside them.
+where the time of one adapter's step goes, in ms, with the share of it that the workers were busy.
 """
 
 from __future__ import annotations
@@ -127,7 +126,6 @@ class Bench:
         self.args, self.pool = args, make_pool(args.threads)
         self.until = time.monotonic() + args.seconds
         self.trainer = _native.ExpertTrainer(self.pool, args.isa)
-        self.before = _native.ExpertTrainer(self.pool, args.isa, beside=False) if args.before else None
         shape = (args.experts, args.rank, HIDDEN, INTERMEDIATE, 2.0)
         self.loras = [ExpertLora(*shape) for _ in range(ADAPTERS)]
         for lora in self.loras:
@@ -169,8 +167,6 @@ class Bench:
                 "eight": Step(self.trainer, layer, ids, self.loras, True),
                 "again": Step(self.trainer, layer, ids, self.loras[:1], False),
             }
-            if self.before is not None:
-                made["before"] = Step(self.before, layer, ids, self.loras[:1], True)
             turns = {name: step.seconds for name, step in made.items()}
             if type == "BF16":
                 turns |= {name: partial(trainer.step_s, ids) for name, trainer in self.kt.items()}
@@ -198,13 +194,11 @@ class Bench:
             "saved_bytes": saved["one"], "saved_bytes_recomputing": saved["again"], "peaks": vars(peaks),
         }  # fmt: skip
         text = ""
-        if "before" in found:
-            text = f"; transposed before products {found['before'][1] * 1e3:.1f} ms backward"
         if theirs := [name for name in self.kt if name in found]:
             best = min(theirs, key=lambda name: total[name])
             result |= {"kt_ms": {name: [s * 1e3 for s in found[name]] for name in theirs}}
             result["kt_ratio"] = total[best] / total["one"]
-            text += f"; {best} {found[best][0] * 1e3:.1f} + {found[best][1] * 1e3:.1f} ms: {result['kt_ratio']:.2f}x"
+            text = f"; {best} {found[best][0] * 1e3:.1f} + {found[best][1] * 1e3:.1f} ms: {result['kt_ratio']:.2f}x"
         print(
             f"  {rows:>5} rows: {forward * 1e3:7.1f} + {backward * 1e3:7.1f} ms ({backward / forward:.2f}x), "
             f"{of_peak:.0%} of peak; LoRA {result['lora_of_forward']:.0%} of forward, "
@@ -247,7 +241,6 @@ def main() -> None:
     parser.add_argument(
         "--kt-variant", default="", help="kt_kernel's build, avx512_bf16 for instance; default: its own"
     )
-    parser.add_argument("--before", action="store_true", help="also with weights transposed before products")
     parser.add_argument("--phases", action="store_true", help="also print the time of each phase")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--json", type=Path, help="write the results there")

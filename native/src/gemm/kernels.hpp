@@ -18,15 +18,6 @@ struct DotTail {
   int64_t x_stride = 0;
 };
 
-// Work for the vector unit, in units of some 100 cycles, that a call does between its products.
-class Beside {
- public:
-  virtual void run(int64_t units) = 0;
-
- protected:
-  ~Beside() = default;
-};
-
 // out[r][16 p + i] = sum_k w[16 p + i][k] x[r][k], float32.
 struct DotArgs {
   Format format;
@@ -42,9 +33,6 @@ struct DotArgs {
   const uint8_t* next = nullptr;
   bool adds = false;  // out += instead of out =; bf16 and f32 only
   DotTail tail = {};  // bf16 only, where Kernels::tails
-  // Likewise, of which the call runs `units`; nothing is fetched then: its panels are in a cache.
-  Beside* beside = nullptr;
-  int64_t units = 0;
 };
 
 struct Kernels {
@@ -72,7 +60,7 @@ struct Kernels {
   void (*dot_dequantised)(const DotArgs& args) = nullptr;
   void (*pack_dequantised_f32)(const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
   void (*pack_dequantised_bf16)(const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
-  bool tails = false;  // whether `dot` of bf16 takes DotArgs::tail and DotArgs::beside
+  bool tails = false;  // whether `dot` of bf16 takes DotArgs::tail
 
   // The least number of rows for which dot_dequantised is to be used, or 0.
   int64_t dequantised_from(Format format) const { return dequantised_rows == nullptr ? 0 : dequantised_rows(format); }

@@ -13,20 +13,6 @@ namespace {
 
 constexpr int64_t kInt8Rows = 12;  // fewer of a quantised format are faster without tiles
 
-// What a call is to do beside its products, a share at each of `steps` steps.
-class Share {
- public:
-  Share(const DotArgs& a, int64_t steps) : beside_(a.beside), units_(a.units), steps_(steps) {}
-
-  inline __attribute__((always_inline)) void step() {
-    for (due_ += units_; due_ >= steps_; due_ -= steps_) beside_->run(1);
-  }
-
- private:
-  Beside* beside_;
-  int64_t units_, steps_, due_ = 0;
-};
-
 // One group of rows: each pair of panels is read from end to end, once. Both are prefetched kFetch blocks early, beyond
 // their ends those of the next pair.
 void dot_one_group(const DotArgs& a) {
@@ -34,17 +20,12 @@ void dot_one_group(const DotArgs& a) {
   const int64_t size = panel_size(Format::bf16, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
   configure(a.rows < 16 ? a.rows : 16, a.rows - 16);
-  Share share(a, (a.panels + 1) / 2 * blocks * 2);
   for (int64_t p = 0; p < a.panels; p += 2) {
     const uint8_t* w = a.w + p * size;
     const uint8_t* behind = (p + 2 >= a.panels && a.next != nullptr ? a.next : w + 2 * size) - blocks * kTileBytes;
     const Product c{
         w,       kTileBytes,      size, 0, -1, a.x, a.x_stride, blocks, a.out + p * kPanel, a.out_stride * 4,
         !a.adds, tail_of(a, p, 0)};
-    if (a.beside != nullptr) {
-      product(c, a.rows, p + 1 < a.panels, [&](int64_t, int) __attribute__((always_inline)) { share.step(); });
-      continue;
-    }
     product(c, a.rows, p + 1 < a.panels, [&](int64_t b, int half) __attribute__((always_inline)) {
       const uint8_t* next = (b + kFetch < blocks ? w : behind) + (b + kFetch) * kTileBytes + half * size;
       for (int64_t i = 0; i < kTileBytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
@@ -58,10 +39,7 @@ class Packed {
  public:
   static int64_t most_blocks(int64_t) { return 16; }  // two panels: 32 KB
 
-  explicit Packed(const DotArgs& a)
-      : a_(a),
-        size_(panel_size(Format::bf16, a.k)),
-        beside_(a, (a.panels + 1) / 2 * ((a.rows + kGroup - 1) / kGroup) * (padded_k(a.k) / kBlock)) {}
+  explicit Packed(const DotArgs& a) : a_(a), size_(panel_size(Format::bf16, a.k)) {}
 
   const uint8_t* w() const { return now_; }
   int64_t block_bytes() const { return kTileBytes; }
@@ -74,7 +52,6 @@ class Packed {
     share_ = (count * kTileBytes / 64 + steps - 1) / steps;
   }
   inline __attribute__((always_inline)) void step(int64_t) {
-    if (a_.beside != nullptr) return beside_.step();
     for (int64_t i = 0; i < share_ && at_ < end_; ++i, at_ += 64) {
       _mm_prefetch(at_, _MM_HINT_T1);
       _mm_prefetch(at_ + size_, _MM_HINT_T1);
@@ -88,7 +65,6 @@ class Packed {
   int64_t size_;
   const uint8_t *now_ = nullptr, *next_ = nullptr, *at_ = nullptr, *end_ = nullptr;
   int64_t share_ = 0;
-  Share beside_;
 };
 
 void dot_bf16(const DotArgs& a) {

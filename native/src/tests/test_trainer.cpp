@@ -164,7 +164,7 @@ KTSERVE_TEST(trainer_threads) {
     for (Isa isa : test::isas()) {
       Training one(world, 300, random);
       ExpertTrainer trainer(world.pool, isa);
-      ExpertTrainer other(alone, isa, false);  // W^T before products instead of beside them
+      ExpertTrainer other(alone, isa);
       one.loss(trainer);
       one.backward(trainer, true);
       const std::vector<float> out = one.out, hidden = one.grad_hidden, a = one.gradients[1][0];

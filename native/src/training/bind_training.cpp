@@ -71,11 +71,10 @@ void bind_training(nb::module_& module) {
                             "Forward and backward of a layer's experts with LoRA on a pool, one call at a time.")
       .def(
           "__init__",
-          [](ExpertTrainer* self, WorkerPool& pool, const std::string& isa, bool beside) {
-            new (self) ExpertTrainer(pool, choose_isa(isa), beside);
+          [](ExpertTrainer* self, WorkerPool& pool, const std::string& isa) {
+            new (self) ExpertTrainer(pool, choose_isa(isa));
           },
-          "pool"_a, "isa"_a = "", "beside"_a = true, nb::keep_alive<1, 2>(),
-          "beside: whether weights are transposed beside products, on AMX, or else before them; the results are equal.")
+          "pool"_a, "isa"_a = "", nb::keep_alive<1, 2>())
       .def_prop_ro("isa", [](const ExpertTrainer& trainer) { return isa_name(trainer.isa()); })
       .def(
           "forward",

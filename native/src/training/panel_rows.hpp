@@ -84,19 +84,6 @@ void transpose(Format format, const uint8_t* w, int64_t panels, int64_t k, int64
   });
 }
 
-void transpose_block(const ColumnBlock& from, Format to, uint8_t* out, int64_t out_bytes) {
-  with_format(from.format, [&](auto f) {
-    for (int half = 0; half < 2; ++half) {
-      transpose_half<decltype(f)::value>(from.panel, from.k, from.column / kBlock, half, to, 0, out + half * out_bytes);
-    }
-  });
-}
-
-void fetch_block(const ColumnBlock& block) {
-  with_format(block.format,
-              [&](auto f) { fetch_columns<decltype(f)::value>(block.panel, block.k, block.column, kBlock); });
-}
-
 void pack_matrix(const float* rows, int64_t stride, int64_t n, int64_t k, Format to, uint8_t* out) {
   const int64_t size = panel_size(to, k);
   const int64_t each = to == Format::f32 ? 64 : 32;  // bytes of a panel for one of k
@@ -308,8 +295,8 @@ void few_sums(const FewSums& a) {
 }
 
 constexpr PanelKernels panel_table = {
-    transpose, transpose_block, fetch_block, pack_matrix, pack_transpose, transpose_rows, put_transposed,
-    put_row,   gated_backward,  few_sums,    0,           nullptr};
+    transpose, pack_matrix, pack_transpose, transpose_rows, put_transposed, put_row, gated_backward,
+    few_sums,  0,           nullptr};
 
 }  // namespace
 }  // namespace ktserve::KT_SIMD

@@ -49,14 +49,6 @@ struct NextColumns {
   int64_t first;
 };
 
-// 32 columns of a panel, from `column` on.
-struct ColumnBlock {
-  Format format;
-  const uint8_t* panel;
-  int64_t k;
-  int64_t column;
-};
-
 // Columns [first, first + count), multiples of 32, of the panels of a matrix W [16 panels, k], bf16 or quantised: of
 // W^T d for `rows` rows d of bf16, without panels of the transpose.
 struct FewRows {
@@ -96,9 +88,6 @@ struct PanelKernels {
   // `next` the beginning is fetched meanwhile.
   void (*transpose)(Format format, const uint8_t* w, int64_t panels, int64_t k, int64_t first, int64_t count, Format to,
                     uint8_t* out, int64_t out_bytes, const NextColumns& next);
-  // The same of one panel's block: 16 sums of two panels at out, out + out_bytes. And what fetches such a block.
-  void (*transpose_block)(const ColumnBlock& block, Format to, uint8_t* out, int64_t out_bytes);
-  void (*fetch_block)(const ColumnBlock& block);
   // Panels of a float32 matrix [n, k], rows `stride` floats apart.
   void (*pack)(const float* rows, int64_t stride, int64_t n, int64_t k, Format to, uint8_t* out);
   // Panels of the transpose of a matrix [k, n].

@@ -28,12 +28,8 @@ uint8_t* ExpertTrainer::Room::part(int index, int64_t bytes) {
   return arena.data();
 }
 
-ExpertTrainer::ExpertTrainer(WorkerPool& pool, Isa isa, bool beside)
-    : pool_(pool),
-      kernels_(kernels(isa)),
-      panels_(panel_kernels(isa)),
-      beside_(beside),
-      rooms_(static_cast<size_t>(pool.threads())) {}
+ExpertTrainer::ExpertTrainer(WorkerPool& pool, Isa isa)
+    : pool_(pool), kernels_(kernels(isa)), panels_(panel_kernels(isa)), rooms_(static_cast<size_t>(pool.threads())) {}
 
 void ExpertTrainer::check(const ExpertLayer& layer, const std::vector<TrainLora>& loras,
                           const TrainBatch& batch) const {
@@ -104,9 +100,6 @@ void ExpertTrainer::begin(const ExpertLayer& layer, const std::vector<TrainLora>
 
 void ExpertTrainer::cut(int projection, int64_t first, int64_t last) {
   items_.clear();
-  for (Room& room : rooms_) {
-    for (Turning& turn : room.turns) turn.forget();
-  }
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (int64_t column = first; column < last;) {
     int64_t end = std::min(last, column + kItemColumns);

@@ -33,7 +33,6 @@
 #include "gemm/kernels.hpp"
 #include "runtime/pool.hpp"
 #include "training/panels.hpp"
-#include "training/turning.hpp"
 
 namespace ktserve {
 
@@ -66,8 +65,7 @@ struct TrainBatch {
 
 class ExpertTrainer {
  public:
-  // beside: whether W^T is made beside the products before, where kernels can (AMX), or else before its own.
-  ExpertTrainer(WorkerPool& pool, Isa isa, bool beside = true);
+  ExpertTrainer(WorkerPool& pool, Isa isa);
 
   Isa isa() const { return kernels_.isa; }
   WorkerPool& pool() const { return pool_; }
@@ -119,12 +117,10 @@ class ExpertTrainer {
   };
   // Memory of a worker, each part as large as was ever needed.
   struct Room {
-    Arena parts[7];
-    Turning turns[2];  // of what is multiplied with, and of what comes behind it
-    int turn = 0;
+    Arena parts[5];
     uint8_t* part(int index, int64_t bytes);
   };
-  enum Part { kPanels, kLoraPanels, kTile, kSecondTile, kRows, kTurned };  // kTurned: and the next one
+  enum Part { kPanels, kLoraPanels, kTile, kSecondTile, kRows };
 
   void check(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch) const;
   void by_chunks(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch,
@@ -184,10 +180,6 @@ class ExpertTrainer {
   // comes behind this one, if that is known.
   void transposed_product(int projection, const Item& item, const ScratchRows& d, const ScratchRows& u, float* out,
                           int64_t stride, bool adds, int next, const Item* next_item, Fetch& fetch, Room& room) const;
-  // Columns of W^T that are made at a time.
-  int64_t turned_columns(int projection) const;
-  // Begins with them if that has not been done.
-  Turning& turning(Room& room, int turn, int projection, int64_t expert, int64_t column, int64_t columns) const;
   // Whether it needs no panels of W^T.
   bool few(int projection, const Item& item) const {
     const Format format = layer_->shape().formats[projection];
@@ -226,7 +218,6 @@ class ExpertTrainer {
   WorkerPool& pool_;
   const Kernels& kernels_;
   const PanelKernels& panels_;
-  bool beside_;
   std::mutex running_;
   std::vector<Room> rooms_;  // by worker
 

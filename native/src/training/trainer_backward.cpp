@@ -77,64 +77,26 @@ void ExpertTrainer::transposed_product(int projection, const Item& item, const S
   }
   DotTail tail = lora_tail(projection, true, item, u, room);
   const int64_t size = panel_size(product_, n);
-  const int64_t most = turned_columns(projection);
-  const auto multiply = [&](const uint8_t* panels, int64_t column, int64_t columns, Turning* later) {
-    for (int64_t i = 0; i < columns; i += kPair) {
-      fetch.next();
-      const uint8_t* pair = panels + i / kPanel * size;
-      DotArgs args{product_, pair, 2,    n,   d.at(item.row), d.stride, rows, out + column + i - item.column,
-                   stride,   pair, adds, tail};
-      if (later != nullptr) {
-        args.beside = later;
-        args.units = later->left() * kPair / (columns - i);
-      }
-      kernels_.dot(args);
-      if (tail.w != nullptr) tail.w += 2 * panel_size(product_, tail.k);
-    }
-  };
+  const int64_t most = std::clamp(turned_bytes(isa()) / (2 * size) * kPair, kPair, kItemColumns);
+  uint8_t* panels = room.part(kPanels, most / kPanel * size);
   for (int64_t column = item.column; column < item.column_end; column += most) {
     const int64_t columns = std::min(most, item.column_end - column);
     const bool more = column + columns < item.column_end;
-    if (beside_ && kernels_.tails && product_ == Format::bf16) {
-      const uint8_t* panels = turning(room, room.turn, projection, item.expert, column, columns).finish();
-      Turning* later = nullptr;
-      if (more) {
-        later = &turning(room, 1 - room.turn, projection, item.expert, column + columns,
-                         std::min(most, item.column_end - column - columns));
-      } else if (next_item != nullptr && !few(next, *next_item)) {
-        later = &turning(room, 1 - room.turn, next, next_item->expert, next_item->column,
-                         std::min<int64_t>(turned_columns(next), next_item->column_end - next_item->column));
-      }
-      multiply(panels, column, columns, later);
-      room.turn = 1 - room.turn;
-      continue;
-    }
-    uint8_t* panels = room.part(kPanels, most / kPanel * size);
     const NextColumns then = more ? NextColumns{layer_->panel(projection, item.expert, 0), k, column + columns} : last;
     each_shard([&](const uint8_t* w, int64_t first, int64_t count, bool ends) {
       panels_.transpose(s.formats[projection], w, count, k, column, columns, product_,
                         panels + first * kPanel * (product_ == Format::f32 ? 64 : 32), size,
                         ends ? then : NextColumns{});
     });
-    multiply(panels, column, columns, nullptr);
+    for (int64_t i = 0; i < columns; i += kPair) {
+      fetch.next();
+      const uint8_t* pair = panels + i / kPanel * size;
+      kernels_.dot({product_, pair, 2, n, d.at(item.row), d.stride, rows, out + column + i - item.column, stride, pair,
+                    adds, tail});
+      if (tail.w != nullptr) tail.w += 2 * panel_size(product_, tail.k);
+    }
   }
   if (tail.w == nullptr) add_lora(projection, true, item, u, out, stride, room);
-}
-
-int64_t ExpertTrainer::turned_columns(int projection) const {
-  const int64_t pair = 2 * panel_size(product_, layer_->rows_of(projection));
-  return std::clamp(turned_bytes(isa()) / pair * kPair, kPair, kItemColumns);
-}
-
-Turning& ExpertTrainer::turning(Room& room, int turn, int projection, int64_t expert, int64_t column,
-                                int64_t columns) const {
-  const Turning::What what{layer_, projection, expert, column, columns, product_};
-  Turning& found = room.turns[turn];
-  if (!found.begun(what)) {
-    const int64_t size = panel_size(product_, layer_->rows_of(projection));
-    found.begin(panels_, what, room.part(kTurned + turn, columns / kPanel * size));
-  }
-  return found;
 }
 
 void ExpertTrainer::hidden_gradient(const TrainBatch& b, const void* kept) {
