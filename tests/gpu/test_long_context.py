@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import rules as rules_folder
 from engine.experts.streamed.backend import StreamedExperts
@@ -16,6 +16,7 @@ from testing.tiny import save_hf, tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPT, BEHIND = 131_000, 4
+CHUNK = 2048
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
 TOP = 16
 
@@ -39,10 +40,15 @@ def prompt() -> list[int]:
 
 
 @torch.inference_mode()
-def logprobs_behind(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """float32 [V] of transformers."""
-    ids = torch.tensor([prompt], device=model.device)
-    logits: torch.Tensor = model(ids, logits_to_keep=1, use_cache=False).logits[0, -1]
+def logprobs_behind(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """float32 [len(tokens), V] of transformers: what it says before each of the tokens. Computed some positions at a
+    time: scores of all by all would not fit a GPU."""
+    ids, cache = torch.tensor([prompt + tokens[:-1]], device=model.device), DynamicCache(config=model.config)
+    *before, last = ids[:, : len(prompt)].split(CHUNK, 1)
+    for chunk in before:
+        model(chunk, past_key_values=cache, logits_to_keep=1)
+    last = torch.cat((last, ids[:, len(prompt) :]), 1)
+    logits: torch.Tensor = model(last, past_key_values=cache, logits_to_keep=len(tokens)).logits[0]
     return logits.float().log_softmax(-1).cpu()
 
 
@@ -65,9 +71,8 @@ def test_behind_128k_positions(model, prompt, tmp_path, experts):
     engine.close()
     assert len(result.tokens) == BEHIND
     error = theirs = 0.0
-    for number, seen in enumerate(result.logprobs):
-        asked = prompt + result.tokens[:number]
-        exact, bf16 = logprobs_behind(whole, asked), logprobs_behind(rounded, asked)
+    exacts, roundeds = (logprobs_behind(model, prompt, result.tokens) for model in (whole, rounded))
+    for number, (seen, exact, bf16) in enumerate(zip(result.logprobs, exacts, roundeds, strict=True)):
         for entry in seen.top:
             error += abs(entry.logprob - float(exact[entry.token]))
             theirs += abs(float(bf16[entry.token]) - float(exact[entry.token]))
