@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> Run:
         print("no --llama: the peer's columns stay empty")
     try:
         for i, (mix, row) in enumerate(todo):
-            function, seconds, _ = ROWS[row]
+            seconds = ROWS[row][1]
             now = time.monotonic()
             if now > run.end_s:
                 run.leave_out(row, mix, "out of time")
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> Run:
             left = sum(ROWS[name][1] for _, name in todo[i:])
             run.row_end_s = now + (run.end_s - now) * seconds / left
             try:
-                function(run, mix)
+                measure_row(run, row, mix)
             except (PeerError, KtError, StreamError, RunError, KtserveError) as error:
                 print(f"  {row} {mix}: {error}", flush=True)
                 run.leave_out(row, mix, str(error))
@@ -73,6 +73,25 @@ def measure(args: argparse.Namespace, shape: Shape) -> Run:
         run.release()
         run.write()
     return run
+
+
+def measure_row(run: Run, row: str, mix: str) -> None:
+    """Where the peer fails this is told, and ours are measured without it."""
+    function, known, peer = ROWS[row][0], len(run.data["rows"]), run.peer
+    try:
+        function(run, mix)
+    except PeerError as error:
+        if peer is None:
+            raise
+        print(f"  {row} {mix}: without llama.cpp: {error}", flush=True)
+        run.leave_out(row, mix, f"llama.cpp: {error}")
+        del run.data["rows"][known:]
+        run.release()
+        run.peer = None
+        try:
+            function(run, mix)
+        finally:
+            run.peer = peer
 
 
 def keep_other_machines(out: Path, machine: dict[str, Any]) -> None:

@@ -189,8 +189,22 @@ def test_targets_are_judged(entry, good):
 
 
 def test_a_missing_peer_is_told(tmp_path):
-    with pytest.raises(PeerError, match="there is no llama-bench"):
+    with pytest.raises(PeerError, match="there is no llama-batched-bench"):
         measure(parse([*_flags(tmp_path), "--rows", "decode", "--llama", str(tmp_path)]), SHAPE)
+
+
+def test_a_peer_that_fails_leaves_its_columns_empty(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("llama-bench", "llama-batched-bench"):
+        (folder / name).write_text(
+            '#!/bin/sh\n[ "$1" = --version ] && echo version: 1 && exit\necho no >&2; kill -ILL $$\n'
+        )
+        (folder / name).chmod(0o755)
+    run = measure(parse([*_flags(tmp_path), "--rows", "decode", "--llama", str(folder)]), SHAPE)
+    assert [(e["row"], e["peer"]) for e in run.data["rows"]] == [("decode", None)]
+    assert len(run.data["left_out"]) == 1 and "status -4: no" in run.data["left_out"][0]
+    assert run.peer is not None  # for the next row
 
 
 @pytest.mark.parametrize("wrong", [["--rows", "decode,nothing"], ["--types", "Q5_0"]])

@@ -51,7 +51,7 @@ void tile(const Tile& t) {
   const uint8_t* sums = t.x + row.sum + t.part.first * groups * 4;
   Pair f[M];
   begin(f, t);
-  Prefetch<2, lines_of<F>(M, 1, 2, Alone)> next(w + panel_size(F, t.k), panel_size(F, t.k), t.k / kBlock, t.part);
+  Prefetch<2, lines_of<F>(M, 1, 2, Alone)> next(t.next, panel_size(F, t.k), t.k / kBlock, t.part);
   for (int64_t b = t.part.first; b < t.part.first + t.part.count; ++b) {
 #pragma GCC unroll 2
     for (int g = 0; g < groups; ++g) {
@@ -140,6 +140,7 @@ void dot_format(const DotArgs& a) {
   const int64_t step = tiles == 1 && !has_grid(F) ? blocks : at_once;
   for (int64_t p = 0; p < a.panels; ++p) {
     const uint8_t* w = a.w + p * panel_size(F, a.k);
+    const uint8_t* next = a.next != nullptr && p + 1 == a.panels ? a.next : w + panel_size(F, a.k);
     for (int64_t first = 0; first < blocks; first += step) {
       const int64_t count = blocks - first < step ? blocks - first : step;
       if constexpr (has_grid(F)) {
@@ -150,6 +151,7 @@ void dot_format(const DotArgs& a) {
         const int64_t row = a.rows * i / tiles;
         tile_of<F>(a.rows * (i + 1) / tiles - row, {w,
                                                     decoded->quants,
+                                                    next,
                                                     a.k,
                                                     a.x + row * a.x_stride,
                                                     a.x_stride,

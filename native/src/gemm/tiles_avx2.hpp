@@ -13,6 +13,7 @@ namespace {
 struct Tile {
   const uint8_t* w;
   const uint8_t* decoded;  // the part's blocks, of a grid's format
+  const uint8_t* next;     // the panel that follows, to be fetched meanwhile
   int64_t k;
   const uint8_t* x;
   int64_t stride;
@@ -88,7 +89,7 @@ void tile_bf16(const Tile& t) {
   begin(f, t);
   const Rows rows(t.stride);
   const int64_t size = panel_size(Format::bf16, t.k);
-  Prefetch<pairs, lines_of<Format::bf16>(M, 1, pairs, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  Prefetch<pairs, lines_of<Format::bf16>(M, 1, pairs, Alone)> next(t.next, size, padded_k(t.k) / kBlock, t.part);
   const int64_t last = (t.part.first + t.part.count) * pairs;
   for (int64_t i = t.part.first * pairs; i < last; ++i) {
     next.advance();
@@ -124,7 +125,7 @@ void tile_f32(const Tile& t) {
   const Rows rows(t.stride);
   const int64_t size = panel_size(F, t.k);
   constexpr int steps = static_cast<int>(info(F).quant_bytes / 64);  // a line each
-  Prefetch<steps, lines_of<F>(M, 1, steps, Alone)> next(t.w + size, size, padded_k(t.k) / kBlock, t.part);
+  Prefetch<steps, lines_of<F>(M, 1, steps, Alone)> next(t.next, size, padded_k(t.k) / kBlock, t.part);
   const uint8_t* const numbers = t.w + meta_size(F, t.k);
   const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
   const int64_t last = end_of_part < t.k ? end_of_part : t.k;
