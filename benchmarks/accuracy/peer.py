@@ -25,7 +25,7 @@ from benchmarks.accuracy.table import SHAPE
 from demo.paths import demo_model
 from engine.weights.gguf.file import open_gguf
 from testing.harness import Harness, full_logits
-from testing.tiny import save_gguf, tiny_model
+from testing.models.tiny import save_gguf, tiny_model
 
 VOCABULARY = 2048
 

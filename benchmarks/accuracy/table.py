@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from testing.harness import Harness
-from testing.tiny import save_gguf, tiny_model
+from testing.models.tiny import save_gguf, tiny_model
 
 MIXES = ("prefill", "chunked prefill", "decode", "prefix hit", "preempted")
 TIE = 0.2  # gap of router logits (of standard deviation 9) under which bf16 may choose other experts

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import GrammarSpec
-from testing.vocabulary import vocabulary_of
+from testing.models.vocabulary import vocabulary_of
 
 _CPU_S, _MEMORY_BYTES = 10, 2 << 30
 _TOKENS = 100

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.cpu.client import our_server
 from benchmarks.cpu.engine import BenchEngine
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s, measure_peaks
-from benchmarks.models.make import Shape, adapter_path, model_path, write_adapter, write_model
+from benchmarks.models.make import Shape, adapter_path, made_model, write_adapter
 from benchmarks.peers.llamacpp import Flags, Peer
 from native import _native
 
@@ -52,12 +52,7 @@ class Run:
     # ---- files
 
     def model(self, mix: str) -> Path:
-        path = model_path(self.args.models, self.shape.layers, mix)
-        if not path.exists():
-            print(f"writing {path.name} ...", flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_model(path, self.shape, mix)
-        return path
+        return made_model(self.args.models, self.shape, mix)
 
     def adapters(self) -> list[Path]:
         paths = [adapter_path(self.args.models, self.shape.layers, i) for i in range(NUM_ADAPTERS)]

@@ -19,7 +19,7 @@ import torch
 
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.flashinfer import FlashInferAttention
-from testing.shapes import config
+from testing.models.shapes import config
 
 CONFIG = config(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
 CHUNKS = [

@@ -40,7 +40,7 @@ import torch
 import rules
 from benchmarks.cpu.state import commit, describe_machine, public, versions
 from benchmarks.gpu.served import Served, served_config
-from benchmarks.models.make import TYPES, Shape, model_path, write_model
+from benchmarks.models.make import TYPES, Shape, made_model
 from benchmarks.peers.kt import spare_threads
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from engine.errors import UserError
@@ -150,12 +150,7 @@ class Comparison:
         self._best: dict[tuple[str, int], dict[Flags, list[int]]] = {}
 
     def model(self, mix: str) -> Path:
-        path = model_path(self.args.models, self.shape.layers, mix)
-        if not path.exists():
-            print(f"writing {path.name} ...", flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_model(path, self.shape, mix)
-        return path
+        return made_model(self.args.models, self.shape, mix)
 
     def best(self, mix: str, model: Path, cpu_layers: int) -> dict[Flags, list[int]]:
         """Of llama.cpp's flags, by the numbers of rows that they are the fastest at."""

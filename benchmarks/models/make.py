@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from testing.tiny import encode
+from testing.models.tiny import encode
 
 Bytes = NDArray[np.uint8]
 GGML: TypeAlias = gguf.GGMLQuantizationType
@@ -264,6 +264,16 @@ def model_path(out: Path, layers: int, mix: str) -> Path:
 
 def adapter_path(out: Path, layers: int, index: int) -> Path:
     return out / f"lora-{layers}L-{index}"
+
+
+def made_model(folder: Path, shape: Shape, mix: str) -> Path:
+    """The file of `model_path`, which is written if it is not there."""
+    path = model_path(folder, shape.layers, mix)
+    if not path.exists():
+        print(f"writing {path.name} ...", flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_model(path, shape, mix)
+    return path
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs=2, default=[4, 8], help="two depths")
     parser.add_argument("--cases", nargs="+", default=["streamed:8192", "cpu:4096"], help="WAY:TOKENS")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/ktserve-train-step"), help="for models and outputs")
+    parser.add_argument("--folder", type=Path, help="for models and outputs; default: a temporary one")
     parser.add_argument("--seconds", type=float, default=3600.0, help="end after so many")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        measure(args, args.folder)
+    else:
+        with tempfile.TemporaryDirectory(prefix="ktserve-train-step-") as folder:
+            measure(args, Path(folder))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
     began = time.monotonic()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    folders = models(args.folder, args.layers)
+    folders = models(folder, args.layers)
     print(f"models written, {time.monotonic() - began:.0f} s", flush=True)
     results: dict[str, Any] = {"cpus": os.cpu_count(), "runs": [], "whole": {}}
     for case in args.cases:
@@ -146,7 +155,7 @@ def main() -> None:
                 print(f"no time for {case}, {depth} layers", flush=True)
                 continue
             try:
-                run = seconds_a_step(folders[depth], args.folder, case, args.steps, left)
+                run = seconds_a_step(folders[depth], folder, case, args.steps, left)
             except RuntimeError as error:
                 print(error, flush=True)
                 continue

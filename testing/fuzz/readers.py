@@ -20,7 +20,7 @@ from engine.lora.files.reader import read_adapter
 from engine.weights.gguf.file import GGUFArray, open_gguf
 from engine.weights.open import open_model
 from testing.fuzz.mutate import Files
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 
 REFUSALS = ("UserError", "ModelFileError", "AdapterError", "TemplateError", "MemoryPlanError", "RulesError")
 _SAMPLES = Path(__file__).parents[2] / "tests/data/samples"

@@ -24,7 +24,7 @@ from engine.weights.gguf.file import open_gguf
 from engine.weights.open import open_model
 from rules import builtin_names
 from testing.harness import Harness, greedy
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import BACKENDS, CLEAR, prompts
 from tests.lora import make

@@ -11,7 +11,7 @@ import engine.architectures.registry as registry
 from engine.architectures.registry import ARCHITECTURES, config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
 from engine.lora.files.formats.linears import linear_sizes
-from testing.tiny import FAMILIES, GGUF_NAMES, tiny_model
+from testing.models.tiny import FAMILIES, GGUF_NAMES, tiny_model
 
 ROOT = Path(registry.__file__).parents[2]
 

@@ -8,7 +8,7 @@ from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.registry import ARCHITECTURES
 from rules import Machine, RulesError, parse_rule_set, place
 from rules.operators import operators_of
-from testing.shapes import config
+from testing.models.shapes import config
 
 QWEN2_FILE = b"""
 - match:

@@ -18,7 +18,7 @@ from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
 from native import _native
 from testing.bridge import HostBridge
-from testing.shapes import config
+from testing.models.shapes import config
 from testing.waiting import comes_to_rest
 from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, error, expected, lora
 

@@ -12,7 +12,7 @@ from engine.experts.native import NativeExperts
 from engine.experts.streamed.backend import StreamedExperts
 from native import _native
 from testing.bridge import HostBridge
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.expert_layers import F32, E, H, I, K, Layer, lora
 
 LAYERS = 2

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.accuracy.table import MIXES, Files, measure, measure_apart
 from engine.experts.kt.process import kt_available
-from testing.tiny import FAMILIES
+from testing.models.tiny import FAMILIES
 from tests.engine.test_parity import BACKENDS
 
 

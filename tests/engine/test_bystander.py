@@ -17,7 +17,7 @@ from api.http.bodies.sampling import sampling_params
 from api.http.fields.parsing import parse
 from engine.messages import Cancelled, Failed, Finished, Refused, Submit, decode_to_engine, encode
 from testing.harness import Harness, Result
-from testing.tiny import tiny_model
+from testing.models.tiny import tiny_model
 
 VOCABULARY = 128
 IDS = st.integers(0, VOCABULARY - 1)

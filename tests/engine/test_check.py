@@ -13,7 +13,7 @@ from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.diagnostics.check import check_model
 from engine.experts.reference import ReferenceExperts
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 
 TOKENS = list(range(2, 34))
 

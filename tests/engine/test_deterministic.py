@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 from native import available
 from testing.harness import Harness
-from testing.tiny import save_gguf, tiny_model
+from testing.models.tiny import save_gguf, tiny_model
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 

@@ -8,7 +8,7 @@ import torch
 from engine.errors import ExpertBackendError
 from engine.messages import Abort, Cancelled, Drain, Failed, Finished, Refused, Reply, StopFound
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
 
 

@@ -13,7 +13,7 @@ from engine.attention import flashinfer as module
 from engine.attention.base import BatchLayout
 from engine.attention.flashinfer import FA3_ROWS, FlashInferAttention, fa3_limit
 from engine.errors import EngineError, UserError
-from testing.shapes import config
+from testing.models.shapes import config
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 6), (10, 0)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -21,7 +21,7 @@ from engine.memory.gpu import adapter_copies, expert_items, gpu_items, hot_exper
 from engine.memory.limits import Memory
 from engine.model.config import ModelConfig
 from rules import Machine
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 
 GPU = Machine(gpu=True, native=True, flashinfer=True, gpu_count=1, reasons={"native": "", "flashinfer": "not there"})
 

@@ -19,7 +19,7 @@ from engine.weights.model_file import ModelFile
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 from native import available
 from rules import Machine
-from testing.shapes import config
+from testing.models.shapes import config
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")
 GPU = Machine(gpu=True, native=True, kt=False, flashinfer=True, gpu_count=1, reasons={})

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.messages import Finished, LoadAdapter, Reply, UnloadAdapter
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
 from tests.lora.make import config_of, extra_keys, linear_keys, lora_config, per_expert_keys, random_adapter, write
 

@@ -17,7 +17,7 @@ from native import available
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
 
 CPU = torch.device("cpu")

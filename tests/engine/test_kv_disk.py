@@ -17,7 +17,7 @@ from engine.messages import Abort, Failed
 from native import available
 from rules import Machine
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
 from tests.engine.test_row_faults import BAD, poison
 

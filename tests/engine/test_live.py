@@ -6,7 +6,7 @@ import pytest
 
 from engine.messages import GetLive, GetStats, Live, Reply
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import prompts
 
 

@@ -14,7 +14,7 @@ from engine.experts.reference import ReferenceExperts
 from engine.messages import Finished, LoadAdapter, Refused, Reply, UnloadAdapter
 from engine.model.layers import SparseMlp
 from testing.harness import Harness, greedy
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import BACKENDS, CLEAR, prompts
 from tests.lora.make import config_of, extra_keys, linear_keys, lora_config, per_expert_keys, random_adapter, write
 from tests.lora.merge import merge

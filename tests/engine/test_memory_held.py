@@ -10,7 +10,7 @@ from engine.lora.budget import AdapterSize
 from engine.messages import LoadAdapter, Reply
 from native import available
 from testing.harness import Harness
-from testing.tiny import save_gguf, tiny_model
+from testing.models.tiny import save_gguf, tiny_model
 from tests.engine.test_lora_serving import Family
 
 NATIVE = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testing.harness import Harness, full_logits, greedy
-from testing.tiny import FAMILIES, save_gguf, save_hf, tiny_model
+from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
 from tests.native.isas import ISAS
 
 SETTINGS = [{"rules": "reference"}, *({"rules": None, "isa": isa} for isa in ISAS or [None])]

@@ -14,7 +14,7 @@ from engine.linear.native import NativeLinear
 from engine.model.native_executor import NativeExecutor
 from native import available
 from testing.harness import Harness, full_logits
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import prompts
 

@@ -11,7 +11,7 @@ from engine.errors import UserError
 from scheduler.plan import Event, EventKind
 from scheduler.request import Request, SamplingParams
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from testing.waiting import PATIENCE_S, eventually
 from tests.engine.test_parity import prompts
 

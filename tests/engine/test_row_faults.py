@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.messages import Failed, Finished, Refused
 from engine.steps.masks import TokenMask
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import BACKENDS, prompts
 
 BAD = 77  # a token whose hidden states are not finite

@@ -20,7 +20,7 @@ from engine.config import EngineConfig, check_settings
 from engine.errors import UserError
 from native import available
 from rules.choice import Choice
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1])
 REFERENCE = {"rules": "reference"}

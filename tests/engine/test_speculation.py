@@ -13,7 +13,7 @@ from engine.errors import UserError
 from engine.messages import Finished, StopFound
 from scheduler.request import ThinkingBudget
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import BACKENDS, prompts
 

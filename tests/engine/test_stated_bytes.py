@@ -25,7 +25,7 @@ from engine.weights.tiled.convert import Packer
 from engine.weights.tiled.layout import matrix_of
 from native import available
 from testing.bridge import HostBridge
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, tensor
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")

@@ -12,7 +12,7 @@ from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.flashinfer import FA3_ROWS, FlashInferAttention, fa3_limit
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UserError
-from testing.shapes import config
+from testing.models.shapes import config
 
 pytestmark = pytest.mark.gpu
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -15,7 +15,7 @@ from engine.experts.base import ExpertBuffers, ExpertTask
 from engine.experts.bridge.backend import CudaBridge
 from engine.experts.native import NativeExperts
 from native.topology import make_pool
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, error, expected
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from engine.errors import AdapterError, EngineError, ExpertBackendError, UserErr
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.experts.gpu.backend import GpuExperts
 from engine.experts.reference import ReferenceExperts
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, lora
 
 SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)

@@ -14,7 +14,7 @@ from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts
 from native import _native
 from testing.bridge import HostBridge
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.gpu.test_experts_gpu import fill
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
 

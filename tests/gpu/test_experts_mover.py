@@ -16,7 +16,7 @@ from engine.experts.gpu.source import PackedSource
 from engine.experts.hybrid.mover import INTERVAL, Mover, Tables
 from engine.experts.native import NativeExperts
 from native import _native
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.gpu.frames import frames_of
 from tests.native.expert_layers import BF16, E, Layer, lora
 

@@ -9,7 +9,7 @@ import torch
 from engine.architectures.registry import config_from_hf
 from engine.ops.base import TorchOps
 from engine.ops.rope import Rope
-from testing.tiny import tiny_model
+from testing.models.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32]

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 import rules as rules_folder
 from engine.experts.streamed.backend import StreamedExperts
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPT, BEHIND = 131_000, 4

@@ -22,7 +22,7 @@ from engine.messages import Failed, Finished
 from engine.ops.gpu import GpuOps
 from scheduler.plan import StepPlan
 from testing.harness import Harness, greedy
-from testing.tiny import FAMILIES, save_hf, tiny_model
+from testing.models.tiny import FAMILIES, save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
 

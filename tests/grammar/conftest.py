@@ -11,8 +11,8 @@ import pytest
 from engine.messages import GrammarSpec, Submit
 from scheduler.request import SamplingParams
 from testing.harness import Harness, Result
-from testing.tiny import tiny_model
-from testing.vocabulary import vocabulary_of
+from testing.models.tiny import tiny_model
+from testing.models.vocabulary import vocabulary_of
 
 END, THINK, THOUGHT = 256, 257, 258
 # Every byte, the control tokens, and tokens that cross what grammars know as boundaries.

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from engine.lora.adapter import AdapterWeights
 from engine.lora.files.reader import read_adapter
-from testing.tiny import tiny_model
+from testing.models.tiny import tiny_model
 from tests.lora import make
 from tests.lora.merge import all_deltas, merge
 

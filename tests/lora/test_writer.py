@@ -17,7 +17,7 @@ from engine.lora.files.folder import CONFIG_FILE
 from engine.lora.files.reader import read_adapter
 from engine.lora.files.writer import FORMS, write_adapter
 from engine.weights.open import open_model
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.lora import make
 from tests.lora.test_formats import FORMS as READ_FORMS
 from tests.lora.test_formats import assert_same, write_form

@@ -11,7 +11,7 @@ from engine.experts.base import ExpertBuffers, ExpertTask
 from engine.experts.native import NativeExperts
 from engine.lora.adapter import ExpertLora
 from engine.weights.store import ExpertStore, WeightTensor
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.blocks import QUANTISED, random_blocks, values_of
 
 E, H, I, K = 8, 256, 512, 3  # noqa: E741

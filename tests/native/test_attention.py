@@ -15,7 +15,7 @@ from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.native import NativeAttention
 from engine.errors import EngineError, UserError
 from native import _native
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.isas import ISAS
 
 BF16, F32, I8 = torch.bfloat16, torch.float32, torch.int8

@@ -31,8 +31,8 @@ from engine.ops.rope import Rope
 from engine.weights.store import WeightTensor
 from native import _native
 from testing.harness import Harness
-from testing.shapes import config
-from testing.tiny import FAMILIES
+from testing.models.shapes import config
+from testing.models.tiny import FAMILIES
 from tests.engine.test_lora_serving import Family
 from tests.native.isas import ISAS
 

@@ -13,7 +13,7 @@ from engine.errors import EngineError, ExpertBackendError, UserError
 from engine.experts.base import ExpertBuffers
 from engine.experts.native import NativeExperts
 from native import _native
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.blocks import QUANTISED
 from tests.native.expert_layers import BF16, F32, E, K, Layer, batch, error, expected, lora, make, run
 from tests.native.isas import ISAS

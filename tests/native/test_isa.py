@@ -15,7 +15,7 @@ from engine.attention.native import NativeAttention
 from engine.linear.native import NativeLinearBackend
 from engine.weights.store import WeightTensor
 from native import _native
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.isas import ISAS
 
 CODE = "import torch; torch.set_num_threads(1); from tests.native.test_isa import digest; print(digest(''))"

@@ -14,7 +14,7 @@ from engine.ops.base import TorchOps
 from engine.ops.native import NativeOps
 from engine.ops.rope import Rope
 from native import _native
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.isas import ISAS
 
 POOL = _native.WorkerPool([[0, 1, 2]])

@@ -12,14 +12,14 @@ from tests.api.conftest import Running, serving
 from tests.api.conftest import model_dir as model_dir
 
 if TYPE_CHECKING:
-    from testing.browser import Browser
+    from testing.page.browser import Browser
 
 ADAPTERS = ("reverse", "gated", "fail", "silent", "refuse")
 
 
 @pytest.fixture(scope="session")
 def window() -> Iterator[Browser]:
-    from testing.browser import browser, why_not  # here: without selenium the modules of the tests are skipped
+    from testing.page.browser import browser, why_not  # here: without selenium the modules of the tests are skipped
 
     if reason := why_not():
         pytest.skip(reason)

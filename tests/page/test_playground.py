@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 
-from testing.browser import Browser, Keys
+from testing.page.browser import Browser, Keys
 from tests.api.conftest import Running, serving
 
 ENDED = (

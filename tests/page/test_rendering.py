@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 
-from testing.browser import Browser, Keys
+from testing.page.browser import Browser, Keys
 
 HOSTILE = [
     "<script>window.pwned = 1</script>",

@@ -26,7 +26,7 @@ from engine.steps.runner import ModelRunner
 from ktserve.launcher import program
 from native import available
 from testing.harness import Harness, Result, greedy
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from testing.waiting import PATIENCE_S, eventually
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts

@@ -24,7 +24,7 @@ from engine.steps.inputs import StepArrays
 from engine.weights.open import open_model
 from native import available
 from rules import Machine
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 
 
 @pytest.fixture(scope="module")

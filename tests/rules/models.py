@@ -9,7 +9,7 @@ from engine.architectures.qwen3_moe import QWEN3_MOE
 from rules.operators import operators_of
 from rules.rule_set import load_rules as load_for
 from rules.rule_set import parse_rule_set as parse_for
-from testing.shapes import config
+from testing.models.shapes import config
 
 load_rules = partial(load_for, family=QWEN3_MOE.rules)
 parse_rule_set = partial(parse_for, family=QWEN3_MOE.rules)

@@ -61,13 +61,19 @@ class Timed:
             self.add(f"b{name}.{number}", 25, background=True)
 
 
-@given(st.floats(1e-4, 1e-2), st.floats(1e-5, 1e-2), st.floats(0, 50))
-def test_a_step_between_live_requests_is_short(base_s: float, token_s: float, idle_s: float) -> None:
-    """As short as one of a single token, or below the share of what a live request takes and of the time without."""
+def timed_alone(base_s: float = 1e-3, token_s: float = 1e-3) -> Timed:
+    """With background requests alone so far, of whose steps the cost is known."""
     timed = Timed(base_s, token_s)
     timed.background(0)
     for _ in range(2 * MIN_SAMPLES):
         timed.step()
+    return timed
+
+
+@given(st.floats(1e-4, 1e-2), st.floats(1e-5, 1e-2), st.floats(0, 50))
+def test_a_step_between_live_requests_is_short(base_s: float, token_s: float, idle_s: float) -> None:
+    """As short as one of a single token, or below the share of what a live request takes and of the time without."""
+    timed = timed_alone(base_s, token_s)
     alone_s = timed.live("first")
     seen = 0
     for number in range(1, 12):
@@ -98,10 +104,7 @@ def test_a_batch_alone_has_whole_steps() -> None:
 
 
 def test_long_without_live_requests_steps_are_whole_again() -> None:
-    timed = Timed(1e-3, 1e-3)
-    timed.background(0)
-    for _ in range(2 * MIN_SAMPLES):
-        timed.step()
+    timed = timed_alone()
     timed.live("first")
     plan, _ = timed.step()
     assert plan is not None and plan.num_tokens < 8
@@ -113,10 +116,7 @@ def test_long_without_live_requests_steps_are_whole_again() -> None:
 
 
 def test_a_client_that_follows_up_meets_no_background_step() -> None:
-    timed = Timed(1e-3, 1e-3)
-    timed.background(0)
-    for _ in range(2 * MIN_SAMPLES):
-        timed.step()
+    timed = timed_alone()
     timed.live("first")
     assert timed.scheduler.schedule(timed.now) is None, "the next one may come at once"
     timed.add("second", 1, background=False)

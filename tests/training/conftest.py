@@ -10,7 +10,7 @@ import torch
 
 from api.text.tokenizer import load_tokenizer
 from demo.paths import demo_model
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from training.config import TrainConfig
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from hypothesis import strategies as st
 
 from engine.experts.capabilities import PackedWeights
 from engine.experts.gpu.layout import Sizes
@@ -154,3 +155,16 @@ def errors(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], step: St
         difference = float((got[name].double() - ref.double()).abs().mean())
         result[name] = difference / size if size else difference
     return result
+
+
+BATCHES: dict[str, Any] = {  # drawn, for hypothesis' `given`
+    "rows": st.one_of(st.integers(1, 40), st.just(300)),
+    "top_k": st.integers(1, 8),
+    "ranks": st.lists(st.integers(1, 64), max_size=3),
+    "keep": st.booleans(),
+    "seed": st.integers(0, 999),
+}
+
+
+def assert_within(found: dict[str, float], forward: float, gradients: float) -> None:
+    assert all(e <= (forward if name == "out" else gradients) for name, e in found.items()), found

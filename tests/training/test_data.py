@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from api.text.messages import normalise
 from api.text.tokenizer import Tokenizer, load_tokenizer
 from demo.paths import demo_model
-from testing.tiny import tiny_model
+from testing.models.tiny import tiny_model
 from training.config import TrainConfig
 from training.data import IGNORED, DataError, PackedDataset, ShuffledSampler, build_datasets
 from training.data.collate import PackingCollator, PaddingCollator, PreferenceCollator

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from engine.experts.native import NativeExperts
 from native import _native
-from testing.shapes import config
+from testing.models.shapes import config
 from tests.native.blocks import QUANTISED
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch
 from tests.native.expert_layers import run as serve
 from tests.native.isas import ISAS
-from tests.training.expert_layers import PackedLayer, Step, errors, run
+from tests.training.expert_layers import BATCHES, PackedLayer, Step, assert_within, errors, run
 from training.experts.native import trainable_layers
 
 POOL = _native.WorkerPool([[0], [1]])
@@ -38,21 +38,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def assert_within(found: dict[str, float], forward: float, gradients: float) -> None:
-    assert all(e <= (forward if name == "out" else gradients) for name, e in found.items()), found
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name,forward,gradients", [("f32", 1e-5, 1e-5), ("bf16", 0.005, 0.01)])
 @DRAWN
 @example(rows=4200, top_k=2, ranks=[3], keep=True, seed=0)  # more than are computed at a time
-@given(
-    rows=st.one_of(st.integers(1, 40), st.just(300)),
-    top_k=st.integers(1, 8),
-    ranks=st.lists(st.integers(1, 64), max_size=3),
-    keep=st.booleans(),
-    seed=st.integers(0, 999),
-)
+@given(**BATCHES)
 def test_drawn_shapes(
     name: str,
     forward: float,

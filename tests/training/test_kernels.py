@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import UserError
 from engine.weights.open import open_model
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.training.models import draw_b, ours
 from training.config import TrainConfig
 from training.kernels import expert_maker, worker_pool

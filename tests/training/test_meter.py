@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.weights.open import open_model
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.training.models import draw_b, ours
 from training.config import TrainConfig
 from training.loop.meter import make_meter

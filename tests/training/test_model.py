@@ -8,7 +8,7 @@ import torch
 from engine.errors import UserError
 from engine.lora.files.reader import read_adapter
 from engine.weights.open import open_model
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.layer import lora_config
 from training.loop.save import save_adapter

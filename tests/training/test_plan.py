@@ -19,7 +19,7 @@ from demo.paths import demo_model
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.limits import Memory
 from engine.weights.open import open_model
-from testing.tiny import tiny_model
+from testing.models.tiny import tiny_model
 from training.config import TrainConfig, load_config
 from training.memory.costs import Run, dense_lora, layer_bytes, lora_parameters
 from training.memory.main import main as child

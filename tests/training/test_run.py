@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 from engine.errors import UserError
 from engine.lora.files.reader import read_adapter
 from engine.weights.open import open_model
-from testing.tiny import tiny_model
+from testing.models.tiny import tiny_model
 from tests.training.models import copy_lora, losses, ours, plain
 from training.data import build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator

@@ -7,7 +7,7 @@ import torch
 
 from engine.messages import Finished
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.training.models import draw_b, ours
 from training.config import TrainConfig
 from training.kernels import expert_maker

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from transformers import TrainingArguments
 
@@ -21,10 +20,10 @@ from engine.experts.native import NativeExperts
 from engine.experts.streamed.layers import LayerStream
 from engine.weights.store import WeightSource
 from native import _native
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.native.blocks import QUANTISED
 from tests.native.expert_layers import BF16, F32
-from tests.training.expert_layers import PackedLayer, Step, errors, run
+from tests.training.expert_layers import BATCHES, PackedLayer, Step, assert_within, errors, run
 from tests.training.models import draw_b, losses, ours
 from training.config import TrainConfig
 from training.experts.native import trainable_layers
@@ -49,21 +48,11 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
 DRAWN = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def assert_within(found: dict[str, float], forward: float, gradients: float) -> None:
-    assert all(e <= (forward if name == "out" else gradients) for name, e in found.items()), found
-
-
 @DEVICES
 @pytest.mark.parametrize("name,forward,gradients", [("f32", 1e-5, 1e-5), ("bf16", 0.005, 0.01)])
 @DRAWN
 @example(rows=1, top_k=1, ranks=[], keep=True, seed=0)
-@given(
-    rows=st.one_of(st.integers(1, 40), st.just(300)),
-    top_k=st.integers(1, 8),
-    ranks=st.lists(st.integers(1, 64), max_size=3),
-    keep=st.booleans(),
-    seed=st.integers(0, 999),
-)
+@given(**BATCHES)
 def test_drawn_shapes(
     name: str, forward: float, gradients: float, device: str, rows: int, top_k: int, ranks: list[int], keep: bool,
     seed: int,

@@ -16,7 +16,7 @@ from engine.errors import ModelFileError
 from engine.model.load import Loader
 from engine.weights.gguf.header import read_header
 from testing.harness import Harness
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.native.isas import ISAS
 
 LAYERS = 3

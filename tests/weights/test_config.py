@@ -17,7 +17,7 @@ from engine.errors import ModelFileError
 from engine.model.config import ModelConfig, RopeScaling
 from engine.weights.gguf.file import open_gguf
 from engine.weights.open import open_model
-from testing.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 
 # As on the hub for Qwen3-30B-A3B (transformers 4.51).
 OLD: dict[str, Any] = {

@@ -21,7 +21,7 @@ from engine.memory.units import format_bytes, parse_bytes
 from engine.model.config import ModelConfig
 from engine.weights.open import open_model
 from engine.weights.store import ExpertStore, WeightSource
-from testing.tiny import save_gguf, tiny_model
+from testing.models.tiny import save_gguf, tiny_model
 
 GIB, MIB = 1 << 30, 1 << 20
 WEIGHTS = 8 * 3 * 64 * 64  # of one layer's experts

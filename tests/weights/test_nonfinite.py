@@ -15,7 +15,7 @@ from engine.errors import ModelFileError, UserError
 from engine.weights.dequant import first_nonfinite
 from engine.weights.store import WeightTensor
 from testing.harness import Harness
-from testing.tiny import save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import BACKENDS
 
 LAYER = "model.layers.0."

@@ -18,8 +18,8 @@ from engine.weights.open import open_model
 from engine.weights.packed import packed_bytes
 from native import available
 from testing.harness import Harness, full_logits
-from testing.quantised import FP8_CONFIG, int4_config, save_quantised
-from testing.tiny import tiny_model
+from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
+from testing.models.tiny import tiny_model
 from tests.engine.test_parity import prompts
 from tests.weights.test_memory_plan import plan
 

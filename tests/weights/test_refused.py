@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelFileError, UserError
 from engine.weights.gguf.file import open_gguf
 from engine.weights.open import open_model
-from testing.tiny import gguf_metadata, save_gguf, save_hf, tiny_model
+from testing.models.tiny import gguf_metadata, save_gguf, save_hf, tiny_model
 
 
 def refusal(path: Path) -> str:

@@ -21,7 +21,7 @@ from engine.weights.gguf.file import GGUFArray, open_gguf
 from engine.weights.layout import dense_tensors, gguf_expert_name, gguf_names
 from engine.weights.model_file import FileBytes
 from engine.weights.open import open_model
-from testing.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
+from testing.models.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
 from tests.weights.states import assert_same
 
 SHAPES = {

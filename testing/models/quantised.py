@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine.weights.safetensors.blocks import F8, f8_blocks, int4_blocks
-from testing.tiny import save_hf
+from testing.models.tiny import save_hf
 
 FP8_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",

@@ -1,4 +1,4 @@
-"""The screenshots of docs/page.md: `python -m testing.page_shots URL`, of a server with the demo model."""
+"""The screenshots of docs/page.md: `python -m testing.page.shots URL`, of a server with the demo model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 
-from testing.browser import Browser, Keys, browser
+from testing.page.browser import Browser, Keys, browser
 from testing.waiting import PATIENCE_S
 
-DOCS = Path(__file__).parent.parent / "docs" / "page"
+DOCS = Path(__file__).parents[2] / "docs" / "page"
 STORY = "Tell me a story about a fox."
 
 

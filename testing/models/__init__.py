@@ -1,0 +1,1 @@
+"""Small models for tests, and what they are made of."""
