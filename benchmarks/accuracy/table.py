@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from engine.steps.runner import InFlight
+from scheduler.plan import StepPlan
 from testing.harness import Harness
 from testing.models.tiny import save_gguf, tiny_model
 
@@ -117,10 +119,18 @@ def recording(engine: Harness) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
     runner = engine.core.runner
     original, logits = runner.launch_forward, {}
 
-    def launch(plan: Any, *args: Any) -> Any:
+    def computed(step: InFlight) -> torch.Tensor:
+        if step.hidden is not None:
+            return runner.model.logits(step.hidden)
+        if step.logits is not None:
+            return step.logits
+        assert runner.padded is not None, "a greedy step of graphs, which leaves its logits in their buffer"
+        return runner.model.head.whole(runner.padded.logits[: len(step.arrays.kept)])
+
+    def launch(plan: StepPlan, *args: Any) -> InFlight:
         step = original(plan, *args)
         with runner.computing():
-            rows = (step.logits if step.hidden is None else runner.model.logits(step.hidden)).float().cpu().clone()
+            rows = computed(step).float().cpu().clone()
         for row, first in zip(plan.rows, step.arrays.row_starts.tolist(), strict=False):
             for i in range(row.num_tokens):
                 logits[row.request.request_id, row.start + i] = rows[first + i]

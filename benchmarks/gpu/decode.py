@@ -182,6 +182,9 @@ class _Known(Request):
     def tokens(self, start: int, end: int) -> list[int]:
         return [self._token] * (end - start)
 
+    def token(self, position: int) -> int:
+        return self._token
+
 
 @contextmanager
 def no_rows(padded: PaddedDecode) -> Iterator[None]:
