@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +17,12 @@ from engine.core import EngineCore
 from engine.lora.version import AdapterStatus
 from engine.messages import Cancelled, Failed, Finished, FromEngine, Refused, Reply, Submit, TokenLogprobs, Tokens
 from engine.process import THREADS_S
+from engine.steps.runner import ModelRunner
 from scheduler.request import SamplingParams
 from testing.readers import SharedReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOAD_CALL = -1
 
@@ -31,6 +36,13 @@ def load_adapter(core: EngineCore, name: str, path: str | Path, expert_scaling: 
     core.adapters.resolve(name)
 
 
+def model_runner(core: EngineCore) -> ModelRunner:
+    """Of an engine with a model; TypeError without one."""
+    if not isinstance(core.runner, ModelRunner):
+        raise TypeError(f"an engine with a model is needed, this one runs its steps by {type(core.runner).__name__}")
+    return core.runner
+
+
 @dataclass
 class Result:
     tokens: list[int] = field(default_factory=list)
@@ -42,8 +54,8 @@ class Result:
 class Harness:
     """`config` are EngineConfig's fields. Every step checks the integrity of blocks and slots."""
 
-    def __init__(self, model: Path, **config) -> None:
-        defaults = {
+    def __init__(self, model: Path, **config: Any) -> None:
+        defaults: dict[str, Any] = {
             "dtype": "float32",
             "kv_cache_tokens": 2048,
             "rules": "reference",
@@ -61,10 +73,14 @@ class Harness:
         self._ids = 0
         self.messages: list[FromEngine] = []
 
+    @property
+    def runner(self) -> ModelRunner:
+        return model_runner(self.core)
+
     def adapter(self, name: str, path: Path, expert_scaling: str | None = None) -> None:
         load_adapter(self.core, name, path, expert_scaling)
 
-    def submit(self, prompt: list[int], adapter: str | None = None, **sampling) -> str:
+    def submit(self, prompt: list[int], adapter: str | None = None, **sampling: Any) -> str:
         options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
         extra = {k: options.pop(k) for k in ("tenant", "priority", "timeout_s") if k in options}
         rid = f"r{self._ids}"
@@ -89,7 +105,7 @@ class Harness:
         return self.results
 
     def generate(
-        self, prompts: list[list[int]], adapters: list[str | None] | None = None, **sampling
+        self, prompts: list[list[int]], adapters: list[str | None] | None = None, **sampling: Any
     ) -> list[list[int]]:
         """All at once; greedy tokens of each."""
         rids = [self.submit(p, a, **sampling) for p, a in zip(prompts, adapters or [None] * len(prompts), strict=True)]
@@ -117,7 +133,7 @@ class Harness:
 
 
 @torch.inference_mode()
-def greedy(model, prompt: list[int], n: int) -> tuple[list[int], float]:
+def greedy(model: PreTrainedModel, prompt: list[int], n: int) -> tuple[list[int], float]:
     """transformers' greedy continuation, and the smallest gap between the best two logits on the way."""
     ids, gap = list(prompt), float("inf")
     for _ in range(n):
@@ -129,6 +145,7 @@ def greedy(model, prompt: list[int], n: int) -> tuple[list[int], float]:
 
 
 @torch.inference_mode()
-def full_logits(model, tokens: list[int]) -> torch.Tensor:
+def full_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """float32 [len, V]."""
-    return model(torch.tensor([tokens])).logits[0].float()
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits.float()

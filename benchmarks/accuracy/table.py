@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from engine.steps.masks import NO_MASKS, Masks
 from engine.steps.runner import InFlight
 from scheduler.plan import StepPlan
 from testing.harness import Harness
@@ -116,7 +117,7 @@ def measure(files: Files, mix: str, seed: int = 0, **config: Any) -> Measured:
 @contextmanager
 def recording(engine: Harness) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
     """Logits of every position that a step computes, by (request id, position); the last computation counts."""
-    runner = engine.core.runner
+    runner = engine.runner
     original, logits = runner.launch_forward, {}
 
     def computed(step: InFlight) -> torch.Tensor:
@@ -127,8 +128,8 @@ def recording(engine: Harness) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
         assert runner.padded is not None, "a greedy step of graphs, which leaves its logits in their buffer"
         return runner.model.head.whole(runner.padded.logits[: len(step.arrays.kept)])
 
-    def launch(plan: StepPlan, *args: Any) -> InFlight:
-        step = original(plan, *args)
+    def launch(plan: StepPlan, masks: Masks = NO_MASKS) -> InFlight:
+        step = original(plan, masks)
         with runner.computing():
             rows = computed(step).float().cpu().clone()
         for row, first in zip(plan.rows, step.arrays.row_starts.tolist(), strict=False):

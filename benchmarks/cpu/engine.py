@@ -19,9 +19,10 @@ from engine.core import EngineCore
 from engine.messages import Abort, Failed, FromEngine, Refused, Submit, Tokens
 from engine.model.native_executor import NativeExecutor
 from engine.steps.base import Launched
+from engine.steps.runner import ModelRunner
 from scheduler.plan import Event
 from scheduler.request import SamplingParams
-from testing.harness import load_adapter
+from testing.harness import load_adapter, model_runner
 
 
 class RunError(Exception):
@@ -62,7 +63,7 @@ class _Seen:
 
     def step(self, step: Launched, total_s: float, schedule_s: float) -> None:
         rows = step.plan.rows
-        if all(row.is_decode for row in rows):
+        if step.trace is not None and all(row.is_decode for row in rows):
             kv = sum(row.start + row.num_tokens for row in rows) * self.kv_bytes_per_token
             self.step_bytes.append(self.needs.step(step.trace.experts_touched, kv))
 
@@ -97,8 +98,7 @@ class BenchEngine:
     """Not for two threads. `close` gives the memory back."""
 
     def __init__(self, model: Path, shape: Shape, mix: str, threads: int, **config: Any) -> None:
-        fields = {"kv_cache_tokens": 8192, "max_num_seqs": 32, "prefix_caching": False}
-        fields |= {"device": "cpu"}
+        fields: dict[str, Any] = {"kv_cache_tokens": 8192, "max_num_seqs": 32, "prefix_caching": False, "device": "cpu"}
         settings = EngineConfig(model=str(model), cpu_threads=threads, **(fields | config))
         self.shape, self.needs = shape, Needs(shape, mix)
         self.failure: str | None = None
@@ -109,8 +109,12 @@ class BenchEngine:
         self.load_s = time.perf_counter() - began
 
     @property
+    def runner(self) -> ModelRunner:
+        return model_runner(self.core)
+
+    @property
     def pool(self) -> Any:
-        return self.core.runner.pool
+        return self.runner.pool
 
     def decode(self, rows: int, tokens: int, length: int, adapters: list[str | None] | None = None) -> float:
         """Mean seconds of a decode step of `rows` sequences, over `tokens` steps behind prompts of `length`."""
@@ -124,7 +128,7 @@ class BenchEngine:
 
     def decode_bytes(self, rows: int, tokens: int, length: int) -> float:
         """Mean bytes that those steps must read. Not timed: what is counted costs time."""
-        runner = self.core.runner
+        runner = self.runner
         kv = sum(b.kv_bytes_per_token for b in runner.model.attention_backends)
         seen = _Seen(self.needs, kv)
         self.core.profiler, runner.tracing = seen, True
@@ -146,11 +150,11 @@ class BenchEngine:
 
     def shares(self, rows: int, tokens: int, length: int) -> dict[str, float]:
         """Milliseconds of a decode step, and of it: in native calls, before and after the forward pass."""
-        model: Any = self.core.runner.model
+        model: Any = self.runner.model
         clock = {"native": 0.0}
         places: list[tuple[Any, str]] = [(model.lm_head, "runner"), (model.ops, "kernel")]
         places.append((model.embedding, "packed"))
-        executor = self.core.runner.executor
+        executor = self.runner.executor
         if isinstance(executor, NativeExecutor):
             places.append((executor._decoder, "_kernel"))
         for layer in model.layers:
@@ -184,7 +188,7 @@ class BenchEngine:
 
     def hold(self, adapters: list[str], loaded: bool) -> None:
         """Put adapters into the slots 1 ..., or empty those, beside the scheduler: no request may be using them."""
-        known, model = self.core.adapters, self.core.runner.model
+        known, model = self.core.adapters, self.runner.model
         for slot, name in enumerate(adapters, 1):
             model.set_adapter(slot, known.weights(known.resolve(name)) if loaded else None)
 

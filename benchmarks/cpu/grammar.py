@@ -160,7 +160,7 @@ def run_case(name: str, kind: str, value: Any, library: Library, rows: int, word
     compiled = library.compile(kind, text)
     compile_s = time.perf_counter() - start
     matchers = [library.start(compiled) for _ in range(rows)]
-    mask = np.zeros((len(matchers), words), np.uint32)
+    mask: NDArray[np.uint32] = np.zeros((len(matchers), words), np.uint32)
     rng, seconds = np.random.default_rng(0), []
     for _ in range(_TOKENS):
         start = time.perf_counter()

@@ -55,7 +55,7 @@ class _Ours:
 
     def bytes_of(self, ids: list[torch.Tensor]) -> float:
         """Mean weight bytes of a call: those of the distinct experts."""
-        distinct = sum(len(i.unique()) for i in ids) / len(ids)
+        distinct = statistics.mean(float(torch.unique(i).numel()) for i in ids)
         return distinct * float(self.layers[0].num_bytes) / self.shape.experts
 
 

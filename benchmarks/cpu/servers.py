@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,8 @@ def _bursts(
             for p, w in zip(prompts, who, strict=True)
         ]
         theirs = [peer_llamacpp.request(p, tokens, w, NUM_ADAPTERS) for p, w in zip(prompts, who, strict=True)]
-        run_peer = (lambda url=peer_url, q=theirs: burst(url, q, tokens, delays or ())) if peer and peer_url else None
-        first, second = paired(lambda q=mine: burst(ours_url, q, tokens, delays or ()), run_peer, i)
+        run_peer = partial(burst, peer_url, theirs, tokens, delays or ()) if peer and peer_url else None
+        first, second = paired(partial(burst, ours_url, mine, tokens, delays or ()), run_peer, i)
         ours += [first] if first else []
         other += [second] if second else []
     return ours, other

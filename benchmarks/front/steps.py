@@ -36,13 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"waiting": waiting, "step_us": round(micros, 1)}))
     if args.out:
         line = Line("expire, schedule and commit", [(float(n), micros) for n, micros in found.items()])
-        axes = {
-            "title": "Cost of a scheduling step, 32 running",
-            "x": "requests waiting",
-            "y": "us of CPU",
-            "log_x": True,
-        }
-        args.out.write_text(plot([line], **axes))
+        title = f"Cost of a scheduling step, {RUNNING} running"
+        args.out.write_text(plot([line], title=title, x="requests waiting", y="us of CPU", log_x=True))
     return 0
 
 

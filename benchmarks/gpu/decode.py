@@ -39,6 +39,8 @@ from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import LORA_RANK, expert_bytes, random_lora, random_values
 from engine.attention.base import BLOCK_SIZE
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.graphs.padded import PaddedDecode
 from engine.lora.adapter import AdapterWeights, LoraPair
@@ -48,6 +50,7 @@ from engine.steps.runner import InFlight, ModelRunner
 from native.topology import make_pool
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
+from testing.harness import model_runner
 
 SECONDS = 3.0  # of each measurement, about
 AHEAD = 512  # steps that a sequence may grow by
@@ -96,8 +99,10 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as temporary:
             model = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
             core = Served(served_config(model, flags)).core
-        runner: Any = core.runner
+        runner = model_runner(core)
         for attention in runner.model.attention_backends:
+            if not isinstance(attention, FlashInferAttention | ReferenceAttention):
+                raise SystemExit(f"{type(attention).__name__} has no cache that could be filled: --device cuda")
             for part in (t for pair in attention.cache for t in pair):
                 part.normal_()
         blocks = core.scheduler.config.num_blocks

@@ -39,6 +39,7 @@ from engine.lora.adapter import ExpertLora
 from engine.model.layers import SparseMlp
 from engine.model.native_executor import choose_executor
 from engine.weights.store import ExpertStore
+from testing.harness import model_runner
 
 DRAWS = 512  # of the routing, before they come again
 WARM_STEPS = 256  # of the shared experts, from those of the routing before
@@ -128,7 +129,7 @@ class Bench:
         self.served = Served(served_config(model, [*flags, "--max-num-seqs", str(rows), "--pack-cache", "off"]))
         self.rows = rows
         core = self.served.core
-        runner: Any = core.runner
+        runner = model_runner(core)
         c = self.config = runner.model.config
         mlps = [layer.mlp for layer in runner.model.layers if isinstance(layer.mlp, SparseMlp)]
         self.routed = Routed(mlps[0].backend, c.sparse_layers, mlps[0].task.buffers, rows)

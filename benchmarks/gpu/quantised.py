@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class Layers:
     @property
     def chosen_bytes(self) -> float:
         """Of a layer, on average."""
-        return sum(len(b.ids.unique()) for b, _ in self._steps) / len(self._steps) * self.frame.num_bytes
+        distinct = statistics.mean(float(torch.unique(b.ids).numel()) for b, _ in self._steps)
+        return distinct * self.frame.num_bytes
 
 
 def batch(rows: int, seed: int, device: torch.device) -> ExpertBuffers:
@@ -71,9 +73,9 @@ def batch(rows: int, seed: int, device: torch.device) -> ExpertBuffers:
 
 def least_us(run: Callable[[], object], calls: int) -> float:
     """Of a call, the fastest of some repetitions."""
-    found = []
+    found: list[float] = []
     for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(calls):
             run()

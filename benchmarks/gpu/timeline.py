@@ -27,6 +27,7 @@ from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
 from engine.experts.base import ExpertTask
 from engine.experts.streamed.backend import StreamedExperts
+from testing.harness import model_runner
 
 Row = dict[str, Any]  # "layer", and (begin, end) of each kind
 KINDS = {"copy": "=", "attention": "a", "wait": ".", "experts": "E"}
@@ -135,8 +136,7 @@ def main() -> None:
         folder = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
         flags = ["--gpu-experts", "none", "--max-num-seqs", "1", "--pack-cache", "off", *args.serve]
         served = Served(served_config(folder, flags))
-    model: Any = served.core.runner.model
-    streamed = model.expert_backends[0]
+    streamed = model_runner(served.core).model.expert_backends[0]
     if not isinstance(streamed, StreamedExperts):
         raise SystemExit(f"experts by {type(streamed).__name__}: nothing is streamed here")
     recorder = Recorder(streamed)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.linear import random_weight
+from benchmarks.kernels.linear import random_bytes
 from benchmarks.kernels.probe import Peaks, arguments, best_s, line, make_pool, measure_peaks
 from benchmarks.peers.kt import KtPeer, Variant, spare_threads, variants
 from engine.experts.base import ExpertBuffers
@@ -67,7 +67,7 @@ def make_layer(
     layer = _native.ExpertLayer(experts, hidden, intermediate, forms, pool.groups)
     for projection, kind in enumerate(types):
         n, k = (hidden, intermediate) if projection == 2 else (intermediate, hidden)
-        data = random_weight(kind, n, k).data
+        data = random_bytes(kind, n, k)
         layer.load(pool, projection, kind, 0, [data.ctypes.data] * experts)
     for slot in range(1, adapters + 1):
         a = [torch.randn(experts, RANK, k).bfloat16() for k in (hidden, hidden, intermediate)]

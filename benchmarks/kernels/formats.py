@@ -79,7 +79,7 @@ def weight(type: str, pool: Any, num_bytes: int) -> Weight:
     data, exact = made_blocks(values, type) if type in MADE else encode(values, type)
     raw, form = np.ascontiguousarray(data).view(np.uint8), packed_format(type, "bf16")
     size = _native.packed_size(form, N, K)
-    copies = []
+    copies: list[npt.NDArray[np.uint8]] = []
     for _ in range(max(1, num_bytes // size)):
         memory = np.zeros(size + 64, np.uint8)
         packed = memory[-memory.ctypes.data % 64 :][:size]
@@ -114,7 +114,8 @@ def ratio(w: Weight, other: Weight, rows: int, isa: str, rounds: int) -> tuple[f
     """(weights a second against the other's, bytes a second against the other's)."""
     x = np.random.default_rng(3).standard_normal((rows, K)).astype(np.float32)
     out = np.empty((rows, N), np.float32)
-    w.run(isa, x, out), other.run(isa, x, out)
+    w.run(isa, x, out)
+    other.run(isa, x, out)
     faster = statistics.median(other.seconds(isa, x, out) / w.seconds(isa, x, out) for _ in range(rounds))
     return faster, faster * w.copies[0].nbytes / other.copies[0].nbytes
 

@@ -20,18 +20,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as GGML
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from testing.models.tiny import encode
 
 Bytes = NDArray[np.uint8]
-GGML: TypeAlias = gguf.GGMLQuantizationType
 TYPES = ("Q8_0", "Q4_K_M", "BF16")
 _FILE_TYPES = {"Q8_0": 7, "Q4_K_M": 15, "BF16": 32}  # general.file_type, as llama.cpp numbers them
 _OTHER_FILE_TYPE = 1024  # its number for files that say nothing

@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import torch
 
-from benchmarks.kernels.linear import random_weight
+from benchmarks.kernels.linear import random_bytes
 
 # Of the same precision, by the type of our weights; the last is the class that computes from a GGUF file's own blocks.
 _INT8, _INT4, _BLOCKS = "AMXInt8_MOE", "AMXInt4_MOE", "MOE"
@@ -156,7 +156,7 @@ class _Modules:
             config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = 1, [0], [threads]
             self.cpu = self.ext.CPUInfer(config)
             self.keep.append(config)
-            shared = {v.blocks: self._sources(v.blocks) for v in wanted if not v.blocks}
+            shared: dict[str, list[torch.Tensor]] = {v.blocks: self._sources("") for v in wanted if not v.blocks}
             for variant in wanted:
                 for _ in range(layers):  # blocks are computed from in place: every layer needs its own
                     sources = shared.get(variant.blocks) or self._sources(variant.blocks)
@@ -166,7 +166,7 @@ class _Modules:
         """Gate, up, down of all experts."""
         experts, _, hidden, intermediate = self.shape
         sizes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
-        one = [torch.from_numpy(random_weight(blocks or "BF16", n, k).data) for n, k in sizes]
+        one = [torch.from_numpy(random_bytes(blocks or "BF16", n, k)) for n, k in sizes]
         sources = [t.expand(experts, len(t)).contiguous() for t in one]
         self.keep.append(sources)
         return sources

@@ -15,8 +15,11 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.errors import InvalidSchema
 from schemathesis.core.failures import Failure, FailureGroup
+from schemathesis.core.result import Err, Result
 from schemathesis.generation import GenerationMode
+from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -25,6 +28,8 @@ from schemathesis.specs.openapi.checks import (
 
 from loadtests.chaos.wire import Target
 from testing.fuzz.bodies import PATHS, bodies, content_type
+
+Operation = APIOperation[Any, Any, Any, Any]
 
 _ROUND = 5  # examples of an endpoint before the next one
 _PATIENCE_S = 150.0
@@ -51,7 +56,7 @@ def fuzz_document(target: Target, seconds: float, rng: Random) -> Tally:
     tally = Tally()
     base, headers = f"http://{target.host}:{target.port}", {"Authorization": f"Bearer {target.key}"}
     schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
-    operations = [found.ok() for found in schema.get_all_operations()]
+    operations = [_operation(found) for found in schema.get_all_operations()]
     until = time.monotonic() + seconds
     while time.monotonic() < until or not tally.ends:
         for operation in operations:
@@ -75,10 +80,16 @@ def fuzz_document(target: Target, seconds: float, rng: Random) -> Tally:
                     f"{case.as_curl_command()}: {response.text[:500]}",
                 )
 
-            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                if mode is GenerationMode.POSITIVE or operation.body:
+            for mode in map(GenerationMode, ("positive", "negative")):
+                if mode.is_positive or operation.body:
                     _round(check, operation.as_strategy(generation_mode=mode), until, rng)
     return tally
+
+
+def _operation(found: Result[Operation, InvalidSchema]) -> Operation:
+    if isinstance(found, Err):
+        raise found.err()
+    return found.ok()
 
 
 def fuzz_bodies(target: Target, seconds: float, rng: Random) -> Tally:

@@ -67,10 +67,12 @@ def _gguf_seeds() -> list[Files]:
             "tokenizer.ggml.merges": [" ".join(merge) for merge in _MERGES],
             "tokenizer.chat_template": _TEMPLATES[0],
         }
-        config = {"hidden_size": size, "moe_intermediate_size": size, "num_experts": 2, "vocab_size": len(tokens)}
         with TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            save_gguf(tiny_model(0, family=family, **config), path, metadata=metadata, expert_type=kind)
+            model = tiny_model(
+                family=family, hidden_size=size, moe_intermediate_size=size, num_experts=2, vocab_size=len(tokens)
+            )
+            save_gguf(model, path, metadata=metadata, expert_type=kind)
             seeds.append({path.name: path.read_bytes()})
     return seeds
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     PreTrainedConfig,
@@ -152,7 +153,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
     return names
 
 
-def random_blocks(shape: tuple[int, ...], type: str, seed: int, std: float = 0.05) -> np.ndarray:
+def random_blocks(shape: tuple[int, ...], type: str, seed: int, std: float = 0.05) -> npt.NDArray[np.uint8]:
     """Valid random blocks [*shape[:-1], bytes of a row] of a quantised type, whose values have about `std`."""
     kind = gguf.GGMLQuantizationType[type]
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -171,7 +172,7 @@ def random_blocks(shape: tuple[int, ...], type: str, seed: int, std: float = 0.0
     return blocks.reshape(*shape[:-1], -1)
 
 
-def encode(values: torch.Tensor, type: str, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+def encode(values: torch.Tensor, type: str, seed: int = 0) -> tuple[npt.NDArray[Any], torch.Tensor]:
     """(the array as GGUFWriter takes it, the float32 values it stands for). Types that the gguf package cannot
     quantise get random blocks of about the same spread: the values are then those of the blocks."""
     kind = gguf.GGMLQuantizationType[type]

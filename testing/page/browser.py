@@ -83,15 +83,20 @@ class Browser:
 
     def logs(self) -> list[str]:
         """The console's messages since the last call, refusals of the content security policy among them."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]
+        return [entry["message"] for entry in self._log("browser")]
 
     def requested(self) -> list[str]:
         """Addresses of all requests since the page was opened."""
-        for entry in self.driver.get_log("performance"):
+        for entry in self._log("performance"):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 self._requested.append(message["params"]["request"]["url"])
         return self._requested
+
+    def _log(self, kind: str) -> list[dict[str, Any]]:
+        """What the browser has logged since the last call."""
+        entries: list[dict[str, Any]] = self.driver.get_log(kind)  # type: ignore[no-untyped-call]
+        return entries
 
     def origins(self) -> set[str]:
         return {f"{parts.scheme}://{parts.netloc}" for parts in map(urlsplit, self.requested())}
