@@ -1,14 +1,15 @@
 """One layer of Qwen3-30B-A3B's experts, forward and backward with LoRA, per packed format and number of rows.
 
 python -m benchmarks.training.layer [--threads N] [--isa avx2] [--types BF16 Q8_0] [--rows 128 512] [--peers kt torch]
-                                  [--phases] [--seconds S] [--json FILE]
+                                  [--variants none eight again] [--phases] [--seconds S] [--json FILE]
 
 Variants run turn by turn and the fastest of `--repeats` counts: one adapter on all rows, none, eight adapters in turn
-over the rows, and one with gate and up computed again instead of kept. The share of the peak counts the operations of
-the base weights and of LoRA, forward and backward. --peers kt: kt_kernel's training class on bf16 weights in the same
-turns, with a transposed copy of the weights of its own and with a shared one, of which the faster counts; it needs
-AVX-512 with BF16, and what is missing is said. --peers torch: autograd over bf16 and over float32 weights. --phases:
-where the time of one adapter's step goes, in ms, with the share of it that the workers were busy.
+over the rows, and one with gate and up computed again instead of kept; `--variants` chooses among the last three. The
+share of the peak counts the operations of the base weights and of LoRA, forward and backward. --peers kt: kt_kernel's
+training class on bf16 weights in the same turns, with a transposed copy of the weights of its own and with a shared
+one, of which the faster counts; it needs AVX-512 with BF16, and what is missing is said. --peers torch: autograd over
+bf16 and over float32 weights. --phases: where the time of one adapter's step goes, in ms, with the share of it that the
+workers were busy (from 128 rows on).
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ class Bench:
                 "eight": Step(self.trainer, layer, ids, self.loras, True),
                 "again": Step(self.trainer, layer, ids, self.loras[:1], False),
             }
+            made = {name: step for name, step in made.items() if name in ("one", *self.args.variants)}
             turns = {name: step.seconds for name, step in made.items()}
             if type == "BF16":
                 turns |= {name: partial(trainer.step_s, ids) for name, trainer in self.kt.items()}
@@ -187,23 +189,31 @@ class Bench:
         of_peak = sum(operations(rows, self.args.rank)) / total["one"] / peaks.of("bf16")
         result: dict[str, Any] = {
             "type": type, "rows": rows, "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
-            "backward_of_forward": backward / forward, "of_peak": of_peak,
-            "lora_of_forward": 1 - found["none"][0] / forward, "lora_of_step": 1 - total["none"] / total["one"],
-            "one_of_eight": total["one"] / total["eight"], "recomputed_of_kept": total["again"] / total["one"],
+            "backward_of_forward": backward / forward, "of_peak": of_peak, "saved_bytes": saved["one"],
             "ms": {name: [s * 1e3 for s in seconds] for name, seconds in found.items() if name not in self.kt},
-            "saved_bytes": saved["one"], "saved_bytes_recomputing": saved["again"], "peaks": vars(peaks),
+            "peaks": vars(peaks),
         }  # fmt: skip
-        text = ""
+        parts = [f"{of_peak:.0%} of peak"]
+        if "none" in found:
+            of_forward, of_step = 1 - found["none"][0] / forward, 1 - total["none"] / total["one"]
+            result |= {"lora_of_forward": of_forward, "lora_of_step": of_step}
+            parts.append(f"LoRA {of_forward:.0%} of forward, {of_step:.0%} of all")
+        if "eight" in found:
+            result["one_of_eight"] = total["one"] / total["eight"]
+            parts.append(f"8 adapters {result['one_of_eight']:.2f}x")
+        if "again" in found:
+            result |= {"recomputed_of_kept": total["again"] / total["one"], "saved_bytes_recomputing": saved["again"]}
+            parts.append(f"recomputed {result['recomputed_of_kept']:.2f}x the time")
+        parts.append(f"{saved['one'] / 1e3:.1f} KB a row kept")
         if theirs := [name for name in self.kt if name in found]:
             best = min(theirs, key=lambda name: total[name])
             result |= {"kt_ms": {name: [s * 1e3 for s in found[name]] for name in theirs}}
             result["kt_ratio"] = total[best] / total["one"]
-            text = f"; {best} {found[best][0] * 1e3:.1f} + {found[best][1] * 1e3:.1f} ms: {result['kt_ratio']:.2f}x"
+            text = f"{best} {found[best][0] * 1e3:.1f} + {found[best][1] * 1e3:.1f} ms: {result['kt_ratio']:.2f}x"
+            parts.append(text)
         print(
             f"  {rows:>5} rows: {forward * 1e3:7.1f} + {backward * 1e3:7.1f} ms ({backward / forward:.2f}x), "
-            f"{of_peak:.0%} of peak; LoRA {result['lora_of_forward']:.0%} of forward, "
-            f"{result['lora_of_step']:.0%} of all; 8 adapters {result['one_of_eight']:.2f}x; "
-            f"recomputed {result['recomputed_of_kept']:.2f}x the time, {saved['one'] / 1e3:.1f} KB a row kept{text}",
+            f"{'; '.join(parts)}",
             flush=True,
         )
         self.write({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
@@ -241,6 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--kt-variant", default="", help="kt_kernel's build, avx512_bf16 for instance; default: its own"
     )
+    parser.add_argument("--variants", nargs="*", choices=["none", "eight", "again"], default=["none", "eight", "again"])
     parser.add_argument("--phases", action="store_true", help="also print the time of each phase")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--json", type=Path, help="write the results there")

@@ -2,11 +2,12 @@
 
     python -m benchmarks.training.step [--layers 4 8] [--cases cpu:4096 streamed:8192] [--steps 5] [--json FILE]
 
-Each case is a run of `ktserve train` in a process of its own, on a random bf16 model: LoRA of rank 16 on everything,
-packed rows of 4096 tokens, each one document, a micro-batch a step. cpu:N computes the experts of N tokens on the CPU
-(stream_min_tokens: 0), streamed:N copies every layer's to the GPU, auto:N does what was found to be faster. A step is
-everything between two lines of its log: data, forward, loss, backward, clipping, AdamW. The median step behind the
-first two counts.
+Each case is a run of `ktserve train` for each depth, one behind the other in a process of the case's own, on a random
+bf16 model: LoRA of rank 16 on everything, packed rows of 4096 tokens, each one document, a micro-batch a step. cpu:N
+computes the experts of N tokens on the CPU (stream_min_tokens: 0), streamed:N copies every layer's to the GPU, auto:N
+does what was found to be faster. A step is everything between two lines of its log: data, forward, loss, backward,
+clipping, AdamW. The median step behind the first two counts. What a run said is printed with the seconds since its
+process, or the run before, began.
 
 Two depths give what a layer more takes, and by a straight line a step of 48 layers; a streamed layer is copied twice a
 step but for the four in which the direction changes.
@@ -15,22 +16,23 @@ step but for the four in which the direction changes.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-import ktserve
 from benchmarks.models.folder import write_folder
 from benchmarks.training.soak import write_tokenizer
-from training.loop.progress import read_log
+from training.loop.progress import LOG, read_log
 
 LAYERS, ROW = 48, 4096
 _WARM_UP = 2  # steps
@@ -73,15 +75,14 @@ def write_data(folder: Path, rows: int) -> Path:
     return path
 
 
-def seconds_a_step(model: Path, folder: Path, case: str, steps: int, limit_s: float) -> dict[str, Any]:
-    """One run. RuntimeError with the end of its output if it fails, or takes longer than `limit_s`."""
+def write_settings(model: Path, folder: Path, case: str, steps: int) -> Path:
+    """Those of one run, into a file."""
     way, tokens = case.split(":")
     rows = int(tokens) // ROW
-    out = folder / f"out-{way}-{tokens}-{model.name}"
     settings = {
         "model_name_or_path": str(model),
         "dataset": str(write_data(folder, rows * steps)),
-        "output_dir": str(out),
+        "output_dir": str(output(model, folder, case)),
         "overwrite_output_dir": True,
         "bf16": True,
         "packing": True,
@@ -95,24 +96,64 @@ def seconds_a_step(model: Path, folder: Path, case: str, steps: int, limit_s: fl
         "save_strategy": "no",
         "plot_loss": False,
     }
-    path = folder / "run.yaml"
+    path = folder / f"{case.replace(':', '-')}-{model.name}.yaml"
     path.write_text(yaml.safe_dump(settings))
-    program = [sys.executable, str(Path(ktserve.__file__).with_name("__main__.py")), "training", str(path)]
+    return path
+
+
+def output(model: Path, folder: Path, case: str) -> Path:
+    return folder / f"out-{case.replace(':', '-')}-{model.name}"
+
+
+def run_all(paths: list[Path]) -> int:
+    """One run behind the other in this process. The exit status of the first that fails."""
+    from training.main import main as train
+
+    for path in paths:
+        if status := train([str(path)]):
+            return status
+        gc.collect()  # the model's memory, before the next one is loaded
+    return 0
+
+
+def run(paths: list[Path], limit_s: float) -> list[list[str]]:
+    """What each run printed, every line behind the seconds since the one before it ended. One that fails, or is not
+    done in `limit_s`, prints the end of its output here."""
+    program = [sys.executable, "-m", "benchmarks.training.step", "--runs", *map(str, paths)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    timer = threading.Timer(limit_s, process.kill)
+    errors: list[str] = []
+    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
+    said: list[list[str]] = [[]]
+    timer.start()
+    reader.start()
     began = time.monotonic()
-    try:
-        done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=limit_s)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{case}: not done in {limit_s:.0f} s: {str(error.stdout)[-1500:]}") from error
-    if done.returncode:
-        raise RuntimeError(f"{case}: {done.stdout[-1500:]}{done.stderr[-3000:]}")
-    records = [record for record in read_log(out / "log.jsonl") if "tokens_per_s" in record]
-    each = [rows * ROW / record["tokens_per_s"] for record in records]
-    step_s = statistics.median(each[min(_WARM_UP, len(each) - 1) :])
-    lines = [line for line in done.stdout.splitlines() if line.startswith("experts: micro") or "every micro" in line]
+    for line in process.stdout or ():
+        now = time.monotonic()
+        said[-1].append(f"{now - began:.1f} s {line.rstrip()}")
+        if line.startswith("adapter written"):
+            said.append([])
+            began = now
+    status = process.wait()
+    timer.cancel()
+    reader.join()
+    if status:
+        why = f"not done in {limit_s:.0f} s" if status < 0 else f"status {status}"
+        print(f"{why}: {' | '.join(said[-1][-5:])}{''.join(errors)[-3000:]}", flush=True)
+    return said
+
+
+def seconds_a_step(model: Path, folder: Path, case: str, said: list[str]) -> dict[str, Any] | None:
+    """What the log of a run says; None if it has too few steps."""
+    tokens = int(case.split(":")[1])
+    records = [record for record in read_log(output(model, folder, case) / LOG) if "tokens_per_s" in record]
+    each = [tokens / record["tokens_per_s"] for record in records]
+    if len(each) <= _WARM_UP:
+        return None
+    step_s = statistics.median(each[_WARM_UP:])
     return {
-        "case": case, "layers": int(model.name), "step_s": step_s, "tokens_per_s": rows * ROW / step_s,
-        "steps_s": each, "losses": [record["loss"] for record in records], "run_s": time.monotonic() - began,
-        "said": lines,
+        "case": case, "layers": int(model.name), "step_s": step_s, "tokens_per_s": tokens / step_s, "steps_s": each,
+        "losses": [record["loss"] for record in records], "said": said,
     }  # fmt: skip
 
 
@@ -133,7 +174,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for models and outputs; default: a temporary one")
     parser.add_argument("--seconds", type=float, default=3600.0, help="end after so many")
     parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--runs", type=Path, nargs="+", metavar="CONFIG.yaml", help="only runs with these settings")
     args = parser.parse_args()
+    if args.runs:
+        sys.exit(run_all(args.runs))
     if args.folder:
         args.folder.mkdir(parents=True, exist_ok=True)
         measure(args, args.folder)
@@ -148,25 +192,24 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     print(f"models written, {time.monotonic() - began:.0f} s", flush=True)
     results: dict[str, Any] = {"cpus": os.cpu_count(), "runs": [], "whole": {}}
     for case in args.cases:
+        depths = sorted(args.layers, reverse=True)
+        left = args.seconds - (time.monotonic() - began)
+        if left < 1:
+            print(f"no time for {case}", flush=True)
+            continue
+        said = run([write_settings(folders[depth], folder, case, args.steps) for depth in depths], left)
         found = {}
-        for depth in sorted(args.layers, reverse=True):
-            left = args.seconds - (time.monotonic() - began)
-            if left < 1:
-                print(f"no time for {case}, {depth} layers", flush=True)
+        for depth, lines in zip(depths, said, strict=False):
+            one = seconds_a_step(folders[depth], folder, case, lines)
+            if one is None:
                 continue
-            try:
-                run = seconds_a_step(folders[depth], folder, case, args.steps, left)
-            except RuntimeError as error:
-                print(error, flush=True)
-                continue
-            found[depth] = run
-            results["runs"].append(run)
-            text = " ".join(f"{s:.2f}" for s in run["steps_s"])
+            found[depth] = one
+            results["runs"].append(one)
             print(
-                f"{case:>14}, {depth} layers: {run['step_s']:.3f} s a step, {run['tokens_per_s']:,.0f} tok/s; steps "
-                f"{text} s; {run['run_s']:.0f} s in all; {' '.join(run['said'])}",
-                flush=True,
+                f"{case:>14}, {depth} layers: {one['step_s']:.3f} s a step, {one['tokens_per_s']:,.0f} tok/s; steps "
+                f"{' '.join(f'{s:.2f}' for s in one['steps_s'])} s"
             )
+            print("".join(f"{'':>16}{line[:150]}\n" for line in lines if " s step " not in line), end="", flush=True)
         if len(found) == 2:
             all_of_it = results["whole"][case] = whole(found, int(case.split(":")[1]))
             print(

@@ -126,6 +126,7 @@ def test_packed_samples_see_and_teach_nothing_of_one_another(config, chat_model)
 
 def test_preferences_move_apart(config, pairs, tmp_path):
     """The reference is the base with the adapter off: the first margin is 0, and it grows."""
+    pytest.importorskip("trl", reason="stage: dpo needs trl")
     config = replace(config, stage="dpo", dataset=(str(pairs),), max_steps=8, learning_rate=1e-2, bf16=True)
     outcome = train(replace(config, adapter_format="kt-fused"))
     margins = [record["rewards/margins"] for record in read_log(config.output / "log.jsonl")]
