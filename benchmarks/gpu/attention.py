@@ -39,7 +39,7 @@ BLOCKS = 8192
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def layout(rows: list[tuple[int, int]], padded: bool = False) -> BatchLayout:
+def layout(rows: list[tuple[int, int]], padded: bool = False, device: str = "cuda") -> BatchLayout:
     """(tokens, positions) of each row."""
     starts, tables, positions, slots, free = [0], [], [], [], 0
     for new, length in rows:
@@ -50,7 +50,7 @@ def layout(rows: list[tuple[int, int]], padded: bool = False) -> BatchLayout:
         for position in range(length - new, length):
             positions.append(position)
             slots.append(tables[-1][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-    at = [torch.tensor(values, dtype=torch.int64, device="cuda") for values in (positions, slots)]
+    at = [torch.tensor(values, dtype=torch.int64, device=device) for values in (positions, slots)]
     return BatchLayout(starts, [length for _, length in rows], tables, at[0], at[1], padded)
 
 

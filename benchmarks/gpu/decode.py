@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.decode [--layers 48] [--rows 1 8 32 64 128] [--experts native|kt|gpu|hybrid]
                                     [--gpu-experts 64] [--quantise int8] [--adapters 16] [--peer OTHER.json]
-                                    [--out FILE.json]
+                                    [--dry] [--out FILE.json]
 
 The steps (launch, sample, read, one step ahead) of the engine that `ktserve serve` builds, over sequences of --context
 positions; other tokens in every step. Of each row count:
@@ -27,7 +27,7 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ import torch
 
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
-from benchmarks.models.random import LORA_RANK, expert_bytes, random_lora, random_values
+from benchmarks.models.random import DRY, LORA_RANK, expert_bytes, random_lora, random_values
 from engine.attention.base import BLOCK_SIZE
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
@@ -47,12 +47,14 @@ from engine.lora.adapter import AdapterWeights, LoraPair
 from engine.model.config import ModelConfig
 from engine.model.layers import SparseMlp
 from engine.steps.runner import InFlight, ModelRunner
+from engine.weights.layout import dense_tensors
 from native.topology import make_pool
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 from testing.harness import model_runner
 
 SECONDS = 3.0  # of each measurement, about
+LEAST = 8  # steps of each
 AHEAD = 512  # steps that a sequence may grow by
 
 
@@ -75,6 +77,7 @@ class Bench:
     max_rows: int
     slots: int
     context: int
+    seconds: float
 
     def __post_init__(self) -> None:
         if self.runner.padded is None:
@@ -85,6 +88,7 @@ class Bench:
     def load(cls, args: argparse.Namespace) -> Bench:
         """The engine that `ktserve serve` builds, over a cache of random keys and values."""
         rows = max(args.rows)
+        changes = {"num_hidden_layers": args.layers, **(DRY if args.dry else {})}
         flags = ["--device", "cuda", "--pack-cache", "off", "--max-num-seqs", str(rows)]
         positions = rows * (args.context + AHEAD + BLOCK_SIZE)
         flags += ["--expert-backend", args.experts, "--kv-cache-tokens", str(positions)]
@@ -96,8 +100,10 @@ class Bench:
             flags += ["--kt-method", {"int8": "AMXInt8", "int4": "AMXInt4"}.get(args.quantise or "", "AMXBF16")]
         elif args.quantise:
             flags += ["--quantise", args.quantise]
+        if args.dry:
+            flags += ["--device", "cpu", "--cpu-threads", "1", "--rules", "reference", "--cuda-graphs", "padded"]
         with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as temporary:
-            model = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
+            model = write_folder(args.model or Path(temporary) / "model", changes)
             core = Served(served_config(model, flags)).core
         runner = model_runner(core)
         for attention in runner.model.attention_backends:
@@ -106,7 +112,8 @@ class Bench:
             for part in (t for pair in attention.cache for t in pair):
                 part.normal_()
         blocks = core.scheduler.config.num_blocks
-        return cls(runner.model.config, runner, blocks, rows, args.adapters, args.context)
+        seconds = 0.0 if args.dry else SECONDS
+        return cls(runner.model.config, runner, blocks, rows, args.adapters, args.context, seconds)
 
     def plan(self, rows: int, number: int, adapters: int) -> StepPlan:
         """Step `number` of `rows` sequences; their tokens are known, random and different from step to step."""
@@ -123,13 +130,14 @@ class Bench:
     def padded(self, rows: int, capture: bool, tracing: bool = False) -> PaddedDecode:
         self.runner.tracing = tracing
         made = self.runner.pad_decode(self.max_rows, self.slots, self.scratch)
-        if capture:
+        if capture and self.runner.device.type == "cuda":
             with self.runner.computing():
                 made.capture(lambda *_: None, [next(size for size in made.buckets if size >= rows)])
         return made
 
-    def step_s(self, rows: int, adapters: int = 0, most_s: float = SECONDS) -> float:
-        return statistics.median(self.step_times(rows, adapters, most_s=most_s)[3:])
+    def step_s(self, rows: int, adapters: int = 0, share: float = 1.0) -> float:
+        """The median step, in seconds. `share` of a measurement's time is taken."""
+        return statistics.median(self.step_times(rows, adapters, most_s=share * self.seconds)[3:])
 
     def step_times(
         self, rows: int, adapters: int = 0, *, first: int = 0, count: int = AHEAD - 1, most_s: float = math.inf
@@ -147,7 +155,7 @@ class Bench:
                 times.append(now - last)
                 last = now
             before = step
-            if len(times) >= 8 and last - begun > most_s:
+            if len(times) >= LEAST and last - begun > most_s:
                 break
         if before is not None:
             self.runner.tokens(before)
@@ -210,10 +218,10 @@ def measure(bench: Bench, rows: int, bytes_per_s: float, each: int, adapters: in
         mixed_s = bench.step_s(rows, adapters)
         found |= {"adapters": adapters, "adapters_ms": mixed_s * 1e3, "adapters_share": step_s / mixed_s}
     with no_rows(captured):
-        idle_s = bench.step_s(rows, most_s=0.5)
+        idle_s = bench.step_s(rows, share=1 / 6)
     with bench.without_experts():
         bench.padded(rows, capture=True)
-        gpu_s = bench.step_s(rows, most_s=0.5)
+        gpu_s = bench.step_s(rows, share=1 / 6)
     bench.padded(rows, capture=False)
     plain_s = bench.step_s(rows)
     expert_s = max(step_s - gpu_s, 1e-9)
@@ -230,9 +238,10 @@ def measure(bench: Bench, rows: int, bytes_per_s: float, each: int, adapters: in
 def add_adapters(bench: Bench, count: int) -> None:
     """`count` adapters of rank 16 on attention and all experts; they share their values, not their memory."""
     pairs: dict[str, LoraPair] = {}
-    for name, linear in bench.runner.model.linears.items():
+    shapes = dense_tensors(bench.config)
+    for name in bench.runner.model.linears:
         if name.endswith("_proj"):
-            out, inner = linear.shape  # type: ignore[attr-defined]
+            out, inner = shapes[f"{name}.weight"]
             pairs[name] = LoraPair(random_values(LORA_RANK, inner), random_values(out, LORA_RANK), 1.0)
     lora = random_lora(bench.config)
     adapter = AdapterWeights("random", "random", pairs, dict.fromkeys(bench.config.sparse_layers, lora))
@@ -240,14 +249,14 @@ def add_adapters(bench: Bench, count: int) -> None:
         bench.runner.model.set_adapter(slot, adapter)
 
 
-def read_bandwidth(backend: ExpertBackend) -> float:
+def read_bandwidth(backend: ExpertBackend, num_bytes: int) -> float:
     """Bytes per second, by the backend's own pool where it has one of ours."""
     native: Any = importlib.import_module("native._native")
     pool = getattr(getattr(backend, "inner", backend), "pool", None) or make_pool()
-    return float(native.read_bandwidth(pool, 4 << 30, repeats=5))
+    return float(native.read_bandwidth(pool, num_bytes, repeats=5))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of the random model; it is written if it is not there")
     parser.add_argument("--layers", type=int, default=48)
@@ -258,31 +267,20 @@ def main() -> None:
     parser.add_argument("--quantise", choices=("int8", "int4"))
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--peer", type=Path, help="results of another run, to compare with")
+    parser.add_argument("--dry", action="store_true", help="a small model on the CPU: shows that it works")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     began = time.perf_counter()
     bench = Bench.load(args)
     loaded_s = time.perf_counter() - began
     num_bytes = expert_bytes(bench.config, args.quantise)
-    bytes_per_s = read_bandwidth(bench.runner.model.expert_backends[0])
+    bytes_per_s = read_bandwidth(bench.runner.model.expert_backends[0], 1 << 24 if args.dry else 4 << 30)
     if args.adapters:
         add_adapters(bench, args.adapters)
     print(f"{args.layers} layers loaded in {loaded_s:.0f} s; read {bytes_per_s / 1e9:.0f} GB/s", flush=True)
     peers = {r["rows"]: r for r in json.loads(args.peer.read_text())["results"]} if args.peer else {}
     results = []
-    heads = {
-        "rows": 5,
-        "ms": 9,
-        "tok/s": 8,
-        "plain": 9,
-        "gpu": 8,
-        "glue us": 9,
-        "GB/s": 7,
-        "peak": 6,
-        "over": 6,
-        "peer": 7,
-    }
-    print("".join(f"{head:>{wide}}" for head, wide in heads.items()))
+    print(" rows       ms   tok/s    plain     gpu  glue us   GB/s  peak  over   peer")
     for rows in args.rows:
         r = measure(bench, rows, bytes_per_s, num_bytes, args.adapters)
         if rows in peers:
@@ -295,8 +293,9 @@ def main() -> None:
             flush=True,
         )
     if args.out:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         about = {
-            "gpu": torch.cuda.get_device_name(), "cpu": platform.processor(), "torch": torch.__version__,
+            "gpu": gpu, "cpu": platform.processor(), "torch": torch.__version__,
             "layers": args.layers, "experts": args.experts, "quantise": args.quantise, "context": args.context,
             "read_gb_s": bytes_per_s / 1e9, "loaded_s": loaded_s,
         }  # fmt: skip

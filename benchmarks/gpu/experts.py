@@ -53,16 +53,24 @@ def zipf_ids(config: ModelConfig, rows: int, layer: int, exponent: float, draw: 
 class Step:
     """Device buffers and routing for all layers; `run` is one step's expert calls."""
 
-    def __init__(self, config: ModelConfig, layers: int, rows: int, exponent: float = 0.0, adapters: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: int,
+        rows: int,
+        exponent: float = 0.0,
+        adapters: int = 0,
+        device: torch.device = CUDA,
+    ) -> None:
         self.config, self.layers, self.rows = config, layers, rows
-        self.buffers = ExpertBuffers.allocate(rows, config.num_experts_per_tok, config.hidden_size, BF16, device=CUDA)
+        self.buffers = ExpertBuffers.allocate(rows, config.num_experts_per_tok, config.hidden_size, BF16, device=device)
         self.buffers.bsz.fill_(rows)
         self.buffers.hidden.normal_()
         self.buffers.weights.fill_(1 / config.num_experts_per_tok)
         if adapters:
             self.buffers.slots.copy_(torch.arange(rows) % adapters + 1)
         self.exponent = exponent
-        self.ids = torch.zeros(layers, rows, config.num_experts_per_tok, dtype=torch.int64, device=CUDA)
+        self.ids = torch.zeros(layers, rows, config.num_experts_per_tok, dtype=torch.int64, device=device)
         self.draw(0)
 
     def draw(self, number: int) -> None:
@@ -126,6 +134,32 @@ def graph_ms(backend: ExpertBackend, step: Step, lora: bool, repeats: int) -> fl
     return median_ms(backend, step.rows, graph.replay, repeats)
 
 
+def cpu_ms(
+    native: NativeExperts, config: ModelConfig, layers: int, rows: int, repeats: int, fill: int | None = None
+) -> float:
+    """ms a layer of the same tasks without a GPU. `fill`: every choice, instead of a draw for each layer."""
+    pin = torch.cuda.is_available()
+    b = ExpertBuffers.allocate(rows, config.num_experts_per_tok, config.hidden_size, BF16, pin=pin)
+    b.bsz[0] = rows
+    b.hidden.normal_()
+    b.weights.fill_(1 / config.num_experts_per_tok)
+    tasks = [native.bind(layer, b) for layer in range(layers)]
+    times = []
+    for draw in range(repeats + 1):
+        native.pool.begin_step()
+        total = 0.0
+        for layer, task in enumerate(tasks):
+            b.ids.copy_(zipf_ids(config, rows, layer, 0.0) if fill is None else torch.full_like(b.ids, fill))
+            began = time.perf_counter()
+            native.post(task)
+            native.wait(task)
+            total += time.perf_counter() - began
+        native.pool.end_step()
+        if draw:
+            times.append(total)
+    return statistics.median(times) * 1e3 / layers
+
+
 class Bench:
     def __init__(self, layers: int, repeats: int, quantise: str | None) -> None:
         self.config = config_from_hf({**QWEN3_30B_A3B, "num_hidden_layers": layers})
@@ -169,27 +203,7 @@ class Bench:
             self.say("handshake", f"pool alone, {rows} rows", us=self._cpu_ms(rows, -1) * 1e3)
 
     def _cpu_ms(self, rows: int, fill: int | None = None) -> float:
-        """ms a layer of the same tasks without a GPU."""
-        c = self.config
-        b = ExpertBuffers.allocate(rows, c.num_experts_per_tok, c.hidden_size, BF16, pin=True)
-        b.bsz[0] = rows
-        b.hidden.normal_()
-        b.weights.fill_(1 / c.num_experts_per_tok)
-        tasks = [self.native.bind(layer, b) for layer in range(self.layers)]
-        times = []
-        for draw in range(self.repeats + 1):
-            self.pool.begin_step()
-            total = 0.0
-            for layer, task in enumerate(tasks):
-                b.ids.copy_(zipf_ids(c, rows, layer, 0.0) if fill is None else torch.full_like(b.ids, fill))
-                began = time.perf_counter()
-                self.native.post(task)
-                self.native.wait(task)
-                total += time.perf_counter() - began
-            self.pool.end_step()
-            if draw:
-                times.append(total)
-        return statistics.median(times) * 1e3 / self.layers
+        return cpu_ms(self.native, self.config, self.layers, rows, self.repeats, fill)
 
     def decode(self, all_rows: list[int]) -> None:
         for rows in all_rows:

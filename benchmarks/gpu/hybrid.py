@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
+from benchmarks.models.random import DRY
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces
 from engine.experts.stream import on_stream
@@ -44,10 +45,6 @@ from testing.harness import model_runner
 DRAWS = 512  # of the routing, before they come again
 WARM_STEPS = 256  # of the shared experts, from those of the routing before
 SETTLE = 1.1  # times a step's time, from which a change is over
-DRY = {
-    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 512, "max_position_embeddings": 8192,
-}  # fmt: skip
 
 
 def draws(shape: tuple[int, int, int], experts: int, top_k: int, zipf: float, seed: int) -> torch.Tensor:

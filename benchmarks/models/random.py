@@ -1,4 +1,4 @@
-"""Qwen3-30B-A3B's shape, and random bf16 values for it, drawn on the GPU."""
+"""Qwen3-30B-A3B's shape, and random bf16 values for it, drawn on the GPU where there is one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
     "attention_bias": False, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+DRY = {  # instead of its own sizes, where only the way through a benchmark is to be shown
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 512, "max_position_embeddings": 8192,
+}  # fmt: skip
 LORA_RANK = 16
 
 
@@ -30,7 +34,8 @@ def expert_bytes(config: ModelConfig, quantise: str | None = None) -> int:
 
 def random_values(*shape: int) -> torch.Tensor:
     """In host memory, with a standard deviation of 1 / sqrt(the last dimension)."""
-    values: torch.Tensor = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values: torch.Tensor = torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
     return values.cpu()
 
 

@@ -7,8 +7,8 @@ Each file of results, one a machine, has a section of its own and a plot; what p
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -208,8 +208,10 @@ def insert(page: str, name: str, machine: str, table: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="*", metavar="RESULTS.json")
     docs, folder = ROOT / "docs", ROOT / "benchmarks" / "results"
-    files = [Path(word) for word in sys.argv[1:]] or sorted(folder.glob("cpu*.json"))
+    files = parser.parse_args().results or sorted(folder.glob("cpu*.json"))
     page = docs / "performance.md"
     for results in files:
         data, image = json.loads(results.read_text()), f"roofline-{results.stem}.svg"

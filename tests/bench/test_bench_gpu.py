@@ -16,6 +16,7 @@ from benchmarks.gpu import run as bench_gpu
 from benchmarks.gpu.run import PARTS, Part, command, parse, run
 from benchmarks.gpu.served import Served, served_config, steady_tok_s
 from benchmarks.models.folder import write_folder
+from benchmarks.models.random import DRY
 from engine.config import EngineConfig
 from engine.experts.capabilities import ExpertCounters, needed
 
@@ -53,7 +54,7 @@ def test_a_dry_run_does_not_overwrite_results(capsys):
     assert "--quick needs --out" in capsys.readouterr().err
 
 
-SMALL = {"num_hidden_layers": 2, **hybrid.DRY}
+SMALL = {"num_hidden_layers": 2, **DRY}
 ON_CPU = ["--device", "cpu", "--cpu-threads", "1", "--kv-cache-tokens", "8192"]
 
 
