@@ -32,7 +32,8 @@ _MAX_DELAY_S = 60.0  # between restarts
 
 
 class EngineClient:
-    """One engine process. `on_loading` is called with its progress.
+    """One engine process. `on_loading` is called with its progress, `on_unloaded` with the name of each adapter that
+    requests can no longer ask for.
 
     `max_open` bounds the requests that are open at the same time; more raise EngineUnavailable (429). An engine that
     has been silent, or at one step, for `hang_s` seconds is killed (None: never). An engine that ended is started
@@ -53,6 +54,7 @@ class EngineClient:
         self.ready: m.Ready | None = None
         self.loading: m.Loading | None = None  # the last progress of an engine that is not ready
         self.on_loading: Callable[[m.Loading], None] | None = None
+        self.on_unloaded: Callable[[str], None] | None = None
         self.gave_up = asyncio.Event()
         self.adapters: dict[str, m.AdapterInfo] = {}
         self.residency: dict[str, str] = {}  # of adapters: "disk", "host" or "slot"
@@ -216,9 +218,18 @@ class EngineClient:
 
     async def _unload(self, name: str) -> None:
         _checked(await self._call(m.UnloadAdapter(call_id=next(self._call_ids), name=name)))
+        self._wanted.pop(name, None)
+        self._gone(name)
+
+    def _gone(self, name: str) -> None:
         self.adapters.pop(name, None)
         self.residency.pop(name, None)
-        self._wanted.pop(name, None)
+        if self.on_unloaded is not None:
+            self.on_unloaded(name)
+
+    def serves(self, model: str) -> bool:
+        """Whether requests can ask for it: the base, or an adapter that is loaded."""
+        return model in self.adapters or (self.ready is not None and model == self.ready.model_name)
 
     async def stats(self, timeout_s: float = 2.0) -> dict[str, Any]:
         """The engine's counters. Raises EngineUnavailable, also if it does not answer in time."""
@@ -348,7 +359,7 @@ class EngineClient:
                 self._fatal = m.FatalError(message=reply.error or f"adapter {name}", user=reply.status < 500)
                 return self._send(m.Shutdown())
             else:
-                self.adapters.pop(name, None)
+                self._gone(name)
                 log.error("adapter %s could not be loaded again: %s", name, reply.error)
         if self.state == "restarting":
             log.info("the engine serves again")

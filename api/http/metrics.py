@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from api.http.histogram import Histogram
+from api.http.series import Counter, Histogram
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _TOTAL_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-
 _WHO = ["tenant", "model_name"]
+UNLOADED = "(unloaded)"  # no adapter can have this name
 
 
 class _Reported(NamedTuple):
@@ -72,10 +71,12 @@ _REPORTED = (
 class Metrics:
     """`stats` is what the engine last reported: each of its numbers becomes the gauge ktserve_engine_<key>; those of a
     mapping, and those under KEY/NAME, become one gauge with the label "name". Names are vLLM's after `ktserve_` where
-    it has one for the same thing."""
+    it has one for the same thing. `serves` says of a model's name whether requests can ask for it: only such names are
+    labels, all others' counts have one together, so that adapters that come and go leave nothing behind."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.serves: Callable[[str], bool] = lambda model: True
         self.stats: Mapping[str, Any] = {}
         self.engine_up = False
         self.restarts = 0
@@ -91,9 +92,19 @@ class Metrics:
         self.total = self._histogram("e2e_request_latency_seconds", "receipt to end of a request", _TOTAL_S)
         self.registry.register(self)
 
-    def _counter(self, name: str, help: str, labels: list[str]) -> Callable[..., Counter]:
-        """A counter by its labels, which are looked up once: the library checks and locks each time."""
-        return cache(Counter(f"ktserve_{name}", help, labels, registry=self.registry).labels)
+    def model_label(self, model: str) -> str:
+        """What a model's counts are labelled with now."""
+        return model if self.serves(model) else UNLOADED
+
+    def unloaded(self, model: str) -> None:
+        """Requests can no longer ask for it: its counts join those of the others of which that is so."""
+        for counter in (self.requests, self.prompt_tokens, self.cached_tokens, self.output_tokens):
+            counter.merge("model_name", model, UNLOADED)
+
+    def _counter(self, name: str, help: str, labels: list[str]) -> Counter:
+        counter = Counter(f"ktserve_{name}", help, labels)
+        self.registry.register(counter)
+        return counter
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"ktserve_{name}", help, buckets)

@@ -71,6 +71,7 @@ class Service:
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.config.max_body_bytes, self.config.body_timeout_s)
         self.small_bodies = Bodies(min(2**16, self.config.max_body_bytes), self.config.body_timeout_s)
+        self.metrics.serves, self.client.on_unloaded = self.client.serves, self.metrics.unloaded
 
     async def stop_answering(self) -> None:
         """End the work on batches; the next start goes on with it."""

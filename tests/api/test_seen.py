@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.http.histogram import Histogram
-from api.http.metrics import Metrics
+from api.http.answers.meter import Meter
+from api.http.metrics import UNLOADED, Metrics
+from api.http.series import Histogram
 from api.tenants.usage import UsageLog
 from scheduler.scheduler import Scheduler
 from testing.waiting import eventually
@@ -78,6 +79,34 @@ def test_many_observations_at_a_time_are_what_they_are_one_by_one(seen: list[tup
         return {(s.name, *map(str, sorted(s.labels.items()))): s.value for s in found}
 
     assert samples(ours) == pytest.approx(samples(theirs))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(["load", "unload", "ask", "end"]), st.sampled_from("abc")), max_size=40))
+def test_adapters_that_were_unloaded_leave_their_counts_and_no_labels(seen: list[tuple[str, str]]) -> None:
+    """Answers end after their adapter was unloaded, too; no sum over models ever falls."""
+    metrics, loaded, open_answers = Metrics(), {"base"}, list[Meter]()
+    metrics.serves = loaded.__contains__
+    ended = 0
+    for what, name in seen:
+        if what == "load":
+            loaded.add(name)
+        elif what == "unload":
+            loaded.discard(name)
+            metrics.unloaded(name)
+        elif what == "ask":
+            open_answers += [Meter(metrics, model=model) for model in sorted(loaded)]
+        else:
+            for meter in open_answers:
+                meter.ended("stop", prompt_tokens=3, cached_tokens=1, output_tokens=2)
+            ended += len(open_answers)
+            open_answers.clear()
+        families = text_string_to_metric_families(metrics.render().decode())
+        samples = [sample for family in families for sample in family.samples if "model_name" in sample.labels]
+        assert {sample.labels["model_name"] for sample in samples} <= loaded | {UNLOADED}
+        found = {metric: sum(s.value for s in samples if s.name == metric) for metric in {s.name for s in samples}}
+        per_answer = {"requests": 1, "prompt_tokens": 3, "prompt_tokens_cached": 1, "generation_tokens": 2}
+        assert found == ({f"ktserve_{metric}_total": n * ended for metric, n in per_answer.items()} if ended else {})
 
 
 def test_usage_and_logs(model_dir: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from api.client.stream import Inbox, OpenRequest
 from api.errors import ApiError
 from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
-from api.http.metrics import Metrics
+from api.http.metrics import UNLOADED, Metrics
 from api.text.output import Output
 from engine import messages as m
 from testing.waiting import PATIENCE_S
@@ -43,6 +43,7 @@ def test_an_adapters_life(server: Running, tmp_path: Path) -> None:
     assert server.openai.models.retrieve("org/new").parent == "tiny"
     answer = server.openai.completions.create(model="org/new", prompt="a")
     assert answer.choices[0].text == "a"
+    assert 'model_name="org/new"' in server.http.get("/metrics").text
     again = admin(server, "/v1/load_lora_adapter", lora_name="org/new", lora_path=str(tmp_path))
     assert again.status_code == 409 and again.json()["error"]["param"] == "lora_name"
     call = {"lora_name": "org/new", "lora_path": str(tmp_path), "replace": True, "pinned": True}
@@ -55,6 +56,9 @@ def test_an_adapters_life(server: Running, tmp_path: Path) -> None:
     assert admin(server, "/v1/unload_lora_adapter", lora_name="org/new").status_code == 404
     with pytest.raises(openai.NotFoundError):
         server.openai.completions.create(model="org/new", prompt="a")
+    metrics = server.http.get("/metrics").text
+    assert 'model_name="org/new"' not in metrics
+    assert f'ktserve_requests_total{{model_name="{UNLOADED}",outcome="stop",tenant="default"}} 1.0' in metrics
 
 
 def test_adapters_that_cannot_be_loaded(server: Running, tmp_path: Path) -> None:

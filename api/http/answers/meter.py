@@ -59,12 +59,13 @@ class Meter:
         ran = outcome != "refused"
         if self._ticket is not None:
             self._ticket.end(ran=ran)
-        self._metrics.requests(outcome, tenant, model).inc()
+        label = self._metrics.model_label(model)
+        self._metrics.requests(outcome, tenant, label).inc()
         self._metrics.total.labels(tenant).observe(seconds)
         if ran:
-            self._metrics.prompt_tokens(tenant, model).inc(prompt_tokens)
-            self._metrics.cached_tokens(tenant, model).inc(cached_tokens)
-            self._metrics.output_tokens(tenant, model).inc(output_tokens)
+            self._metrics.prompt_tokens(tenant, label).inc(prompt_tokens)
+            self._metrics.cached_tokens(tenant, label).inc(cached_tokens)
+            self._metrics.output_tokens(tenant, label).inc(output_tokens)
         if self._tracing is not None:
             attributes: dict[str, str | int | float] = {
                 "gen_ai.request.model": model,
