@@ -102,6 +102,9 @@ class Routed(ExpertBackend):
             self._step += 1
         self.inner.begin_step(rows, lora=lora, eager=eager, slots=slots)
 
+    def prefetch(self) -> None:
+        self.inner.prefetch()
+
     def post(self, task: ExpertTask, stream: Any = None) -> None:
         if self._active:
             some = min(task.buffers.launch_rows, self._rows)

@@ -139,6 +139,11 @@ class ExpertBackend(ABC):
         """
         return None
 
+    def prefetch(self) -> None:
+        """Called on the compute stream between `begin_step` and the step's first `post`, when everything that the step
+        itself copies to the device has been launched: weights that are brought there follow its inputs."""
+        return None
+
     def check(self) -> None:
         """Raise what failed in tasks posted on a stream since the last check. Called when a step has ended."""
         return None

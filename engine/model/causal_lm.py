@@ -69,9 +69,11 @@ class CausalLM:
             backend.begin_step(rows, lora=lora, eager=eager, slots=slots)
 
     def plan(self, batch: BatchLayout) -> None:
-        """The host's part of a step."""
+        """The host's part of a step, whose inputs are there or on their way."""
         for backend in self.attention_backends:
             backend.plan(batch)
+        for experts in self.expert_backends:
+            experts.prefetch()
 
     def forward(self, step: StepInput) -> StepOutput:
         """The device's part of a planned step."""

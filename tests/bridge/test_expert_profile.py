@@ -99,6 +99,7 @@ def test_a_streamed_layer_takes_hot_experts_from_where_they_are() -> None:
     marked = int(made.place(1).max())
     made._frames.view(F32)[marked] = 7.0  # nowhere else
     streamed.begin_step(8, lora=False, eager=True)
+    streamed.prefetch()
     for layer in (0, 1):
         frames = streamed._layers.take(layer).view(F32)
         place = streamed._buffers[streamed._layers.number(layer)].place

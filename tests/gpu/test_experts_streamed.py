@@ -66,6 +66,7 @@ def test_equals_the_cpu(kernel_device: torch.device, hybrid: bool, kinds: tuple[
         b.bsz[0] = rows
         fill(there, b)
         streamed.begin_step(rows, lora=slots is not None, eager=True)
+        streamed.prefetch()
         outs = []
         for task in tasks:
             streamed.post(task)

@@ -142,6 +142,10 @@ class StreamedExperts(ExpertBackend):
         if self._streaming:
             self._prepare()
             self._layers.forget()  # adapters may have changed since; a layer is one copy away
+
+    def prefetch(self) -> None:
+        if self._streaming:
+            self._layers.follow()
             self._layers.fetch(self._order[0])
 
     def check(self) -> None:

@@ -5,7 +5,8 @@
     compute stream        ...               | layer 0 from A | ...  | layer 1 from B | ...
 
 Two streams, since converting takes the GPU's processors, for which it may have to wait as long as a kernel of the
-compute stream runs, while what is brought takes none: a layer's packed bytes have memory of their own.
+compute stream runs, while what is brought takes none: a layer's packed bytes have memory of their own. What else goes
+to the GPU for a step (its inputs) or a layer (tables, LoRA) goes there before the layer's slices.
 
 Who computes takes a layer, begins to fetch the one that comes next, and says when the first has been used. Experts that
 the GPU holds anyway (`HotFrames`) are copied there, not from host memory.
@@ -47,11 +48,20 @@ class _Slice:
     free: Any  # event
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Of a layer some of whose experts the GPU holds."""
+
+    experts: torch.Tensor  # int64 [E], the `cold` ones first
+    cold: int
+    there: torch.Tensor  # int64 [E] on the GPU: the hot frame of each, in that order
+
+
 class LayerStream:
     """`order`: the layers, each in the buffer of its place's parity, so that neighbours never share one. `plain`: every
     matrix as numbers of `dtype`, whatever it is stored as. `hot`: experts that the
-    GPU holds as they would be here. `beside`: called with the buffer's number and the layer when
-    its weights have been sent, on the stream that copies. For one thread at a time."""
+    GPU holds as they would be here. `beside`: called with the buffer's number and the layer before its weights are
+    brought, on the stream that converts. For one thread at a time."""
 
     def __init__(
         self,
@@ -118,6 +128,12 @@ class LayerStream:
         for buffer in self._buffers:
             buffer.layer = None
 
+    def follow(self) -> None:
+        """Nothing is brought before the current stream has come to here. One engine of the GPU copies from the host, in
+        the order in which it is asked: what a step needs at its begin would wait behind whole layers."""
+        if self._bringing is not None:
+            self._bringing.wait_event(event_here(True))
+
     def fetch(self, layer: int) -> None:
         """Start copying a layer, unless it is there, behind the last use of its buffer."""
         buffer = self._buffers[self.number(layer)]
@@ -169,31 +185,39 @@ class LayerStream:
         """On the current stream, which is not the one that brings."""
         if buffer.layer is None or not self._slices:
             raise RuntimeError("copy before prepare")
-        source, frame, experts = self._source[buffer.layer], self.frame(buffer.layer), self._sizes.experts
-        if self._hot is None:
-            for part, (first, last) in zip(self._slices, _slices(0, experts), strict=True):
-                self._bring(part, partial(source.bring, first, last, part.packed))
-                source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype, frame)
-                part.free = event_here(self._gpu)
-        else:
-            self._copy_cold(buffer, source, self._hot.frames, self._hot.of(buffer.layer))
+        layer, experts = buffer.layer, self._sizes.experts
+        hot = None if self._hot is None else self._order_of(buffer, self._hot.of(layer))
         if self._beside is not None:
-            self._beside(self.number(buffer.layer), buffer.layer)
+            self._beside(self.number(layer), layer)
+        if self._bringing is not None and (self._beside or hot):  # behind these slices come the next layer's
+            self._bringing.wait_event(event_here(True))
+        source, frame = self._source[layer], self.frame(layer)
+        if hot is not None:
+            self._copy_cold(buffer, source, hot)
+            return
+        for part, (first, last) in zip(self._slices, _slices(0, experts), strict=True):
+            self._bring(part, partial(source.bring, first, last, part.packed))
+            source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype, frame)
+            part.free = event_here(self._gpu)
 
-    def _copy_cold(self, buffer: _Buffer, source: PackedLayer, hot: torch.Tensor, frame_of: torch.Tensor) -> None:
-        """Experts that are in none of the `hot` frames come first, the others behind them."""
-        size, order = source.frame(self._dtype.itemsize).num_bytes, frame_of.argsort(stable=True)
-        cold = int((frame_of < 0).sum())
-        buffer.place = torch.empty(len(order), dtype=torch.int32)
-        buffer.place[order] = torch.arange(len(order), dtype=torch.int32)
-        for part, (first, last) in zip(self._slices, _slices(0, cold), strict=False):
-            experts = [(source, int(expert)) for expert in order[first:last]]
+    def _order_of(self, buffer: _Buffer, frame_of: torch.Tensor) -> _Order:
+        """Experts that are in none of the hot frames come first, the others behind them."""
+        experts = frame_of.argsort(stable=True)
+        buffer.place = torch.empty(len(experts), dtype=torch.int32)
+        buffer.place[experts] = torch.arange(len(experts), dtype=torch.int32)
+        there = to_device(frame_of[experts].tolist(), torch.int64, self._device)
+        return _Order(experts, int((frame_of < 0).sum()), there)
+
+    def _copy_cold(self, buffer: _Buffer, source: PackedLayer, order: _Order) -> None:
+        for part, (first, last) in zip(self._slices, _slices(0, order.cold), strict=False):
+            experts = [(source, int(expert)) for expert in order.experts[first:last]]
             self._bring(part, partial(source.bring_each, experts, part.packed))
             source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype)
             part.free = event_here(self._gpu)
-        there = to_device(frame_of[order].tolist(), torch.int64, self._device)
-        for first, last in _slices(cold, len(order)):
-            buffer.frames[first:last, :size].copy_(hot[there[first:last], :size])
+        if self._hot is not None:
+            size, hot = source.frame(self._dtype.itemsize).num_bytes, self._hot.frames
+            for first, last in _slices(order.cold, len(order.experts)):
+                buffer.frames[first:last, :size].copy_(hot[order.there[first:last], :size])
 
     def _bring(self, part: _Slice, bring: Callable[[], None]) -> None:
         """As soon as the slice is free; the current stream waits for it."""
