@@ -86,6 +86,7 @@ def _assemble(
     model, runner.leader = runner.model, leader
     if leader is not None:
         leader.meet()
+        runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
     if bandwidth is not None:

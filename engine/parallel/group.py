@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.parallel.peers.sums import Meeting, PeerSums, reachable
+
 TIMEOUT_S = 300  # of one exchange: a rank may wait for another's long chunk, but not without end
 
 
@@ -43,8 +45,9 @@ ALONE = Group()
 
 
 class Ranks(Group):
-    """Over NCCL between GPUs, and gloo between CPUs, of one machine. `store`: a file that all ranks can reach, in a
-    folder that nobody else can. Nothing is sent before `connect`, which waits for all ranks."""
+    """Over NCCL between GPUs, and gloo between CPUs, of one machine; sums of few rows over the GPUs' own memory where
+    they can reach each other's. `store`: a file that all ranks can reach, in a folder that nobody else can. Nothing is
+    sent before `connect`, which waits for all ranks; then `notes` say how sums are taken."""
 
     def __init__(self, rank: int, size: int, device: torch.device, store: str) -> None:
         self.rank = rank
@@ -52,6 +55,9 @@ class Ranks(Group):
         self._device = device
         self._store = store
         self._ranks: Any = None
+        self._meeting: Meeting | None = None
+        self._peers: PeerSums | None = None
+        self.notes: list[str] = []
 
     def connect(self) -> None:
         limit, store = timedelta(seconds=TIMEOUT_S), dist.FileStore(self._store, self.size)
@@ -69,10 +75,38 @@ class Ranks(Group):
         met = self.sum(torch.ones(1, device=self._device))  # NCCL connects at the first exchange, never in a graph
         if float(met) != self.size:
             raise RuntimeError(f"{float(met)} of {self.size} ranks have met")
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                why = self._meet_peers(store)
+            self.notes = [f"sums over GPUs: {f'NCCL ({why})' if why else 'few rows over their memory, others by NCCL'}"]
+
+    def _meet_peers(self, store: Any) -> str:
+        """All ranks come to the same result: why NCCL takes all sums, or ""."""
+        if not self._agreed(reachable(self.rank, self.size)):
+            return "not every GPU reaches the others' memory"
+        why = ""
+        try:
+            self._meeting = Meeting(self._store, store, self.rank, self.size, self._device)
+            peers = PeerSums(self.rank, self._meeting.cells())
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+        if not self._agreed(not why):
+            return why or "another rank cannot share its memory"
+        peers.prepare()
+        if not self._agreed(peers.works()) or not self._agreed(True):
+            return "a sum over their memory was wrong"
+        self._peers = peers
+        return ""
+
+    def _agreed(self, yes: bool) -> bool:
+        """Whether all ranks say so."""
+        return float(self.sum(torch.full((1,), float(yes), device=self._device))) == self.size
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         narrow = x.device.type == "cpu" and x.dtype != torch.float32
         y = x.float() if narrow else x.contiguous()
+        if self._peers is not None and self._peers.takes(y):
+            return self._peers.sum(y)
         _finish(self._ranks.allreduce([y], _on_stream(dist.AllreduceOptions())))
         return y.to(x.dtype) if narrow else y
 
@@ -92,6 +126,10 @@ class Ranks(Group):
 
     def close(self) -> None:
         """Graphs with exchanges in them must be gone: NCCL waits for that."""
+        self._peers = None
+        if self._meeting is not None:
+            self._meeting.close()
+        self._meeting = None
         if self._ranks is not None and self._device.type == "cuda":
             self._ranks.abort()
         self._ranks = None
