@@ -24,6 +24,7 @@ class GpuOps:
         fused: Any = importlib.import_module("engine.ops.gpu_router")
         self._router, self._fused_rows = fused.Router(rope.cos.device), fused.FUSED_ROWS
         self._greedy: dict[tuple[int, int], Any] = {}  # by rows at most and vocabulary
+        self._narrow: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by address, of the router held there
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table)
@@ -98,9 +99,24 @@ class GpuOps:
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> bool:
         if len(residual) > self._fused_rows:
-            return False
+            x, weights, ids = out
+            narrow = self._as_bf16(router) if x.is_cuda and x.dtype == torch.bfloat16 else None
+            if narrow is None:
+                return False
+            self.add_rms_norm(residual, delta, weight, x)
+            logits = torch.mm(x, narrow.T, out_dtype=torch.float32)  # the same products, added in float32
+            self.route(logits, ids.shape[1], normalise, (weights, ids))
+            return True
         self._router(residual, delta, weight, self.eps, router, normalise, out)
         return True
+
+    def _as_bf16(self, router: torch.Tensor) -> torch.Tensor | None:
+        """Float32 [E, H] in bf16, if that loses nothing, as of a router that a file has in bf16."""
+        at = router.data_ptr()
+        if at not in self._narrow:  # never in a capture: steps of all sizes run before
+            narrow = router.to(torch.bfloat16)
+            self._narrow[at] = router, narrow if torch.equal(narrow.float(), router) else None
+        return self._narrow[at][1]
 
     def next_ids(self, ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._tokens.next_ids(ids, sources, sampled)

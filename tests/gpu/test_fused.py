@@ -44,6 +44,37 @@ def test_norm_and_route(kernel_device, dtype, rows, dim, experts, k, normalise):
         assert not route._arrived.any()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a product of bf16 into float32")
+@pytest.mark.parametrize("exact", [True, False])
+def test_routers_of_many_rows_are_multiplied_in_bf16_where_that_loses_nothing(exact):
+    from engine.ops.gpu import GpuOps
+
+    device = torch.device("cuda")
+    plain = oracle(device)
+    ops, g = GpuOps(EPS, plain.rope), torch.Generator().manual_seed(3)
+    for _ in range(2):  # another router each time
+        x, delta, gain = (
+            torch.randn(shape, generator=g).to(device, torch.bfloat16) for shape in ((40, 256),) * 2 + ((256,),)
+        )
+        router = torch.randn(64, 256, generator=g).to(device) / 16
+        router = router.bfloat16().float() if exact else router
+        ours, theirs = x.clone(), x.clone()
+        out = (
+            torch.empty_like(x),
+            torch.empty(40, 6, device=device),
+            torch.empty(40, 6, dtype=torch.int64, device=device),
+        )
+        assert ops.norm_route(ours, delta, gain, router, True, out) is exact
+        if exact:
+            close(out[0], plain.add_rms_norm(theirs, delta, gain))
+            assert torch.equal(ours, theirs)
+            weights, ids = plain.route(out[0].float() @ router.T, 6, True)
+            assert torch.equal(out[2], ids)
+            close(out[1], weights)
+        else:
+            assert torch.equal(ours, x)
+
+
 def test_of_equal_experts_the_lower_ones_are_chosen(kernel_device):
     from engine.ops.gpu_router import Router
 
