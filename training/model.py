@@ -60,6 +60,12 @@ def load_model(
     return made.eval()
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let backward compute each layer again from its input."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def batch_rows(model: nn.Module) -> BatchRows:
     """The record that all layers of a loaded model (or of PEFT's wrapper around it) share."""
     return next(module.rows for module in model.modules() if isinstance(module, RoutedExperts))

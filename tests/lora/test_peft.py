@@ -18,10 +18,8 @@ from testing.models.tiny import tiny_model
 from tests.lora import make
 from tests.lora.merge import all_deltas, merge
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys"),  # peft misses parameters there
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing"),
-]
+# peft misses parameters there
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 PROMPT = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 32, 38]])
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -14,6 +14,7 @@ from tests.training.models import draw_b, ours
 from training.config import TrainConfig
 from training.loop.meter import make_meter
 from training.loop.progress import read_log
+from training.model import checkpoint_layers
 from training.run import train
 
 
@@ -25,7 +26,7 @@ def test_a_step_is_what_torch_counts(tmp_path, again):
     meter = make_meter(open_model(str(tmp_path)).config, config, experts_only=False)
     model = draw_b(ours(tmp_path, attention="eager")).train()
     if again:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     ids = torch.randint(2, 128, (24, 1), generator=torch.Generator().manual_seed(0))
     embedded = model.get_input_embeddings()(ids).requires_grad_()  # else the first layer has no gradient of its input
     with FlopCounterMode(display=False) as counted:

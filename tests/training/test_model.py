@@ -12,7 +12,7 @@ from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.layer import lora_config
 from training.loop.save import save_adapter
-from training.model import load_model
+from training.model import checkpoint_layers, load_model
 
 FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 IDS = torch.randint(2, 128, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -78,7 +78,7 @@ def test_loss_and_gradients_equal_stock_peft(folders):
 @FAMILIES
 def test_nothing_else_is_trained_and_everything_gets_a_gradient(folders, family):
     model = draw_b(ours(folders / family))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model)
     model.train()
     model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -25,6 +25,8 @@ from training.memory.costs import Run, dense_lora, layer_bytes, lora_parameters
 from training.memory.main import main as child
 from training.memory.plan import plan_training
 
+# peft looks for transformers' own experts, which these models have not
+pytestmark = pytest.mark.filterwarnings("ignore:(target_parameters=|The following (rank|alpha)_pattern keys)")
 _LARGE = Memory("CPU", 1 << 50, 1 << 50)
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ALL = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")

@@ -32,6 +32,7 @@ from training.experts.streamed.choice import Streaming
 from training.experts.streamed.experts import StreamedTrainableExperts, Streams
 from training.kernels import expert_maker
 from training.loop.arguments import common_arguments, on_one_gpu
+from training.model import checkpoint_layers
 from training.run import train
 
 POOL = _native.WorkerPool([[0], [1]])
@@ -222,7 +223,7 @@ def test_a_whole_model(folder: Path, again: bool) -> None:
     for make in (expert_maker(TrainConfig(kt_num_threads=2)), streamed_maker(18, 18, [])):
         model = draw_b(ours(folder, make)).train()
         if again:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         results.append({"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from transformers import TrainingArguments
@@ -28,13 +29,16 @@ def common_arguments(config: TrainConfig, device: str) -> dict[str, Any]:
         "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay",
         "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "seed", "data_seed",
         "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
-        "per_device_eval_batch_size", "gradient_checkpointing",
+        "per_device_eval_batch_size",
     )  # fmt: skip
+    renamed = "activation_checkpointing" in {field.name for field in fields(TrainingArguments)}
+    checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
     return {
         **{name: getattr(config, name) for name in same},
         **steps,
+        checkpointing: config.gradient_checkpointing,
+        f"{checkpointing}_kwargs": {"use_reentrant": False} if config.gradient_checkpointing else None,
         "warmup_steps": config.warmup_steps or config.warmup_ratio,  # a share if below 1
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if config.gradient_checkpointing else None,
         "use_cpu": device == "cpu",
         "optim": "adamw_torch_fused",
         "report_to": [],

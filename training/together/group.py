@@ -28,7 +28,7 @@ from training.layer import RowsLinear, lora_config
 from training.loop.meter import Meter
 from training.loop.progress import StopOnSignal
 from training.loop.trainer import PAD, TrainingError, check_loss, checkpoints, remove_folder, sync_tree
-from training.model import batch_rows
+from training.model import batch_rows, checkpoint_layers
 from training.together.member import Member
 
 _STATE = "trainer_state.json"  # the file by which a checkpoint is known
@@ -57,7 +57,7 @@ class Group:
         """All steps of all adapters, or up to the one in which `stop` was asked for, which is saved. TrainingError for
         a loss that is no number."""
         if self.config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(self.model)
         self.model.train()
         for member in self.members:
             member.begin()
