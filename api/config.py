@@ -11,6 +11,8 @@ from engine.config import option
 
 @dataclass
 class ServeConfig:
+    """The api's settings; EngineConfig has the engine's. A flag, a variable and a line of --config for each."""
+
     # ---- server
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", group="Server")
     port: str = option("auto", "port; auto: 8000, or a free one if that is taken", group="Server")

@@ -39,6 +39,8 @@ class Report:
 
 
 class Directory:
+    """One actor of an application: the adapters that replicas are to have, and what each replica last reported."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._catalogue = Catalogue()

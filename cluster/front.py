@@ -55,6 +55,8 @@ def asgi() -> FastAPI:
 
 
 class Front:
+    """Answers for the whole application, by its replicas."""
+
     def __init__(self) -> None:
         application = serve.get_replica_context().app_name
         self._engines = serve.get_deployment_handle(ENGINES, app_name=application).options(stream=True)

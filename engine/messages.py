@@ -38,6 +38,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Submit(_Message, frozen=True):
+    """A request for one answer to `prompt`, token ids. Exactly one terminal message follows."""
+
     request_id: str
     prompt: list[int]
     sampling: SamplingParams

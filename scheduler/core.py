@@ -36,6 +36,9 @@ class Flight:
 
 
 class Core:
+    """The requests, and all that they hold: places among the waiting and running, blocks, adapter slots, service. Each
+    method is one change of a request's state."""
+
     def __init__(self, config: SchedulerConfig, proposer: Proposer | None, stored: Iterable[tuple[bytes, int]]) -> None:
         self.config = config
         self.proposer = proposer

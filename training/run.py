@@ -160,7 +160,10 @@ def _begin(config: TrainConfig, output: Path) -> Path | None:
         if resume != "true":
             found = [Path(resume)]
         if not found or not (found[-1] / "trainer_state.json").is_file():
-            raise UserError(f"{found[-1] if found else output}: no checkpoint to go on from", "resume_from_checkpoint")
+            message = (
+                f"{found[-1] if found else output}: no checkpoint to go on from; name another folder, or start anew"
+            )
+            raise UserError(message, "resume_from_checkpoint")
         return found[-1]
     if held and not config.overwrite_output_dir:
         raise UserError(

@@ -112,7 +112,8 @@ class Batches:
                             self._incoming[tenant] += len(data)
                             if written > self.config.max_file_bytes:
                                 limit = self.config.max_file_bytes
-                                raise ApiError(413, f"the file is larger than {limit} bytes", code="file_too_large")
+                                message = f"the file is larger than {limit} bytes: spread its lines over several"
+                                raise ApiError(413, message, code="file_too_large")
                             if written > room:
                                 raise _over_quota(self.config.max_stored_bytes)
                             await asyncio.to_thread(file.write, data)
@@ -207,7 +208,8 @@ class Batches:
         await self._room(tenant)
         if len(await self.ask(Store.open_batches, tenant)) >= self.config.max_open_batches:
             most = self.config.max_open_batches
-            raise ApiError(429, f"{most} batches have not ended, the most that are allowed", code="batch_quota")
+            message = f"{most} batches have not ended, the most that are allowed: wait for one, or cancel one"
+            raise ApiError(429, message, code="batch_quota")
         now = int(time.time())
         batch = BatchRecord(
             id=f"batch_{uuid.uuid4().hex}",

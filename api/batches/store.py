@@ -65,6 +65,9 @@ def naming_a_full_disk() -> Iterator[None]:
 
 
 class Store:
+    """Files and batches in one SQLite database. A change is on disk when its call returns; DiskFullError if it does not
+    fit, and nothing has changed then."""
+
     def __init__(self, path: Path) -> None:
         """Opens or makes the database. The thread that calls this is the only one that may call the rest."""
         self._db = sqlite3.connect(path, isolation_level=None)

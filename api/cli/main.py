@@ -29,6 +29,7 @@ examples:
   ktserve chat MODEL                                   talk to it in this terminal
   ktserve plan MODEL --max-model-len 32768             what it would need; loads nothing
   ktserve bench http://127.0.0.1:8000 --help           measure a server that runs
+  ktserve loadtests --help                             load a server, or one of its own (docs/load.md)
   ktserve ray deploy CONFIG.yaml                       replicas over a Ray cluster (docs/scale-out.md)
 
 Every setting can also be a variable (KTSERVE_MAX_NUM_SEQS=8) or a line of a YAML file (--config FILE,

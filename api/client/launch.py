@@ -49,6 +49,7 @@ def with_demo(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
 
 
 def engine_command(serve: ServeConfig) -> tuple[str, ...]:
+    """What starts the engine process: --engine-command in words, or our own. Raises UserError."""
     if serve.engine_command is None:
         return ENGINE_COMMAND
     try:

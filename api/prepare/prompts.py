@@ -273,6 +273,7 @@ def _check_length(tokenizer: Tokenizer, text: str, job: Job, param: str) -> None
 
 
 def too_long(length: str, limit: int, param: str) -> ApiError:
+    """OpenAI's error for a prompt of `length` (in words), which leaves no room within `limit` tokens."""
     return bad_request(
         f"This model's maximum context length is {limit} tokens. However, your {param} resulted in {length}, and at "
         f"least one is for the output. Please reduce the length of the {param}.",

@@ -110,7 +110,7 @@ class _Reader:
                 ids.add(key.id)
                 found[key] = tenant
         if not found:
-            raise self._error("no tenant has a key", 1)
+            raise self._error("no tenant has a key: `ktserve keys new --tenant NAME` prints the lines of one", 1)
         return found
 
     def _text(self) -> str:

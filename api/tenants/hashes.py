@@ -22,6 +22,8 @@ _SALT_BYTES, _HASH_BYTES = 16, 32
 
 @dataclass(frozen=True)
 class HashedKey:
+    """A key by its scrypt hash: what tenants.yaml holds of it. `id` is its public part."""
+
     id: str
     log2_n: int
     r: int

@@ -100,6 +100,8 @@ class Ticket:
 
 
 class Limits:
+    """What tenants have used of their limits: open answers, requests and tokens a minute."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}

@@ -73,7 +73,7 @@ class Tokenizer:
         """The chat template's text of `messages`; `how` as ChatTemplate.render has it. Control tokens in the client's
         strings stay text unless `trust_control_tokens`. Raises TemplateError."""
         if self.template is None:
-            raise UserError("the model has no chat template", "messages")
+            raise UserError("the model has no chat template: give one with --chat-template", "messages")
         given = (messages, variables)
         (messages, variables), stand_ins = self.guarded(given, trust_control_tokens=trust_control_tokens)
         return Rendered(self.template.render(messages, variables=variables, **how), stand_ins)

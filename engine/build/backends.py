@@ -7,6 +7,7 @@ from engine.model.load import Backends
 
 
 def make_backends(plan: EnginePlan) -> Backends:
+    """Those of the device that the plan places all but routed experts on."""
     if plan.placement.device == "cpu":
         from engine.build.cpu import cpu_backends
 

@@ -37,6 +37,7 @@ class Shared(Generic[T]):
 
 
 def native_experts(plan: EnginePlan, pool: _native.WorkerPool, cache: PackCache | None) -> NativeExperts:
+    """As the plan has them, without layers. `cache`: of packed weights."""
     return NativeExperts(
         plan.source.config,
         plan.precision.activations,

@@ -69,6 +69,7 @@ class _Tokens:
 
 
 def limits() -> LLParserLimits:
+    """What one grammar may take of time and memory, in llguidance's units."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -52,6 +52,8 @@ class _Compiling:
 
 
 class Grammars:
+    """Compiles the grammars of requests on threads, keeps those last used, and fills rows' masks ahead of sampling."""
+
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size, self._eos_token_ids = vocab_size, tuple(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None

@@ -155,7 +155,9 @@ class GpuLinear(Linear):
         if pair is not None:
             inner, rank = self.product.weights.shape[1], pair.rank
             if rank > self._rank:
-                raise AdapterError(f"{self.name}: rank {rank}; --max-adapter-rank is {self._rank}", keys=[self.name])
+                raise AdapterError(
+                    f"{self.name}: rank {rank} is over --max-adapter-rank {self._rank}", keys=[self.name]
+                )
             if pair.a.shape != (rank, inner) or pair.b.shape != (self._outer, rank):
                 raise AdapterError(
                     f"{self.name}: LoRA A {tuple(pair.a.shape)}, B {tuple(pair.b.shape)}; wanted [r, {inner}] and "

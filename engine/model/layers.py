@@ -39,6 +39,8 @@ class Mlp(ABC):
 
 @dataclass
 class DenseMlp(Mlp):
+    """down(silu(gate(x)) * up(x)), of layers without routed experts."""
+
     gate: Linear
     up: Linear
     down: Linear
@@ -134,6 +136,8 @@ class SparseMlp(Mlp):
 
 @dataclass
 class Layer:
+    """The weights and backends of one layer. `q_norm` and `k_norm` are None where the family has no QK-norm."""
+
     index: int
     input_norm: torch.Tensor
     q: Linear

@@ -35,6 +35,7 @@ from engine.steps.runner import ModelRunner
 
 
 def serve(orders: Connection, slots: socket.socket) -> NoReturn:
+    """A rank's process: load what rank 0 sends, then run its steps until it closes `orders`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the engine: its parent decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

@@ -83,6 +83,7 @@ def ranks_threads(size: int, placement: Placement, asked: int | None) -> int | N
 
 
 def rank_lines(shard: Shard, placement: Placement) -> list[str]:
+    """What is printed at start of how the model is divided; nothing for one rank."""
     if shard.size == 1:
         return []
     where = "GPUs" if placement.device != "cpu" else "processes on this CPU, slower than one (to try what several do)"

@@ -27,6 +27,8 @@ class Tenant:
 
 
 class Fairness:
+    """The accounts' counters. One without requests is forgotten when there are too many."""
+
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
         self._last = {False: Tenant(), True: Tenant()}  # of each class, the last one to have something waiting

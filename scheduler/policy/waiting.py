@@ -16,6 +16,8 @@ def entry(request: Request) -> Entry:
 
 
 class WaitingQueue:
+    """Iterating over it is in no order of rank across accounts and adapters."""
+
     def __init__(self) -> None:
         self._lists: dict[str, dict[AdapterKey, list[Entry]]] = {}
         self._count = 0

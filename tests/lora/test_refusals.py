@@ -94,7 +94,7 @@ def test_rank_over_the_limit(tmp_path: Path, fused: Path) -> None:
         tmp_path / "e", make.fused_3d_keys(WEIGHTS), make.lora_config(6, rank_pattern={"experts.down_proj": 3})
     )
     for folder in (tmp_path, fused, e):
-        assert refused(folder, "rank 3 is over the largest that is accepted, 2", max_rank=2).keys
+        assert refused(folder, "rank 3 is over --max-adapter-rank 2", max_rank=2).keys
         read_adapter(folder, CONFIG, name="x", max_rank=3)
 
 

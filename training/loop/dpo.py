@@ -28,6 +28,7 @@ def make_trainer(
 
 
 def dpo_arguments(config: TrainConfig, device: str) -> DPOConfig:
+    """TRL's arguments of `stage: dpo`."""
     losses, weights = [config.pref_loss], [1.0]
     if config.pref_ftx:
         losses, weights = [config.pref_loss, "sft"], [1.0, config.pref_ftx]

@@ -147,13 +147,14 @@ class Group:
         """TrainingError if it is not one of these adapters; DataError if it is of other data."""
         path = checkpoint / _MEMBERS
         if not path.is_file():
-            raise TrainingError(f"{checkpoint} is not a checkpoint of several adapters", "resume_from_checkpoint")
+            message = f"{checkpoint} is not a checkpoint of several adapters: leave out `adapters`, or name another"
+            raise TrainingError(message, "resume_from_checkpoint")
         saved = torch.load(path, map_location="cpu", weights_only=True)
         names = [member.config.adapter_name for member in self.members]
         if sorted(saved["members"]) != sorted(names):
             raise TrainingError(
                 f"{checkpoint} is of the adapters {', '.join(saved['members'])}, the configuration's are "
-                f"{', '.join(names)}",
+                f"{', '.join(names)}: resume with the same",
                 "resume_from_checkpoint",
             )
         for member in self.members:

@@ -149,6 +149,8 @@ def _choice(body: MessagesRequest) -> dict[str, Any]:
 
 
 class MessagesFront(Front):
+    """An answer in the form of /v1/messages, whole or as events."""
+
     keep_alive: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
     close: ClassVar[bytes] = b""
 

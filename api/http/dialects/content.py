@@ -19,6 +19,7 @@ def text_in(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def part_text(part: Any, where: str, kinds: Sequence[str]) -> str:
+    """The text of a part of one of the given kinds. Raises ApiError."""
     kind = kind_of(part, where)
     if kind not in kinds:
         raise unsupported(where, kind, kinds)

@@ -9,6 +9,7 @@ from api.http.wire import as_api_error, json_response
 
 
 def error_response(error: Exception, path: str) -> Response:
+    """In the form of the api that the path belongs to: Anthropic's, Ollama's or OpenAI's."""
     api_error = as_api_error(error)
     if path.startswith("/v1/messages"):
         body = anthropic.error_body(api_error)

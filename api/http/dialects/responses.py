@@ -73,7 +73,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         case "message":
             role = item.get("role")
             if role not in ("user", "assistant", "system", "developer"):
-                raise bad_request(f"{where}.role: {shortened(role)} is no role", f"{where}.role")
+                allowed = "'user', 'assistant', 'system' or 'developer'"
+                raise bad_request(f"{where}.role: {allowed} is expected, got {shortened(role)}", f"{where}.role")
             content = text_in(item.get("content"), f"{where}.content", _TEXTS)
             if role == "assistant":
                 last = _assistant(messages)

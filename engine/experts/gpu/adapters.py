@@ -55,7 +55,7 @@ class HostAdapters:
         largest = max(lora.rank for lora in layers.values())
         rank = padded_rank(largest)
         if rank > self._max_rank:
-            raise AdapterError(f"expert LoRA of rank {largest}; --max-adapter-rank is {self._max_rank}")
+            raise AdapterError(f"expert LoRA of rank {largest} is over --max-adapter-rank {self._max_rank}")
         made = HostAdapter(rank, {}, {}, {})
         for layer, lora in layers.items():
             blocks, made.present[layer] = lora_blocks(lora, self._sizes, self._dtype, rank)

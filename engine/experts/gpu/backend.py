@@ -86,7 +86,7 @@ class GpuExperts(ExpertBackend):
         largest = max((lora.rank for lora in (layers or {}).values()), default=0)
         rank = padded_rank(largest) if largest else 0
         if rank > self._compute.max_rank:
-            raise AdapterError(f"expert LoRA of rank {largest}; --max-adapter-rank is {self._compute.max_rank}")
+            raise AdapterError(f"expert LoRA of rank {largest} is over --max-adapter-rank {self._compute.max_rank}")
         for layer, tables in self._layers.items():
             tables.lora_address[slot] = 0
             self._blocks.pop((layer, slot), None)

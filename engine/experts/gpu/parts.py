@@ -17,6 +17,8 @@ from engine.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class GpuParts:
+    """Made for steps of up to `max_rows` rows with adapters in slots 1 ... max_slots."""
+
     sizes: Sizes
     compute: GpuCompute
     source: PackedSource

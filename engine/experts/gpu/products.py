@@ -50,6 +50,7 @@ class Product:
 
 
 def tiles_for(sizes: Sizes, rows: int, dtype: torch.dtype) -> Tiles:
+    """The tiles of a step of so many rows: small ones where an expert gets few of them."""
     float32 = dtype == torch.float32
     bk = 32 if float32 else 128
     each = rows * sizes.top_k / sizes.experts

@@ -32,7 +32,7 @@ class Reading:
 
     def check_rank(self, rank: int, keys: list[str]) -> None:
         if self.max_rank is not None and rank > self.max_rank:
-            raise refusal(f"rank {rank} is over the largest that is accepted, {self.max_rank}", keys)
+            raise refusal(f"rank {rank} is over --max-adapter-rank {self.max_rank}", keys)
 
     def expert_sizes(self, projection: str) -> tuple[int, int]:
         """(in, out) of an expert's projection."""
