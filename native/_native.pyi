@@ -361,9 +361,10 @@ class PagedAttention:
         kv: str,
         isa: str = "",
         float_rows: bool = False,
+        products: str = "",
     ) -> None:
         """
-        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. ValueError for a shape that the kernels do not take.
+        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. ValueError for a shape that the kernels do not take.
         """
 
     @property
@@ -374,6 +375,10 @@ class PagedAttention:
 
     @property
     def tokens(self) -> int: ...
+    @property
+    def products(self) -> str:
+        """What keys and values are multiplied as."""
+
     def plan(
         self, row_starts: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> None:

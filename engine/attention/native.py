@@ -26,7 +26,8 @@ class NativeAttention(AttentionBackend):
     `dtype` is that of q, k, v and the result, `kv_dtype` the cache's: the same (default), bfloat16 under float32 rows,
     or int8 with a float32 scale of each position and head; k and v are then rounded as they are stored. `pool` is a
     `native._native.WorkerPool`; `isa` "avx2", "avx512" or "amx", "" for the best. The cache's pages are taken from the
-    system when a block is first written. A NaN in q, k or v stays within its own sequence.
+    system when a block is first written. `products` "float32" or "bfloat16" forces what keys and values of a bfloat16
+    or int8 cache are multiplied as, which otherwise the CPU decides. A NaN in q, k or v stays within its own sequence.
     Raises UserError for shapes and dtypes that the kernels do not take.
     """
 
@@ -39,6 +40,7 @@ class NativeAttention(AttentionBackend):
         isa: str = "",
         *,
         kv_dtype: torch.dtype | None = None,
+        products: str = "",
     ) -> None:
         dim = config.head_dim
         if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
@@ -65,6 +67,7 @@ class NativeAttention(AttentionBackend):
                 kv=_KV_NAMES[kv_dtype],
                 isa=isa,
                 float_rows=dtype == torch.float32,
+                products=products,
             )
         except ValueError as error:
             raise UserError(f"native attention: {error}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,6 +26,16 @@ IDS = ["bf16", "float32", "float32 over bf16", "float32 over int8", "bf16 over i
 POOL = _native.WorkerPool([[0, 1, 2]])
 
 
+class Kernels(NamedTuple):
+    isa: str = ""
+    products: str = ""  # what a bf16 or int8 cache is multiplied as; "": what the CPU is faster with
+
+
+AVX512 = [Kernels("avx512", "float32"), Kernels("avx512", "bfloat16")]
+KERNELS = [kernels for isa in ISAS for kernels in (AVX512 if isa == "avx512" else [Kernels(isa)])]
+each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=[" ".join(kernels).strip() for kernels in KERNELS])
+
+
 @dataclasses.dataclass
 class Shape:
     heads: int = 8
@@ -32,7 +44,7 @@ class Shape:
     layers: int = 2
 
     def make(
-        self, dtype: torch.dtype, isa: str, num_blocks: int = 256, kv: torch.dtype | None = None
+        self, dtype: torch.dtype, kernels: Kernels, num_blocks: int = 256, kv: torch.dtype | None = None
     ) -> NativeAttention:
         model = config(
             num_hidden_layers=self.layers,
@@ -40,7 +52,8 @@ class Shape:
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
         )
-        return NativeAttention(model, num_blocks, dtype, POOL, isa, kv_dtype=kv)
+        products = "" if (kv or dtype) == torch.float32 else kernels.products
+        return NativeAttention(model, num_blocks, dtype, POOL, kernels.isa, kv_dtype=kv, products=products)
 
 
 @dataclasses.dataclass
@@ -95,80 +108,80 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, kv: torch.dtype) -> 
         assert error < (0.012 if kv == I8 else 0.004), f"relative error {error:.5f}"
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_kernel
 @pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_equals_dense_attention(isa: str, dtype: torch.dtype, kv: torch.dtype, data: st.DataObject) -> None:
+def test_equals_dense_attention(kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 3))
     group = data.draw(st.sampled_from([1, 2, 3, 5, 8, 40]))
     shape = Shape(kv_heads * group, kv_heads, 16 * data.draw(st.integers(1, 16)))
     lengths = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=3))
-    backend = shape.make(dtype, isa, kv=kv)
+    backend = shape.make(dtype, kernels, kv=kv)
     sequences = draw_sequences(shape, lengths, dtype, data.draw(st.integers(0, 2**20)))
     cuts = data.draw(st.lists(st.integers(1, 599), max_size=3))
     for sequence in sequences:
         assert_close(whole(backend, sequence, cuts, layer=1), sequence.reference(), kv)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_kernel
 @pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
 @pytest.mark.parametrize(("group", "head_dim"), [(6, 80), (8, 96)])  # 96: a multiple of 32, which tiles take
 def test_a_row_is_the_same_alone_in_a_batch_and_chunked(
-    isa: str, dtype: torch.dtype, kv: torch.dtype, group: int, head_dim: int
+    kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, group: int, head_dim: int
 ) -> None:
     shape = Shape(heads=2 * group, kv_heads=2, head_dim=head_dim)
     sequences = draw_sequences(shape, [700, 257, 33, 256, 300], dtype, seed=3)
-    alone = [whole(shape.make(dtype, isa, kv=kv), s, []) for s in sequences]
+    alone = [whole(shape.make(dtype, kernels, kv=kv), s, []) for s in sequences]
     for s, expected in zip(sequences, alone, strict=True):  # prefill in odd chunks, then decode one by one
         cuts = [7, 20, 100, *range(len(s.q) - 12, len(s.q))]
-        assert torch.equal(whole(shape.make(dtype, isa, kv=kv), s, cuts), expected)
-    together = shape.make(dtype, isa, kv=kv)
+        assert torch.equal(whole(shape.make(dtype, kernels, kv=kv), s, cuts), expected)
+    together = shape.make(dtype, kernels, kv=kv)
     step(together, 0, [(s, 0, len(s.q) - 5) for s in sequences])
     mixed = step(together, 0, [(s, len(s.q) - 5, len(s.q) - i) for i, s in enumerate(sequences)])
     for i, (s, expected) in enumerate(zip(sequences, alone, strict=True)):
         assert torch.equal(mixed[i], expected[len(s.q) - 5 : len(s.q) - i])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_repeats_bit_for_bit(isa: str) -> None:
+@each_kernel
+def test_repeats_bit_for_bit(kernels: Kernels) -> None:
     shape = Shape(heads=16, kv_heads=4, head_dim=128)
     sequences = draw_sequences(shape, [900, 530, 64, 1], torch.bfloat16, seed=5)
     rows = [(s, 0, len(s.q)) for s in sequences]
-    backend = shape.make(torch.bfloat16, isa)
+    backend = shape.make(torch.bfloat16, kernels)
     first = torch.cat(step(backend, 0, rows))
     for _ in range(20):
         assert torch.equal(torch.cat(step(backend, 0, rows)), first)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_kernel
 @pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
 @settings(max_examples=15)
 @given(old=st.integers(1, 64), new=st.integers(1, 64), cut=st.integers(1, 63))
 def test_what_a_block_held_before_has_no_influence(
-    isa: str, dtype: torch.dtype, kv: torch.dtype, old: int, new: int, cut: int
+    kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, old: int, new: int, cut: int
 ) -> None:
     shape = Shape(heads=4, kv_heads=1, head_dim=32)
     poison, sequence = draw_sequences(shape, [old, new], dtype, seed=old * 64 + new)
     poison.k[:], poison.v[:] = float("nan"), float("inf")
     poison.blocks = tuple(sequence.blocks[i % len(sequence.blocks)] for i in range(len(poison.blocks)))
-    expected = whole(shape.make(dtype, isa, kv=kv), sequence, [])
-    used = shape.make(dtype, isa, kv=kv)
+    expected = whole(shape.make(dtype, kernels, kv=kv), sequence, [])
+    used = shape.make(dtype, kernels, kv=kv)
     whole(used, poison, [])
     out = whole(used, sequence, [cut])
     assert torch.isfinite(out).all()
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_kernel
 @pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_nan_reaches_its_own_sequence_only(isa: str, dtype: torch.dtype, kv: torch.dtype, name: str) -> None:
+def test_nan_reaches_its_own_sequence_only(kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, name: str) -> None:
     shape = Shape()
     bad, good = draw_sequences(shape, [300, 300], dtype, seed=9)
-    expected = whole(shape.make(dtype, isa, kv=kv), good, [])
+    expected = whole(shape.make(dtype, kernels, kv=kv), good, [])
     getattr(bad, name)[280] = float("nan")
-    out_bad, out_good = step(shape.make(dtype, isa, kv=kv), 0, [(bad, 0, 300), (good, 0, 300)])
+    out_bad, out_good = step(shape.make(dtype, kernels, kv=kv), 0, [(bad, 0, 300), (good, 0, 300)])
     assert torch.equal(out_good, expected)
     assert out_bad[280].isnan().all()
     if name != "q":
@@ -176,23 +189,23 @@ def test_nan_reaches_its_own_sequence_only(isa: str, dtype: torch.dtype, kv: tor
     assert torch.isfinite(out_bad[:256]).all()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_large_scores_do_not_overflow(isa: str) -> None:
+@each_kernel
+def test_large_scores_do_not_overflow(kernels: Kernels) -> None:
     shape = Shape()
     (sequence,) = draw_sequences(shape, [520], torch.float32, seed=1)
     sequence.q *= 200
-    out = whole(shape.make(torch.float32, isa), sequence, [])
+    out = whole(shape.make(torch.float32, kernels), sequence, [])
     torch.testing.assert_close(out, sequence.reference(), rtol=1e-3, atol=1e-3)
 
 
 def test_slices_of_one_tensor() -> None:
     shape = Shape()
     (s,) = draw_sequences(shape, [40], torch.bfloat16, seed=2)
-    expected = whole(shape.make(torch.bfloat16, ""), s, [])
+    expected = whole(shape.make(torch.bfloat16, Kernels()), s, [])
     fused = torch.cat([t.flatten(1) for t in (s.q, s.k, s.v)], dim=1)
     q, k, v = fused.split([8 * 64, 2 * 64, 2 * 64], dim=1)
     s.q, s.k, s.v = q.view(40, 8, 64), k.view(40, 2, 64), v.view(40, 2, 64)
-    backend = shape.make(torch.bfloat16, "")
+    backend = shape.make(torch.bfloat16, Kernels())
     backend.plan(BatchLayout([0, 40], [40], [s.blocks], torch.arange(40), torch.zeros(40, dtype=torch.int64)))
     assert torch.equal(backend.forward(0, s.q, s.k, s.v), expected)
 
@@ -200,14 +213,14 @@ def test_slices_of_one_tensor() -> None:
 @pytest.mark.parametrize("head_dim", [0, 8, 24, 40, 272])
 def test_head_dims_that_are_refused(head_dim: int) -> None:
     with pytest.raises(UserError, match=f"head_dim {head_dim}") as caught:
-        Shape(head_dim=head_dim).make(torch.bfloat16, "")
+        Shape(head_dim=head_dim).make(torch.bfloat16, Kernels())
     assert caught.value.field == "head_dim"
 
 
 def test_a_bf16_cache_under_float32_rows() -> None:
     """Half the bytes; what is stored is rounded, what comes out is not."""
     shape = Shape()
-    mixed, wide, half = shape.make(F32, "", kv=BF16), shape.make(F32, ""), shape.make(BF16, "")
+    mixed, wide, half = shape.make(F32, Kernels(), kv=BF16), shape.make(F32, Kernels()), shape.make(BF16, Kernels())
     assert mixed.cache_bytes == half.cache_bytes == wide.cache_bytes // 2
     assert mixed.kv_bytes_per_token == half.kv_bytes_per_token == wide.kv_bytes_per_token // 2
     (s,) = draw_sequences(shape, [300], F32, seed=4)
@@ -217,15 +230,15 @@ def test_a_bf16_cache_under_float32_rows() -> None:
     error = (out - rounded.reference()).abs().mean() / out.abs().mean()
     assert error < 0.002, f"relative error {error:.5f}"
     first = dataclasses.replace(s, k=s.k.bfloat16().float(), v=s.v.bfloat16().float())
-    assert torch.equal(whole(shape.make(F32, "", kv=BF16), first, []), out)
+    assert torch.equal(whole(shape.make(F32, Kernels(), kv=BF16), first, []), out)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_an_int8_cache_is_what_its_scales_say(isa: str) -> None:
+@each_kernel
+def test_an_int8_cache_is_what_its_scales_say(kernels: Kernels) -> None:
     """Half of bfloat16's bytes and the scales; keys and values each as int8 under their own largest magnitude, however
     far those of positions and heads are apart."""
     shape = Shape(head_dim=128)
-    small, half = shape.make(F32, isa, kv=I8), shape.make(F32, isa, kv=BF16)
+    small, half = shape.make(F32, kernels, kv=I8), shape.make(F32, kernels, kv=BF16)
     assert small.cache_bytes * 2 == half.cache_bytes * (128 + 4) // 128
     assert small.kv_bytes_per_token * 2 == half.kv_bytes_per_token * (128 + 4) // 128
     (s,) = draw_sequences(shape, [400], F32, seed=5)
@@ -243,20 +256,41 @@ def test_an_int8_cache_is_what_its_scales_say(isa: str) -> None:
     assert (out - s.reference()).abs().mean() / s.reference().abs().mean() < 0.012
 
 
-@pytest.mark.skipif("amx" not in ISAS, reason="needs AMX")
+@each_kernel
 @pytest.mark.parametrize("head_dim", [32, 128, 224])
-def test_tiles_round_neither_queries_nor_probabilities_of_float_rows(head_dim: int) -> None:
-    """Both are split in two bf16, of which 16 bits count; with bf16 rows they are bf16."""
+def test_what_is_rounded_of_float_rows(kernels: Kernels, head_dim: int) -> None:
+    """Queries and probabilities are bf16 under bf16 dot products. Tiles take them as two bf16, of which 16 bits count;
+    float32 products do not round them."""
     shape = Shape(head_dim=head_dim)
     (s,) = draw_sequences(shape, [700], F32, seed=6)
     s.k, s.v = s.k.bfloat16().float(), s.v.bfloat16().float()
-    expected = s.reference()
+    backend, expected = shape.make(F32, kernels, kv=BF16), s.reference()
+    error = (whole(backend, s, [400]) - expected).abs().mean() / expected.abs().mean()
+    if kernels.isa == "amx":
+        assert error < 2e-5
+    elif kernels.products == "bfloat16":
+        assert 2e-4 < error < 4e-3
+    else:
+        assert error < 2e-6
+    assert backend.kernel.products == ("bfloat16" if kernels.isa == "amx" else kernels.products or "float32")
 
-    def error(out: torch.Tensor) -> float:
-        return float((out - expected).abs().mean() / expected.abs().mean())
 
-    assert error(whole(shape.make(F32, "amx", kv=BF16), s, [400])) < 2e-5
-    assert error(whole(shape.make(F32, "avx512", kv=BF16), s, [400])) > 2e-4
+@pytest.mark.skipif("avx512" not in ISAS, reason="needs AVX-512")
+@pytest.mark.parametrize("kv", [BF16, I8])
+def test_products_are_those_that_this_cpu_is_faster_with(kv: torch.dtype) -> None:
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    own = Shape().make(BF16, Kernels("avx512"), kv=kv)
+    assert own.kernel.products == ("float32" if intel else "bfloat16")
+    (s,) = draw_sequences(Shape(), [300], BF16, seed=11)
+    forced = Shape().make(BF16, Kernels("avx512", own.kernel.products), kv=kv)
+    assert torch.equal(whole(own, s, [290]), whole(forced, s, [290]))
+
+
+def test_products_that_are_refused() -> None:
+    with pytest.raises(UserError, match="products: float16"):
+        Shape().make(BF16, Kernels("", "float16"))
+    with pytest.raises(UserError, match="avx2 has those of float32 only"):
+        Shape().make(BF16, Kernels("avx2", "bfloat16"))
 
 
 @pytest.mark.skipif("amx" not in ISAS, reason="needs AMX")
@@ -265,33 +299,33 @@ def test_what_tiles_do_not_take_is_the_avx512_kernel(dtype: torch.dtype, kv: tor
     for head_dim in (48, 64):
         shape = Shape(head_dim=head_dim)
         (s,) = draw_sequences(shape, [300], dtype, seed=8)
-        tiles, vectors = (whole(shape.make(dtype, isa, kv=kv), s, [290]) for isa in ("amx", "avx512"))
+        tiles, vectors = (whole(shape.make(dtype, Kernels(isa), kv=kv), s, [290]) for isa in ("amx", "avx512"))
         assert torch.equal(tiles, vectors) == (head_dim == 48 or kv == F32)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_groups_of_tiles_end_anywhere(isa: str) -> None:
+@each_kernel
+def test_groups_of_tiles_end_anywhere(kernels: Kernels) -> None:
     """A long chunk is walked in groups of tiles whose last sees more chunks of the KV than their first."""
     shape = Shape(heads=16, kv_heads=2, head_dim=64)
     (s,) = draw_sequences(shape, [1100], BF16, seed=10)
-    alone = whole(shape.make(BF16, isa), s, [])
+    alone = whole(shape.make(BF16, kernels), s, [])
     assert_close(alone, s.reference(), BF16)
-    assert torch.equal(whole(shape.make(BF16, isa), s, [251, 777, 1099]), alone)
+    assert torch.equal(whole(shape.make(BF16, kernels), s, [251, 777, 1099]), alone)
 
 
 def test_other_refusals() -> None:
     with pytest.raises(UserError, match=r"kv_dtype torch.float32: beside torch.bfloat16 it is"):
-        Shape().make(BF16, "", kv=F32)
+        Shape().make(BF16, Kernels(), kv=F32)
     with pytest.raises(UserError, match=r"kv_dtype torch.float16"):
-        Shape().make(F32, "", kv=torch.float16)
+        Shape().make(F32, Kernels(), kv=torch.float16)
     with pytest.raises(UserError, match="float16"):
-        Shape().make(torch.float16, "")
+        Shape().make(torch.float16, Kernels())
     with pytest.raises(UserError, match="kv_heads"):
-        Shape(heads=9).make(torch.bfloat16, "")
+        Shape(heads=9).make(torch.bfloat16, Kernels())
     with pytest.raises(UserError, match="num_blocks: 0"):
-        Shape().make(torch.bfloat16, "", num_blocks=0)
+        Shape().make(torch.bfloat16, Kernels(), num_blocks=0)
     with pytest.raises(UserError, match="sse"):
-        Shape().make(torch.bfloat16, "sse")
+        Shape().make(torch.bfloat16, Kernels("sse"))
 
 
 @pytest.mark.parametrize(
@@ -309,11 +343,11 @@ def test_other_refusals() -> None:
 def test_bad_plans(starts: list[int], contexts: list[int], tables: list[tuple[int, ...]], message: str) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(EngineError, match=message):
-        Shape().make(torch.bfloat16, "").plan(BatchLayout(starts, contexts, tables, empty, empty))
+        Shape().make(torch.bfloat16, Kernels()).plan(BatchLayout(starts, contexts, tables, empty, empty))
 
 
 def test_bad_calls() -> None:
-    backend = Shape().make(torch.bfloat16, "")
+    backend = Shape().make(torch.bfloat16, Kernels())
     (s,) = draw_sequences(Shape(), [4], torch.bfloat16, seed=2)
     step(backend, 0, [(s, 0, 4)])
     with pytest.raises(EngineError, match="layer: 2"):

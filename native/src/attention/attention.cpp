@@ -34,15 +34,18 @@ AttentionShape checked(const AttentionShape& s) {
 
 // With AMX a bf16 cache is read with tiles by every row, of prefill and of decode: a kernel per number of rows would
 // let a row's bits depend on its batch. Head dims that are no multiple of 32 and float32 caches are AVX-512's.
-AttentionKernels kernels_for(Isa isa, int head_dim) {
+AttentionKernels kernels_for(Isa isa, const AttentionShape& shape) {
   if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
+  if (shape.products == Products::bf16 && (isa == Isa::avx2 || shape.kv == KvType::float32))
+    throw std::invalid_argument("products: bfloat16; " + std::string(isa == Isa::avx2 ? "avx2" : "a float32 cache") +
+                                " has those of float32 only");
   if (isa == Isa::avx2) return kAttentionAvx2;
+  const bool tiles = isa == Isa::amx && shape.head_dim % kAmxDims == 0 && shape.products != Products::float32;
+  const bool floats = shape.products == Products::float32 || (shape.products == Products::by_cpu && !fast_bf16_dot());
+  if (!tiles) return floats ? kAttentionAvx512Floats : kAttentionAvx512;
   AttentionKernels kernels = kAttentionAvx512;
-  kernels.chunk_int8 = kernels.chunk_int8_float = nullptr;
-  if (isa == Isa::amx && head_dim % kAmxDims == 0) {
-    kernels.chunk_bf16 = attend_chunk_amx;
-    kernels.chunk_mixed = attend_chunk_mixed_amx;
-  }
+  kernels.chunk_bf16 = attend_chunk_amx;
+  kernels.chunk_mixed = attend_chunk_mixed_amx;
   return kernels;
 }
 
@@ -51,7 +54,7 @@ AttentionKernels kernels_for(Isa isa, int head_dim) {
 PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
     : pool_(pool),
       shape_(checked(shape)),
-      kernels_(kernels_for(isa, shape.head_dim)),
+      kernels_(kernels_for(isa, shape)),
       group_(shape.heads / shape.kv_heads),
       element_bytes_(shape.kv == KvType::float32 ? 4 : 2),
       row_bytes_(element_bytes_ == 2 && !shape.float_rows ? 2 : 4),

@@ -11,7 +11,7 @@
 //                                                          d0: p2p3 | ...
 // An int8 cache has the elements of bf16's tiles in a byte each, and behind each tile a float32 scale of each of its
 // positions: a key's, or value's, largest magnitude of this head by 127. Kernels read these tiles, and multiply scores
-// and probabilities by the scales; from AVX-512 on a work item first makes bf16 tiles of a chunk, zeros where no
+// and probabilities by the scales; under bf16 products a work item first makes bf16 tiles of a chunk, zeros where no
 // position is seen.
 //
 // so that scores come out one position per lane, values one dimension per lane, and a bf16 dot product finds its
@@ -44,6 +44,9 @@ namespace ktserve {
 
 enum class KvType { float32, bf16, int8 };
 
+// What scores and values are multiplied as where AVX-512 does it; by_cpu: as is faster on this CPU.
+enum class Products { by_cpu, float32, bf16 };
+
 struct AttentionShape {
   int layers = 0;
   int blocks = 0;
@@ -52,6 +55,7 @@ struct AttentionShape {
   int head_dim = 0;
   KvType kv = KvType::bf16;
   bool float_rows = false;  // q, k, v and out are float32 although the cache is not
+  Products products = Products::by_cpu;
 };
 
 // Rows of tokens: element strides from token to token; heads and dimensions are contiguous.
@@ -85,6 +89,7 @@ class PagedAttention {
   size_t cache_bytes() const { return cache_bytes_; }
   const char* cache() const { return cache_; }
   bool bf16_rows() const { return row_bytes_ == 2; }
+  bool bf16_products() const { return shape_.kv != KvType::float32 && kernels_.bf16_products; }
 
  private:
   struct Row {

@@ -1,5 +1,8 @@
-#include "attention/attention_tiles.hpp"
+#include "attention/attention_table.hpp"
 
 namespace ktserve {
-const AttentionKernels kAttentionAvx2 = avx2::kAttention;
-}
+using namespace avx2;
+const AttentionKernels kAttentionAvx2 =
+    attention_table(false, attend_chunk<false, bf16, bf16>, attend_chunk<false, bf16, float>,
+                    attend_chunk_wide<int8_t, bf16>, attend_chunk_wide<int8_t, float>);
+}  // namespace ktserve

@@ -29,6 +29,7 @@ struct ChunkWork {
 };
 
 struct AttentionKernels {
+  bool bf16_products;  // of chunk_bf16 and chunk_mixed: queries and probabilities are rounded to bf16; else float32
   void (*chunk_bf16)(const ChunkWork&);
   void (*chunk_float)(const ChunkWork&);
   void (*chunk_mixed)(const ChunkWork&);  // bf16 tiles, float queries
@@ -49,7 +50,8 @@ struct AttentionKernels {
 };
 
 extern const AttentionKernels kAttentionAvx2;
-extern const AttentionKernels kAttentionAvx512;
+extern const AttentionKernels kAttentionAvx512;        // of bf16 dot products
+extern const AttentionKernels kAttentionAvx512Floats;  // of float32 products
 
 // chunk_bf16 and chunk_mixed on tiles, for a head_dim that is a multiple of 32.
 inline constexpr int kAmxDims = 32;

@@ -1,5 +1,6 @@
-// The chunk kernel of paged attention, written once on sixteen-float vectors; included by attention_avx2.cpp and
-// attention_avx512.cpp. S is 2 for bf16 (neighbours lie together, as a bf16 dot product wants them) and 1 for float32.
+// The products and the softmax of a chunk of paged attention, written once on sixteen-float vectors; included by
+// attention_table.hpp. S is 2 for bf16 (neighbours lie together, as a bf16 dot product wants them) and 1 for float32.
+// Products are of float32 (bf16 tiles are widened in registers), or, where Dot, bf16 dot products.
 //
 //   scores: a K tile [D/S][16 positions][S] is read front to back; lane = position, so nothing is summed across lanes
 //
@@ -19,7 +20,7 @@
 // positions add exact zeros: a row's bits depend on nothing but its own sequence.
 #pragma once
 
-#include "attention/attention_int8.hpp"
+#include "attention/attention_convert.hpp"
 #include "simd/math16.hpp"
 
 namespace ktserve::KT_SIMD {
@@ -34,32 +35,18 @@ constexpr int kValueBlocks = 4;
 template <class T>
 constexpr int kPack = sizeof(T) == 2 ? 2 : 1;
 
+// Whether queries and probabilities are bf16, under tiles of T.
+template <bool Dot, class T>
+constexpr bool kPacked = Dot && sizeof(T) == 2;
+
 inline void prefetch_tile(const void* p, int64_t bytes) {
   const char* c = static_cast<const char*>(p);
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(c + i, _MM_HINT_T0);
 }
 
-struct Pair {
-  F16 even, odd;
-};
-// Sixteen pairs of bf16 as two float vectors.
-inline Pair split16(const bf16* p) {
-#if KT_HAS_512
-  const __m512i w = _mm512_loadu_si512(p);
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))},
-          {_mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}};
-#else
-  const __m256i* q = reinterpret_cast<const __m256i*>(p);
-  const __m256i a = _mm256_loadu_si256(q), b = _mm256_loadu_si256(q + 1);
-  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
-          {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
-#endif
-}
-
 // acc[r][n] += sum over `steps` of a_r[step] * tile_n[step], the tiles `steps` rows of 16 lanes x S.
 // Rows are broadcast: as floats (S per step), or as a pair of bf16 where the dot product takes them.
-template <class T, int R, int N>
+template <bool Dot, class T, int R, int N>
 inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* const (&tiles)[N], int steps) {
   constexpr int S = kPack<T>;
   for (int i = 0; i < steps; ++i) {
@@ -70,7 +57,7 @@ inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* co
         const F16 x = set16(static_cast<const float*>(rows[r])[i]);
         for (int n = 0; n < N; ++n) acc[r][n] = fma(w[n], x, acc[r][n]);
       }
-    } else if constexpr (!kDot) {
+    } else if constexpr (!Dot) {
       for (int n = 0; n < N; ++n) {
         const Pair w = split16(tiles[n] + i * 32);
         for (int r = 0; r < R; ++r) {
@@ -89,30 +76,28 @@ inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* co
         const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
         for (int n = 0; n < N; ++n) acc[r][n].v = _mm512_dpbf16_ps(acc[r][n].v, w[n], x);
       }
+#else
+      static_assert(!Dot, "this instruction set has no dot product of bf16");
 #endif
     }
   }
 }
 
-inline const int8_t* values_tile(const ChunkWork& w, int block) {
-  return static_cast<const int8_t*>(w.tiles[block]) + int8_tile_bytes(w.head_dim);
-}
-
 // Of rows [row, row + R) and N blocks' K tiles.
-template <class T, int R, int N>
+template <bool Dot, class T, int R, int N>
 void score_tile(const ChunkWork& w, const void* const* q, int row, int block, const T* const (&tiles)[N]) {
   F16 acc[R][N];
   const void* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = q[row + r];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = zero16();
-  multiply<T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
+  multiply<Dot, T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kScoreStride + (block + n) * kKvBlock, acc[r][n]);
 }
 
 // values(b): where the V tile of block b has dimension `dim`.
-template <class T, int R, int N, class F>
+template <bool Dot, class T, int R, int N, class F>
 void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim, const F& values) {
   constexpr int S = kPack<T>;
   F16 acc[R][N];
@@ -124,67 +109,89 @@ void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim,
     for (int n = 0; n < N; ++n) tiles[n] = values(b) + n * 16 * kKvBlock;
     for (int r = 0; r < R; ++r) {
       const char* p = reinterpret_cast<const char*>(w.scores + (row + r) * kScoreStride);
-      rows[r] = p + b * kKvBlock * (kDot ? sizeof(T) : sizeof(float));
+      rows[r] = p + b * kKvBlock * (kPacked<Dot, T> ? 2 : 4);
     }
     const int seen = static_cast<int>(least(kKvBlock, w.positions - b * kKvBlock));
-    multiply<T, R, N>(acc, rows, tiles, (seen + S - 1) / S);
+    multiply<Dot, T, R, N>(acc, rows, tiles, (seen + S - 1) / S);
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store16(w.sums + (row + r) * w.head_dim + dim + n * 16, acc[r][n]);
 }
 
-// One row's scores become 2^(scaled score - top), in place; as bf16 packed at the row's front where Packed. What is
-// summed is what will multiply v: the rounded probabilities. `Int8`: the values' scales are multiplied in behind that.
-template <bool Packed, bool Int8 = false>
-void softmax_row(const ChunkWork& w, int row, int num_blocks) {
+// 2^x for x <= 0 or so, of relative error 1e-7; 0 for minus infinity.
+inline F16 exp2_falling(F16 x) {
+#if KT_HAS_512
+  // A polynomial in the fraction [0, 1) and the integer below x as exponent: 7 instructions, exp2_16 takes 11.
+  const F16 f = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  F16 p = set16(1.8671307479962707e-3f);
+  p = fma(p, f, set16(9.017028845846653e-3f));
+  p = fma(p, f, set16(5.579991266131401e-2f));
+  p = fma(p, f, set16(2.4016444385051727e-1f));
+  p = fma(p, f, set16(6.931512951850891e-1f));
+  return scale2(fma(p, f, set16(1.0f)), x);
+#else
+  return exp2_16(x);
+#endif
+}
+
+// One row's scores become 2^(scaled score - top), zero where it sees nothing, in place; as bf16 packed at the row's
+// front where Packed. What is summed is what will multiply v: the rounded probabilities. `Int8`: the values' scales,
+// scales(block), are multiplied in behind that.
+template <bool Packed, bool Int8, class F>
+void softmax_row(const ChunkWork& w, int row, int num_blocks, const F& scales) {
   float* scores = w.scores + row * kScoreStride;
-  const F16 s = set16(w.scale_log2);
-  const auto seen = [&](int b) { return w.limits[row] - b * 16; };
-  F16 highest = set16(-__builtin_inff());
-  for (int b = 0; b < num_blocks; ++b) {
-    F16 x = mul(load16(scores + b * 16), s);
-    if (seen(b) < 16) x = keep_first(x, seen(b) > 0 ? seen(b) : 0, -__builtin_inff());
-    store16(scores + b * 16, x);
-    highest = max(highest, x);
-  }
-  const float top = largest(highest);
-  const F16 t = set16(w.limits[row] > 0 ? top : 0.0f);  // nothing seen: 2^(-inf - 0) = 0
-  F16 acc = zero16();
-  for (int b = 0; b < num_blocks; ++b) {
-    F16 p = exp2_16(sub(load16(scores + b * 16), t));
-    if constexpr (Int8) {
-      acc = add(acc, p);
-      p = mul(p, load16(scales_of(values_tile(w, b), w.head_dim)));
-      if (seen(b) < 16) p = keep_first(p, seen(b) > 0 ? seen(b) : 0, 0.0f);
-    }
+  const int limit = w.limits[row], full = limit / kKvBlock, part = limit % kKvBlock;
+  const float lowest = -__builtin_inff();
+  F16 highest = set16(lowest);
+  for (int b = 0; b < full; ++b) highest = max(highest, load16(scores + b * 16));
+  if (part > 0) highest = max(highest, keep_first(load16(scores + full * 16), part, lowest));
+  const float top = limit > 0 ? largest(highest) * w.scale_log2 : lowest;
+  const F16 s = set16(w.scale_log2), t = set16(top);
+  F16 total = zero16();
+  const auto power = [&](int b) { return exp2_falling(fms(load16(scores + b * 16), s, t)); };
+  const auto put = [&](int b, F16 p) {
     if constexpr (Packed) {
       bf16* packed = reinterpret_cast<bf16*>(scores) + b * 16;
       store16(packed, p);
-      if constexpr (!Int8) acc = add(acc, load16(packed));
+      total = add(total, load16(packed));
     } else {
+      total = add(total, p);
+      if constexpr (Int8) p = mul(p, scales(b));
       store16(scores + b * 16, p);
-      if constexpr (!Int8) acc = add(acc, p);
     }
+  };
+  for (int b = 0; b < full; ++b) put(b, power(b));
+  if (part > 0) {
+    put(full, keep_first(power(full), part, 0.0f));
+    // The scale of a position that nobody has written yet may be anything.
+    if constexpr (Int8) store16(scores + full * 16, keep_first(load16(scores + full * 16), part, 0.0f));
+  }
+  for (int b = full + (part > 0 ? 1 : 0); b < num_blocks; ++b) {
+    if constexpr (Packed)
+      store16(reinterpret_cast<bf16*>(scores) + b * 16, zero16());
+    else
+      store16(scores + b * 16, zero16());
   }
   w.top[row] = top;
-  w.total[row] = sum(acc);
+  w.total[row] = sum(total);
 }
 
-template <class T, int R>
-void score_rows(const ChunkWork& w, const void* const* q, int row, int block, int count) {
-  const auto tile = [&](int n) { return static_cast<const T*>(w.tiles[block + n]); };
+// tile(n): the K tile of block + n.
+template <bool Dot, class T, int R, class F>
+void score_rows(const ChunkWork& w, const void* const* q, int row, int block, int count, const F& tile) {
   if constexpr (kBlocks == 2) {
-    if (count == 2) return score_tile<T, R, 2>(w, q, row, block, {tile(0), tile(1)});
+    if (count == 2) return score_tile<Dot, T, R, 2>(w, q, row, block, {tile(0), tile(1)});
   }
-  score_tile<T, R, 1>(w, q, row, block, {tile(0)});
+  score_tile<Dot, T, R, 1>(w, q, row, block, {tile(0)});
 }
 
-template <class T, int R>
+template <bool Dot, class T, int R>
 void value_rows(const ChunkWork& w, int row, int block, int count) {
   int dim = 0;
   const auto values = [&](int b) { return static_cast<const T*>(w.tiles[b]) + (w.head_dim + dim) * kKvBlock; };
-  for (; dim + kDims * 16 <= w.head_dim; dim += kDims * 16) value_tile<T, R, kDims>(w, row, block, count, dim, values);
-  if (dim < w.head_dim) value_tile<T, R, 1>(w, row, block, count, dim, values);
+  for (; dim + kDims * 16 <= w.head_dim; dim += kDims * 16)
+    value_tile<Dot, T, R, kDims>(w, row, block, count, dim, values);
+  if (dim < w.head_dim) value_tile<Dot, T, R, 1>(w, row, block, count, dim, values);
 }
 
 // Calls f<R>(row) for R rows at a time, R = kRows and then what is left.
@@ -202,21 +209,16 @@ inline void by_rows(int rows, const F& f) {
   last_rows<kRows - 1>(rows - row, row, f);
 }
 
-// Whether queries and probabilities are bf16, under tiles of T.
-template <class T>
-constexpr bool kPacked = kDot && sizeof(T) == 2;
-
-// The rows' queries, of elements Q, as tiles of T are multiplied with them.
-template <class T, class Q>
+// The rows' queries, of elements Q, as they are multiplied: bf16 where Packed, else floats.
+template <bool Packed, class Q>
 void find_queries(const ChunkWork& w, const void* (&q)[kTileRows]) {
-  constexpr bool packed = kPacked<T>;
   for (int r = 0; r < w.rows; ++r) {
     q[r] = w.q[r];
-    if constexpr (sizeof(Q) != (packed ? 2 : 4)) {
+    if constexpr (sizeof(Q) != (Packed ? 2 : 4)) {
       float* row = w.q_scratch + r * w.head_dim;
       q[r] = row;
       if (w.q_ready) continue;
-      if constexpr (packed)
+      if constexpr (Packed)
         convert(static_cast<const Q*>(w.q[r]), w.head_dim, reinterpret_cast<bf16*>(row));
       else
         convert(static_cast<const Q*>(w.q[r]), w.head_dim, row);
@@ -225,103 +227,30 @@ void find_queries(const ChunkWork& w, const void* (&q)[kTileRows]) {
 }
 
 // T: elements of the tiles. Q: of the queries.
-template <class T, class Q>
+template <bool Dot, class T, class Q>
 void attend_chunk(const ChunkWork& w) {
+  constexpr bool packed = kPacked<Dot, T>;
   const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
   const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kKvBlock * static_cast<int64_t>(sizeof(T));
 
   const void* q[kTileRows];
-  find_queries<T, Q>(w, q);
+  find_queries<packed, Q>(w, q);
   for (int b = 0; b < num_blocks; b += kBlocks) {
     const int count = static_cast<int>(least(kBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
       prefetch_tile(w.tiles[next], tile_bytes);
-    by_rows(w.rows, [&]<int R>(int row) { score_rows<T, R>(w, q, row, b, count); });
+    const auto tile = [&](int n) { return static_cast<const T*>(w.tiles[b + n]); };
+    by_rows(w.rows, [&]<int R>(int row) { score_rows<Dot, T, R>(w, q, row, b, count, tile); });
   }
   prefetch_tile(static_cast<const char*>(w.tiles[0]) + tile_bytes, tile_bytes);
-  for (int r = 0; r < w.rows; ++r) softmax_row<kPacked<T>>(w, r, num_blocks);
+  for (int r = 0; r < w.rows; ++r) softmax_row<packed, false>(w, r, num_blocks, [](int) { return zero16(); });
   std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
   for (int b = 0; b < num_blocks; b += kValueBlocks) {
     const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
       prefetch_tile(static_cast<const char*>(w.tiles[next]) + tile_bytes, tile_bytes);
-    by_rows(w.rows, [&]<int R>(int row) { value_rows<T, R>(w, row, b, count); });
+    by_rows(w.rows, [&]<int R>(int row) { value_rows<Dot, T, R>(w, row, b, count); });
   }
 }
-
-// Tiles of int8, whose blocks become whole numbers in the first-level cache; scores and probabilities take the scales.
-template <class Q>
-void attend_chunk_int8(const ChunkWork& w) {
-  const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
-  const int64_t tile_bytes = int8_tile_bytes(w.head_dim);
-  alignas(64) Whole wide[kKvBlock * kMaxHeadDim];
-  static_assert(kValueBlocks * kKvBlock <= kMaxHeadDim);
-  const void* q[kTileRows];
-  find_queries<Whole, Q>(w, q);
-  for (int b = 0; b < num_blocks; ++b) {
-    const auto* keys = static_cast<const int8_t*>(w.tiles[b]);
-    prefetch_tile(b + 1 < num_blocks ? w.tiles[b + 1] : values_tile(w, 0), tile_bytes);
-    for (int i = 0; i < kKvBlock * w.head_dim; i += 32) whole_numbers(keys + i, wide + i);
-    by_rows(w.rows, [&]<int R>(int row) { score_tile<Whole, R, 1>(w, q, row, b, {wide}); });
-    const F16 scales = load16(scales_of(keys, w.head_dim));
-    for (int r = 0; r < w.rows; ++r) {
-      float* scores = w.scores + r * kScoreStride + b * kKvBlock;
-      store16(scores, mul(load16(scores), scales));
-    }
-  }
-  for (int r = 0; r < w.rows; ++r) softmax_row<kPacked<Whole>, true>(w, r, num_blocks);
-  std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
-  for (int b = 0; b < num_blocks; b += kValueBlocks) {
-    const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
-    for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
-      prefetch_tile(values_tile(w, next), tile_bytes);
-    for (int dim = 0; dim < w.head_dim; dim += 16) {
-      for (int n = 0; n < count; ++n)
-        for (int i = 0; i < 16 * kKvBlock; i += 32)
-          whole_numbers(values_tile(w, b + n) + dim * kKvBlock + i, wide + n * 16 * kKvBlock + i);
-      const auto values = [&](int block) { return wide + (block - b) * 16 * kKvBlock; };
-      by_rows(w.rows, [&]<int R>(int row) { value_tile<Whole, R, 1>(w, row, b, count, dim, values); });
-    }
-  }
-}
-
-inline float exp2_one(float x) {
-  float y[16];
-  store16(y, exp2_16(set16(x)));
-  return y[0];
-}
-
-inline void merge_row(float* top, float* total, float* sums, float top2, float total2, const float* sums2, int dim) {
-  const float highest = top2 > *top ? top2 : *top;
-  const float old_factor = exp2_one(*top - highest), new_factor = exp2_one(top2 - highest);
-  const F16 f = set16(old_factor), g = set16(new_factor);
-  for (int d = 0; d < dim; d += 16) store16(sums + d, fma(load16(sums + d), f, mul(load16(sums2 + d), g)));
-  *total = *total * old_factor + total2 * new_factor;
-  *top = highest;
-}
-
-template <class T>
-void finish_row(void* out, const float* sums, float total, int dim) {
-  const F16 t = set16(total);
-  for (int d = 0; d < dim; d += 16) store16(static_cast<T*>(out) + d, div(load16(sums + d), t));
-}
-
-inline void to_bf16(const float* from, uint16_t* to, int dim) {
-  convert(from, dim, reinterpret_cast<bf16*>(to));
-}
-
-constexpr AttentionKernels kAttention = {attend_chunk<bf16, bf16>,
-                                         attend_chunk<float, float>,
-                                         attend_chunk<bf16, float>,
-                                         merge_row,
-                                         finish_row<bf16>,
-                                         finish_row<float>,
-                                         to_bf16,
-                                         quantise<bf16>,
-                                         quantise<float>,
-                                         expand_keys,
-                                         expand_values,
-                                         attend_chunk_int8<bf16>,
-                                         attend_chunk_int8<float>};
 
 }  // namespace ktserve::KT_SIMD

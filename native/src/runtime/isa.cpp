@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace ktserve {
@@ -78,6 +79,12 @@ const char* isa_name(Isa isa) {
       break;
   }
   return "none";
+}
+
+bool fast_bf16_dot() {
+  const Registers r = cpuid(0, 0);
+  const unsigned maker[] = {r.b, r.d, r.c};
+  return std::memcmp(maker, "GenuineIntel", sizeof(maker)) != 0;
 }
 
 Isa choose_isa(const std::string& name) {
