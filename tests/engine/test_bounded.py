@@ -26,6 +26,13 @@ def test_error_is_bounded(files, backend, dtype, mix):
     assert error <= 1.25 * theirs, f"{error / theirs:.2f} times transformers' error"
 
 
+def test_error_of_padded_greedy_steps_is_bounded(files):
+    """Their logits stay in the buffers of the graphs."""
+    runs = [measure(f, "decode", seed, cuda_graphs="padded", rules="reference") for seed, f in enumerate(files)]
+    error, theirs = sum(r.error for r in runs), sum(r.transformers for r in runs)
+    assert error <= 1.25 * theirs, f"{error / theirs:.2f} times transformers' error"
+
+
 @pytest.mark.skipif(not kt_available()[0], reason="kt_kernel cannot run here; tests/kt fails where it should")
 @pytest.mark.parametrize("mix", ["chunked prefill"])  # docs/accuracy.md has all of them
 def test_error_is_bounded_on_kt(mix):
