@@ -14,6 +14,7 @@ from engine.attention.base import BLOCK_SIZE
 from engine.build.backends import make_backends
 from engine.build.kv_store import KvStore
 from engine.build.plan import EnginePlan, computes_chunks, plan_engine
+from engine.build.warm import warm_up
 from engine.config import (
     CPU_BATCHED_TOKENS,
     GPU_ITL_DECODE_STEPS,
@@ -98,6 +99,7 @@ def _assemble(
     if leader is not None:
         leader.begin(decode)
     pad_decode(runner, plan, decode, progress)
+    warm_up(runner, plan, progress)
     if plan.num_drafts and runner.padded is not None:
         runner.notes.append("steps with draft tokens run without CUDA graphs")
     scheduler = Scheduler(

@@ -22,6 +22,7 @@ import torch
 from engine.build.assemble import load_runner, pad_decode
 from engine.build.backends import make_backends
 from engine.build.plan import EnginePlan
+from engine.build.warm import warm_up
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.reading.handover import unpack
@@ -62,6 +63,7 @@ def _serve(orders: Connection, slots: socket.socket) -> NoReturn:
     _begin(orders)
     group.connect()
     pad_decode(runner, plan, _begin(orders).decode, lambda *_: None)
+    warm_up(runner, plan, lambda *_: None)
     threading.Thread(target=_fill_slots, args=(slots, runner.model), name="slots", daemon=True).start()
     gc.collect()
     gc.freeze()
