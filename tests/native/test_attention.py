@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -344,6 +346,28 @@ def test_bad_plans(starts: list[int], contexts: list[int], tables: list[tuple[in
     empty = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(EngineError, match=message):
         Shape().make(torch.bfloat16, Kernels()).plan(BatchLayout(starts, contexts, tables, empty, empty))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        array("i", [5, 3, 9]),
+        [5, 3, 9],
+        array("q", [5, 3, 9]),
+        np.array([5, 3, 9], np.int32),
+        np.array([5, 0, 3, 0, 9], np.int32)[::2],
+        array("i", [5, 3, 9, 256]),  # beyond what is read
+    ],
+)
+def test_block_tables_of_any_kind(table: Any) -> None:
+    (s,) = draw_sequences(Shape(), [40], BF16, seed=12)
+    empty = torch.zeros(0, dtype=torch.int64)
+    outs = []
+    for blocks in (table, (5, 3, 9)):
+        backend = Shape().make(BF16, Kernels())
+        backend.plan(BatchLayout([0, 40], [40], [blocks], empty, empty))
+        outs.append((backend.forward(0, s.q, s.k, s.v), torch.from_numpy(backend.kv_planes()[0][0, [3, 5, 9]].copy())))
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
 
 
 def test_bad_calls() -> None:
