@@ -4,9 +4,10 @@
     converting         | 0 -> A           | 1 -> B          | 2 -> A          ...
     compute stream        ...               | layer 0 from A | ...  | layer 1 from B | ...
 
-Two streams, since converting takes the GPU's processors, for which it may have to wait as long as a kernel of the
-compute stream runs, while what is brought takes none: a layer's packed bytes have memory of their own. What else goes
-to the GPU for a step (its inputs) or a layer (tables, LoRA) goes there before the layer's slices.
+Streams of their own, since converting takes the GPU's processors, for which it may have to wait as long as a kernel of
+the compute stream runs, while what is brought takes none: a layer's packed bytes have memory of their own. What else
+goes to the GPU for a step (its inputs) or a layer (tables, LoRA; on a third stream) goes there before the layer's
+slices: one engine of the GPU copies from the host, in the order in which it is asked.
 
 Who computes takes a layer, begins to fetch the one that comes next, and says when the first has been used. Experts that
 the GPU holds anyway (`HotFrames`) are copied there, not from host memory.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +86,8 @@ class LayerStream:
         cuda: Any = torch.cuda
         self._side: Any = cuda.Stream(device) if self._gpu else None
         self._bringing: Any = cuda.Stream(device) if self._gpu else None
+        small = self._gpu and (hot is not None or beside is not None)
+        self._first: Any = cuda.Stream(device) if small else None
         self._buffers: list[_Buffer] = []
         self._slices: list[_Slice] = []
 
@@ -129,8 +133,8 @@ class LayerStream:
             buffer.layer = None
 
     def follow(self) -> None:
-        """Nothing is brought before the current stream has come to here. One engine of the GPU copies from the host, in
-        the order in which it is asked: what a step needs at its begin would wait behind whole layers."""
+        """Nothing is brought before the current stream has come to here: what a step needs at its begin would wait
+        behind whole layers."""
         if self._bringing is not None:
             self._bringing.wait_event(event_here(True))
 
@@ -186,11 +190,10 @@ class LayerStream:
         if buffer.layer is None or not self._slices:
             raise RuntimeError("copy before prepare")
         layer, experts = buffer.layer, self._sizes.experts
-        hot = None if self._hot is None else self._order_of(buffer, self._hot.of(layer))
-        if self._beside is not None:
-            self._beside(self.number(layer), layer)
-        if self._bringing is not None and (self._beside or hot):  # behind these slices come the next layer's
-            self._bringing.wait_event(event_here(True))
+        with self._sending_first(buffer):
+            hot = None if self._hot is None else self._order_of(buffer, self._hot.of(layer))
+            if self._beside is not None:
+                self._beside(self.number(layer), layer)
         source, frame = self._source[layer], self.frame(layer)
         if hot is not None:
             self._copy_cold(buffer, source, hot)
@@ -199,6 +202,21 @@ class LayerStream:
             self._bring(part, partial(source.bring, first, last, part.packed))
             source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype, frame)
             part.free = event_here(self._gpu)
+
+    @contextmanager
+    def _sending_first(self, buffer: _Buffer) -> Iterator[None]:
+        """On a stream that waits for nothing but the buffer: what is sent here comes before the layer's slices, and
+        these do not wait for the conversion of another layer's."""
+        if self._first is None:
+            yield
+            return
+        if buffer.used is not None:
+            self._first.wait_event(buffer.used)
+        with torch.cuda.stream(self._first):
+            yield
+            sent = event_here(True)
+        self._bringing.wait_event(sent)
+        torch.cuda.current_stream(self._device).wait_event(sent)
 
     def _order_of(self, buffer: _Buffer, frame_of: torch.Tensor) -> _Order:
         """Experts that are in none of the hot frames come first, the others behind them."""
@@ -216,6 +234,8 @@ class LayerStream:
             part.free = event_here(self._gpu)
         if self._hot is not None:
             size, hot = source.frame(self._dtype.itemsize).num_bytes, self._hot.frames
+            if self._gpu:  # it was made on another stream
+                order.there.record_stream(torch.cuda.current_stream(self._device))
             for first, last in _slices(order.cold, len(order.experts)):
                 buffer.frames[first:last, :size].copy_(hot[order.there[first:last], :size])
 
