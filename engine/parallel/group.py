@@ -88,7 +88,7 @@ class Ranks(Group):
         try:
             self._meeting = Meeting(self._store, store, self.rank, self.size, self._device)
             peers = PeerSums(self.rank, self._meeting.cells())
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:  # the second: a torch without such memory
             why = str(error).partition("\n")[0]
         if not self._agreed(not why):
             return why or "another rank cannot share its memory"
