@@ -4,7 +4,6 @@ mean nothing here."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,15 @@ CPU, BF16, LAYERS = torch.device("cpu"), torch.bfloat16, 2
 CONFIG = config_from_hf({**QWEN3_30B_A3B, **DRY, "num_hidden_layers": LAYERS})
 
 
-@pytest.fixture(scope="module")
-def native() -> Iterator[NativeExperts]:
+@pytest.fixture
+def native() -> NativeExperts:
     ready, reason = available()
     if not ready:
         pytest.skip(reason)
     made = NativeExperts(CONFIG, BF16, make_pool(1))
     for layer in range(LAYERS):
         made.load_layer(layer, random_store(layer, CONFIG))
-    yield made
-    made.close()
+    return made
 
 
 def test_decode_steps_are_measured(tmp_path: Path) -> None:
@@ -58,6 +56,7 @@ def test_experts_are_run_and_timed(native: NativeExperts) -> None:
     bridge.check()
     assert step.buffers.out.isfinite().all() and step.buffers.out.count_nonzero() and step.distinct >= 2
     assert experts.cpu_ms(native, CONFIG, LAYERS, 3, repeats=2) > 0
+    bridge.close()
 
 
 def test_attention_reads_the_steps_that_are_timed() -> None:
@@ -94,6 +93,7 @@ def test_a_streamed_step_is_recorded(native: NativeExperts, monkeypatch: Any) ->
     assert [row["layer"] for row in rows] == list(range(LAYERS))
     assert all(set(timeline.KINDS) <= set(row) for row in rows)
     assert 0 <= timeline.hidden(rows) <= 1 and "layer 1" in timeline.chart(rows)
+    streamed.close()
 
 
 def test_the_logits_of_padded_steps_are_recorded(tmp_path: Path) -> None:
