@@ -30,7 +30,7 @@ from benchmarks.peers.kt import KtError
 from benchmarks.training.kt import KtShape, KtTrainer
 from benchmarks.training.peers import TorchExperts
 from training.experts.base import ExpertLora
-from training.experts.native import train_batch, train_loras
+from training.experts.native import kept_shape, train_batch, train_loras
 
 _native: Any = importlib.import_module("native._native")
 
@@ -47,13 +47,14 @@ class Step:
         hidden, grad_out = (torch.randn(rows, HIDDEN).bfloat16() for _ in range(2))
         weights = torch.full((rows, TOP_K), 1 / TOP_K)
         slots = (torch.arange(rows) % len(loras) + 1 if loras else torch.zeros(rows)).to(torch.int32)
-        kept = torch.empty(rows * TOP_K, 2, INTERMEDIATE, dtype=torch.bfloat16) if keep else None
+        adapters = [(i + 1, lora.rank, 2.0) for i, lora in enumerate(loras)]
+        kept = torch.empty(kept_shape(rows * TOP_K, INTERMEDIATE, adapters), dtype=torch.bfloat16) if keep else None
         matrices = [matrix.data for lora in loras for matrix in lora.matrices()]
         grads: list[torch.Tensor | None] = [torch.zeros_like(matrix) for matrix in matrices]
         self.out, self.grad_hidden, self.grad_weights = hidden.clone(), hidden.clone(), weights.clone()
         self.held = (hidden, grad_out, weights, slots, ids, kept, matrices, grads)
         self.batch = train_batch(hidden, weights, ids, slots)
-        self.loras = train_loras([(i + 1, lora.rank, 2.0) for i, lora in enumerate(loras)], matrices, grads)
+        self.loras = train_loras(adapters, matrices, grads)
         self.kept, self.grad_out = 0 if kept is None else kept.data_ptr(), grad_out.data_ptr()
         self.saved_bytes = (hidden.nbytes + (0 if kept is None else kept.nbytes)) / rows
 

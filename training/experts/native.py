@@ -25,7 +25,8 @@ class NativeTrainableExperts(TrainableExperts):
     weights are what they are in serving, and are dequantised to bfloat16, some panels at a time, for the backward pass.
 
     `trainer` is shared by the layers of a model, with its scratch memory. `keep`: whether forward keeps gate and up of
-    each choice (4 k I bytes a row in bfloat16) for the backward pass, which otherwise computes them again. `locked`:
+    each choice, and A x of LoRA (4 k (I + r) bytes a row in bfloat16), for the backward pass, which otherwise computes
+    them again. `locked`:
     what forward and backward make is page-locked memory, which torch keeps for the next step and a GPU copies faster.
     Not for several threads at once on one `trainer`: they wait for each other.
     """
@@ -104,7 +105,9 @@ class _Experts(torch.autograd.Function):
         tensors = [t.detach().contiguous() for t in (hidden, weights, ids, slots, *matrices)]
         rows, top_k = ids.shape
         out = experts.empty(hidden.shape, hidden.dtype)
-        kept = experts.empty((rows * top_k, 2, experts.intermediate_size), hidden.dtype) if keep else None
+        kept = (
+            experts.empty(kept_shape(rows * top_k, experts.intermediate_size, adapters), hidden.dtype) if keep else None
+        )
         batch, loras = train_batch(*tensors[:4]), train_loras(adapters, tensors[4:], [None] * len(matrices))
         experts.trainer.forward(experts.layer, loras, batch, out=out.data_ptr(), kept=_address(kept))
         ctx.experts, ctx.adapters = experts, adapters
@@ -138,6 +141,11 @@ class _Experts(torch.autograd.Function):
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def kept_shape(choices: int, intermediate: int, adapters: Sequence[tuple[int, int, float]]) -> tuple[int, int]:
+    """Of what forward keeps for the backward pass. `adapters`: slot, rank and scaling of each."""
+    return choices, 2 * (intermediate + max((rank for _, rank, _ in adapters), default=0))
 
 
 def train_batch(

@@ -10,7 +10,7 @@ Per token, layer and part; n heads of d, q = n d, kv likewise, e bytes an elemen
     dropout                4 in, its noise; nothing is shared then
     router                 4 E + 12 k + 4
     dense or shared MLP    3 e I, and e H + 2 e for a shared one's gate
-    routed experts         e H + 2 k I e (not with recompute) + 12 k + 4
+    routed experts         e H + 2 k (I + r) e (not with recompute) + 12 k + 4
 """
 
 from __future__ import annotations
@@ -151,18 +151,21 @@ def _lora_bytes(run: Run, layer: int) -> int:
 def expert_bytes(run: Run) -> int:
     """What a token keeps of a layer's routed experts."""
     model, e = run.model, run.element
-    kept = 2 * model.num_experts_per_tok * model.moe_intermediate_size * e
+    return e * model.hidden_size + _kept_bytes(run) + 12 * model.num_experts_per_tok + 4
+
+
+def _kept_bytes(run: Run) -> int:
+    """Gate and up of a token's choices, and what A of both gives, as the CPU keeps them."""
     if run.config.kt_cpu_activation == "recompute":
-        kept = 0
-    return e * model.hidden_size + kept + 12 * model.num_experts_per_tok + 4
+        return 0
+    return 2 * run.model.num_experts_per_tok * (run.model.moe_intermediate_size + run.rank) * run.element
 
 
 def locked_expert_bytes(run: Run, tokens: int) -> int:
     """The same of so many tokens beside a GPU, where it is page-locked memory: torch hands it out in powers of two."""
     model, e = run.model, run.element
-    k, inner = model.num_experts_per_tok, model.moe_intermediate_size
-    kept = 0 if run.config.kt_cpu_activation == "recompute" else 2 * k * inner * e
-    sizes = (tokens * each for each in (model.hidden_size * e, kept, 8 * k, 4 * k))
+    k = model.num_experts_per_tok
+    sizes = (tokens * each for each in (model.hidden_size * e, _kept_bytes(run), 8 * k, 4 * k))
     return sum(1 << (size - 1).bit_length() for size in sizes if size) + 4 * tokens
 
 

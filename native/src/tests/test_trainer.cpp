@@ -32,7 +32,7 @@ struct Training {
         hidden(draw(m * w.hidden, random)),
         g(draw(m * w.hidden, random)),
         out(g.size()),
-        kept(static_cast<size_t>(m * top_k * 2 * w.inner)),
+        kept(static_cast<size_t>(m * top_k * 2 * (w.inner + 18))),
         grad_hidden(g.size()),
         grad_weights(weights.size()) {
     for (int64_t i = 0; i < m * top_k; ++i) ids.push_back(random.below(w.experts + 1) - 1);

@@ -82,7 +82,8 @@ void bind_training(nb::module_& module) {
              const TrainBatch& batch, uintptr_t out,
              uintptr_t kept) { trainer.forward(layer, loras, batch, at<void>(out), at<void>(kept)); },
           "layer"_a, "loras"_a, "batch"_a, nb::kw_only(), "out"_a, "kept"_a = 0, free_gil,
-          "out [rows, hidden]; kept [rows * top_k, 2, intermediate] or 0: gate and up of each choice, for `backward`; "
+          "out [rows, hidden]; kept [rows * top_k, 2 (intermediate + the largest rank)] or 0: memory for "
+          "`backward`, gate and up of each choice, then A x of both; "
           "both in hidden's type. ValueError for an id or slot out of range.")
       .def(
           "backward",

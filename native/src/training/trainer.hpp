@@ -1,7 +1,7 @@
 // A layer's routed experts with LoRA, forward and backward, on the packed weights that serving reads.
 //
 //   forward, position by position (RoutedBatch: sorted by expert, then adapter slot)
-//     t = s A x                                                                       | only rows with LoRA
+//     t = s A x                                   kept as well                        | only rows with LoRA
 //     gate, up = W x + B t                        kept, if asked for; h = silu(gate) up
 //     t = s A h                                                                       | only rows with LoRA
 //     out = sum_j w_j (W h + B t)
@@ -9,7 +9,7 @@
 //   backward; d: the gradient of a position's row of out, without the router's weight w
 //     u = s B^T d                                                                     | only rows with LoRA
 //     dh = W_down^T d + A^T u;  dw = <dh, h>;  d_gate, d_up from w dh, gate and up
-//     u = s B^T d_gate (d_up);  t = s A x (h);  dA += u x^T;  dB += d t^T             | only rows with LoRA
+//     u = s B^T d_gate (d_up);  t = s A h;  dA += u x^T (h^T);  dB += d t^T           | only rows with LoRA
 //     dx = W_gate^T d_gate + W_up^T d_up + A^T u of both, summed over a row's positions
 //
 // dw needs no output of down: <d, y> = <W_down^T d + A^T u, h>. A work item makes the panels it multiplies with
@@ -70,7 +70,8 @@ class ExpertTrainer {
   Isa isa() const { return kernels_.isa; }
   WorkerPool& pool() const { return pool_; }
 
-  // out [rows, hidden]. kept: null, or [rows * top_k, 2, intermediate] in hidden's type, filled for `backward`.
+  // out [rows, hidden]. kept: null, or memory in hidden's type that is filled for `backward`: gate and up of each
+  // choice, [rows * top_k, 2, intermediate], and behind them LoRA's t of both, [rows * top_k, 2, the largest rank].
   // Throws std::invalid_argument for an id or slot out of range; nothing has been written then.
   void forward(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch, void* out,
                void* kept);
@@ -140,6 +141,18 @@ class ExpertTrainer {
               const std::vector<Projection>& projections);
   void pack_row(const RowView& rows, int64_t row, int64_t n, Format format, bool dequantised, uint8_t* to) const;
   void project(const std::vector<Projection>& projections);
+  // What forward keeps of a chunk of rows, or has kept.
+  struct Kept {
+    uint8_t* gate_up;  // null: nothing is kept
+    uint8_t* t;
+    int64_t rank;
+    bool bf16;
+    uint8_t* t_of(int matrix, int64_t position) const { return t + (position * 2 + matrix) * rank * (bf16 ? 2 : 4); }
+  };
+  Kept kept_of(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch, const void* kept,
+               int64_t first) const;
+  // t of gate and up of a group's rows, from where forward kept it.
+  void restore(const Group& group);
   // The parts of `project`, whose results have room then; `projections` must outlive them.
   std::vector<Segment> segments(const std::vector<Projection>& projections);
   void project_rows(const Segment& segment, Room& room);
@@ -193,9 +206,11 @@ class ExpertTrainer {
     return next == nullptr ? nullptr : layer_->panel(projection, next->expert, next->column / kPanel);
   }
 
+  // Keeps gate and up, and t where `kept_` says so.
   void gate_up(const TrainBatch& batch, void* kept);
   void gate_up_item(const Item& item, void* kept, bool kept_bf16, Room& room);
   void down(const TrainBatch& batch, void* out);
+  // Beside it t of gate and up is restored, if it was kept.
   void hidden_gradient(const TrainBatch& batch, const void* kept);
   void hidden_gradient_item(const Item& item, const TrainBatch& batch, const void* kept, Room& room);
   std::vector<GradientJob> gradient_jobs() const;
@@ -229,13 +244,14 @@ class ExpertTrainer {
   std::vector<Group> groups_;
   std::vector<int32_t> first_group_;  // by expert
   int64_t max_rank_ = 0;
+  Kept kept_ = {};
   std::vector<uint8_t> dequantised_;  // by expert: whether forward's products dequantise
   std::vector<Item> items_;
   int64_t ranges_ = 0;
   // Rows by position. x of gate and up, h: as forward's products read them; the others: product_.
   ScratchRows x_[2], h_, h_lora_, t_[3], u_[3], d_, d_gate_, d_up_, y_;
   std::vector<float> weight_parts_;  // [positions, ranges]: parts of dw
-  Arena kept_;
+  Arena again_;                      // gate and up that were not kept
 };
 
 }  // namespace ktserve

@@ -22,16 +22,13 @@ void ExpertTrainer::backward(const ExpertLayer& layer, const std::vector<TrainLo
   by_chunks(layer, loras, batch, [&](const TrainBatch& part, int64_t first) {
     const LayerShape& s = layer.shape();
     const int64_t element = batch.bf16 ? 2 : 4;
-    const int64_t kept_bytes = batch.top_k * 2 * s.intermediate * element;
-    const uint8_t* here = static_cast<const uint8_t*>(kept);
-    if (here != nullptr) {
-      here += first * kept_bytes;
-    } else {
-      if (kept_.bytes() < static_cast<size_t>(part.rows * kept_bytes)) {
-        kept_ = Arena(static_cast<size_t>(part.rows * kept_bytes));
-      }
-      gate_up(part, kept_.data());
-      here = kept_.data();
+    kept_ = kept_of(layer, loras, batch, kept, first);
+    const uint8_t* here = kept_.gate_up;
+    if (here == nullptr) {
+      const auto bytes = static_cast<size_t>(part.rows * batch.top_k * 2 * s.intermediate * element);
+      if (again_.bytes() < bytes) again_ = Arena(bytes);
+      gate_up(part, again_.data());
+      here = again_.data();
     }
     grad_out_ = {static_cast<const uint8_t*>(grad_out) + first * s.hidden * element, s.hidden * element, batch.bf16};
     gather(part, grad_out_, s.hidden, product_, false, d_, {{{kDown}, true, nullptr, &grad_out_, {&u_[kDown]}}});
@@ -101,18 +98,18 @@ void ExpertTrainer::transposed_product(int projection, const Item& item, const S
 
 void ExpertTrainer::hidden_gradient(const TrainBatch& b, const void* kept) {
   const LayerShape& s = layer_->shape();
-  // t of gate and up is not needed yet, nor does it need anything.
-  const std::vector<Projection> beside = {{{kGate, kUp}, false, nullptr, &hidden_, {&t_[kGate], &t_[kUp]}}};
-  const std::vector<Segment> more = segments(beside);
   const int64_t bytes = kernels_.row_bytes(product_, s.intermediate);
   d_gate_.reserve(routed_.positions(), bytes);
   d_up_.reserve(routed_.positions(), bytes);
   if (!groups_.empty()) h_lora_.reserve(routed_.positions(), bytes);
   cut(-1, 0, s.intermediate);
   weight_parts_.resize(static_cast<size_t>(routed_.positions() * ranges_));
+  if (kept_.gate_up != nullptr && !groups_.empty()) {
+    for (int i : {kGate, kUp}) t_[i].reserve(routed_.positions(), kernels_.row_bytes(product_, max_rank_));
+  }
   each_item([&](const Item& item, Room& room) { hidden_gradient_item(item, b, kept, room); },
-            static_cast<int64_t>(more.size()),
-            [&](int64_t i, Room& room) { project_rows(more[static_cast<size_t>(i)], room); });
+            kept_.gate_up == nullptr ? 0 : static_cast<int64_t>(groups_.size()),
+            [&](int64_t i, Room&) { restore(groups_[static_cast<size_t>(i)]); });
 }
 
 void ExpertTrainer::hidden_gradient_item(const Item& item, const TrainBatch& b, const void* kept, Room& room) {

@@ -50,12 +50,9 @@ void ExpertTrainer::base_product(int projection, const Item& item, const Scratch
 void ExpertTrainer::forward(const ExpertLayer& layer, const std::vector<TrainLora>& loras, const TrainBatch& batch,
                             void* out, void* kept) {
   by_chunks(layer, loras, batch, [&](const TrainBatch& part, int64_t first) {
-    const int64_t element = batch.bf16 ? 2 : 4;
-    const LayerShape& s = layer.shape();
-    uint8_t* here = static_cast<uint8_t*>(kept);
-    if (here != nullptr) here += first * batch.top_k * 2 * s.intermediate * element;
-    gate_up(part, here);
-    down(part, static_cast<uint8_t*>(out) + first * s.hidden * element);
+    kept_ = kept_of(layer, loras, batch, kept, first);
+    gate_up(part, kept_.gate_up);
+    down(part, static_cast<uint8_t*>(out) + first * layer.shape().hidden * (batch.bf16 ? 2 : 4));
   });
 }
 

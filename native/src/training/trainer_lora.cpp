@@ -2,6 +2,7 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "training/trainer.hpp"
 
@@ -94,6 +95,39 @@ void ExpertTrainer::project_rows(const Segment& segment, Room& room) {
     for (int64_t i = 0; i < count; ++i, t += width) {
       for (int64_t j = 0; j < r; ++j) t[j] *= lora.scale;
       kernels_.pack_f32(product_, t, r, 0, r, p.out[i]->at(at));
+      const int matrix = p.matrices[static_cast<size_t>(i)];
+      if (p.transposed || matrix == kDown || kept_.gate_up == nullptr) continue;
+      uint8_t* const to = kept_.t_of(matrix, at);
+      if (kept_.bf16)
+        kernels_.to_bf16(t, r, reinterpret_cast<uint16_t*>(to));
+      else
+        std::memcpy(to, t, static_cast<size_t>(r) * 4);
+    }
+  }
+}
+
+ExpertTrainer::Kept ExpertTrainer::kept_of(const ExpertLayer& layer, const std::vector<TrainLora>& loras,
+                                           const TrainBatch& batch, const void* kept, int64_t first) const {
+  if (kept == nullptr) return {};
+  int64_t rank = 0;
+  for (const TrainLora& lora : loras) rank = std::max(rank, lora.rank);
+  const int64_t element = batch.bf16 ? 2 : 4;
+  const int64_t gate_up = batch.top_k * 2 * layer.shape().intermediate * element;
+  uint8_t* const all = static_cast<uint8_t*>(const_cast<void*>(kept));
+  return {all + first * gate_up, all + batch.rows * gate_up + first * batch.top_k * 2 * rank * element, rank,
+          batch.bf16};
+}
+
+void ExpertTrainer::restore(const Group& group) {
+  const int64_t r = group.lora->rank;
+  for (int64_t at = group.row; at < group.row_end; ++at) {
+    for (int matrix : {kGate, kUp}) {
+      const uint8_t* from = kept_.t_of(matrix, at);
+      uint8_t* const to = t_[matrix].at(at);
+      if (kept_.bf16)
+        kernels_.pack_bf16(product_, reinterpret_cast<const uint16_t*>(from), r, 0, r, to);
+      else
+        kernels_.pack_f32(product_, reinterpret_cast<const float*>(from), r, 0, r, to);
     }
   }
 }
