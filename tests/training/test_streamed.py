@@ -258,14 +258,14 @@ def streamed_of(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
 def test_gradient_checkpointing_frees_what_is_kept(streams: bool, again: bool) -> None:
-    """Gate and up go through autograd's saved tensors, which checkpointing drops."""
+    """Gate and up, and A x, go through autograd's saved tensors, which checkpointing drops."""
     layer, _ = PLAIN["f32"]
     step, lora = Step.draw(12, 2, layer, [1], F32, 6), {1: layer.lora(4)}
     experts = layer.streamed(keep=not again) if streams else layer.native(keep=not again)
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
         experts.forward(step.hidden, step.ids, step.weights.requires_grad_(), step.slots, lora)
-    assert any(2 * layer.inner * 22 < size <= 2 * layer.inner * 24 for size in saved) is not again
+    assert any(2 * layer.inner * 22 < size <= 2 * (layer.inner + 4) * 24 for size in saved) is not again
 
 
 def test_the_choice(folder: Path) -> None:
