@@ -6,6 +6,7 @@
 
 #include "simd/math16.hpp"
 #include "simd/transpose16.hpp"
+#include "training/few_products.hpp"
 #include "training/panels.hpp"
 
 namespace ktserve::KT_SIMD {
@@ -294,9 +295,9 @@ void few_sums(const FewSums& a) {
   }
 }
 
-constexpr PanelKernels panel_table = {
-    transpose, pack_matrix, pack_transpose, transpose_rows, put_transposed, put_row, gated_backward,
-    few_sums,  0,           nullptr};
+constexpr PanelKernels panel_table = {transpose, pack_matrix,    pack_transpose, transpose_rows, put_transposed,
+                                      put_row,   gated_backward, few_sums,       few_dots,       few_gradient,
+                                      0,         nullptr};
 
 }  // namespace
 }  // namespace ktserve::KT_SIMD

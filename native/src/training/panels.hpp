@@ -82,6 +82,36 @@ struct FewSums {
 inline constexpr int64_t kFewSumsRank = 64;
 inline constexpr int64_t kFewSumsRows = 8;
 
+// out[i][j] = sum over l of m(l, j) x[i][l], in float32, where m(l, j) is m[j][l], or m[l][j] if `transposed`: without
+// panels of m.
+struct FewDots {
+  const float* m;  // [rank, k] or [k, rank], rows `stride` floats apart
+  int64_t stride;
+  bool transposed;
+  int64_t k;  // a multiple of 16
+  int64_t rank;
+  const float* x;  // [rows, k]
+  int64_t rows;
+  float* out;
+  int64_t out_stride;
+};
+inline constexpr int64_t kFewDotsRows = 4;
+
+// to[j][c] = sum over i of scale[i] u[i][j] x[i][c], or to[c][j] if `transposed`, in float32; += if `adds`. Stores may
+// be seen by other threads only behind a fence.
+struct FewGradient {
+  RowView u;           // [rows, rank]
+  const float* scale;  // [rows], or null: 1
+  RowView x;           // [rows, columns]
+  int64_t rows;        // at most kFewGradientRows
+  int64_t rank;        // at most kFewSumsRank
+  int64_t columns;     // a multiple of 16
+  float* to;
+  int64_t stride;  // floats from row to row of to; rank if `transposed`
+  bool transposed, adds;
+};
+inline constexpr int64_t kFewGradientRows = 16;
+
 struct PanelKernels {
   // Of `panels` panels of a matrix [16 panels, k] the columns [first, first + count), multiples of 32: panels of the
   // transpose, panel i at out + i * out_bytes, behind the sums of `panels` that came before if out lies there. Of
@@ -103,6 +133,8 @@ struct PanelKernels {
   // <dh, h> of a part of a row.
   float (*gated_backward)(const GatedArgs& args);
   void (*few_sums)(const FewSums& args);
+  void (*few_dots)(const FewDots& args);
+  void (*few_gradient)(const FewGradient& args);
   // For so many rows at most; 0: there is none, and W^T is made.
   int64_t few;
   void (*few_rows)(const FewRows& args);

@@ -156,6 +156,13 @@ class ExpertTrainer {
   // The parts of `project`, whose results have room then; `projections` must outlive them.
   std::vector<Segment> segments(const std::vector<Projection>& projections);
   void project_rows(const Segment& segment, Room& room);
+  // t: float32 rows of the segment, of its matrices behind one another, `width` floats each; times the scale.
+  void put_projected(const Segment& segment, float* t, int64_t width);
+  // Rows from a position on, as products read them, from a column on; those of the caller; and rows as float32 [count,
+  // n] in memory of the worker.
+  RowView view(const ScratchRows& rows, int64_t position, int64_t column) const;
+  RowView caller_rows(const RowView& of, int64_t position) const;
+  const float* widened(const RowView& rows, int64_t count, int64_t n, Room& room) const;
   // Those of an item's rows.
   std::span<const Group> groups_of(const Item& item) const;
   // Fetches into the second-level cache what is read of B (A) of each adapter for an item, a share whenever `next` is

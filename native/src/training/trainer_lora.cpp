@@ -1,6 +1,4 @@
 // What a step of the trainer does with LoRA's matrices.
-#include <xmmintrin.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -10,23 +8,7 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kProjectedRows = 256;
-constexpr int64_t kMadeRows = 64;              // of the caller, in the form of a product
-constexpr int64_t kGradientBytes = 128 << 10;  // of rows, and of sums, of a work item of gradients
-constexpr int64_t kGradientRows = 256;         // whose products are summed at a time
-
-RowView view(const ScratchRows& rows, int64_t row, int64_t column, Format format) {
-  const bool bf16 = format == Format::bf16;
-  return {rows.at(row) + column * (bf16 ? 2 : 4), rows.stride, bf16};
-}
-
-// Past the caches, which would read the lines first.
-void stream_zeros(float* to, int64_t count) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || count % 4 != 0) {
-    std::fill_n(to, count, 0.0f);
-    return;
-  }
-  for (int64_t i = 0; i < count; i += 4) _mm_stream_ps(to + i, _mm_setzero_ps());
-}
+constexpr int64_t kMadeRows = 64;  // of the caller, in the form of a product
 
 }  // namespace
 
@@ -54,6 +36,27 @@ std::vector<ExpertTrainer::Segment> ExpertTrainer::segments(const std::vector<Pr
   return all;
 }
 
+RowView ExpertTrainer::view(const ScratchRows& rows, int64_t position, int64_t column) const {
+  const bool bf16 = product_ == Format::bf16;
+  return {rows.at(position) + column * (bf16 ? 2 : 4), rows.stride, bf16};
+}
+
+RowView ExpertTrainer::caller_rows(const RowView& of, int64_t position) const {
+  return {of.data, of.stride, of.bf16, routed_.rows_from(position)};
+}
+
+const float* ExpertTrainer::widened(const RowView& rows, int64_t count, int64_t n, Room& room) const {
+  auto* const values = reinterpret_cast<float*>(room.part(kRows, count * n * 4));
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t* from = rows.row(i);
+    if (rows.bf16)
+      kernels_.from_bf16(reinterpret_cast<const uint16_t*>(from), n, values + i * n);
+    else
+      std::memcpy(values + i * n, from, static_cast<size_t>(n) * 4);
+  }
+  return values;
+}
+
 void ExpertTrainer::project_rows(const Segment& segment, Room& room) {
   const auto& [projection, group, row, row_end] = segment;
   const Projection& p = *projection;
@@ -63,6 +66,19 @@ void ExpertTrainer::project_rows(const Segment& segment, Room& room) {
   const int64_t k = p.transposed ? layer_->rows_of(p.matrices[0]) : layer_->inner_of(p.matrices[0]);
   const int64_t size = packed_size(product_, r, k);
   const auto count = static_cast<int64_t>(p.matrices.size());
+  const int64_t width = panels_of(r) * kPanel;
+  const int64_t stride = count * width;
+  auto* t = reinterpret_cast<float*>(room.part(kTile, (row_end - row) * stride * 4));
+  if (row_end - row <= kFewDotsRows) {
+    const float* x = widened(p.x != nullptr ? view(*p.x, row, 0) : caller_rows(*p.rows, row), row_end - row, k, room);
+    for (int64_t i = 0; i < count; ++i) {
+      const int matrix = p.matrices[static_cast<size_t>(i)];
+      const float* m = (p.transposed ? lora.b : lora.a)[matrix] + g.expert * r * k;
+      panels_.few_dots({m, p.transposed ? r : k, p.transposed, k, r, x, row_end - row, t + i * width, stride});
+    }
+    put_projected(segment, t, width);
+    return;
+  }
   uint8_t* panels = room.part(kLoraPanels, count * size);
   for (int64_t i = 0; i < count; ++i) {
     const int matrix = p.matrices[static_cast<size_t>(i)];
@@ -73,9 +89,6 @@ void ExpertTrainer::project_rows(const Segment& segment, Room& room) {
       panels_.pack(lora.a[matrix] + g.expert * r * k, k, r, k, product_, panels + i * size);
     }
   }
-  const int64_t width = panels_of(r) * kPanel;
-  const int64_t stride = count * width;
-  auto* t = reinterpret_cast<float*>(room.part(kTile, (row_end - row) * stride * 4));
   const int64_t x_stride = p.x != nullptr ? p.x->stride : kernels_.row_bytes(product_, k);
   const int64_t step = p.x != nullptr ? row_end - row : std::min(kMadeRows, row_end - row);
   for (int64_t first = row; first < row_end; first += step) {
@@ -91,11 +104,19 @@ void ExpertTrainer::project_rows(const Segment& segment, Room& room) {
     kernels_.dot(
         {product_, panels, count * panels_of(r), k, x, x_stride, rows, t + (first - row) * stride, stride, panels});
   }
+  put_projected(segment, t, width);
+}
+
+void ExpertTrainer::put_projected(const Segment& segment, float* t, int64_t width) {
+  const auto& [projection, group, row, row_end] = segment;
+  const Projection& p = *projection;
+  const TrainLora& lora = *group->lora;
+  const int64_t r = lora.rank;
   for (int64_t at = row; at < row_end; ++at) {
-    for (int64_t i = 0; i < count; ++i, t += width) {
+    for (size_t i = 0; i < p.matrices.size(); ++i, t += width) {
       for (int64_t j = 0; j < r; ++j) t[j] *= lora.scale;
       kernels_.pack_f32(product_, t, r, 0, r, p.out[i]->at(at));
-      const int matrix = p.matrices[static_cast<size_t>(i)];
+      const int matrix = p.matrices[i];
       if (p.transposed || matrix == kDown || kept_.gate_up == nullptr) continue;
       uint8_t* const to = kept_.t_of(matrix, at);
       if (kept_.bf16)
@@ -218,7 +239,7 @@ void ExpertTrainer::add_lora(int matrix, bool transposed, const Item& item, cons
     const float* const b = g.lora->b[matrix] + (item.expert * layer_->rows_of(matrix) + item.column) * r;
     float* const out = tile + (row - item.row) * stride;
     if (row_end - row <= kFewSumsRows && r <= kFewSumsRank) {
-      panels_.few_sums({transposed ? a : b, transposed ? width : r, !transposed, columns, r, view(t, row, 0, product_),
+      panels_.few_sums({transposed ? a : b, transposed ? width : r, !transposed, columns, r, view(t, row, 0),
                         row_end - row, out, stride});
       continue;
     }
@@ -226,102 +247,6 @@ void ExpertTrainer::add_lora(int matrix, bool transposed, const Item& item, cons
     kernels_.dot(
         {product_, panels, panels_of(columns), r, t.at(row), t.stride, row_end - row, out, stride, panels, true});
   }
-}
-
-std::vector<ExpertTrainer::GradientJob> ExpertTrainer::gradient_jobs() const {
-  const LayerShape& s = layer_->shape();
-  const int64_t widths[5] = {s.hidden, s.intermediate, s.intermediate, s.intermediate, s.hidden};
-  std::vector<GradientJob> jobs;
-  for (const Group& g : groups_) {
-    // As many columns as possible: gradients are then long runs of memory.
-    const int64_t rows = std::max(padded_k(std::min<int64_t>(kGradientRows, g.row_end - g.row)), 2 * g.lora->rank);
-    const int64_t most = std::max(kGradientBytes / 2 / rows / kItemColumns, int64_t{1}) * kItemColumns;
-    for (int kind = 0; kind < 5; ++kind) {
-      for (int64_t column = 0; column < widths[kind]; column += most) {
-        jobs.push_back({&g, kind, column, std::min(most, widths[kind] - column)});
-      }
-    }
-  }
-  return jobs;
-}
-
-void ExpertTrainer::lora_gradient(const GradientJob& job, bool adds, Room& room) {
-  struct Product {
-    int matrix;
-    bool of_a;
-    const ScratchRows* rows;     // whose sums over positions with
-    const ScratchRows* columns;  // are the gradient; null: rows of the caller
-  };
-  static constexpr int kCounts[5] = {2, 1, 1, 1, 1};
-  const Product products[5][2] = {{{kGate, true, &u_[kGate], nullptr}, {kUp, true, &u_[kUp], nullptr}},
-                                  {{kDown, true, &u_[kDown], &h_lora_}, {}},
-                                  {{kGate, false, &t_[kGate], &d_gate_}, {}},
-                                  {{kUp, false, &t_[kUp], &d_up_}, {}},
-                                  {{kDown, false, &t_[kDown], nullptr}, {}}};
-  const auto columns_of = [&](const Product& p, int64_t row, int64_t column) -> RowView {
-    if (p.columns != nullptr) return view(*p.columns, row, column, product_);
-    const RowView& of = p.of_a ? hidden_ : grad_out_;
-    return {of.data + column * (of.bf16 ? 2 : 4), of.stride, of.bf16, routed_.rows_from(row)};
-  };
-  const auto& [group, kind, column, columns] = job;
-  const Group& g = *group;
-  const int64_t r = g.lora->rank;
-  const int64_t stride = odd_lines(columns * 4) / 4;
-  const int64_t m = g.row_end - g.row;
-  const int64_t most = std::min(kGradientRows, m);
-  const int64_t row_bytes = kernels_.row_bytes(product_, most);
-  uint8_t* panels = room.part(kPanels, packed_size(product_, columns, most));
-  uint8_t* transposed = room.part(kRows, r * row_bytes);
-  float* tiles[2] = {reinterpret_cast<float*>(room.part(kTile, r * stride * 4)),
-                     reinterpret_cast<float*>(room.part(kSecondTile, r * stride * 4))};
-  float weights[kGradientRows];
-  for (int64_t first = 0; first < m; first += most) {
-    const int64_t count = std::min(most, m - first);
-    const int64_t row = g.row + first;
-    for (int64_t i = 0; i < count; ++i) weights[i] = routed_.weight(row + i);
-    panels_.pack_transpose(columns_of(products[kind][0], row, column), columns, count, product_, panels);
-    for (int i = 0; i < kCounts[kind]; ++i) {
-      const Product& p = products[kind][i];
-      // What comes from d lacks the router's weight.
-      panels_.transpose_rows(view(*p.rows, row, 0, product_), count, r, p.matrix == kDown ? weights : nullptr, product_,
-                             transposed, row_bytes);
-      kernels_.dot(
-          {product_, panels, panels_of(columns), count, transposed, row_bytes, r, tiles[i], stride, panels, first > 0});
-    }
-  }
-  for (int i = 0; i < kCounts[kind]; ++i) {
-    const Product& p = products[kind][i];
-    const int64_t out = layer_->rows_of(p.matrix);
-    const int64_t in = layer_->inner_of(p.matrix);
-    if (p.of_a && g.lora->grad_a[p.matrix] != nullptr) {
-      float* to = g.lora->grad_a[p.matrix] + g.expert * r * in + column;
-      for (int64_t j = 0; j < r; ++j) panels_.put(tiles[i] + j * stride, columns, to + j * in, adds);
-    } else if (!p.of_a && g.lora->grad_b[p.matrix] != nullptr) {
-      float* to = g.lora->grad_b[p.matrix] + (g.expert * out + column) * r;
-      panels_.put_transposed(tiles[i], stride, r, columns, to, adds);
-    }
-  }
-  _mm_sfence();
-}
-
-void ExpertTrainer::clear_gradients(const std::vector<TrainLora>& loras) {
-  const LayerShape& s = layer_->shape();
-  std::vector<uint8_t> present(loras.size() * static_cast<size_t>(s.experts));
-  for (const Group& g : groups_) present[static_cast<size_t>((g.lora - loras.data()) * s.experts + g.expert)] = 1;
-  pool_.parallel_for(static_cast<int64_t>(present.size()), [&](int64_t i, int) {
-    if (present[static_cast<size_t>(i)] != 0) return;
-    const TrainLora& lora = loras[static_cast<size_t>(i / s.experts)];
-    for (int p = 0; p < 3; ++p) {
-      const auto clear = [&](float* gradient, int64_t side) {
-        if (gradient == nullptr) return;
-        const int64_t count = lora.rank * side;
-        stream_zeros(gradient + i % s.experts * count, count);
-      };
-      clear(lora.grad_a[p], layer_->inner_of(p));
-      clear(lora.grad_b[p], layer_->rows_of(p));
-    }
-    _mm_sfence();
-  });
 }
 
 }  // namespace ktserve
