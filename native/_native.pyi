@@ -371,7 +371,9 @@ class PagedAttention:
     def cache_bytes(self) -> int: ...
     @property
     def cache_address(self) -> int:
-        """Of [layers, num_blocks, bytes of a block], as long as the object lives."""
+        """
+        Of [layers, num_blocks, bytes of a block], as long as the object lives.
+        """
 
     @property
     def tokens(self) -> int: ...
@@ -755,7 +757,7 @@ class ExpertTrainer:
         self, layer: ExpertLayer, loras: Sequence[TrainLora], batch: TrainBatch, *, out: int, kept: int = 0
     ) -> None:
         """
-        out [rows, hidden]; kept [rows * top_k, 2, intermediate] or 0: gate and up of each choice, for `backward`; both in hidden's type. ValueError for an id or slot out of range.
+        out [rows, hidden]; kept [rows * top_k, 2 (intermediate + the largest rank)] or 0: memory for `backward`, gate and up of each choice, then A x of both; both in hidden's type. ValueError for an id or slot out of range.
         """
 
     def backward(
