@@ -141,7 +141,16 @@ $(VENV)/.gpu: pyproject.toml constraints.txt | $(VENV)/.packages
 	@$(PY) -c 'import torch; torch.cuda.is_available() or print("this torch cannot use the GPU: a CPU build, or a driver too old")'
 	@touch $@
 
-$(VENV)/.native: $(NATIVE) $(VENV)/.packages
+# What is installed finds each module where it was at that time: files that came, went or moved since are a reason to
+# install again.
+MODULES := $(shell find ktserve api engine scheduler native rules training loadtests demo cluster -name '*.py' \
+  | LC_ALL=C sort | cksum | cut -d' ' -f1)
+
+$(VENV)/.modules-$(MODULES): | $(VENV)/bin/python
+	@rm -f $(VENV)/.modules-*
+	@touch $@
+
+$(VENV)/.native: $(NATIVE) $(VENV)/.packages $(VENV)/.modules-$(MODULES)
 	@echo 'building the CPU kernels ...'
 	@$(PIP) install -qq --no-deps --no-build-isolation --editable . >$(VENV)/native.log 2>&1 \
 	  || echo 'the CPU kernels could not be built (see $(VENV)/native.log): torch computes instead, much slower'
