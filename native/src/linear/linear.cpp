@@ -11,11 +11,12 @@
 namespace ktserve {
 namespace {
 
-constexpr int64_t kSlabRows = 1024;            // rows of one pass: bounds the scratch
-constexpr int64_t kItemRows = 96;              // a whole number of every kernel's row tiles
-constexpr int64_t kDequantisedItemRows = 256;  // what is dequantised is used for so many
-constexpr int64_t kDequantisedItemPanels = 4;  // as many as any call of more than 16 rows takes
-constexpr int64_t kItemBytes = 1 << 16;        // weights of a work item with few rows: some microseconds of reading
+constexpr int64_t kSlabRows = 1024;              // rows of one pass: bounds the scratch
+constexpr int64_t kItemRows = 96;                // a whole number of every kernel's row tiles
+constexpr int64_t kDequantisedItemRows = 256;    // what is dequantised is used for so many
+constexpr int64_t kCachedRowBytes = 1088 << 10;  // of them, that the second-level cache keeps from item to item
+constexpr int64_t kDequantisedItemPanels = 4;    // as many as any call of more than 16 rows takes
+constexpr int64_t kItemBytes = 1 << 16;          // weights of a work item with few rows: some microseconds of reading
 constexpr int64_t kMaxItemPanels = 16;
 constexpr int64_t kTileFloats = kItemRows * (kMaxItemPanels + 1) * kPanel;
 static_assert(kDequantisedItemRows * (kDequantisedItemPanels + 1) * kPanel <= kTileFloats);
@@ -178,6 +179,12 @@ void LinearRunner::run_slab(const std::vector<LinearCall>& calls, const LinearIn
   }
 }
 
+int64_t LinearRunner::item_rows(const PackedLinear& linear, const CallState& state) const {
+  if (!state.dequantised) return kItemRows;
+  const int64_t cached = kCachedRowBytes / kernels_.row_bytes_for(linear.format(), true, linear.k());
+  return std::clamp(cached / 32 * 32, kItemRows, kDequantisedItemRows);
+}
+
 std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<LinearCall>& calls,
                                                         const std::vector<CallState>& states, int64_t rows,
                                                         std::vector<int64_t>* begin) const {
@@ -191,8 +198,7 @@ std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<Linear
     for (size_t c = 0; c < calls.size(); ++c) {
       const PackedLinear& linear = *calls[c].linear;
       const int64_t all = panels_of(linear.n());
-      const int64_t most = states[c].dequantised ? kDequantisedItemRows : kItemRows;
-      const int64_t row_blocks = (rows + most - 1) / most;
+      const int64_t row_blocks = (rows + item_rows(linear, states[c]) - 1) / item_rows(linear, states[c]);
       int64_t step = 4;
       if (states[c].dequantised && rows <= kItemRows) step = 8;
       if (rows <= 16) step = std::clamp<int64_t>(kItemBytes / linear.panel_bytes() / 4 * 4, 4, kMaxItemPanels);
@@ -215,9 +221,12 @@ void LinearRunner::run_item(const LinearCall& call, const CallState& state, cons
   const PackedLinear& linear = *call.linear;
   const Format format = linear.format();
   const int64_t blocks = part.row_blocks;
-  const int64_t row = input.rows * (item % blocks) / blocks;
-  const int64_t rows = input.rows * (item % blocks + 1) / blocks - row;
-  const int64_t first = item / blocks * part.panels_per_item;
+  const int64_t cuts = (part.panels + part.panels_per_item - 1) / part.panels_per_item;
+  // Neighbours share their weights, which are read where they lie; or, if those are dequantised, their rows.
+  const int64_t block = state.dequantised ? item / cuts : item % blocks;
+  const int64_t row = input.rows * block / blocks;
+  const int64_t rows = input.rows * (block + 1) / blocks - row;
+  const int64_t first = (state.dequantised ? item % cuts : item / blocks) * part.panels_per_item;
   const int64_t panel = part.panel + first;
   const int64_t panels = std::min(part.panels_per_item, part.panels - first);
   const int64_t width = panels * kPanel;

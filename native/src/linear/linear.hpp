@@ -79,6 +79,7 @@ class LinearRunner {
   void pack_rows(const LinearInput& input, Format format, bool dequantised, int64_t k,
                  const std::vector<int64_t>* order, uint8_t* to);
   void run_adapters(const std::vector<LinearCall>& calls, const LinearInput& input, std::vector<CallState>& states);
+  int64_t item_rows(const PackedLinear& linear, const CallState& state) const;  // of a work item, at most
   // The parts of all projections, node by node; begin: where each node's work items begin, and how many there are.
   std::vector<Part> share_out(const std::vector<LinearCall>& calls, const std::vector<CallState>& states, int64_t rows,
                               std::vector<int64_t>* begin) const;

@@ -20,8 +20,7 @@ double dot(const float* a, const float* b, int64_t k) {
 }
 
 // Two projections of one input with adapters and a bias, against the same in double; buffers end where rows end.
-void one(Isa isa, const char* format, double bound, Random& random) {
-  const int64_t k = 32 * (1 + random.below(8)), rows = 1 + random.below(3) * random.below(70);
+void one(Isa isa, const char* format, double bound, int64_t rows, int64_t k, Random& random) {
   const int64_t n[2] = {1 + random.below(200), 1 + random.below(40)};
   WorkerPool pool(PoolOptions{{{0, 1, 0}}});
   LinearRunner runner(pool, isa, random.below(2) == 0);
@@ -76,11 +75,23 @@ KTSERVE_TEST(linear_equals_double) {
   for (Isa isa : test::isas()) {
     Random random(5);
     for (int i = 0; i < 8; ++i) {
-      one(isa, "f32", 1e-5, random);
-      one(isa, "bf16", 0.012, random);
-      one(isa, "i8", 0.03, random);
-      one(isa, "i4m", 0.03, random);
+      const auto drawn = [&](const char* format, double bound) {
+        const int64_t k = 32 * (1 + random.below(8)), rows = 1 + random.below(3) * random.below(70);
+        one(isa, format, bound, rows, k, random);
+      };
+      drawn("f32", 1e-5);
+      drawn("bf16", 0.012);
+      drawn("i8", 0.03);
+      drawn("i4m", 0.03);
     }
+  }
+}
+
+// Several parts of k and several ranges of rows, whose lengths differ.
+KTSERVE_TEST(linear_of_many_rows) {
+  for (Isa isa : test::isas()) {
+    Random random(6);
+    for (const char* format : {"bf16", "i8", "i4m"}) one(isa, format, 0.03, 261 + random.below(90), 1600, random);
   }
 }
 
