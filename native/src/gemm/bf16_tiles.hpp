@@ -26,7 +26,7 @@ namespace {
 
 constexpr int64_t kGroup = 32;        // rows
 constexpr int64_t kTileBytes = 1024;  // 32 k of a panel
-constexpr int64_t kWhole = 24;        // so few blocks of k are one part: C is not stored in between
+constexpr int64_t kPart = 24;         // blocks of k that are one part: longer ones leave the first-level cache
 
 // Rows of the first and second half of a tile; an unused half is configured with one row and never touched.
 inline void configure(int64_t first, int64_t second) {
@@ -189,7 +189,6 @@ inline DotTail tail_of(const DotArgs& a, int64_t panel, int64_t row) {
 
 // All rows and panels of a call by parts of k. `Source` holds the bf16 form of one part and makes that of the next:
 //
-//   most_blocks(groups)               of a part
 //   aim(panel, first, count, steps)   the next part, blocks [first, first + count) of the pair of panels from `panel`
 //                                     on, is to be made by so many calls of step()
 //   step(b)                           makes a share of it, beside block b of the current part
@@ -203,8 +202,7 @@ void dot_by_parts(const DotArgs& a, Source& source) {
   // Equal groups but for the last: 36 rows are 18 + 18, since few rows have too few sums under way.
   const int64_t groups = (a.rows + kGroup - 1) / kGroup;
   const int64_t most = (a.rows + groups - 1) / groups;
-  const int64_t most_blocks = blocks <= kWhole ? kWhole : Source::most_blocks(groups);
-  const int64_t parts = (blocks + most_blocks - 1) / most_blocks;
+  const int64_t parts = (blocks + kPart - 1) / kPart;
   const auto first_of = [&](int64_t part) { return blocks * part / parts; };
   int64_t configured = 0;
   source.aim(0, 0, first_of(1), 1);

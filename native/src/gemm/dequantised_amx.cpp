@@ -84,10 +84,6 @@ class Dequantiser {
 template <Format F>
 class Parts {
  public:
-  static constexpr int64_t kPart = kWhole;
-  // The fewer, the more of it stays in the first-level cache; the more groups, the more often C is stored.
-  static int64_t most_blocks(int64_t groups) { return groups <= 4 ? 8 : 16; }
-
   explicit Parts(const DotArgs& a) : a_(a), weights_(a) {}
 
   const uint8_t* w() const { return parts_[now_]; }

@@ -37,8 +37,6 @@ void dot_one_group(const DotArgs& a) {
 // The packed form is what the tiles read; the next part is fetched into the second-level cache.
 class Packed {
  public:
-  static int64_t most_blocks(int64_t) { return 16; }  // two panels: 32 KB
-
   explicit Packed(const DotArgs& a) : a_(a), size_(panel_size(Format::bf16, a.k)) {}
 
   const uint8_t* w() const { return now_; }
