@@ -19,6 +19,7 @@
 
 #include "gemm/kernels.hpp"
 #include "packing/format.hpp"
+#include "runtime/fetch.hpp"
 #include "simd/tiles.hpp"
 
 namespace ktserve {
@@ -240,8 +241,8 @@ void dot_by_parts(const DotArgs& a, Source& source) {
         product(c, rows, p + 1 < a.panels, [&](int64_t b, int half) __attribute__((always_inline)) {
           if (half == 1) return source.step(b);
           for (int64_t i = 0; i < each && row_of_c < rows; ++i, ++row_of_c) {
-            __builtin_prefetch(out + row_of_c * a.out_stride, 1);
-            __builtin_prefetch(out + row_of_c * a.out_stride + kPanel, 1);
+            fetch_to_write(out + row_of_c * a.out_stride);
+            fetch_to_write(out + row_of_c * a.out_stride + kPanel);
           }
         });
         if (last) source.finish(p, out, a.out_stride, rows);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "packing/pack.hpp"
+#include "runtime/fetch.hpp"
 
 namespace ktserve {
 namespace {
@@ -21,8 +22,10 @@ constexpr int64_t kMaxItemPanels = 16;
 constexpr int64_t kTileFloats = kItemRows * (kMaxItemPanels + 1) * kPanel;
 static_assert(kDequantisedItemRows * (kDequantisedItemPanels + 1) * kPanel <= kTileFloats);
 constexpr int64_t kInlineElements = 8192;  // so little is packed without waking the pool
-constexpr int64_t kPackElements = 4096;    // of a work item of packing
-constexpr int64_t kAdapterRows = 64;       // of one work item of step 2
+constexpr int64_t kPackElements = 4096;    // of a work item of packing, at least, and
+constexpr int64_t kMostPackElements = 16384;
+constexpr int64_t kPackItems = 4;     // so many a worker, rather than longer ones
+constexpr int64_t kAdapterRows = 64;  // of one work item of step 2
 
 void require(bool holds, const char* name, int64_t value, const char* allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -70,20 +73,29 @@ void LinearRunner::pack_rows(const LinearInput& input, Format format, bool dequa
                              const std::vector<int64_t>* order, uint8_t* to) {
   const int64_t rows = order == nullptr ? input.rows : static_cast<int64_t>(order->size());
   const int64_t bytes = kernels_.row_bytes_for(format, dequantised, k);
-  const auto one = [&](int64_t i) {
+  const auto source = [&](int64_t i) {
     const int64_t from = (order == nullptr ? i : (*order)[static_cast<size_t>(i)]) * input.stride;
+    return static_cast<const uint8_t*>(input.x) + from * (input.is_bf16 ? 2 : 4);
+  };
+  const auto one = [&](int64_t i) {
+    const void* x = source(i);
     if (input.is_bf16)
-      kernels_.pack(format, dequantised, static_cast<const uint16_t*>(input.x) + from, k, 0, k, to + i * bytes);
+      kernels_.pack(format, dequantised, static_cast<const uint16_t*>(x), k, 0, k, to + i * bytes);
     else
-      kernels_.pack(format, dequantised, static_cast<const float*>(input.x) + from, k, 0, k, to + i * bytes);
+      kernels_.pack(format, dequantised, static_cast<const float*>(x), k, 0, k, to + i * bytes);
   };
   if (rows * k <= kInlineElements) {
     for (int64_t i = 0; i < rows; ++i) one(i);
     return;
   }
-  const int64_t per_item = std::max<int64_t>(1, kPackElements / k);
+  const int64_t least = std::max<int64_t>(1, kPackElements / k), most = std::max<int64_t>(1, kMostPackElements / k);
+  const int64_t per_item = std::clamp(rows / (kPackItems * pool_.threads()), least, most);
   pool_.parallel_for((rows + per_item - 1) / per_item, [&](int64_t item, int) {
-    for (int64_t i = item * per_item; i < std::min(rows, (item + 1) * per_item); ++i) one(i);
+    const int64_t end = std::min(rows, (item + 1) * per_item);
+    for (int64_t i = item * per_item; i < end; ++i) {
+      if (i + 1 < end) fetch_to_copy(source(i + 1), k * (input.is_bf16 ? 2 : 4), to + (i + 1) * bytes, bytes);
+      one(i);
+    }
   });
 }
 
