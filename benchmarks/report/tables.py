@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,15 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
     lines += ["", f"Missed: {'; '.join(_missed([e for e in data['rows'] if not void(data, e['type'])])) or 'nothing'}."]
     for text in data.get("left_out", []):
         lines += ["", f"Not measured: {text}"]
-    return "\n".join(lines)
+    return "\n".join(map(_wrapped, lines))
+
+
+def _wrapped(line: str) -> str:
+    """As the page is, but for tables, pictures and commands."""
+    if line.startswith(("|", "!", "    ")):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def void(data: dict[str, Any], mix: str) -> bool:
