@@ -10,6 +10,7 @@ constexpr double kItemUs = 30;
 constexpr double kLargeItemUs = 500;    // of calls that have many such
 constexpr double kItemsPerWorker = 16;  // that many calls have at least
 constexpr double kLeastItemUs = 7;      // of calls of a few experts
+constexpr double kFiner = 0.9;          // each size that is tried for them, of the one before
 constexpr double kMostIdle = 0.12;      // of their time, that workers wait for the last ones
 
 // Rough speed of one core, to size work items by: bytes of weights and operations per microsecond.
@@ -79,7 +80,7 @@ void MoeBatch::cut(int projection, int64_t slice) {
   const double each_us = all_us / static_cast<double>(slices_) / pool_.threads() / kItemsPerWorker;
   double item_us = kernels_.isa == Isa::amx ? std::clamp(each_us, kItemUs, kLargeItemUs) : kItemUs;
   double least = idle(item_us);
-  for (double us = item_us * 0.7; least > kMostIdle && us >= kLeastItemUs; us *= 0.7) {
+  for (double us = item_us * kFiner; least > kMostIdle && us >= kLeastItemUs; us *= kFiner) {
     const double then = idle(us);
     if (then >= least) continue;
     least = then;

@@ -31,6 +31,13 @@ struct World {
   }
 };
 
+// Work items depend on what the instruction set is, not on whether this machine has it: the kernels are never called.
+Kernels named(Isa isa) {
+  Kernels made = kernels(Isa::avx2);
+  made.isa = isa;
+  return made;
+}
+
 // How often each panel of each expert is computed for each of the expert's rows.
 std::vector<int64_t> coverage(const MoeBatch& batch, int projection, int64_t rows) {
   const int64_t panels = panels_of(batch.layer().rows_of(projection));
@@ -52,8 +59,9 @@ KTSERVE_TEST(work_items_cover_each_panel_once_and_few_of_them_are_even) {
       for (int64_t rows : {1, 3, 60}) {
         for (int shards : {1, 3}) {
           World world(14, format, chosen, rows, shards);
-          for (Isa isa : test::isas()) {
-            MoeBatch batch(world.pool, kernels(isa), false);
+          for (Isa isa : {Isa::avx2, Isa::avx512, Isa::amx}) {
+            const Kernels table = named(isa);
+            MoeBatch batch(world.pool, table, false);
             batch.begin(world.layer, world.routing());
             for (int projection : {kGate, kDown}) {
               std::vector<int64_t> times(coverage(batch, projection, rows).size());
