@@ -114,7 +114,7 @@ def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
         if first is not None:
             print(f"first divergence: {first.place}: {first.note}")
             return 2
-    print("every layer agrees with the reference")
+    print("the embedding, every layer and the head agree with the reference")
     return 0
 
 

@@ -1,4 +1,5 @@
-"""`ktserve check MODEL`: the model layer by layer, the chosen backends against float32 reference.
+"""`ktserve check MODEL`: the embedding, the model layer by layer and the head, the chosen backends against float32
+reference.
 
 Both sides get the reference's own hidden states as input, so an error is found where it is made, not where it shows.
 """
@@ -25,6 +26,7 @@ from engine.model.step import StepInput
 from engine.ops.base import TorchOps
 from engine.ops.rope import Rope
 from engine.weights.dequant import dequantise
+from engine.weights.layout import EMBED, HEAD, NORM
 from engine.weights.store import WeightSource, WeightTensor
 
 # mean|d| / mean|ref| above which a backend diverges, by the coarsest type of the layer's weights. bf16 activations
@@ -61,11 +63,12 @@ def check_model(
     report: Callable[[str], None],
     tolerance: float | None = None,
 ) -> Finding | None:
-    """Compare every layer on a prefill of `tokens`; returns the first divergence, or None. Closes the backends.
+    """Compare all that serving loads on a prefill of `tokens`; returns the first divergence, or None. Closes the
+    backends.
 
-    Before a layer is compared its tensors' statistics are looked at: a tensor with values that are not finite, or all
-    zero, is reported by name; nothing is compared from the first that is not finite on. One layer is loaded at a time,
-    so no experts may be streamed to a GPU (`EnginePlan.without_streaming`).
+    Before anything is compared the statistics of its tensors are looked at: a tensor with values that are not finite,
+    or all zero, is reported by name; nothing is compared from the first that is not finite on. One layer is loaded at
+    a time, so no experts may be streamed to a GPU (`EnginePlan.without_streaming`).
     """
     experts = {id(b): b for b in (backends.experts(layer) for layer in source.config.sparse_layers)}.values()
     try:
@@ -84,9 +87,16 @@ def _check_layers(
 ) -> Finding | None:
     config, n = source.config, len(tokens)
     loader = Loader(source, backends, n)
-    embedding = source.tensor("model.embed_tokens.weight").dequantise(torch.float32)
-    hidden = embedding[torch.tensor(tokens)]
     first: Finding | None = None
+    for finding in _tensor_findings(source, None):
+        report(str(finding))
+        first = first or finding
+        if finding.nonfinite:
+            return first
+    hidden = _embedded(_reference_loader(source, n), tokens)
+    finding = compare("model.embed_tokens", _embedded(loader, tokens), hidden, tolerance or TOLERANCE["bf16"])
+    report(str(finding))
+    first = first or (finding if finding.note else None)
     for index in range(config.num_hidden_layers):
         for finding in _tensor_findings(source, index):
             report(str(finding))
@@ -97,7 +107,7 @@ def _check_layers(
         outputs = {}
         for side, made in (("reference", reference), ("chosen", loader)):
             outputs[side] = _run_layer(made, made.layer(index), hidden, config)
-        limit = tolerance or _tolerance(source, index)
+        limit = tolerance or _tolerance(_types(source, index))
         for place, ref in outputs["reference"].items():
             got = outputs["chosen"][place]
             if place.endswith(".mlp") and f"{place}.gate" in outputs["reference"]:
@@ -115,7 +125,11 @@ def _check_layers(
             + outputs["reference"][f"model.layers.{index}.self_attn"]
             + outputs["reference"][f"model.layers.{index}.mlp"]
         )
-    return first
+    kind = source.tensor(HEAD if source.has(HEAD) else EMBED).type
+    wanted = _logits(_reference_loader(source, n), hidden)
+    finding = compare("lm_head", _logits(loader, hidden), wanted, tolerance or _tolerance({kind}))
+    report(str(finding))
+    return first or (finding if finding.note else None)
 
 
 def compare(place: str, got: torch.Tensor, ref: torch.Tensor, limit: float) -> Finding:
@@ -140,10 +154,14 @@ def _routed_alike(config: ModelConfig, reference: torch.Tensor, chosen: torch.Te
     return (sets[0] == sets[1]).all(-1)
 
 
-def _tolerance(source: WeightSource, layer: int) -> float:
+def _types(source: WeightSource, layer: int) -> set[str]:
     types = {source.tensor(f"model.layers.{layer}.self_attn.q_proj.weight").type}
     if source.config.is_sparse(layer):
         types |= {source.experts(layer).type(p) for p in ("gate", "up", "down")}
+    return types
+
+
+def _tolerance(types: set[str]) -> float:
     return TOLERANCE["bf16" if types <= {"BF16", "F16", "F32"} else "quantised"]
 
 
@@ -162,6 +180,21 @@ def _reference_loader(source: WeightSource, n: int) -> Loader:
     ops = TorchOps(config.rms_norm_eps, Rope(config, n, cpu))
     made = Backends(ops, lambda _: linear, linear, lambda _: attention, lambda _: experts, torch.float32, cpu)
     return Loader(source, made, n)
+
+
+def _embedded(loader: Loader, tokens: list[int]) -> torch.Tensor:
+    """float32 [T, H] on the CPU."""
+    ids = torch.tensor(tokens, device=loader.backends.device)
+    with torch.inference_mode():
+        return loader.embedding(loader.head())(ids).float().cpu()
+
+
+def _logits(loader: Loader, hidden: torch.Tensor) -> torch.Tensor:
+    """float32 [T, H] before the final norm -> float32 [T, V] on the CPU, V: of a rank's part of the vocabulary."""
+    made = loader.backends
+    x = hidden.to(made.device, made.dtype, copy=True)
+    with torch.inference_mode():
+        return loader.head()(made.ops.add_rms_norm(x, None, loader.vector(NORM)), None).float().cpu()
 
 
 def _run_layer(loader: Loader, layer: Layer, hidden: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -230,13 +263,13 @@ def _expert_call(device: torch.device, backend: ExpertBackend, task: ExpertTask)
     return run
 
 
-def _tensor_findings(source: WeightSource, layer: int) -> Iterator[Finding]:
-    """Tensors of a layer whose values cannot be right, whatever computes with them."""
-    prefix = f"model.layers.{layer}."
+def _tensor_findings(source: WeightSource, layer: int | None) -> Iterator[Finding]:
+    """Tensors of a layer, or of none (None), whose values cannot be right, whatever computes with them."""
+    prefix = "model.layers." if layer is None else f"model.layers.{layer}."
     for name in source.names():
-        if name.startswith(prefix):
+        if name.startswith(prefix) != (layer is None):
             yield from _judge(name, source.tensor(name))
-    if source.config.is_sparse(layer):
+    if layer is not None and source.config.is_sparse(layer):
         store = source.experts(layer)
         for expert in range(store.num_experts):
             for projection in ("gate", "up", "down"):

@@ -30,7 +30,7 @@ def test_a_sound_model_agrees(tmp_path, rules, kind):
     planned = plan(tmp_path / "m.gguf", rules=rules)
     lines: list[str] = []
     assert check_model(planned.source, make_backends(planned), TOKENS, lines.append) is None
-    assert len(lines) == 8 and all(line.startswith("ok") for line in lines)
+    assert len(lines) == 10 and all(line.startswith("ok") for line in lines)
 
 
 def test_a_wrong_expert_is_named(tmp_path, monkeypatch):
@@ -50,6 +50,37 @@ def test_a_wrong_expert_is_named(tmp_path, monkeypatch):
     first = check_model(planned.source, backends, TOKENS, lines.append)
     assert first is not None and first.place == "model.layers.1.mlp.experts.5"
     assert [line for line in lines if "layers.0" in line and line.startswith("BAD")] == []
+
+
+def test_a_wrong_head_is_named(tmp_path, monkeypatch):
+    save_gguf(tiny_model(4), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+    planned = plan(tmp_path / "m.gguf", rules="reference")
+    backends = make_backends(planned)
+    linear = backends.linear("lm_head")
+    load = linear.load
+
+    def wrong(name, weight, bias):
+        made = load(name, weight, bias)
+        made.weight.mul_(1.5)
+        return made
+
+    monkeypatch.setattr(linear, "load", lambda *it: (wrong if it[0] == "lm_head" else load)(*it))
+    first = check_model(planned.source, backends, TOKENS, lambda _: None)
+    assert first is not None and first.place == "lm_head"
+
+
+@pytest.mark.parametrize(
+    "name,tied",
+    [("embed_tokens.weight", False), ("embed_tokens.weight", True), ("norm.weight", True), ("lm_head.weight", False)],
+)
+def test_what_serving_would_refuse_is_named_outside_of_layers_too(tmp_path, name, tied):
+    name = name if name.startswith("lm_head") else f"model.{name}"
+    model = tiny_model(5, tie_word_embeddings=tied)
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-3] = float("inf")
+    save_hf(model, tmp_path)
+    first = check_model(plan(tmp_path).source, make_backends(plan(tmp_path)), TOKENS, lambda _: None)
+    assert first is not None and first.place == name and first.nonfinite == 1
 
 
 @pytest.mark.parametrize("poison,said", [(np.float32("nan"), "not finite"), (np.float32(3e6), "scales look corrupt")])
