@@ -10,6 +10,7 @@ import msgspec
 
 from api.batches.records import LineError
 from api.errors import shortened
+from api.http.fields.parsing import why_no_json
 
 MAX_ERRORS = 50  # that are listed; a file with more is not read on
 _MAX_CUSTOM_ID = 512
@@ -106,7 +107,9 @@ class Checker:
         except msgspec.ValidationError as error:
             raise _WrongLineError("invalid_request_line", f"the line is no request of a batch: {error}", None) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _WrongLineError("invalid_json_line", f"the line is not JSON: {error}", None) from None
+            raise _WrongLineError(
+                "invalid_json_line", f"the line is not JSON: {why_no_json(raw, error)}", None
+            ) from None
         if not 0 < len(line.custom_id) <= _MAX_CUSTOM_ID:
             raise _WrongLineError("invalid_custom_id", f"1 to {_MAX_CUSTOM_ID} characters are expected", "custom_id")
         if line.method != "POST":

@@ -8,17 +8,23 @@ client whose connections are all busy cannot take those of others.
 from __future__ import annotations
 
 import asyncio
+import http
 import logging
+import sys
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
+import h11
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from api.errors import ApiError
 from api.http.chunks import offer_chunks
 
 log = logging.getLogger("ktserve")
-_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TLS_HANDSHAKE = b"\x16\x03"
 
 
 class Connections:
@@ -96,8 +102,36 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self.cycle is None and data.startswith(_TLS_HANDSHAKE):
+            log.warning("%s began a TLS handshake: this server speaks http, not https", self.address)
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this while it handles h11's error, which says what is wrong and names a status."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self._refuse(ApiError(status, f"this is not a valid HTTP request: {error or msg}", code="invalid_http"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to change to HTTP/2 or WebSocket may be passed over in silence; some clients always make one."""
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a request that has not come as a whole, unless its answer has begun, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = msgspec.json.encode(error.body())
+            head = [
+                f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
+                "content-type: application/json",
+                f"content-length: {len(body)}",
+                f"x-request-id: {uuid.uuid4().hex}",
+                "connection: close",
+            ]
+            self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        if self.cycle is not None:  # its application writes nothing after that
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -117,9 +151,12 @@ class GuardedProtocol(H11Protocol):
             self._books.waits(self)
 
     def _close(self) -> None:
-        if not self.transport.is_closing():
-            if self.conn.trailing_data[0]:  # a header has begun
-                self.transport.write(_TIMED_OUT)
+        if self.transport.is_closing():
+            return
+        if self.conn.trailing_data[0]:  # a header has begun
+            seconds = self._books.header_timeout_s
+            self._refuse(ApiError(408, f"the header did not come within {seconds:g} s", code="timeout"))
+        else:
             self.transport.close()
 
     def pause_writing(self) -> None:

@@ -18,6 +18,7 @@ from api.tracing import current_trace
 log = logging.getLogger("ktserve")
 _MOST_NAMES = 256  # that are logged; clients choose names
 _MOST_NOTED = 1000  # characters of the header
+_SERVER = re.compile("https?://[^/]*", re.IGNORECASE)
 
 
 class UnknownFields:
@@ -51,7 +52,7 @@ def answer_id(request: Request, prefix: str, wanted: str | None) -> str:
 
 class RequestNotes:
     """Middleware: `x-request-id` (the client's, if it is one, else a new one) and `warnings` on every answer. HEAD is
-    answered as GET; the server leaves the body out."""
+    answered as GET; the server leaves the body out. A path may have the server before it, as those to proxies have."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -74,4 +75,5 @@ class RequestNotes:
                     headers["warnings"] = state["warnings"]
             await send(message)
 
-        await self._app({**scope, "method": method, "state": state}, receive, with_notes)
+        path = _SERVER.sub("", scope["path"], 1) or "/" if not scope["path"].startswith("/") else scope["path"]
+        await self._app({**scope, "method": method, "path": path, "state": state}, receive, with_notes)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.client.stream import EngineUnavailable
-from api.errors import ApiError
+from api.errors import ApiError, shortened
 from api.prepare.memory import give_back
 from engine.errors import EngineError, UserError
 
@@ -96,6 +96,7 @@ class Bodies:
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         _check_type(request)
+        check_encoding(request)
         too_large = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
         length = request.headers.get("content-length", "0")
         refused = length.isdecimal() and (len(length) > 18 or int(length) > self._limit)
@@ -125,6 +126,14 @@ def _check_type(request: Request) -> None:
     by_hand = request.scope["path"].startswith("/api/") and "origin" not in request.headers
     if kind in _UNASKED and not by_hand:
         raise ApiError(415, f"Content-Type: application/json is expected, got {kind}", code="unsupported_media_type")
+
+
+def check_encoding(request: Request) -> None:
+    """Raises ApiError 415 for a body that is compressed."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"Content-Encoding: {shortened(encoding)} is not supported, send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 class Pieces(Response):

@@ -148,3 +148,33 @@ def test_tokenize_and_detokenize(server: Running) -> None:
     assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 2048
     assert server.http.post("/detokenize", json={"model": "tiny", "tokens": [4000]}).status_code == 400
     assert server.http.post("/tokenize", json={"model": "tiny"}).status_code == 400
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate", "/tokenize", "/v1/messages"])
+def test_a_compressed_body_is_named(server: Running, path: str, encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = server.http.post(path, content=b"\x1f\x8b", headers=headers)
+    assert answer.status_code == 415 and encoding in answer.text
+
+
+WRONG_BODIES = {  # -> what the message says
+    b"": "empty",
+    b" \n": "empty",
+    b"{": "truncated",
+    "{}".encode("utf-16"): "byte order mark",
+    "{}".encode("utf-16-be"): "UTF-8",
+    "{}".encode("utf-8-sig"): "byte order mark",
+    '{"prompt":"aé"}'.encode("latin-1"): "byte 12 is 0xe9",
+    b"[1]": "[1]",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/load_lora_adapter", "/lora-adapters"])
+@pytest.mark.parametrize("body", WRONG_BODIES, ids=range(len(WRONG_BODIES)))
+def test_a_body_that_is_no_json_says_why(server: Running, path: str, body: bytes) -> None:
+    headers = {"content-type": "application/json", "authorization": "Bearer admin"}
+    answer = server.http.post(path, content=body, headers=headers)
+    assert answer.status_code == 400
+    if path != "/lora-adapters" or body not in (b"{", b"[1]"):  # it takes a list
+        assert WRONG_BODIES[body] in answer.json()["error"]["message"]

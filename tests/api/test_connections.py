@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import re
 import socket
@@ -135,6 +136,56 @@ def test_a_trickle_is_cut_off(strict: Running, start: bytes) -> None:
                 connection.sendall(b"a")
                 time.sleep(0.05)
         assert time.monotonic() - began > 1
+
+
+NO_HTTP = {  # what is no request -> the status of its answer
+    b"GET /health HTTP/1.1\r\n\r\n": 400,
+    b"\x16\x03\x01\x00\xff\r\n\r\n": 400,
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n": 400,
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n": 400,
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n": 501,
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000: 431,
+    b"GET /health HTTP/1.1\r\nHost: x\r\n": 408,
+}
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize(("data", "status"), NO_HTTP.items(), ids=range(len(NO_HTTP)))
+def test_what_is_no_request_is_answered_as_other_errors(
+    strict: Running, before: bytes, data: bytes, status: int
+) -> None:
+    with connect(strict) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(before + data)
+        answers = closed(connection).split(b"HTTP/1.1 ")[1:]
+    assert len(answers) == 1 + bool(before)
+    head, _, body = answers[-1].partition(b"\r\n\r\n")
+    assert head.startswith(b"%d " % status) and b"x-request-id: " in head
+    assert json.loads(body)["error"]["message"]
+
+
+def test_a_body_that_breaks_after_its_answer_ends_the_connection_alone(strict: Running) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"ZZ\r\n")
+        assert closed(connection) == b""
+    served(strict)
+    assert "Traceback" not in strict.stderr
+
+
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
+def test_offers_to_change_the_protocol_are_passed_over(strict: Running, upgrade: str) -> None:
+    headers = {"connection": "Upgrade", "upgrade": upgrade}
+    assert httpx.get(f"{strict.url}/version", headers=headers).status_code == 200
+    assert "pgrade" not in strict.stderr and "WebSocket" not in strict.stderr
+
+
+@pytest.mark.parametrize("target", ["/version", "http://any:1/version", "HTTP://any/version?x=1"])
+def test_a_target_may_name_the_server(strict: Running, target: str) -> None:
+    with connect(strict) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert closed(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_does_not_read_is_cut_off(strict: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import re
@@ -66,10 +67,23 @@ def _decode(raw: bytes) -> dict[str, Any]:
     except msgspec.ValidationError:  # no object, or a number that msgspec does not take: find out where it stands
         body = _decode_slowly(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not a JSON object: {error}") from None
+        raise bad_request(f"the body is not a JSON object: {why_no_json(raw, error)}") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body is not a JSON object but {shortened(body)}")
     return body
+
+
+def why_no_json(raw: bytes, error: Exception) -> str:
+    """What is wrong with `raw`, of which a decoder said `error`."""
+    if not raw.strip():
+        return "it is empty"
+    if raw.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in raw[:2]:
+        return "send it as UTF-8 without a byte order mark"
+    try:
+        raw.decode()
+    except UnicodeDecodeError as wrong:
+        return f"it is not UTF-8: byte {wrong.start} is 0x{raw[wrong.start]:02x}"
+    return str(error)
 
 
 class _Outside:
@@ -89,7 +103,7 @@ def _decode_slowly(raw: bytes) -> Any:
     try:
         return json.loads(raw, parse_int=integer)
     except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not a JSON object: {error}") from None
+        raise bad_request(f"the body is not a JSON object: {why_no_json(raw, error)}") from None
 
 
 def _present(body: dict[str, Any]) -> dict[str, Any]:

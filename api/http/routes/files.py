@@ -14,7 +14,7 @@ from api.batches.service import Batches
 from api.batches.store import Store
 from api.errors import ApiError, bad_request, shortened
 from api.http.routes.common import service_of, tenant_of
-from api.http.wire import ClientGoneError, json_response
+from api.http.wire import ClientGoneError, check_encoding, json_response
 
 _MOST = 10_000
 _FORM: dict[str, Any] = {
@@ -92,6 +92,7 @@ def router() -> APIRouter:
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
     """The body, which must come at a rate of --max-body-bytes in --body-timeout-s."""
+    check_encoding(request)
     config = service_of(request).config
     loop = asyncio.get_running_loop()
     began, received = loop.time(), 0

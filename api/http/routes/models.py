@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.errors import bad_request
 from api.http.bodies.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from api.http.fields.parsing import parse
+from api.http.fields.parsing import parse, why_no_json
 from api.http.openapi import described
 from api.http.routes.common import check_admin, service_of, tenant_of
 from api.http.routes.loading import load, unload
@@ -92,8 +92,9 @@ def router() -> APIRouter:
         async with service.small_bodies.read(request) as raw:
             try:
                 scales = msgspec.json.decode(raw, type=list[_Scale])
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise bad_request(f"a list of objects with id and scale is expected: {error}") from None
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                why = why_no_json(raw, error)
+                raise bad_request(f"a list of objects with id and scale is expected: {why}") from None
         count = len(service.client.adapters)
         for given in scales:
             if not 0 <= given.id < count:
