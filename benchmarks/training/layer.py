@@ -9,7 +9,7 @@ share of the peak counts the operations of the base weights and of LoRA, forward
 training class on bf16 weights in the same turns, with a transposed copy of the weights of its own and with a shared
 one, of which the faster counts; it needs AVX-512 with BF16, and what is missing is said. --peers torch: autograd over
 bf16 and over float32 weights. --phases: where the time of one adapter's step goes, in ms, with the share of it that the
-workers were busy (from 128 rows on).
+workers were busy.
 """
 
 from __future__ import annotations

@@ -43,17 +43,21 @@ def test_idle_workers_steal() -> None:
     assert any(count != 100 for count in ran.values())
 
 
-def test_jobs_are_recorded_when_asked_for() -> None:
-    pool = _native.WorkerPool([[0, 1]])
+@pytest.mark.parametrize("cpus", [[0], [0, 1]], ids=len)
+def test_jobs_are_recorded_when_asked_for(cpus: list[int]) -> None:
+    """Those that the caller works off by itself, too."""
+    pool = _native.WorkerPool([cpus])
     pool.trace(10)
     pool.record(True)
     pool.trace(20, work_us=50)
+    pool.trace(1, work_us=50)
     pool.trace(7)
     pool.record(False)
     pool.trace(10)
     calls = pool.take_recorded()
-    assert [items for items, _, _ in calls] == [20, 7]
+    assert [items for items, _, _ in calls] == [20, 1, 7]
     assert calls[0][1] > 0.0
+    assert calls[1][1] == calls[1][2] >= 50e-6
     assert calls[0][2] >= 20 * 50e-6
     assert pool.take_recorded() == []
 

@@ -257,13 +257,17 @@ void WorkerPool::run(int64_t items, const int64_t* group_first, Body body, void*
   }
   if (getpid() != owner_pid_) throw std::logic_error("a worker pool does not survive fork; make it after");
   std::lock_guard<std::mutex> lock(callers_);
+  const bool records = recording_.load(std::memory_order_relaxed);
+  const int64_t began = records ? now_ns() : 0;
   if (threads() == 1 || items == 1) {
     const Inside here(this, 0);
     for (int64_t item = 0; item < items; ++item) body(context, item, 0);
+    if (records) {
+      const double seconds = static_cast<double>(now_ns() - began) * 1e-9;
+      recorded_.push_back({items, seconds, seconds});
+    }
     return;
   }
-  const bool records = recording_.load(std::memory_order_relaxed);
-  const int64_t began = records ? now_ns() : 0;
   busy_ns_.store(0, std::memory_order_relaxed);
   done_.store(0, std::memory_order_relaxed);
   failed_.store(false, std::memory_order_relaxed);
