@@ -186,6 +186,13 @@ class EngineConfig:
         aliases=("tensor_parallel_size", "tp_size"),
         limits=(1, 64),
     )
+    tensor_parallel_sums: str = option(
+        "auto",
+        "how GPUs of tensor-parallel add their parts; auto: few rows over one another's memory where that works, all "
+        "else by NCCL; nccl: everything by NCCL",
+        group="Placement",
+        choices=("auto", "nccl"),
+    )
     cpu_threads: int | None = option(
         None,
         "threads of the CPU pool; default: from the cgroup and affinity",

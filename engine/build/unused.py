@@ -94,6 +94,11 @@ def _expert_backend(config: EngineConfig, source: WeightSource, placement: Place
     return "" if source.config.sparse_layers else "no layer of this model has routed experts"
 
 
+def _sums(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    several = config.tensor_parallel > 1 and placement.device != "cpu"
+    return "" if several else "no model is divided over several GPUs (--tensor-parallel)"
+
+
 def _bandwidth(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
     counted = "experts" in _native(placement)
     return "" if counted else "the native kernels, whose reads are counted, compute no experts here"
@@ -115,4 +120,5 @@ _RULES: dict[str, _Rule] = {
     "adapter_memory": _slots,
     "max_adapter_rank": _slots,
     "expert_backend": _expert_backend,
+    "tensor_parallel_sums": _sums,
 }

@@ -78,7 +78,7 @@ def _load(plan: EnginePlan, shard: Shard, store: str) -> tuple[ModelRunner, Rank
     backends = make_backends(plan)
     if backends.spare_cpus:  # beside rank 0's pool
         os.sched_setaffinity(0, backends.spare_cpus)
-    group = Ranks(shard.rank, shard.size, backends.device, store)
+    group = Ranks(shard.rank, shard.size, backends.device, store, plan.config.tensor_parallel_sums)
     return load_runner(plan, backends, group, lambda *_: None), group
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from engine.parallel.peers.sums import Meeting, PeerSums, reachable
+from engine.errors import EngineError
+from engine.parallel.peers.sums import TRIAL_POLLS, Meeting, PeerSums, reachable
+from engine.parallel.peers.trial import adds_exactly
 
 TIMEOUT_S = 300  # of one exchange: a rank may wait for another's long chunk, but not without end
 
@@ -37,6 +40,9 @@ class Group:
         """[rows, the ranks' parts of width] -> [rows, width], on every rank. Parts are equal, but for the last ones."""
         return x
 
+    def check(self) -> None:
+        """EngineError if, in a step that has ended, a rank had not come to an exchange in time."""
+
     def close(self) -> None:
         """No exchange follows."""
 
@@ -46,12 +52,13 @@ ALONE = Group()
 
 class Ranks(Group):
     """Over NCCL between GPUs, and gloo between CPUs, of one machine; sums of few rows over the GPUs' own memory where
-    they can reach each other's. `store`: a file that all ranks can reach, in a folder that nobody else can. Nothing is
-    sent before `connect`, which waits for all ranks; then `notes` say how sums are taken."""
+    they can reach each other's, unless `sums` is nccl. `store`: a file that all ranks can reach, and nobody else.
+    Nothing is sent before `connect`, which waits for all ranks; then `notes` say how sums are taken."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: str) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: str, sums: str = "auto") -> None:
         self.rank = rank
         self.size = size
+        self._sums = sums
         self._device = device
         self._store = store
         self._ranks: Any = None
@@ -82,19 +89,23 @@ class Ranks(Group):
 
     def _meet_peers(self, store: Any) -> str:
         """All ranks come to the same result: why NCCL takes all sums, or ""."""
+        if self._sums == "nccl":
+            return "--tensor-parallel-sums nccl"
         if not self._agreed(reachable(self.rank, self.size)):
             return "not every GPU reaches the others' memory"
         why = ""
         try:
             self._meeting = Meeting(self._store, store, self.rank, self.size, self._device)
             peers = PeerSums(self.rank, self._meeting.cells())
-        except (RuntimeError, AttributeError) as error:  # the second: a torch without such memory
+        except (RuntimeError, AttributeError, TypeError) as error:  # the others: a torch without it, or with another
             why = str(error).partition("\n")[0]
         if not self._agreed(not why):
             return why or "another rank cannot share its memory"
         peers.prepare()
-        if not self._agreed(peers.works()) or not self._agreed(True):
-            return "a sum over their memory was wrong"
+        self._agreed(True)  # no rank's first sum waits for another's compiler
+        right = adds_exactly(partial(peers.sum, polls=TRIAL_POLLS), self.rank, self.size, self._device)
+        if not self._agreed(right):
+            return "a sum over their memory was wrong, or came too late"
         self._peers = peers
         return ""
 
@@ -123,6 +134,12 @@ class Ranks(Group):
         parts = x.new_empty(self.size * rows, each)
         _finish(self._ranks._allgather_base(parts, mine.contiguous(), _on_stream(dist.AllgatherOptions())))
         return parts.view(self.size, rows, each).transpose(0, 1).reshape(rows, self.size * each)[:, :width]
+
+    def check(self) -> None:
+        if self._peers is not None and self._peers.missed:
+            raise EngineError(
+                f"rank {self.rank} of {self.size} has waited some minutes for another rank's part of a sum"
+            )
 
     def close(self) -> None:
         """Graphs with exchanges in them must be gone: NCCL waits for that."""

@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.parallel.peers.kernels import sum_kernel
 from engine.parallel.peers.sums import BLOCKS, WORDS, PeerSums
+from tests.gpu.conftest import INTERPRETED
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = [F32, BF16] if torch.cuda.is_available() else [F32]  # the interpreter has no bf16
@@ -50,8 +52,18 @@ def test_who_does_not_come_makes_it_nan(kernel_device: torch.device) -> None:
     sums = PeerSums(0, cells)
     x = torch.ones(2, WORDS, device=kernel_device)
     part(cells[0], 2, 1, 1)[:WORDS] = 1 << 32 | torch.ones(1).view(torch.int32).long()
+    assert not sums.missed
     got = sums.sum(x, 2)
-    assert (got[0] == 2).all() and got[1].isnan().all()
+    assert (got[0] == 2).all() and got[1].isnan().all() and sums.missed
+
+
+@pytest.mark.gpu
+def test_nobody_waits_after_one_has_not_come(kernel_device: torch.device) -> None:
+    """However often the next sums would look."""
+    sums = PeerSums(0, memory(2, kernel_device))
+    sums.sum(torch.ones(8, device=kernel_device), 1)
+    later = [sums.sum(torch.ones(8, device=kernel_device)) for _ in range(4)]
+    assert all(x.isnan().all() for x in later) and sums.missed
 
 
 @pytest.mark.gpu
@@ -87,3 +99,21 @@ def test_two_ranks_in_graphs(dtype: torch.dtype) -> None:
         torch.cuda.synchronize()
         for a, b, mine, theirs in zip(*given, *outs, strict=True):
             assert torch.equal(mine, (a.float() + b.float()).to(dtype)) and torch.equal(mine, theirs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it is not compiled")
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("wide", [False, True])
+def test_cells_are_written_and_read_past_caches(ranks: int, wide: bool) -> None:
+    """Compiled for a Hopper GPU, whatever is here: 8 bytes at once, each store to a rank written through."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    constants = {"RANK": 0, "SIZE": ranks, "CAPACITY": BLOCKS * WORDS, "BLOCK": WORDS, "WIDE": wide}
+    types = {"x": "*i32", "table": "*i64", "counts": "*i32", "missed": "*i32", "told": "*i32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in sum_kernel.arg_names}
+    source = ASTSource(sum_kernel, signature, {(sum_kernel.arg_names.index(n),): v for n, v in constants.items()})
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    ptx = made.asm["ptx"]
+    assert ptx.count("st.global.wt.b64") == 4 * (ranks - 1) and "st.global.b64" not in ptx
+    assert ptx.count("ld.volatile.global.b64") == 2 * 4 * (ranks - 1)  # the first look and the others

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 
+from engine.errors import EngineError
 from engine.parallel import group as groups
-from engine.parallel.group import Ranks
+from engine.parallel.group import Ranks, dist
+from engine.parallel.peers import sums
 from engine.parallel.peers.sums import PeerSums
+from engine.parallel.peers.trial import ROUNDS, adds_exactly
 
 
 class Work:
@@ -55,13 +62,11 @@ def test_exchanges_end_with_and_without_a_work(dtype, later):
 class Peers(PeerSums):
     """Whose ranks meet; sums of theirs are three times what they are given, which no group's are."""
 
-    def __init__(self, rank, cells, works=True) -> None:
-        self._works = works
+    missed = False
+
+    def __init__(self, rank, cells) -> None: ...
 
     def prepare(self) -> None: ...
-
-    def works(self) -> bool:
-        return self._works
 
     def sum(self, x, polls=0):
         return 3 * x
@@ -89,13 +94,14 @@ class Nowhere(Meeting):
         (True, Meeting, True, ""),
         (False, Meeting, True, "not every GPU reaches the others' memory"),
         (True, Nowhere, True, "no such memory"),
-        (True, Meeting, False, "a sum over their memory was wrong"),
+        (True, Meeting, False, "a sum over their memory was wrong, or came too late"),
     ],
 )
 def test_sums_go_over_memory_only_where_that_works(monkeypatch, reachable, meeting, works, why):
     monkeypatch.setattr(groups, "reachable", lambda rank, size: reachable)
     monkeypatch.setattr(groups, "Meeting", meeting)
-    monkeypatch.setattr(groups, "PeerSums", lambda rank, cells: Peers(rank, cells, works))
+    monkeypatch.setattr(groups, "PeerSums", Peers)
+    monkeypatch.setattr(groups, "adds_exactly", lambda *_: works)
     group = Ranks(0, 2, torch.device("cpu"), "unused")
     group._ranks = TwoAlike(False)
     assert group._meet_peers(None) == why
@@ -107,7 +113,78 @@ def test_sums_go_over_memory_only_where_that_works(monkeypatch, reachable, meeti
     assert met is None or met.closed
 
 
+def test_nccl_can_be_asked_for(monkeypatch):
+    monkeypatch.setattr(groups, "reachable", lambda rank, size: pytest.fail("other ranks' memory is not asked for"))
+    group = Ranks(0, 2, torch.device("cpu"), "unused", "nccl")
+    group._ranks = TwoAlike(False)
+    assert group._meet_peers(None) == "--tensor-parallel-sums nccl"
+    assert group.sum(torch.ones(4, 4)).eq(2).all()
+
+
+def test_a_rank_that_does_not_come_ends_the_step():
+    group = Ranks(0, 2, torch.device("cpu"), "unused")
+    group.check()
+    group._peers = Peers(0, [])
+    group.check()
+    group._peers.missed = True
+    with pytest.raises(EngineError, match="rank 0 of 2 has waited some minutes"):
+        group.check()
+
+
+def test_ranks_that_cannot_share_memory_leave_nothing(tmp_path: Path):
+    """On a CPU torch has no such memory; what comes before, and what a group is told, is the same."""
+    store = dist.FileStore(str(tmp_path / "ranks"), 1)
+    store.set_timeout(timedelta(seconds=7))
+    for _ in range(2):
+        meeting = sums.Meeting(f"{tmp_path}/{_}", store, 0, 1, torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="cpu"):
+            meeting.cells()
+        meeting.close()
+    assert store.timeout == timedelta(seconds=7)
+
+
+def sum_of_three(spoil: Callable[[int, torch.Tensor], object]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What rank 1 is given, from sums that were recorded of all; `spoil` gets the round's number and its sum."""
+    given: list[list[torch.Tensor]] = []
+    for rank in range(3):
+        given.append([])
+        adds_exactly(lambda x, to=given[-1]: to.append(x) or x, rank, 3, torch.device("cpu"))
+    rounds = iter(range(len(ROUNDS)))
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        n = next(rounds)
+        assert torch.equal(x, given[1][n])
+        total = (given[0][n].float() + given[1][n].float() + given[2][n].float()).to(x.dtype)
+        spoil(n, total)
+        return total
+
+    return add
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 5, len(ROUNDS) - 1])
+def test_a_trial_sees_what_is_wrong_anywhere(wrong: int):
+    def tried(spoil: Callable[[torch.Tensor], object]) -> bool:
+        add = sum_of_three(lambda n, total: spoil(total) if n == wrong else None)
+        return adds_exactly(add, 1, 3, torch.device("cpu"))
+
+    assert tried(lambda total: None)
+    assert not tried(lambda total: total[-1:].mul_(2))
+    assert not tried(lambda total: total[:2].copy_(total[:2].flip(0)))
+    assert not tried(lambda total: total[7:8].fill_(float("nan")))
+
+
+def test_a_trial_sums_all_blocks_of_both_types_on_both_pages():
+    at, seen = [0] * sums.BLOCKS, set()
+    for dtype, size in ROUNDS:
+        assert sums.PeerSums.takes(torch.empty(size // dtype.itemsize, dtype=dtype))
+        for block in range(-(-size // (4 * sums.WORDS))):
+            at[block] += 1
+            seen.add((block, dtype, at[block] % 2))
+    assert len(seen) == sums.BLOCKS * 4
+
+
 def test_what_is_summed_over_memory():
+    assert not PeerSums.takes(torch.empty(9, dtype=torch.bfloat16)[1:])
     assert PeerSums.takes(torch.empty(256, 2048, dtype=torch.bfloat16)) and PeerSums.takes(torch.empty(1))
     assert not PeerSums.takes(torch.empty(257, 2048, dtype=torch.bfloat16))
     assert not PeerSums.takes(torch.empty(3, dtype=torch.bfloat16)) and not PeerSums.takes(torch.empty(0))

@@ -9,6 +9,9 @@ what is summed, whatever its shape:
 
 Two pages are enough: a rank writes its n-th block after it has seen the others' (n - 1)-th, which they wrote when their
 (n - 2)-th sum had ended. n is counted by each program on the device, so that graphs can hold these kernels.
+
+Cells are written through (.wt) and read as volatile, which makes both accesses of 8 bytes that are strong at system
+scope (ST and LD .64.STRONG.SYS on Hopper): nothing is held back, nothing comes from a cache.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -46,21 +49,23 @@ def _word(low, high, WIDE: tl.constexpr):
 
 @triton.jit
 def sum_kernel(
-    x, table, counts, words, polls,
+    x, table, counts, missed, told, words, polls,
     RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """x, int32 [words], in place; `table` int64 [SIZE]: where each rank's cells are. The order of addition is that of
-    ranks, on all of them. What has not come after `polls` looks makes the sum NaN."""
+    ranks, on all of them. What has not come after `polls` looks makes the sum NaN; `missed` and `told`, int32 [1] for
+    the device and for the host, are 1 from then on, and no sum waits any more: ranks are no longer at the same one."""
     j = tl.program_id(0)
     at = j * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
     n = tl.load(counts + j) + 1
+    polls = tl.where(tl.load(missed) != 0, 0, polls)
     own = tl.load(x + at, inside, other=0)
     cell = (n.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     page = (n & 1) * SIZE
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            tl.store(_cells_of(table, peer) + (page + RANK) * CAPACITY + at, cell, inside)
+            tl.store(_cells_of(table, peer) + (page + RANK) * CAPACITY + at, cell, inside, cache_modifier=".wt")
     tl.debug_barrier()  # sent, before anything is waited for
     here = _cells_of(table, RANK)
     low = tl.zeros([BLOCK], tl.float32)
@@ -76,6 +81,9 @@ def sum_kernel(
                 seen = tl.load(place, inside, other=0, volatile=True)
                 missing = _missing(seen, inside, n)
                 looks += 1
+            if missing > 0:
+                tl.store(missed, 1)
+                tl.store(told, 1)
             word = seen.to(tl.int32)
             low = tl.where(missing > 0, float("nan"), low)
             high = tl.where(missing > 0, float("nan"), high)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ dist: Any = importlib.import_module("torch._C._distributed_c10d")
 BLOCKS = 256  # at most, of 4 KiB each: more is faster over NCCL
 WORDS = 1024  # of a block
 POLLS = 1 << 29  # some minutes
-_TRIAL_POLLS = 1 << 22  # some seconds
+TRIAL_POLLS = 1 << 22  # some seconds
+_MEETING_S = 60  # for all ranks to share their memory: well within the time-out of what is exchanged after it
 
 
 class PeerSums:
@@ -26,6 +28,9 @@ class PeerSums:
         device = cells[rank].device
         self._table = torch.tensor([each.data_ptr() for each in cells], dtype=torch.int64, device=device)
         self._counts = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
+        self._missed = torch.zeros(1, dtype=torch.int32, device=device)
+        self._told = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")  # the same, for the host
+        self._seen = self._told.numpy()
 
     @staticmethod
     def size_of(ranks: int) -> int:
@@ -36,7 +41,12 @@ class PeerSums:
     def takes(x: torch.Tensor) -> bool:
         """Whether x is summed here; the same on all ranks."""
         fits = x.dtype in (torch.float32, torch.bfloat16) and 0 < x.nbytes <= 4 * WORDS * BLOCKS
-        return fits and x.nbytes % 4 == 0
+        return fits and x.nbytes % 4 == 0 and x.storage_offset() * x.itemsize % 4 == 0
+
+    @property
+    def missed(self) -> bool:
+        """Whether a rank has not come to a sum in time, as of the kernels that have ended."""
+        return bool(self._seen[0])
 
     def sum(self, x: torch.Tensor, polls: int = POLLS) -> torch.Tensor:
         """All ranks' sum, in place; x is contiguous. NaN if a rank has not come after so many looks."""
@@ -49,14 +59,9 @@ class PeerSums:
         for wide in (False, True):
             self._run(self._counts, 0, wide, 0)
 
-    def works(self) -> bool:
-        """Whether ones are added; on all ranks, at once."""
-        x = torch.ones(2 * WORDS, dtype=torch.bfloat16, device=self._table.device)
-        return bool((self.sum(x, _TRIAL_POLLS) == len(self._cells)).all())
-
     def _run(self, words: torch.Tensor, count: int, wide: bool, polls: int) -> None:
         self._kernels.sum_kernel[(max(1, -(-count // WORDS)),)](
-            words, self._table, self._counts, count, polls,
+            words, self._table, self._counts, self._missed, self._told, count, polls,
             RANK=self._rank, SIZE=len(self._cells), CAPACITY=BLOCKS * WORDS, BLOCK=WORDS, WIDE=wide, num_warps=8,
         )  # fmt: skip
 
@@ -67,7 +72,7 @@ class Meeting:
 
     def __init__(self, name: str, store: Any, rank: int, size: int, device: torch.device) -> None:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # not every host lets NVLink use it
-        self._name, self._size, self._device, self._rank = name, size, device, rank
+        self._name, self._size, self._device, self._rank, self._store = name, size, device, rank, store
         ours = dist.PrefixStore("peers", store)
         self._group = dist.ProcessGroup(ours, rank, size)
         self._group._set_group_name(name)
@@ -76,12 +81,17 @@ class Meeting:
         self._held: list[Any] = []
 
     def cells(self) -> list[torch.Tensor]:
-        """int64, of each rank. Waits for all of them; RuntimeError where memory cannot be shared."""
+        """int64, of each rank. Waits a minute for all of them; RuntimeError where memory cannot be shared."""
         memory, count = dist._SymmetricMemory, PeerSums.size_of(self._size)
         own = memory.empty_strided_p2p([count], [1], torch.int64, self._device, self._name)
         own.zero_()
         torch.cuda.synchronize(self._device)
-        seen = memory.rendezvous(own, self._name)
+        usual = self._store.timeout
+        self._store.set_timeout(timedelta(seconds=_MEETING_S))
+        try:
+            seen = memory.rendezvous(own, self._name)
+        finally:
+            self._store.set_timeout(usual)
         self._held = [own, seen]
         each = [seen.get_buffer(rank, [count], torch.int64) for rank in range(self._size)]
         return [own if rank == self._rank else cells for rank, cells in enumerate(each)]
