@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from engine.lora.files.reader import read_adapter
 from engine.weights.open import open_model
 from testing.models.tiny import tiny_model
 from tests.training.models import copy_lora, losses, ours, plain
+from training import main
 from training.data import build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
 from training.loop.arguments import common_arguments
 from training.loop.progress import StopOnSignal, read_log
 from training.loop.trainer import Run, TrainingError, checkpoints
-from training.run import train
+from training.run import Outcome, train
 
 
 def test_fifty_steps_of_loss_are_those_of_peft_on_plain_transformers(config, chat_model):
@@ -197,6 +199,22 @@ def test_an_output_folder_that_is_not_empty(config):
         train(config)
     train(replace(config, overwrite_output_dir=True, max_steps=1, save_strategy="no"))
     assert not checkpoints(config.output)  # another run's
+
+
+def test_only_the_warning_of_peft_is_left_out(config, monkeypatch):
+    def warned(*_, **__) -> Outcome:
+        for name in ("is_gradient_checkpointing", "other"):
+            warnings.warn(f"`{name}` is deprecated and will be removed", FutureWarning, stacklevel=1)
+        return Outcome({}, False, 0.0)
+
+    monkeypatch.setattr("training.run.train", warned)
+    monkeypatch.setattr(StopOnSignal, "install", lambda self: None)
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert main._run(config, None, None) == 0
+    assert ["`other`" in str(warning.message) for warning in caught] == [True]
 
 
 def test_the_curve(config):
