@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import EarlyStoppingCallback, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
 from engine.errors import UserError
 from engine.weights.open import open_model
@@ -24,8 +24,9 @@ from training.layer import lora_config
 from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.meter import Meter, make_meter
 from training.loop.progress import Progress, StopOnSignal, draw_curve
+from training.loop.resume import STATE, EarlyStop, TrainingError, check_identity, identity, opened
 from training.loop.save import save_adapter
-from training.loop.trainer import PAD, Run, TrainingError, checkpoints, remove_folder
+from training.loop.trainer import PAD, Run, checkpoints, remove_folder
 from training.memory.plan import plan_training
 from training.model import load_model, routed_experts
 from training.together.group import Group
@@ -45,18 +46,27 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     to change; checkpoints written before are whole."""
     output, stop = config.output, stop or StopOnSignal()
     checkpoint = _begin(config, output)
+    record = {} if checkpoint is None else opened(checkpoint)
     plan_training(config).check(config.force_memory_plan)
     if config.adapters:
         return _train_together(config, checkpoint, stop)
     rows, held = build_datasets(config, load_tokenizer(config))
+    about = identity(config, rows)
+    if checkpoint is not None:
+        if "run" not in record:
+            message = "is a checkpoint of several adapters: resume with the `adapters` that it is of"
+            raise TrainingError(f"{checkpoint} {message}", "resume_from_checkpoint")
+        check_identity(record["run"], about, checkpoint)
     set_seed(config.seed)
     trainer = _trainer(config, load_base(config), rows, held)
     trainer.remove_callback(PrinterCallback)
-    trainer.meter = _meter(config, trainer.model)
+    trainer.about, trainer.meter = about, _meter(config, trainer.model)
+    if checkpoint is not None:
+        trainer.go_on(record["unlogged"])  # before the log is cut to the checkpoint's steps
     trainer.add_callback(Progress(output, trainer.meter))
     trainer.add_callback(stop)
     if config.early_stopping_steps:
-        trainer.add_callback(EarlyStoppingCallback(config.early_stopping_steps))
+        trainer.add_callback(EarlyStop(config.early_stopping_steps))
     for note in _notes(trainer.model, rows):
         print(note, flush=True)
     if checkpoint is None:
@@ -159,7 +169,7 @@ def _begin(config: TrainConfig, output: Path) -> Path | None:
         found = checkpoints(output)
         if resume != "true":
             found = [Path(resume)]
-        if not found or not (found[-1] / "trainer_state.json").is_file():
+        if not found or not (found[-1] / STATE).is_file():
             message = (
                 f"{found[-1] if found else output}: no checkpoint to go on from; name another folder, or start anew"
             )

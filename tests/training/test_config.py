@@ -97,6 +97,11 @@ kt_config:
         ("adapters:\n  - {lora_rank: 4}\n", 5, "needs a name"),
         ("adapters:\n  - {name: a, bf16: true}\n", 5, "the same for all adapters"),
         ("adapters:\n  - {name: a}\n  - {name: a}\n", 4, "two adapters are named a"),
+        ("adapters:\n  - {name: checkpoint-3}\n", 4, "where a checkpoint does"),
+        ("adapter_name: b\nadapters:\n  - {name: a}\n", 4, "adapter_name means nothing beside adapters"),
+        ("adam_beta1: 1\n", 4, "allowed is 0 to 0.999999"),
+        ("adam_epsilon: 0\n", 4, "allowed is 1e-16 to 1"),
+        ("report_to: [none, wandb]\n", 4, "report_to: none, wandb cannot be"),
         ("stage: dpo\nadapters:\n  - {name: a}\n", 4, "stage: dpo contradicts adapters"),
         ("save_strategy: epoch\nadapters:\n  - {name: a}\n", 4, "save_strategy: epoch contradicts adapters"),
         ("val_size: 4\neval_strategy: steps\nadapters:\n  - {name: a}\n", 5, "eval_strategy: steps contradicts"),
@@ -131,6 +136,10 @@ def test_an_override_takes_the_place_of_what_it_contradicts(load) -> None:  # ty
     for wrong in ("max_steps", "lora_rnk=2", "a.b.c=2", "adapters.0.lora_rank=2"):
         with pytest.raises(ConfigError, match=f"override {wrong}"):
             load(text, wrong)
+
+
+def test_a_list_of_one_word_is_that_word(load) -> None:  # type: ignore[no-untyped-def]
+    assert load("report_to: [none]\n") == load("report_to: none\n") == load("")
 
 
 def test_adapters_inherit_and_differ(load) -> None:  # type: ignore[no-untyped-def]

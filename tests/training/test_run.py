@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from engine.errors import UserError
 from engine.lora.files.reader import read_adapter
@@ -25,7 +22,8 @@ from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
 from training.loop.arguments import common_arguments
 from training.loop.progress import StopOnSignal, read_log
-from training.loop.trainer import Run, TrainingError, checkpoints
+from training.loop.resume import TrainingError
+from training.loop.trainer import Run, checkpoints
 from training.run import Outcome, train
 
 
@@ -47,37 +45,6 @@ def test_fifty_steps_of_loss_are_those_of_peft_on_plain_transformers(config, cha
         found.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
     assert len(found[0]) == 50 and found[0][-1] < 0.5 * found[0][0]
     assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 1e-4
-
-
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(config):
-    config = replace(config, packing=True, gradient_checkpointing=True, lr_scheduler_type="cosine", save_total_limit=1)
-    whole = replace(config, output_dir=f"{config.output_dir}-whole")
-    train(whole)
-    stop = StopOnSignal()
-
-    class AfterTwo(TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            if state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    stop.on_step_begin = AfterTwo().on_step_begin
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    stop.install()
-    try:
-        outcome = train(config, stop=stop)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert outcome.stopped and not outcome.folders
-    assert [path.name for path in checkpoints(config.output)] == ["checkpoint-2"]
-    torch.manual_seed(99)
-    outcome = train(replace(config, resume_from_checkpoint="true"))
-    assert losses(config.output) == losses(whole.output)
-    files = [folder / "adapter_model.safetensors" for folder in (config.output, whole.output)]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert [path.name for path in checkpoints(config.output)] == ["checkpoint-6"]
-    read = read_adapter(config.output, open_model(config.model_name_or_path).config, name="a")
-    assert read.format == "peft-per-expert" and sorted(read.experts) == [0, 1]
 
 
 def test_computing_again_changes_no_bit(config):
@@ -155,22 +122,6 @@ def test_a_loss_that_is_no_number_ends_the_run(config):
     with pytest.raises(TrainingError, match=r"step \d: the loss is (nan|inf).*lower learning_rate"):
         train(replace(config, learning_rate=10.0, adam_epsilon=0.0, max_grad_norm=0.0, max_steps=40))
     assert not (config.output / "adapter_config.json").exists()
-
-
-def test_a_full_disk_leaves_whole_checkpoints(config, monkeypatch):
-    real, count = Path.replace, []
-
-    def full(path, target):
-        count.append(target)
-        if "checkpoint-6" in str(target):
-            raise OSError(28, "No space left on device")
-        return real(path, target)
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(TrainingError, match=r"step 6: the checkpoint cannot be written.*No space left"):
-        train(config)
-    assert [path.name for path in checkpoints(config.output)] == ["checkpoint-3"]
-    assert sorted(path.name for path in config.output.iterdir()) == ["checkpoint-3", "log.jsonl"]
 
 
 @pytest.mark.parametrize(

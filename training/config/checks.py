@@ -26,6 +26,7 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("dpo_label_smoothing", "pref_loss", ("sigmoid",)),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
 
 def check_written(settings: Settings) -> None:
@@ -128,6 +129,11 @@ def check_adapters(config: TrainConfig, value: Value, where: Mapping[str, str]) 
     for name in names:
         if names.count(name) > 1:
             raise value.error(f"two adapters are named {name}", "adapters")
+        if _CHECKPOINT.fullmatch(name):
+            raise value.error(f"an adapter named {name} would lie in output_dir where a checkpoint does", "adapters")
+    if "adapter_name" in where:
+        message = "adapter_name means nothing beside adapters, each of which has a name"
+        raise ConfigError(f"{where['adapter_name']}: {message}: leave it out", "adapter_name")
     for run in (config, *config.adapters):
         for name, allowed in ALONE.items():
             if (given := getattr(run, name)) != allowed:

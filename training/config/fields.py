@@ -167,9 +167,9 @@ class TrainConfig:
     gradient_accumulation_steps: int = setting(1, "micro-batches of a step", "Training", limits=(1, 1 << 16))
     learning_rate: float = setting(5e-5, "AdamW's, at its peak", "Training", limits=(0.0, 10.0), per_adapter=True)
     weight_decay: float = setting(0.0, "AdamW's", "Training", limits=(0.0, 10.0), per_adapter=True)
-    adam_beta1: float = setting(0.9, "AdamW's", "Training", limits=(0.0, 1.0))
-    adam_beta2: float = setting(0.999, "AdamW's", "Training", limits=(0.0, 1.0))
-    adam_epsilon: float = setting(1e-8, "AdamW's", "Training", limits=(0.0, 1.0))
+    adam_beta1: float = setting(0.9, "AdamW's", "Training", limits=(0.0, 0.999999))
+    adam_beta2: float = setting(0.999, "AdamW's", "Training", limits=(0.0, 0.999999))
+    adam_epsilon: float = setting(1e-8, "AdamW's", "Training", limits=(1e-16, 1.0))
     max_grad_norm: float = setting(
         1.0, "gradients of attention and experts together are clipped to this norm; 0: never", "Training",
         limits=(0.0, 1e9),

@@ -164,10 +164,18 @@ def _values(settings: Settings, allowed: Sequence[str]) -> tuple[dict[str, Any],
 
 
 def _check_no_op(key: str, value: Value) -> None:
-    row = NO_OPS[key]
-    text = "" if value.data is None else str(value.data).lower()
-    if row.allowed and text not in row.allowed:
-        raise value.error(f"{key}: {value.data} cannot be: {row.reason}; {row.instead}", key)
+    row, text = NO_OPS[key], _text(value)
+    if row.allowed and text.lower() not in row.allowed:
+        raise value.error(f"{key}: {text} cannot be: {row.reason}; {row.instead}", key)
+
+
+def _text(value: Value) -> str:
+    """As one writes it; a list with one word as that word."""
+    if isinstance(value.data, list):
+        return ", ".join(map(_text, value.data))
+    if isinstance(value.data, dict):
+        return ", ".join(f"{key}: {_text(item)}" for key, item in value.data.items())
+    return value.data or ""
 
 
 def _derive(values: dict[str, Any], where: dict[str, str]) -> None:
@@ -233,7 +241,7 @@ def _converted(name: str, key: str, value: Value) -> Any:
     if metadata["limits"]:
         least, most = metadata["limits"]
         if not least <= converted <= most:  # nan is outside
-            raise value.error(f"{key} is {value.data}: allowed is {least:g} to {most:g}", name)
+            raise value.error(f"{key} is {value.data}: allowed is {least:.10g} to {most:.10g}", name)
     return converted
 
 

@@ -67,7 +67,7 @@ def _facts(field: Field[Any]) -> Iterator[str]:
             (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
         kind = _KINDS[hint]
         limits = metadata["limits"]
-        yield f"{kind}, {limits[0]:g} to {limits[1]:g}" if limits else kind
+        yield f"{kind}, {limits[0]:.10g} to {limits[1]:.10g}" if limits else kind
     shown = metadata["default_doc"] or _default(field.default)
     if shown:
         yield f"default {shown}"

@@ -5,9 +5,10 @@ train, evaluation = build_datasets(config, load_tokenizer(config))
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -85,6 +86,11 @@ class SampleDataset:
     def lengths(self) -> list[int]:
         return [len(sample) for sample in self._samples]
 
+    @property
+    def digest(self) -> str:
+        """The same for the same tokens and labels."""
+        return _digest(part for sample in self._samples for part in (sample.ids, sample.labels))
+
 
 class PackedDataset:
     """Items {input_ids, labels, position_ids, segments} of several samples behind one another. Positions begin at 0 in
@@ -109,6 +115,12 @@ class PackedDataset:
     def lengths(self) -> list[int]:
         return [sum(len(self._samples[i]) for i in row) for row in self._rows]
 
+    @property
+    def digest(self) -> str:
+        """The same for the same tokens, labels and rows."""
+        samples = (part for sample in self._samples for part in (sample.ids, sample.labels))
+        return _digest(chain(samples, (array("i", row) for row in self._rows)))
+
 
 class PreferenceDataset:
     """Items {prompt_ids, chosen_ids, rejected_ids}."""
@@ -130,6 +142,18 @@ class PreferenceDataset:
     @property
     def lengths(self) -> list[int]:
         return [len(pair) for pair in self._pairs]
+
+    @property
+    def digest(self) -> str:
+        """The same for the same tokens."""
+        return _digest(part for pair in self._pairs for part in (pair.prompt, pair.chosen, pair.rejected))
+
+
+def _digest(parts: Iterable[array[int]]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part.tobytes())
+    return digest.hexdigest()
 
 
 Dataset = SampleDataset | PackedDataset | PreferenceDataset

@@ -3,6 +3,7 @@ its adapters switched off, so nothing is held twice."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -50,6 +51,14 @@ class PairTrainer(Run, DPOTrainer):  # type: ignore[misc]  # transformers and TR
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         return dataset
+
+    def unlogged(self) -> dict[str, Any]:
+        return {**super().unlogged(), "metrics": dict(self._metrics["train"]), "tokens": self._total_train_tokens}
+
+    def restore(self, unlogged: Mapping[str, Any]) -> None:
+        super().restore(unlogged)
+        self._metrics["train"].update(unlogged["metrics"])
+        self._total_train_tokens = unlogged["tokens"]
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """TRL writes one into each checkpoint."""

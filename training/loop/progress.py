@@ -122,8 +122,11 @@ def draw_curve(output: Path) -> bool:
     axes.set_ylabel("loss")
     axes.legend()
     partial = output / f".{CURVE}.partial"
-    figure.savefig(partial, format="png", dpi=110)
-    partial.replace(output / CURVE)
+    try:
+        figure.savefig(partial, format="png", dpi=110)
+        partial.replace(output / CURVE)
+    finally:
+        partial.unlink(missing_ok=True)
     return True
 
 

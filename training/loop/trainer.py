@@ -6,31 +6,42 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
-from engine.errors import UserError
 from training.data import ShuffledSampler
 from training.loop.clipping import clip
 from training.loop.meter import Meter
+from training.loop.resume import STATE, TrainingError, as_configured, check_left, seal, written
 
 _STAGE = ".partial"
-_STATE = "trainer_state.json"
 PAD = 0  # a token id that stands in padding; whatever it is, nothing reads it
 
 
-class TrainingError(UserError):
-    """Training cannot go on. The message says at which step, why, and what to change."""
-
-
 class Run(Trainer):  # type: ignore[misc]  # transformers has no types
-    """Fine-tuning: cross entropy on the labels, averaged over all tokens of a step. A base of other trainers too."""
+    """Fine-tuning: cross entropy on the labels, averaged over all tokens of a step. A base of other trainers too.
+    `about`: what its checkpoints say of it (`resume.identity`)."""
 
     meter: Meter | None = None
+    about: Mapping[str, Any] = {}
+
+    def go_on(self, unlogged: Mapping[str, Any]) -> None:
+        """Training is to begin with what a checkpoint's run had not logged yet."""
+        self.add_callback(_GoesOn(self, unlogged))
+
+    def unlogged(self) -> dict[str, Any]:
+        """Of the steps since the last record of the log."""
+        return {"loss": self._tr_loss.item(), "since": self._globalstep_last_logged}
+
+    def restore(self, unlogged: Mapping[str, Any]) -> None:
+        check_left(self.state)
+        self._tr_loss.fill_(unlogged["loss"])
+        self._globalstep_last_logged = unlogged["since"]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> ShuffledSampler:
         rows = self.train_dataset if train_dataset is None else train_dataset
@@ -46,6 +57,13 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
             self.meter.count(samples)
         return loss
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """A run that is resumed behind its last step only writes its result; transformers would take one more step."""
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return clip(model.parameters(), self.args.max_grad_norm)
 
@@ -57,19 +75,15 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
         shutil.rmtree(stage, ignore_errors=True)
         self.args.output_dir = str(stage)
         try:
-            super()._save_checkpoint(model, trial)
-            self._name_best(output)
-            self.state.save_to_json(str(stage / name / _STATE))
-            sync_tree(stage)
-            remove_folder(output / name)
-            (stage / name).replace(output / name)
-            sync_tree(output, deep=False)
-        except OSError as error:
-            raise TrainingError(
-                f"step {self.state.global_step}: the checkpoint cannot be written to {output}: "
-                f"{error.strerror or error}; earlier ones are whole",
-                "output_dir",
-            ) from error
+            with written(output, self.state.global_step):
+                super()._save_checkpoint(model, trial)
+                self._name_best(output)
+                self.state.save_to_json(str(stage / name / STATE))
+                seal(stage / name, {"run": dict(self.about), "unlogged": self.unlogged()})
+                sync_tree(stage)
+                remove_folder(output / name)
+                (stage / name).replace(output / name)
+                sync_tree(output, deep=False)
         finally:
             self.args.output_dir = str(output)
             shutil.rmtree(stage, ignore_errors=True)
@@ -78,6 +92,10 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The adapter's float32 master parameters under PEFT's names, and nothing else."""
         self.model.save_pretrained(output_dir or self.args.output_dir, save_embedding_layers=False)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with as_configured(self.optimizer, self.lr_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _name_best(self, output: Path) -> None:
         """The best checkpoint by its final place; only a checkpoint that exists, or this one, can be it."""
@@ -94,6 +112,16 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
         for folder in found[:-kept]:
             if str(folder) != best:
                 remove_folder(folder)
+
+
+class _GoesOn(TrainerCallback):  # type: ignore[misc]
+    """transformers begins with sums of zero; this comes behind."""
+
+    def __init__(self, run: Run, unlogged: Mapping[str, Any]) -> None:
+        self._run, self._unlogged = run, unlogged
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._run.restore(self._unlogged)
 
 
 def check_loss(loss: float, step: str) -> None:

@@ -27,11 +27,11 @@ from training.data.collate import PackingCollator, PaddingCollator
 from training.layer import RowsLinear, lora_config
 from training.loop.meter import Meter
 from training.loop.progress import StopOnSignal
-from training.loop.trainer import PAD, TrainingError, check_loss, checkpoints, remove_folder, sync_tree
+from training.loop.resume import STATE, TrainingError, check_identity, seal, written
+from training.loop.trainer import PAD, check_loss, checkpoints, remove_folder, sync_tree
 from training.model import batch_rows, checkpoint_layers
 from training.together.member import Member
 
-_STATE = "trainer_state.json"  # the file by which a checkpoint is known
 _MEMBERS = "members.pt"
 _STAGE = ".partial"
 
@@ -114,28 +114,24 @@ class Group:
         return list(zip((float(loss.detach()) for loss in found), tokens, strict=True))
 
     def save(self) -> Path:
-        """Writes output_dir/checkpoint-N: whole, or not there. OSError if the disk is full."""
+        """Writes output_dir/checkpoint-N: whole, or not there. TrainingError if the disk is full."""
         output, name = self.config.output, f"checkpoint-{self.step}"
         stage = output / _STAGE
         shutil.rmtree(stage, ignore_errors=True)
         try:
-            stage.mkdir()
-            state = {
-                member.config.adapter_name: {**member.state_dict(), "parameters": _values(member)}
-                for member in self.members
-            }
-            torch.save({"step": self.step, "members": state}, stage / _MEMBERS)
-            (stage / _STATE).write_text(f'{{"global_step": {self.step}}}\n')
-            sync_tree(stage)
-            remove_folder(output / name)
-            stage.replace(output / name)
-            sync_tree(output, deep=False)
-        except OSError as error:
-            raise TrainingError(
-                f"step {self.step}: the checkpoint cannot be written to {output}: {error.strerror or error}; earlier "
-                "ones are whole",
-                "output_dir",
-            ) from error
+            with written(output, self.step):
+                stage.mkdir()
+                state = {
+                    member.config.adapter_name: {**member.state_dict(), "parameters": _values(member)}
+                    for member in self.members
+                }
+                torch.save({"step": self.step, "members": state}, stage / _MEMBERS)
+                (stage / STATE).write_text(f'{{"global_step": {self.step}}}\n')
+                seal(stage, {})
+                sync_tree(stage)
+                remove_folder(output / name)
+                stage.replace(output / name)
+                sync_tree(output, deep=False)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
         for old in checkpoints(output)[: -self.config.save_total_limit] if self.config.save_total_limit else ():
@@ -172,16 +168,9 @@ def _values(member: Member) -> dict[str, torch.Tensor]:
 
 
 def _load(member: Member, saved: Mapping[str, Any], checkpoint: Path) -> None:
-    held = saved["parameters"]
+    check_identity(saved["about"], member.about, checkpoint)
     for name, parameter in member.parameters.items():
-        value = held.get(name)
-        if value is None or value.shape != parameter.shape:
-            raise TrainingError(
-                f"{checkpoint} has another {name} of {member.config.adapter_name}: resume with the same lora_rank and "
-                "lora_target",
-                "resume_from_checkpoint",
-            )
-        parameter.copy_(value)
+        parameter.copy_(saved["parameters"][name])
     member.load_state_dict(dict(saved))
 
 

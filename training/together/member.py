@@ -17,6 +17,7 @@ from training.data.build import Item
 from training.loop.clipping import clip
 from training.loop.meter import Meter
 from training.loop.progress import Progress
+from training.loop.resume import as_configured, check_left, identity
 
 
 class Member:
@@ -29,6 +30,7 @@ class Member:
         adapters together."""
         self.config, self.key, self.rows, self.parameters = config, key, rows, parameters
         self.output = config.output / config.adapter_name
+        self.about = identity(config, rows)
         per_epoch = math.ceil(len(rows) / config.per_device_train_batch_size)
         steps = math.ceil(per_epoch / config.gradient_accumulation_steps)
         most = config.max_steps or math.ceil((config.num_train_epochs or 0) * steps)
@@ -96,6 +98,7 @@ class Member:
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, beside the parameters."""
         return {
+            "about": self.about,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "data": self._sampler.state_dict(),
@@ -108,7 +111,9 @@ class Member:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """DataError if the state is that of other data."""
         self._sampler.load_state_dict(state["data"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        with as_configured(self.optimizer, self.schedule):
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.schedule.load_state_dict(state["schedule"])
         self.state.global_step, self.state.num_input_tokens_seen = state["step"], state["tokens"]
+        check_left(self.state)
         self._losses, self.total = state["losses"], state["total"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engine.errors import UserError
@@ -58,10 +59,9 @@ def write_adapter(weights: AdapterWeights, folder: Path, form: str, *, base: str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, files, _config(rank, scale, targets, base), base)
-    except OSError as error:
-        raise UserError(
-            f"the adapter cannot be written to {folder}: {error.strerror or error}", "output_dir"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"the adapter cannot be written to {folder}: {reason}", "output_dir") from error
 
 
 def _common_scale(weights: AdapterWeights) -> float:
