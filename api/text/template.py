@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -100,22 +101,31 @@ class ChatTemplate:
         """The prompt's text. `continue_final_message` cuts it right after the last message's content, which the
         model then goes on writing; `variables` are the template's own, e.g. enable_thinking. Raises TemplateError."""
         values: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **(variables or {})}
-        values.update(messages=list(messages), add_generation_prompt=add_generation_prompt)
+        written = _marked(messages) if continue_final_message else messages
+        values.update(messages=list(written), add_generation_prompt=add_generation_prompt)
         try:
             text = self._template.render(values)
         except Exception as error:
             what = str(error) or type(error).__name__
             raise TemplateError(f"the chat template cannot render these messages: {what[:500]}", "messages") from error
-        return _cut(text, messages) if continue_final_message else text
+        return _cut(text, messages[-1]["content"]) if continue_final_message else text
 
 
-def _cut(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    content = messages[-1].get("content")
-    final = content.strip() if isinstance(content, str) else ""
-    at = text.rfind(final) if final else -1
-    if at < 0:
+_MARK = f"{secrets.token_hex(16)} "  # a template that trims drops the space
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with a mark behind the last one's content, which the template's own text may hold elsewhere too."""
+    last = messages[-1]
+    if not isinstance(last.get("content"), str) or last.get("tool_calls"):
+        raise TemplateError("the final message is not a text alone, so it cannot be continued", "messages")
+    return [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+
+
+def _cut(text: str, content: str) -> str:
+    """What stands before the mark."""
+    at = text.rfind(_MARK.strip())
+    if at < 0 or content.strip() not in text:
         raise TemplateError("the final message is not in the rendered prompt, so it cannot be continued", "messages")
-    end = at + len(final)
-    if isinstance(content, str) and text[at:].startswith(content.lstrip()):
-        end = at + len(content.lstrip())
-    return text[:end]
+    trimmed = content.strip() and not text.startswith(_MARK, at)
+    return text[:at].rstrip() if trimmed else text[:at]

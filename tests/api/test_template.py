@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from api.text.template import ChatTemplate, TemplateError
@@ -68,12 +70,31 @@ def test_same_text_as_transformers(source: str, options: dict[str, Any], count: 
     assert text == expected[0]
 
 
-@pytest.mark.parametrize("content", ["The answer", "The answer ", "\nThe answer"])
-def test_continue_final_message_ends_where_transformers_ends(content: str) -> None:
+PIECES = ["The answer", "m", "im_end|>", "<|im_end|>", "e", "|", "an", "'", '"', "é", " ", "\n", "<think>", "U: "]
+SHOWN = """{% for message in messages %}{{ message.role }}
+{{ message.content | trim }}<|im_end|>message{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"""
+
+
+@pytest.mark.parametrize("source", [QWEN_STYLE, SHOWN])
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=4))
+def test_continue_final_message_ends_where_transformers_ends(source: str, pieces: list[str]) -> None:
+    """Whatever else of the prompt its text stands in. A blank one that the template trims leaves no trace; transformers
+    drops white space of the template's with it."""
+    content = "".join(pieces)
     messages = [*MESSAGES, {"role": "assistant", "content": content}]
-    expected, _ = render_jinja_template([messages], chat_template=QWEN_STYLE, continue_final_message=True)
-    template = ChatTemplate(QWEN_STYLE, {})
-    assert template.render(messages, add_generation_prompt=False, continue_final_message=True) == expected[0]
+    text = ChatTemplate(source, {}).render(messages, add_generation_prompt=False, continue_final_message=True)
+    if content.strip() or source is QWEN_STYLE:
+        expected, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
+        assert text == expected[0]
+    else:
+        assert text.endswith("assistant\n")
+
+
+@pytest.mark.parametrize("more", [{"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, {"content": None}])
+def test_what_is_no_text_alone_cannot_be_continued(more: dict[str, Any]) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "so", **more}]
+    with pytest.raises(TemplateError, match="cannot be continued"):
+        ChatTemplate(QWEN_STYLE, {}).render(messages, add_generation_prompt=False, continue_final_message=True)
 
 
 def test_raise_exception_is_the_users_error() -> None:
