@@ -187,6 +187,20 @@ def test_ollamas_calls_get_ids() -> None:
         ollama_form.chat_of(parse(OllamaChatRequest, orphan))
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
+@pytest.mark.parametrize("content", ["It is", "m", "e "])
+def test_the_answer_goes_on_with_an_assistants_text(server: Running, path: str, content: str) -> None:
+    def answer(more: list[Any]) -> Any:
+        body = {"model": "tiny", "stream": False, "max_tokens": 200, "messages": [*USER, *more]}
+        return server.http.post(path, json=body if path == "/v1/messages" else {**body, "options": {}}).json()
+
+    def text(said: Any) -> str:  # the fake answers with the prompt
+        return str(said["content"][0]["text"] if path == "/v1/messages" else said["message"]["content"])
+
+    assert text(answer([])) == ECHO
+    assert text(answer([{"role": "assistant", "content": content}])) == ECHO + content
+
+
 # ---- what all of them write
 
 CALL = st.builds(lambda parts: ("call", parts), st.lists(st.text(max_size=3), max_size=3))

@@ -13,7 +13,7 @@ from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import Front
 from api.http.bodies.dialects import MessagesRequest, OutputConfig, SchemaFormat
 from api.http.dialects.blocks import Block, Blocks, Change, Kind, blocks_of
-from api.http.dialects.content import kind_of, response_format, string_in, text_in, unsupported
+from api.http.dialects.content import continuation, kind_of, response_format, string_in, text_in, unsupported
 
 _PARTS = ("text", "tool_use", "tool_result", "thinking")
 WORDS = {  # of a chat's fields
@@ -58,6 +58,7 @@ def chat_of(body: MessagesRequest) -> dict[str, Any]:
         "top_k": body.top_k,
         "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] or None,
         **_choice(body),
+        **continuation(messages),
     }
     if (thinking := body.thinking) is not None:
         chat["enable_thinking"] = thinking.type != "disabled"

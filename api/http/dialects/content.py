@@ -48,6 +48,13 @@ def response_format(wanted: SchemaFormat | None) -> dict[str, Any] | None:
     return {"type": wanted.type, **schema}
 
 
+def continuation(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Fields of a chat whose last message, if it is a text of the assistant's, is the beginning of the answer."""
+    last = messages[-1]
+    begun = last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls")
+    return {"add_generation_prompt": False, "continue_final_message": True} if begun else {}
+
+
 def unsupported(where: str, kind: str, kinds: Sequence[str]) -> ApiError:
     expected = " or ".join(map(repr, kinds))
     return bad_request(f"{where}: {shortened(kind)} is not supported, only {expected}", where, "unsupported_field")

@@ -15,6 +15,7 @@ from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import Front
 from api.http.bodies.dialects import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from api.http.dialects.blocks import Blocks, blocks_of
+from api.http.dialects.content import continuation
 from api.text.deltas import Delta, Reasoning, text_of
 
 WORDS = {  # of a chat's fields
@@ -51,6 +52,7 @@ def chat_of(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
         chat["messages"] = [*system, {"role": "user", "content": body.prompt}]
     else:
         chat["messages"] = _messages(body.messages)
+        chat |= continuation(chat["messages"])
         if body.tools:
             chat["tools"] = body.tools
     return chat

@@ -8,7 +8,10 @@ from api.http.fields.generation import GENERATION
 
 MESSAGES = (
     supported("model", "as everywhere"),
-    supported("messages", "text, thinking, `tool_use` and `tool_result` blocks"),
+    supported(
+        "messages",
+        "text, thinking, `tool_use` and `tool_result` blocks; the answer goes on with an assistant's text at the end",
+    ),
     supported("max_tokens", "default: the rest of the context"),
     supported("system", "a text or text blocks"),
     supported("stop_sequences", "see `stop`"),
@@ -121,7 +124,7 @@ OLLAMA = (
     refused("top_logprobs", "/v1/chat/completions gives log-probabilities", 0),
 )
 OLLAMA_CHAT = (
-    supported("messages", "without images"),
+    supported("messages", "without images; the answer goes on with an assistant's text at the end"),
     supported("tools", "functions"),
 )
 OLLAMA_GENERATE = (
