@@ -181,7 +181,8 @@ class Service:
         limits = [self._output_tokens(body, tenant, len(prompt)) for prompt in prompts]
         stops = StopStrings(body.stop) if body.stop else None
         if body.min_tokens > min(limits):
-            raise bad_request(f"min_tokens {body.min_tokens} is more than max_tokens ({min(limits)})", "min_tokens")
+            most = f"the {min(limits)} tokens that the output may have"
+            raise bad_request(f"min_tokens: {body.min_tokens} is more than {most}", "min_tokens")
         priority = _priority(body, tenant)
         tickets = self._admitted(body, tenant, prompts, limits)
         waiting = iter(tickets)

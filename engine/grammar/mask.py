@@ -39,6 +39,8 @@ class GrammarMask(TokenMask):
     """`after`: the token behind which the grammar begins, None: at once. `opens`: only if this token comes first, else
     at once. The matcher has seen the committed output; drafts are tried and taken back."""
 
+    name = "the grammar"
+
     def __init__(self, after: int | None, opens: int | None = None) -> None:
         self.matcher: LLMatcher | None = None  # once it is compiled
         self._after = after

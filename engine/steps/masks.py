@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +27,9 @@ NO_MASKS: Masks = MappingProxyType({})
 
 
 class TokenMask(ABC):
-    """One source of masks for one request."""
+    """One source of masks for one request. `name`: what asks for it, for messages."""
+
+    name: ClassVar[str]
 
     @abstractmethod
     def applies(self, num_output: int) -> bool:
@@ -40,6 +43,8 @@ class TokenMask(ABC):
 
 class Without(TokenMask):
     """Forbids tokens, while the output is shorter than `until` tokens."""
+
+    name = "min_tokens"
 
     def __init__(self, tokens: Iterable[int], vocab_size: int, until: int) -> None:
         self._words = ~words_of(tokens, vocab_size)
@@ -56,6 +61,8 @@ class Without(TokenMask):
 class Only(TokenMask):
     """Allows some tokens only."""
 
+    name = "allowed_token_ids"
+
     def __init__(self, tokens: Iterable[int], vocab_size: int) -> None:
         self._words = words_of(tokens, vocab_size)
 
@@ -68,6 +75,8 @@ class Only(TokenMask):
 
 class BadWords(TokenMask):
     """Forbids the last token of each of some sequences after the ones before it."""
+
+    name = "bad_words"
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self._ends = [(list(sequence[:-1]), sequence[-1]) for sequence in sequences]
@@ -84,6 +93,8 @@ class BadWords(TokenMask):
 
 class Thinking(TokenMask):
     """Ends reasoning that has become too long."""
+
+    name = "thinking_token_budget"
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
@@ -138,7 +149,8 @@ def allowed_words(masks: Sequence[TokenMask], output: Sequence[int], vocab_size:
     for mask in masks:
         mask.restrict(words, output)
     if not words.any():
-        raise UserError("no token may come next: the request's restrictions exclude each other")
+        names = " and ".join(sorted({mask.name for mask in masks if mask.applies(len(output))}))
+        raise UserError(f"no token may come next, after {len(output)} of output: none is left by {names}")
     return words
 
 

@@ -43,7 +43,7 @@ FAULTS = {
     "nan": (Failed, "logits are not finite"),
     "inf": (Failed, "logits are not finite"),
     "mask": (Failed, "the grammar is stuck"),
-    "nothing allowed": (Failed, "no token may come next"),
+    "nothing allowed": (Failed, "no token may come next, after 2 of output: none is left by allowed_token_ids and bad"),
     "huge top_k": (Refused, "top_k is 9223372036854775808, must be from 0 to"),
     "tiny temperature": (Refused, "temperature is 1e-40, must be 0"),
     "tiny top_p": (Refused, "top_p is 1e-50, must be from 1e-06 to 1"),

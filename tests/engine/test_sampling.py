@@ -204,8 +204,9 @@ def test_masks_allow_what_their_definitions_allow(vocabulary, data, output, min_
     if right != set(range(vocabulary)):
         assert any(mask.applies(len(output)) for mask in masks)
     if not right:
-        with pytest.raises(UserError, match="no token may come next"):
+        with pytest.raises(UserError, match="no token may come next") as caught:
             allowed_words(masks, output, vocabulary)
+        assert any(name in str(caught.value) for name in ("min_tokens", "bad_words", "allowed_token_ids"))
         return
     logits = torch.zeros(3, vocabulary)
     forbid(logits, {1: allowed_words(masks, output, vocabulary)})

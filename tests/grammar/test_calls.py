@@ -112,6 +112,9 @@ def test_an_answer_of_a_schema_or_a_call(seed: int) -> None:
     text, ended = written(spec, seed)
     if ended and not text.lstrip().startswith("<tool_call>"):
         jsonschema.validate(json.loads(text), SCHEMAS["paint"])
+    if seed == 0:  # what a text is to be says nothing about calls
+        must = ToolUse(TOOLS, must=True)
+        assert grammar_of(must, format_named("hermes"), answer) == grammar_of(must, format_named("hermes"))
     for wrong in (ToolUse(TOOLS, must=True), ToolUse(TOOLS)):
         with pytest.raises(ApiError) as caught:
             grammar_of(wrong, format_named("hermes"), GrammarSpec("regex", "a", field="regex"))

@@ -22,9 +22,15 @@ def grammar_of(use: ToolUse, form: ToolFormat, answer: GrammarSpec | None = None
     opens = "" if form.bare else _quoted(form.opens)
     calls = "call (SPACE? call)*" if enclosed and not use.one else "call"
     rules = ["SPACE: /[ \\n]{1,4}/", "TEXT: /(.|\\n)*/"]
+    if answer is not None and use.must and answer.field.startswith("response_format"):
+        answer = None  # OpenAI's says what a text is to be, and there is none
     if answer is not None:
-        if use.must or answer.kind != "json_schema":
-            raise bad_request(f"{answer.field}: an answer cannot be that and a call", answer.field)
+        if use.must:
+            message = "the answer has to be a call: send tool_choice 'auto' with a JSON schema, or 'none'"
+            raise bad_request(f"{answer.field}: {message}", answer.field)
+        if answer.kind != "json_schema":
+            message = "only a JSON schema goes with tools that may be called: send one, or tool_choice 'none'"
+            raise bad_request(f"{answer.field}: {message}", answer.field)
         schema = _json(json.loads(answer.text))
         rules += [f"start: SPACE? {calls} | answer", f"call: {opens} body", f"answer: {schema}"]
     elif use.must:
