@@ -20,6 +20,7 @@ from engine.memory.costs import STREAMED_LORA, TYPICAL_RANK
 from engine.memory.limits import Memory
 from engine.memory.plan import Item
 from engine.model.config import ModelConfig
+from engine.parallel.peers.sums import PeerSums
 
 _GRAPH_BYTES = 24 << 20  # of one CUDA graph: its nodes and its part of the shared pool
 _F32 = 4
@@ -37,7 +38,7 @@ def gpu_memory(device: str) -> Memory:
 def gpu_items(
     config: EngineConfig, model: ModelConfig, element_bytes: int, device: str = "cuda", attention: str = "flashinfer"
 ) -> list[Item]:
-    """Workspaces, CUDA graphs and the adapters' slot tables; pinned twins on the CPU."""
+    """Workspaces, CUDA graphs, the adapters' slot tables and what other ranks write to; pinned twins on the CPU."""
     name = _name(device)
     sizes = len(bucket_sizes(config.max_num_seqs))
     items = []
@@ -51,6 +52,8 @@ def gpu_items(
     if config.max_adapter_slots:
         tables = slot_table_bytes(model, config.max_adapter_slots, config.max_adapter_rank, element_bytes)
         items.append(Item(name, f"adapter slots, {config.max_adapter_slots} x rank {config.max_adapter_rank}", tables))
+    if config.tensor_parallel > 1 and config.tensor_parallel_sums == "auto":
+        items.append(Item(name, "sums over ranks", PeerSums.bytes_of(config.tensor_parallel)))
     return items
 
 

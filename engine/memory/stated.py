@@ -16,7 +16,7 @@ from engine.weights.packed import packed_bytes, plain_format, repacks
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.layout import matrix_of
 
-_F32 = 4
+_BF16, _F32 = 2, 4
 _ROUTERS = tuple(f"{name}.weight" for name in ROUTERS)
 _ON_NATIVE = ("native", "hybrid")
 
@@ -34,14 +34,16 @@ def expert_bytes(inputs: Inputs, layer: int) -> int:
 
 
 def weight_bytes(inputs: Inputs) -> int:
-    """Everything but routed experts: norms as activations, routers in float32, projections as the linear backend holds
-    them. The embedding is a table as wide as activations (a bf16 one as weights), unless it is held as in the file. A
-    tied head is a projection of its own, which may serve as the embedding."""
+    """Everything but routed experts: norms as activations, routers in float32 (beside bf16 activations on a GPU in bf16
+    too, for many rows), projections as the linear backend holds them. The embedding is a table as wide as activations
+    (a bf16 one as weights), unless it is held as in the file. A tied head is a projection of its own, which may serve
+    as the embedding."""
     source, total = inputs.source, 0
+    router = _F32 + (_BF16 if inputs.gpu is not None and inputs.activation_bytes == _BF16 else 0)
     for name in source.names():
         tensor = source.tensor(name)
         if name.endswith(_ROUTERS):
-            total += prod(tensor.shape) * _F32
+            total += prod(tensor.shape) * router
         elif name == EMBED:
             total += _embedding_bytes(inputs, tensor)
         elif len(tensor.shape) == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -98,9 +99,11 @@ def test_memory_of_a_gpu(model):
     assert slot_table_bytes(model, 2, 20, 2) == 3 * rank * (narrow * 2 + 2 * (hidden + 8) * 4)
     fewer = gpu_items(EngineConfig(max_num_seqs=16, max_adapter_slots=0, cuda_graphs="off"), model, 2)
     assert [item.label for item in fewer] == ["attention workspace", "attention plans, pinned"]
-    assert not gpu_items(
-        EngineConfig(max_adapter_slots=0, cuda_graphs="off"), model, 2, "cuda", "reference"
-    )  # whose cache is all it has
+    least = EngineConfig(max_adapter_slots=0, cuda_graphs="off")
+    assert not gpu_items(least, model, 2, "cuda", "reference")  # whose cache is all it has
+    (sums,) = gpu_items(replace(least, tensor_parallel=4), model, 2, "cuda", "reference")
+    assert (sums.label, sums.num_bytes) == ("sums over ranks", 16 << 20)
+    assert not gpu_items(replace(least, tensor_parallel=4, tensor_parallel_sums="nccl"), model, 2, "cuda", "reference")
 
 
 def test_prefill_is_streamed_where_the_rules_say(model):
@@ -215,6 +218,15 @@ def test_both_memories_are_planned(planned, tmp_path):
     start = {i.device: i.num_bytes for i in held if i.label.startswith("adapters at start")}
     assert start == {"CPU": 1000, "GPU 0": 1000}
     assert planned(expert_backend="gpu").adapter_budget.copies == 0
+
+
+def test_routers_are_held_twice_beside_bf16_rows(planned):
+    """In float32, and in bf16 for many rows."""
+    plan = planned()
+    sizes = {name: prod(plan.source.tensor(name).shape) for name in plan.source.names()}
+    (dense,) = (item.num_bytes for item in plan.memory.items if item.label == "dense weights")
+    routers = sum(size for name, size in sizes.items() if name.endswith("mlp.gate.weight"))
+    assert dense == 2 * sum(sizes.values()) + 4 * routers and routers
 
 
 def test_steps_are_long_where_a_gpu_computes_their_experts(planned, monkeypatch):

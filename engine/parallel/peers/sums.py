@@ -38,6 +38,11 @@ class PeerSums:
         return 2 * ranks * BLOCKS * WORDS
 
     @staticmethod
+    def bytes_of(ranks: int) -> int:
+        """What these take of a rank's GPU."""
+        return PeerSums.size_of(ranks) * torch.int64.itemsize
+
+    @staticmethod
     def takes(x: torch.Tensor) -> bool:
         """Whether x is summed here; the same on all ranks."""
         fits = x.dtype in (torch.float32, torch.bfloat16) and 0 < x.nbytes <= 4 * WORDS * BLOCKS
