@@ -143,6 +143,8 @@ class Ranks(Group):
 
     def close(self) -> None:
         """Graphs with exchanges in them must be gone: NCCL waits for that."""
+        if self._peers is not None:
+            self._peers.stop()  # what is freed waits for the device
         self._peers = None
         if self._meeting is not None:
             self._meeting.close()

@@ -67,6 +67,14 @@ def test_nobody_waits_after_one_has_not_come(kernel_device: torch.device) -> Non
 
 
 @pytest.mark.gpu
+def test_the_host_ends_sums_that_wait(kernel_device: torch.device) -> None:
+    sums = PeerSums(0, memory(2, kernel_device))
+    sums.stop()
+    got = sums.sum(torch.ones(8, device=kernel_device))
+    assert got.isnan().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="two ranks that run at once")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_two_ranks_in_graphs(dtype: torch.dtype) -> None:

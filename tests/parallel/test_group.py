@@ -62,9 +62,12 @@ def test_exchanges_end_with_and_without_a_work(dtype, later):
 class Peers(PeerSums):
     """Whose ranks meet; sums of theirs are three times what they are given, which no group's are."""
 
-    missed = False
+    missed = stopped = False
 
     def __init__(self, rank, cells) -> None: ...
+
+    def stop(self) -> None:
+        self.stopped = True
 
     def prepare(self) -> None: ...
 
@@ -108,9 +111,9 @@ def test_sums_go_over_memory_only_where_that_works(monkeypatch, reachable, meeti
     some, many = torch.ones(4, 4), torch.ones(257, 1024)
     assert group.sum(some.clone()).eq(2 if why else 3).all()
     assert group.sum(many.clone()).eq(2).all()
-    met = group._meeting
+    met, peers = group._meeting, group._peers
     group.close()
-    assert met is None or met.closed
+    assert (met is None or met.closed) and (peers is None or peers.stopped)
 
 
 def test_nccl_can_be_asked_for(monkeypatch):

@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOOKS = tl.constexpr(256)  # a fraction of a millisecond
+
 
 @triton.jit
 def _cells_of(table, rank):
@@ -54,7 +56,8 @@ def sum_kernel(
 ):  # fmt: skip
     """x, int32 [words], in place; `table` int64 [SIZE]: where each rank's cells are. The order of addition is that of
     ranks, on all of them. What has not come after `polls` looks makes the sum NaN; `missed` and `told`, int32 [1] for
-    the device and for the host, are 1 from then on, and no sum waits any more: ranks are no longer at the same one."""
+    the device and for the host, are 1 from then on, and no sum waits any more: ranks are no longer at the same one. The
+    host may set `told` itself, which ends those that wait."""
     j = tl.program_id(0)
     at = j * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
@@ -81,6 +84,8 @@ def sum_kernel(
                 seen = tl.load(place, inside, other=0, volatile=True)
                 missing = _missing(seen, inside, n)
                 looks += 1
+                if looks % LOOKS == 0:
+                    polls = tl.where(tl.load(told, volatile=True) != 0, 0, polls)
             if missing > 0:
                 tl.store(missed, 1)
                 tl.store(told, 1)

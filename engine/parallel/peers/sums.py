@@ -59,6 +59,10 @@ class PeerSums:
         self._run(words, len(words), x.dtype == torch.float32, polls)
         return x
 
+    def stop(self) -> None:
+        """Ends sums that wait for other ranks; none follows."""
+        self._seen[0] = 1
+
     def prepare(self) -> None:
         """Compile; no rank is waited for."""
         for wide in (False, True):
