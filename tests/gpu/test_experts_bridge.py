@@ -95,7 +95,7 @@ def test_a_graph_serves_any_rows_without_growth(bridge: CudaBridge, layers: list
             for layer, out in zip(layers, outs, strict=True):
                 assert error(out[:rows].cpu(), expected(layer, b, {})) < 0.008
     assert before is not None
-    assert threading.active_count() == before[0]
+    assert threading.active_count() <= before[0]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1] < 32 * 1024  # KiB
 
 

@@ -13,6 +13,7 @@ import torch
 
 import rules as rules_folder
 from benchmarks.accuracy.table import MIXES, Files, measure
+from engine.build import assemble
 from engine.config import EngineConfig
 from engine.experts.base import ExpertBuffers
 from engine.experts.bridge.backend import CudaBridge
@@ -158,7 +159,8 @@ def test_a_graph_launches_for_its_own_rows(family, monkeypatch, experts):
         original(self, b, *tables, **options)
 
     monkeypatch.setattr(GpuCompute, "run", run)
-    monkeypatch.setattr(StreamedExperts, "measure", lambda self: NEVER)  # it brings batches of its own
+    monkeypatch.setattr(StreamedExperts, "measure", lambda self: NEVER)  # it brings batches of its own,
+    monkeypatch.setattr(assemble, "warm_up", lambda *_: None)  # and so do these prompts
     engine = family.engine(**GPU | {"expert_backend": experts}, max_num_batched_tokens=512, max_num_seqs=6)
     engine.close()
     assert seen == {1, 2, 4, 6}
@@ -293,7 +295,7 @@ def test_a_thousand_replays_take_no_memory_and_no_threads(tmp_path):
             if before is None:
                 before, size = now, grown
             else:
-                assert now[1:] == before[1:] and now[0] - before[0] < 1 << 20
+                assert now[1] <= before[1] and now[2] <= before[2] and now[0] - before[0] < 1 << 20
                 assert grown - size < 32 << 10  # KiB
     assert all(len(engine.results[rid].tokens) > 1000 for rid in rids)
     engine.run()
@@ -330,19 +332,19 @@ def test_an_error_in_the_pool_fails_its_step_only(folder, monkeypatch, graphs):
 
 def test_a_pool_that_does_not_answer_fails_its_step_only(folder, monkeypatch):
     """One post never reaches the pool: its wait ends with the time-out, and the next request is served."""
-    monkeypatch.setitem(CudaBridge.__init__.__kwdefaults__, "timeout_s", 0.2)
+    monkeypatch.setitem(CudaBridge.__init__.__kwdefaults__, "timeout_s", 2.0)
     original, calls = CudaBridge.post_part, 0
 
     def lost(self, task, hot, stream=None):
         nonlocal calls
         calls += 1
-        if calls == 30:
+        if calls == 5:
             task.handle.counter[0] += min(64, task.buffers.max_rows)  # as if every program had posted
         else:
             original(self, task, hot, stream)
 
-    monkeypatch.setattr(CudaBridge, "post_part", lost)
     engine = Harness(folder, **GPU, cuda_graphs="padded", max_num_seqs=2)
+    monkeypatch.setattr(CudaBridge, "post_part", lost)
     doomed = engine.submit(prompts(1, [4])[0], max_tokens=20)
     engine.run()
     end = engine.results[doomed].end

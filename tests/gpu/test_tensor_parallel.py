@@ -39,6 +39,10 @@ def answers(family: Family, **config) -> list[Result]:
     engine = family.engine(max_num_batched_tokens=24, max_num_seqs=6, **config)
     graphs = config.get("cuda_graphs", "auto") == "auto" and config["device"] == "cuda"
     assert (engine.core.runner.padded is not None) == (graphs and config["dtype"] == "bfloat16")
+    if config.get("tensor_parallel", 1) > 1:
+        reached = torch.cuda.can_device_access_peer(0, 1) and config.get("tensor_parallel_sums") != "nccl"
+        how = "few rows over their memory" if reached else "NCCL ("
+        assert any(f"sums over GPUs: {how}" in note for note in engine.core.runner.notes), engine.core.runner.notes
     asked = prompts(1, [3, 9, 40, 14])
     ids = [engine.submit(p, n, logprobs=3, max_tokens=12) for p, n in zip(asked, NAMES, strict=True)]
     ids.append(engine.submit(prompts(1, [12])[0], NAMES[1], temperature=1.0, seed=5, prompt_logprobs=2))
@@ -74,7 +78,11 @@ def test_two_gpus_differ_from_one_by_rounding(family, tmp_path, rules):
 
 
 def test_float32_tokens_are_those_of_one(family):
+    """Whoever takes the sums."""
     config = {"device": "cuda", "rules": "reference", "dtype": "float32", "expert_backend": "gpu"}
-    one, two = (answers(family, **config, linear_backend="gpu", tensor_parallel=ranks) for ranks in (1, 2))
-    assert [r.tokens for r in two] == [r.tokens for r in one]
-    assert max(errors(two, one)) < 1e-3
+    config |= {"linear_backend": "gpu"}
+    one = answers(family, **config)
+    for sums in ("auto", "nccl"):
+        two = answers(family, **config, tensor_parallel=2, tensor_parallel_sums=sums)
+        assert [r.tokens for r in two] == [r.tokens for r in one]
+        assert max(errors(two, one)) < 1e-3
