@@ -102,7 +102,9 @@ def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
     from engine.diagnostics.check import check_model
     from engine.parallel.plans import each_rank
 
-    config = replace(config, max_num_batched_tokens=tokens, kv_cache_tokens=max(tokens, 16) + 16, max_num_seqs=1)
+    plan_engine(config)  # refuses what serving would; what follows is as small as one prompt
+    config = replace(config, max_num_batched_tokens=tokens, max_num_seqs=1, max_model_len=None)
+    config = replace(config, kv_cache_tokens=max(tokens, 16) + 16, kv_cache_memory=None, kv_disk=None)
     whole = plan_engine(config).without_streaming()
     print("\n".join(whole.placement.lines))
     vocabulary = whole.source.config.vocab_size
@@ -110,7 +112,7 @@ def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
     for plan in each_rank(whole):
         if plan.shard.size > 1:
             print(f"rank {plan.shard.rank} of {plan.shard.size}, by itself")
-        first = check_model(plan.source, make_backends(plan), prompt, print, tolerance)
+        first = check_model(plan.source, make_backends(plan), prompt, print, tolerance, plan.expert_quantise)
         if first is not None:
             print(f"first divergence: {first.place}: {first.note}")
             return 2

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from api.client.launch import engine_command, with_demo
+from api.client.launch import engine_command, sampling_defaults, text_settings, with_demo
 from api.client.process import child_environment
 from api.config import ServeConfig
+from api.prepare.prompts import tokenizer_of
 from engine.config import EngineConfig
 from engine.errors import UserError
 from ktserve.launcher import program
@@ -20,9 +21,12 @@ def run_child(
     command: str, path: str | None, engine: EngineConfig, serve: ServeConfig, more: Sequence[str] = ()
 ) -> int:
     """The child's exit status; its output is ours. `more`: arguments of that command alone. Raises UserError if it
-    cannot be started or passed a limit of processor time."""
+    cannot be started or passed a limit of processor time, and of `check` for a tokenizer that cannot be used."""
     if command not in ("inspect", "convert"):
         engine, _ = with_demo(engine)
+    if command == "check":  # as `serve` does before it starts the engine
+        tokenizer_of(text_settings(engine, serve))
+        sampling_defaults(engine, serve)
     payload = msgspec.json.encode(engine).decode()
     argv = [*engine_command(serve), command, *([path] if path is not None else []), "--config-json", payload, *more]
     try:

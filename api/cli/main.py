@@ -95,7 +95,9 @@ def build_parser() -> Parser:
         help="the memory plan of a training run instead, with settings over those of its file",
     )
     command.set_defaults(run=_plan, child="plan", path=None)
-    command = add("check", "compare the chosen backends with the reference, layer by layer", engine)
+    command = add(
+        "check", "read all that serving reads; compare the backends with the reference by layer", engine + text
+    )
     command.set_defaults(run=_child, child="check", path=None)
     command = commands.add_parser(
         "train",

@@ -20,15 +20,12 @@ from engine.config import (
     GPU_ITL_DECODE_STEPS,
     GPU_ITL_TARGET_S,
     EngineConfig,
-    startup_adapters,
 )
 from engine.core import EngineCore
 from engine.diagnostics.profile import Profiler
-from engine.errors import AdapterError, UserError
 from engine.experts.kt.backend import NO_EXPERT_LORA
 from engine.graphs.blockers import graph_blocker
 from engine.lora.adapters import Adapters
-from engine.lora.files.folder import check_folder
 from engine.lora.reading.process import AdapterReader
 from engine.lora.reads import Reader
 from engine.messages import FromEngine, Ready
@@ -220,11 +217,6 @@ def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Pro
 
 def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
     """The whole way. Adapters given at start are planned for; the api loads them."""
-    for name, path in startup_adapters(config):
-        try:
-            check_folder(path)
-        except AdapterError as error:
-            raise UserError(f"adapter {name!r}: {error}", "adapters") from error
     plan = plan_engine(config)
     plan.memory.check(config.force_memory_plan)
     core = assemble(plan, send, progress)

@@ -19,12 +19,14 @@ from engine.config import (
     STREAMED_BATCHED_TOKENS,
     EngineConfig,
     check_settings,
+    startup_adapters,
 )
-from engine.errors import UserError
+from engine.errors import AdapterError, UserError
 from engine.experts.gpu.layout import frame_bytes
 from engine.experts.native import scratch_bytes
 from engine.linear.gpu_weights import TABLE_BYTES
 from engine.lora.budget import AdapterBudget
+from engine.lora.files.folder import check_folder
 from engine.memory.costs import buffer_bytes
 from engine.memory.gpu import (
     adapter_copies,
@@ -149,12 +151,17 @@ class EnginePlan:
 
 
 def plan_engine(config: EngineConfig) -> EnginePlan:
-    """Open the files, choose the backends, plan the memory. Reads headers only. UserError for settings that cannot
-    be."""
+    """Open the files, choose the backends, plan the memory. Reads headers only, of adapters none. UserError for
+    settings that cannot be."""
     draft_tokens(config)
     check_settings(config)
     if config.adapters and not config.max_adapter_slots:
         raise UserError("--adapters with --max-adapter-slots 0: allowed is 1 or more", "max_adapter_slots")
+    for name, path in startup_adapters(config):
+        try:
+            check_folder(path)
+        except AdapterError as error:
+            raise UserError(f"adapter {name!r}: {error}", "adapters") from error
     source = open_model(config.model, config.gguf)
     model, machine = source.config, find_machine(config, source.config)
     placement = choose(config, model, machine)

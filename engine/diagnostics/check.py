@@ -30,8 +30,9 @@ from engine.weights.layout import EMBED, HEAD, NORM
 from engine.weights.store import WeightSource, WeightTensor
 
 # mean|d| / mean|ref| above which a backend diverges, by the coarsest type of the layer's weights. bf16 activations
-# alone cost about 0.005; quantised activations (int8 per block) up to 0.03; int4 per channel (kt AMXInt4) up to 0.3.
-TOLERANCE = {"bf16": 0.02, "quantised": 0.06}
+# alone cost about 0.005; quantised activations (int8 per block) up to 0.03. Weights that --quantise makes smaller are
+# compared with the file's: int8 costs up to 0.02 more, int4 up to 0.2.
+TOLERANCE = {"bf16": 0.02, "quantised": 0.06, "int8": 0.06, "int4": 0.3}
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,19 @@ def check_model(
     tokens: list[int],
     report: Callable[[str], None],
     tolerance: float | None = None,
+    quantise: str | None = None,
 ) -> Finding | None:
     """Compare all that serving loads on a prefill of `tokens`; returns the first divergence, or None. Closes the
     backends.
 
     Before anything is compared the statistics of its tensors are looked at: a tensor with values that are not finite,
     or all zero, is reported by name; nothing is compared from the first that is not finite on. One layer is loaded at
-    a time, so no experts may be streamed to a GPU (`EnginePlan.without_streaming`).
+    a time, so no experts may be streamed to a GPU (`EnginePlan.without_streaming`). `quantise`: what the backends make
+    of unquantised weights (`EnginePlan.expert_quantise`).
     """
     experts = {id(b): b for b in (backends.experts(layer) for layer in source.config.sparse_layers)}.values()
     try:
-        return _check_layers(source, backends, tokens, report, tolerance)
+        return _check_layers(source, backends, tokens, report, lambda types: tolerance or _tolerance(types, quantise))
     finally:
         for backend in experts:
             backend.close()
@@ -83,7 +86,7 @@ def _check_layers(
     backends: Backends,
     tokens: list[int],
     report: Callable[[str], None],
-    tolerance: float | None,
+    limit_of: Callable[[set[str]], float],
 ) -> Finding | None:
     config, n = source.config, len(tokens)
     loader = Loader(source, backends, n)
@@ -94,7 +97,7 @@ def _check_layers(
         if finding.nonfinite:
             return first
     hidden = _embedded(_reference_loader(source, n), tokens)
-    finding = compare("model.embed_tokens", _embedded(loader, tokens), hidden, tolerance or TOLERANCE["bf16"])
+    finding = compare("model.embed_tokens", _embedded(loader, tokens), hidden, limit_of({source.tensor(EMBED).type}))
     report(str(finding))
     first = first or (finding if finding.note else None)
     for index in range(config.num_hidden_layers):
@@ -107,7 +110,7 @@ def _check_layers(
         outputs = {}
         for side, made in (("reference", reference), ("chosen", loader)):
             outputs[side] = _run_layer(made, made.layer(index), hidden, config)
-        limit = tolerance or _tolerance(_types(source, index))
+        limit = limit_of(_types(source, index))
         for place, ref in outputs["reference"].items():
             got = outputs["chosen"][place]
             if place.endswith(".mlp") and f"{place}.gate" in outputs["reference"]:
@@ -127,8 +130,9 @@ def _check_layers(
         )
     kind = source.tensor(HEAD if source.has(HEAD) else EMBED).type
     wanted = _logits(_reference_loader(source, n), hidden)
-    finding = compare("lm_head", _logits(loader, hidden), wanted, tolerance or _tolerance({kind}))
+    finding = compare("lm_head", _logits(loader, hidden), wanted, limit_of({kind}))
     report(str(finding))
+    source.check_unchanged()
     return first or (finding if finding.note else None)
 
 
@@ -161,8 +165,10 @@ def _types(source: WeightSource, layer: int) -> set[str]:
     return types
 
 
-def _tolerance(types: set[str]) -> float:
-    return TOLERANCE["bf16" if types <= {"BF16", "F16", "F32"} else "quantised"]
+def _tolerance(types: set[str], quantise: str | None) -> float:
+    plain = types & {"BF16", "F16", "F32"}
+    held = {quantise or "bf16"} if plain else set()
+    return max(TOLERANCE[kind] for kind in held | ({"quantised"} if types > plain else set()))
 
 
 def _layout(n: int, device: torch.device) -> BatchLayout:

@@ -73,6 +73,14 @@ def test_children_get_the_settings_and_give_their_status(model_dir: Path) -> Non
     assert ktserve("adapters", "inspect", "bad").returncode == 7
 
 
+def test_a_model_whose_text_cannot_be_served_fails_the_check(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    done = ktserve("check", str(tmp_path))
+    assert done.returncode == 1 and f"error: {tmp_path}" in done.stderr and "not a sound tokenizer" in done.stderr
+    assert ktserve("check", str(tmp_path), "--skip-tokenizer").returncode == 0
+    assert ktserve("check", str(tmp_path), "--tokenizer", str(model_dir)).returncode == 0
+
+
 def test_ktransformers_flags_are_explained(model_dir: Path) -> None:
     done = ktserve("plan", f"--model_path={model_dir}", "--cache_lens", "512")
     assert json.loads(done.stdout)["config"]["kv_cache_tokens"] == 512

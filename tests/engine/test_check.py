@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,9 @@ from engine.build.backends import make_backends
 from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.diagnostics.check import check_model
+from engine.errors import UserError
 from engine.experts.reference import ReferenceExperts
+from engine.main import main
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 
 TOKENS = list(range(2, 34))
@@ -93,3 +96,33 @@ def test_a_bad_tensor_is_named(tmp_path, poison, said):
     first = check_model(planned.source, make_backends(planned), TOKENS, lambda _: None)
     assert first is not None and first.place == "model.layers.1.mlp.experts.3.down_proj" and said in first.note
     assert dataclasses.asdict(first)["nonfinite"] == int(not np.isfinite(poison))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_hf(tiny_model(6, dtype=torch.bfloat16), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_model_len": 300},
+        {"kv_cache_memory": "16MiB", "kv_disk": "16MiB", "max_num_seqs": 100},
+        {"quantise": "int8"},
+        {"quantise": "int4"},
+    ],
+    ids=str,
+)
+def test_settings_that_can_be_served_agree(folder, capsys, given):
+    config = EngineConfig(model=str(folder), device="cpu", pack_cache="off", **given)
+    status = main(["check", "--config-json", msgspec.json.encode(config).decode()])
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [{"max_model_len": 600}, {"adapters": ["a=/nowhere"]}], ids=str)
+def test_settings_that_cannot_be_served_are_refused(folder, given):
+    with pytest.raises(UserError) as caught:
+        plan(folder, **given, kv_cache_tokens=None)
+    assert caught.value.field == next(iter(given))
