@@ -125,8 +125,6 @@ def _bad(piece: _Piece, type: str) -> int:
     if type in _SCALES:
         scales = np.concatenate([blocks[:, at : at + 2] for at in _SCALES[type]], axis=1).view(np.uint16)
         bad = (scales & 0x7C00) == 0x7C00
-    elif type == "MXFP4":
-        bad = blocks[:, :1] == 0xFF  # E8M0: 255 is NaN
     elif type == "NVFP4":
         bad = blocks[:, :4] & 0x7F == 0x7F  # E4M3: all ones is NaN
     else:

@@ -91,13 +91,14 @@ int64_t first_nonfinite(const SourceType& source, Format target, const uint8_t* 
   for (int64_t i = 0; i < k / source.block; ++i) {
     if (source.format == Format::f8) {
       const uint8_t* block = row + i * source.block_bytes;
-      // 2^8 d is what the kernels multiply with.
-      if (first_reaching<int32_t>(block, 1, 0x7b800000) >= 0 ||
+      // 448 d, the largest value that a block of scale d may hold, is infinite; 2^8 d, which kernels use, is smaller.
+      if (first_reaching<int32_t>(block, 1, 0x7b124925) >= 0 ||
           first_reaching<int8_t>(block + 4, source.block, 0x7f) >= 0)
         return i * source.block;
       continue;
     }
-    if (info(source.format).exponents && row[i * source.block_bytes + source.scales_at] == 0xff)
+    // From 2^125 on the largest code, 12 times the scale, is infinite.
+    if (info(source.format).exponents && row[i * source.block_bytes + source.scales_at] >= 0xfd)
       return i * source.block;
     const uint8_t* scales = row + i * source.block_bytes + source.scales_at;
     if (first_reaching<int16_t>(scales, source.scales, half_infinity) >= 0) return i * source.block;
