@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+_SHOWN = 60  # characters of a wrong value
+
+
+def shown(value: object) -> str:
+    """A wrong value, as messages have it: of a long one the beginning."""
+    return repr(value)[:_SHOWN]
+
 
 class KtserveError(Exception):
     """Base of every error ktserve raises on purpose."""

@@ -146,6 +146,9 @@ def _welcome(console: Console, service: Service, bound: socket.socket) -> None:
     url, ready, adapters = url_of(bound), service.ready, service.client.adapters
     if missing := sorted(service.keys.named_models - {ready.model_name, *adapters}):
         _say(console, [f"note: keys name models that are not loaded: {', '.join(missing)}"])
+    if service.tokenizer is not None and service.tokenizer.vocab_size > ready.vocab_size:
+        words = f"the tokenizer has {service.tokenizer.vocab_size} tokens, the model {ready.vocab_size}"
+        _say(console, [f"note: {words}: prompts with one of the others are refused; is it another model's?"])
     if not service.keys.required:
         reach = "everybody who can reach it" if service.config.open else "everybody on this machine"
         _say(console, [f"note: there are no keys: {reach} may use the server (docs/tenants.md)"])

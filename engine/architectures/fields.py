@@ -6,11 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, shown
 from engine.model.config import ModelConfig
 
 _LIMIT = 1 << 31
-_SHOWN = 60  # characters of a wrong value
 _MISSING = object()
 
 
@@ -33,7 +32,7 @@ class Fields:
         if value is _MISSING:
             raise self.error(name, "is missing")
         if type(value) is not int or not least <= value < _LIMIT:
-            raise self.error(name, f"is {repr(value)[:_SHOWN]}; allowed is an integer from {least} to {_LIMIT - 1}")
+            raise self.error(name, f"is {shown(value)}; allowed is an integer from {least} to {_LIMIT - 1}")
         return value
 
     def number(self, name: str, default: Any = _MISSING, above: float = 0.0) -> float:
@@ -41,26 +40,26 @@ class Fields:
         if value is _MISSING:
             raise self.error(name, "is missing")
         if type(value) not in (int, float) or not above < value <= sys.float_info.max:  # an integer of any size
-            raise self.error(name, f"is {repr(value)[:_SHOWN]}; allowed is a finite number above {above:g}")
+            raise self.error(name, f"is {shown(value)}; allowed is a finite number above {above:g}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if type(value) is not bool:
-            raise self.error(name, f"is {repr(value)[:_SHOWN]}; allowed is true or false")
+            raise self.error(name, f"is {shown(value)}; allowed is true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
         value = self.get(name, default)
         if not isinstance(value, str):
-            raise self.error(name, f"is {repr(value)[:_SHOWN]}; allowed is a string")
+            raise self.error(name, f"is {shown(value)}; allowed is a string")
         return value
 
     def token(self, name: str, vocab_size: int) -> int | None:
         """A token id, None if absent."""
         value = self.get(name)
         if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
-            raise self.error(name, f"is {repr(value)[:_SHOWN]}; allowed is a token id from 0 to {vocab_size - 1}")
+            raise self.error(name, f"is {shown(value)}; allowed is a token id from 0 to {vocab_size - 1}")
         return value
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...] | None:
@@ -71,7 +70,7 @@ class Fields:
         values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         for item in values:
             if type(item) is not int or not 0 <= item < vocab_size:
-                raise self.error(name, f"holds {item!r}; allowed are token ids from 0 to {vocab_size - 1}")
+                raise self.error(name, f"holds {shown(item)}; allowed are token ids from 0 to {vocab_size - 1}")
         return tuple(dict.fromkeys(values))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.architectures.fields import Fields, check_config
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, shown
 from engine.model.config import ModelConfig, RopeScaling
 from engine.weights.gguf.header import GGUFArray
 
@@ -124,7 +124,7 @@ def _refuse_unsupported(fields: Fields, shared_expert: bool) -> None:
     for name, values in allowed.items():
         value = fields.get(name)
         if value is not None and value not in values:
-            raise fields.error(name, f"is {value!r}; allowed is {' or '.join(map(str, values))}")
+            raise fields.error(name, f"is {shown(value)}; allowed is {' or '.join(map(str, values))}")
     if not shared_expert and fields.get("expert_shared_feed_forward_length") not in (None, 0):
         raise fields.error("expert_shared_feed_forward_length", "is set, but this architecture has no shared expert")
 
@@ -133,7 +133,7 @@ def _rope_scaling(fields: Fields, positions: int) -> RopeScaling | None:
     """llama.cpp takes an absent type as linear and an absent or zero factor as 1."""
     kind = fields.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
-        raise fields.error("rope.scaling.type", f"is {kind!r}; allowed are none, linear and yarn")
+        raise fields.error("rope.scaling.type", f"is {shown(kind)}; allowed are none, linear and yarn")
     factor = fields.number("rope.scaling.factor", fields.get("rope.scale_linear", 0.0), above=-1e-9) or 1.0
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.architectures.fields import Fields, check_config
 from engine.architectures.quantisation import read_quantisation
+from engine.errors import shown
 from engine.model.config import ModelConfig, RopeScaling
 
 _ROPE_KEYS = {
@@ -91,13 +92,15 @@ def config_of_hf(
 
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") != "silu":
-        raise fields.error("hidden_act", f"is {fields.get('hidden_act')!r}; only 'silu' can be served")
+        raise fields.error("hidden_act", f"is {shown(fields.get('hidden_act'))}; only 'silu' can be served")
     window = fields.values.get("sliding_window", 4096)
     if fields.boolean("use_sliding_window", False) and window is not None:
-        raise fields.error("use_sliding_window", f"is true with a window of {window}; sliding windows cannot be served")
+        raise fields.error(
+            "use_sliding_window", f"is true with a window of {shown(window)}; sliding windows cannot be served"
+        )
     kinds = fields.get("layer_types", [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise fields.error("layer_types", f"is {kinds!r}; only lists of 'full_attention' can be served")
+        raise fields.error("layer_types", f"is {shown(kinds)}; only lists of 'full_attention' can be served")
 
 
 def _num_experts(fields: Fields, default: int) -> int:
@@ -109,14 +112,14 @@ def _num_experts(fields: Fields, default: int) -> int:
 def _layers(fields: Fields) -> tuple[int, ...]:
     layers = fields.get("mlp_only_layers", [])
     if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
-        raise fields.error("mlp_only_layers", f"is {layers!r}; allowed is a list of layer numbers")
+        raise fields.error("mlp_only_layers", f"is {shown(layers)}; allowed is a list of layer numbers")
     return tuple(sorted(set(layers)))
 
 
 def _dtype(fields: Fields) -> str:
     name = fields.text("dtype", fields.text("torch_dtype", "bfloat16")).removeprefix("torch.")
     if name not in _DTYPES:
-        raise fields.error("dtype", f"is {name!r}; allowed are {', '.join(_DTYPES)}")
+        raise fields.error("dtype", f"is {shown(name)}; allowed are {', '.join(_DTYPES)}")
     return name
 
 
@@ -125,14 +128,14 @@ def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name, {})
     if not isinstance(values, Mapping):
-        raise fields.error(name, f"is {values!r}; allowed is an object")
+        raise fields.error(name, f"is {shown(values)}; allowed is an object")
     rope = Fields(values, f"{fields.where}: {name}")
     unknown = set(values) - _ROPE_KEYS - _ROPE_EXTRA
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in ("default", "linear", "dynamic", "yarn"):
-        raise rope.error("rope_type", f"is {kind!r}; allowed are default, linear, dynamic and yarn")
+        raise rope.error("rope_type", f"is {shown(kind)}; allowed are default, linear, dynamic and yarn")
     if unknown:
-        raise rope.error(repr(min(unknown)), "is not known")
+        raise rope.error(shown(min(unknown)), "is not known")
     partial = rope.number("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise rope.error("partial_rotary_factor", f"is {partial}; only 1 can be served")

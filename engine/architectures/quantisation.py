@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.architectures.fields import Fields
+from engine.errors import shown
 from engine.model.config import Quantisation
 
 METHODS = ("fp8", "gptq", "awq")
@@ -20,7 +21,7 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
     if not isinstance(held, Mapping) or method not in METHODS:
         raise fields.error(
             "quantization_config",
-            f"is {method!r}; of safetensors plain weights and those of {', '.join(METHODS)} are read "
+            f"is {shown(method)}; of safetensors plain weights and those of {', '.join(METHODS)} are read "
             "(GGUF files may be quantised)",
         )
     own = Fields(held, f"{fields.where}: quantization_config")
@@ -32,7 +33,7 @@ def _fp8(own: Fields) -> Quantisation:
     _allow(own, "activation_scheme", own.text("activation_scheme", "dynamic"), ("dynamic",))
     block = own.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
-        raise own.error("weight_block_size", f"is {block!r}; allowed is a pair of sizes, such as [128, 128]")
+        raise own.error("weight_block_size", f"is {shown(block)}; allowed is a pair of sizes, such as [128, 128]")
     if block[1] % 128:
         raise own.error("weight_block_size", f"is {block}; the second must be a multiple of 128")
     return Quantisation("fp8", group=block[1], rows=block[0])
@@ -60,4 +61,4 @@ def _int4(own: Fields, method: str) -> Quantisation:
 
 def _allow(own: Fields, name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise own.error(name, f"is {value!r}; allowed is {' or '.join(allowed)}")
+        raise own.error(name, f"is {shown(value)}; allowed is {' or '.join(allowed)}")

@@ -10,7 +10,7 @@ from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, shown
 from engine.model.config import ModelConfig
 
 ARCHITECTURES: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE)
@@ -32,7 +32,9 @@ def config_from_hf(
         if kind == family.name and classes in ([], [family.model_class]):
             return family.read_hf(fields, Fields(generation or {}, "generation_config.json"))
     allowed = ", ".join(f"{family.model_class} ({family.name})" for family in ARCHITECTURES)
-    raise fields.error("architectures", f"is {classes!r} with model_type {kind!r}; these can be served: {allowed}")
+    raise fields.error(
+        "architectures", f"is {shown(classes)} with model_type {shown(kind)}; these can be served: {allowed}"
+    )
 
 
 def config_from_gguf(
@@ -48,4 +50,4 @@ def config_from_gguf(
         if name == family.gguf:
             return family.read_gguf(GGUFModel(name, metadata, tensors, types, where))
     allowed = ", ".join(family.gguf for family in ARCHITECTURES)
-    raise ModelFileError(f"{where}: general.architecture is {name!r}; these can be served: {allowed}", "model")
+    raise ModelFileError(f"{where}: general.architecture is {shown(name)}; these can be served: {allowed}", "model")

@@ -236,3 +236,8 @@ def test_without_a_tokenizer_text_is_refused(wordless: Running) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match="skip-tokenizer"):
             call()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_said(model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, tmp_path, vocab_size=100) as server:
+        assert "tokens, the model 100: prompts with one of the others are refused" in server.stderr

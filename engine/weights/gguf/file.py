@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ModelFileError, UserError
+from engine.errors import ModelFileError, UserError, shown
 from engine.weights.gguf.header import GGUFArray, GGUFHeader, GGUFTensor, MetadataValue, read_header
 from engine.weights.model_file import FileBytes, ModelFile
 
@@ -91,7 +91,7 @@ def open_gguf(path: Path) -> GGUFFile:
 def _split_number(header: GGUFHeader, key: str, default: int) -> int:
     value = header.metadata.get(key, default)
     if type(value) is not int or value < 0:
-        raise ModelFileError(f"{header.path}: {key} is {value!r}, not a count", "model")
+        raise ModelFileError(f"{header.path}: {key} is {shown(value)}, not a count", "model")
     return value
 
 

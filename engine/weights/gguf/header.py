@@ -19,7 +19,7 @@ from typing import Any, NoReturn, overload
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, shown
 from engine.weights.gguf.types import by_number, describe
 from engine.weights.model_file import ModelFile
 
@@ -182,11 +182,11 @@ class _Reader:
         for _ in range(num_values):
             key = self.string(f"key {len(metadata)} of {num_values}")
             if key in metadata:
-                self.fail(f"metadata key {key!r} appears twice")
+                self.fail(f"metadata key {shown(key)} appears twice")
             metadata[key] = self.value(key)
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 24:
-            self.fail(f"general.alignment is {alignment!r}; it must be a power of two")
+            self.fail(f"general.alignment is {shown(alignment)}; it must be a power of two")
         entries = [self.entry(i, num_tensors) for i in range(num_tensors)]
         return GGUFHeader(self.file, version, metadata, self.place(entries, alignment))
 

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, shown
 from engine.model.config import ModelConfig
 from engine.weights.checks import Found, refuse_extra, require
 from engine.weights.gguf.source import split_gate_up
@@ -136,7 +136,7 @@ def _open_files(folder: Path) -> list[SafetensorsFile]:
     files: dict[str, SafetensorsFile] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise ModelFileError(f"{index}: tensor {tensor} is said to be in {name!r}, not a file name", "model")
+            raise ModelFileError(f"{index}: tensor {tensor} is said to be in {shown(name)}, not a file name", "model")
         if name not in files:
             if not os.path.isfile(folder / name):  # False for a name that no file can have, too
                 raise ModelFileError(f"{folder / name}: this file is named by {INDEX} and missing", "model")
