@@ -29,7 +29,7 @@ PROJECTIONS = ("gate", "up", "down")
 class BatchRows:
     """What LoRA has to know of a batch beyond its hidden states; shared by all layers, set before a forward."""
 
-    mask: torch.Tensor | None = None  # bool [rows]: the tokens that are not padding; None: all
+    mask: torch.Tensor | None = None  # bool [rows]: the tokens that are not padding; None: all; set before each layer
     slots: torch.Tensor | None = None  # int32 [rows]: 1 + index of the active adapter that acts on it; None: the first
     parts: tuple[int, ...] = ()  # with `slots`: rows of each active adapter, which lie behind one another
 

@@ -23,6 +23,7 @@ from engine.weights.store import WeightSource
 from training.experts.base import TrainableExperts
 from training.layer import BatchRows, RoutedExperts
 
+_TOKENS = "tokens_not_padding"  # an argument of layers, and of their attention
 ExpertMaker = Callable[[WeightSource, torch.dtype], Mapping[int, TrainableExperts]]  # by sparse layer
 
 
@@ -54,7 +55,10 @@ def load_model(
     for layer, held in make_experts(experts, dtype).items():
         made.get_submodule(f"model.layers.{layer}.mlp").experts = RoutedExperts(held, _sizes(source), rows)
     _read_tensors(made, source, dtype, torch.device(device))
-    made.get_submodule("model").register_forward_pre_hook(_note_rows(rows), with_kwargs=True)
+    base: Any = made.get_submodule("model")
+    base.register_forward_pre_hook(_find_padding, with_kwargs=True)
+    for block in base.layers:
+        block.self_attn.register_forward_pre_hook(_note_padding(rows), with_kwargs=True)
     _route_in_float32(made, dtype)
     made.name_or_path = config.name_or_path = str(Path(os.path.expanduser(model)))
     return made.eval()
@@ -129,14 +133,27 @@ def _read_tensors(model: PreTrainedModel, source: WeightSource, dtype: torch.dty
         raise ModelFileError(f"transformers' model has tensors that the file lacks: {', '.join(left[:4])}", "model")
 
 
-def _note_rows(rows: BatchRows) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+def _find_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tells every layer which tokens are not padding, bool [rows] or None for all: padding is where `segments` [B, S]
+    of packed rows are negative, or where a mask [B, S] is 0; of a longer mask the tokens before S are in a cache. A
+    layer hands its arguments to its attention: so one that backward computes again is told again, whatever other batch
+    was computed in between."""
+    segments, mask = kwargs.pop("segments", None), kwargs.get("attention_mask")
+    found = None
+    if segments is not None:
+        found = segments >= 0
+    elif isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        ids = args[0] if args else kwargs.get("input_ids")
+        length = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
+        found = mask[:, -length:].bool()
+    return args, {**kwargs, _TOKENS: None if found is None else found.reshape(-1)}
+
+
+def _note_padding(rows: BatchRows) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    """Of an attention, behind which come the layer's experts."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Padding is where `segments` [B, S] of packed rows are negative, or where a mask [B, S] is 0."""
-        segments, mask = kwargs.pop("segments", None), kwargs.get("attention_mask")
-        if segments is not None:
-            rows.mask = (segments >= 0).reshape(-1)
-        else:
-            rows.mask = mask.reshape(-1).bool() if mask is not None and mask.dim() == 2 else None
+        rows.mask = kwargs.pop(_TOKENS, None)
         return args, kwargs
 
     return hook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -133,10 +134,10 @@ def test_what_is_refused_says_what_to_do():
         wrap_moe_layers_with_amx(AutoModelForCausalLM.from_config(dense))
     with pytest.raises(KTAMXConfigError, match="model_name_or_path is missing"):
         load_kt_model(None, None)
-    with pytest.raises(KTAMXConfigError, match="kt_num_threads is 99999: 1 to"):
-        init_cpu_infer(replace(CONFIG, kt_num_threads=99999))
+    with pytest.raises(KTAMXConfigError, match="kt_num_threads is 4096: 1 to"):
+        init_cpu_infer(replace(CONFIG, kt_num_threads=4096))
     model = model_of("mixtral")
-    with pytest.raises(KTAMXConfigError, match="lora_rank is -1"):
+    with pytest.raises(KTAMXConfigError, match="lora_rank is -1: allowed is 1 to 512"):
         wrap_moe_layers_with_amx(model, CONFIG, replace(CONFIG, lora_rank=-1))
     (wrapper, _) = wrap_moe_layers_with_amx(model, CONFIG, CONFIG)
     experts = wrapper.experts
@@ -151,6 +152,31 @@ def test_what_is_refused_says_what_to_do():
     with pytest.raises(KTAMXConfigError, match=r"layer 0: slot 1: a LoRA matrix is torch.float64"):
         wrapper.update_lora_pointers()
     assert all(issubclass(getattr(training, name), KTAMXError) for name in training.__all__ if name.endswith("Error"))
+
+
+@pytest.mark.parametrize(
+    ("model_args", "finetuning_args", "match"),
+    [
+        ({"kt_backend": "AMXInt4"}, {}, r"model_args.kt_backend: .*allowed is auto, AMXBF16, AMXInt8"),
+        ({"kt_num_gpu_experts": 2}, {}, "no expert stays on the GPU"),
+        ({"kt_optimize_rule": "a.yaml"}, {}, "kt_optimize_rule is refused"),
+        ({"kt_cpu_activation": "none"}, {}, "allowed is retain, recompute"),
+        ({}, {"lora_rank": "x"}, r"finetuning_args.lora_rank: .*a whole number is expected"),
+        ({}, {"lora_rank": 0}, "allowed is 1 to 512"),
+        ({}, {"lora_dropout": 0.1}, "no dropout; set it to 0"),
+    ],
+)
+def test_arguments_are_checked_as_settings_are(model_args, finetuning_args, match):
+    with pytest.raises(KTAMXConfigError, match=match):
+        wrap_moe_layers_with_amx(model_of("mixtral"), SimpleNamespace(**model_args), SimpleNamespace(**finetuning_args))
+
+
+def test_alpha_is_twice_the_rank_and_nothing_is_wrapped_twice():
+    model, arguments = model_of("mixtral"), SimpleNamespace(kt_num_threads=1, kt_optimize_rule=None)
+    (wrapper, _) = wrap_moe_layers_with_amx(model, arguments, SimpleNamespace(lora_rank=5, lora_alpha=None))
+    assert wrapper.experts.lora.scaling == 2.0
+    with pytest.raises(KTAMXConfigError, match="layer 0 is wrapped already"):
+        wrap_moe_layers_with_amx(model, arguments)
 
 
 def test_a_gguf_and_a_folder_of_another_family(tmp_path):

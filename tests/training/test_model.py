@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.errors import UserError
 from engine.lora.files.reader import read_adapter
@@ -90,6 +92,43 @@ def test_nothing_else_is_trained_and_everything_gets_a_gradient(folders, family)
     for (name, p), q in zip(model.named_parameters(), held.parameters(), strict=True):
         if p.requires_grad:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@given(lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=2, max_size=3), packed=st.booleans())
+@settings(max_examples=8)
+def test_layers_that_are_computed_again_know_their_own_padding(folders, lengths, packed):
+    """Several forwards, of batches with other padding and of other sizes, before one backward."""
+    model = draw_b(ours(folders / "qwen3_moe")).train()
+    batches = []
+    for first, second in lengths:
+        segments = torch.full((2, max(first, second)), -1)
+        segments[0, :first], segments[1, :second] = 0, 0
+        ids = IDS[:, : segments.shape[1]]
+        mask = {"segments": segments} if packed else {"attention_mask": (segments >= 0).long()}
+        batches.append({"input_ids": ids, "labels": ids.masked_fill(segments < 0, -100), **mask})
+    wanted: dict[str, torch.Tensor] = {}
+    for again in (False, True):
+        if again:
+            checkpoint_layers(model)
+        model.zero_grad()
+        torch.stack([model(**batch).loss.nan_to_num() for batch in batches]).sum().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                continue
+            if not again:
+                wanted[name] = parameter.grad.clone()
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_texts_are_generated_with_a_cache_and_padding(folders):
+    """As stock scripts look at what they have trained."""
+    model = draw_b(ours(folders / "qwen3_moe"))
+    mask = torch.ones_like(IDS)
+    mask[1, :8] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask, "pad_token_id": 0}
+    long, short = (model.generate(**batch, max_new_tokens=6, do_sample=False, use_cache=c) for c in (False, True))
+    assert torch.equal(long, short) and long.shape == (2, 25)
 
 
 @torch.no_grad()

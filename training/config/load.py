@@ -53,6 +53,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return _config(settings, str(path))
 
 
+def read_values(given: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Settings given as Python values, by name; None: not given. ConfigError, with `source`, as for a file's."""
+    settings = {name: Value(str(value), f"{source}.{name}") for name, value in given.items() if value is not None}
+    return _values(settings, tuple(_FIELDS))[0]
+
+
 def _overridden(settings: Settings, over: Settings) -> Settings:
     dropped: set[str] = set()
     for key in over:

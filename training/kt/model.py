@@ -1,8 +1,8 @@
 """Whole models with KTransformers' calls: our kernels below its names.
 
 Arguments are read by attribute, so that LLaMA-Factory's objects and a TrainConfig do: of `model_args`
-model_name_or_path, kt_backend, kt_num_threads, kt_tp_enabled, kt_weight_path; of `finetuning_args` lora_rank and
-lora_alpha. What is missing, or None, has TrainConfig's default.
+bf16, model_name_or_path and the kt_ settings; of `finetuning_args` lora_rank, lora_alpha and lora_dropout. What is
+missing, or None, has the default that a file's has; what is outside its limits, or cannot be here, is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from engine.errors import UserError
 from engine.experts.native import NativeExperts
 from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
-from training.config import TrainConfig
+from training.config import ConfigError, TrainConfig
+from training.config.load import read_values
 from training.experts.base import ExpertLora, TrainableExperts
 from training.experts.native import trainable_layers
 from training.kernels import expert_maker, packing, worker_pool
@@ -32,13 +33,19 @@ if TYPE_CHECKING:
     from native import _native
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_OF_MODEL = (
+    "model_name_or_path", "bf16", "kt_backend", "kt_num_threads", "kt_tp_enabled", "kt_cpu_activation",
+    "kt_weight_path", "kt_num_gpu_experts", "kt_optimize_rule", "kt_train_mode",
+)  # fmt: skip
+_OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout")
 _OURS = ("qwen3_moe", "qwen2_moe")  # read into their packed form, from a folder or a GGUF file
 
 
 def init_cpu_infer(model_args: Any = None) -> _native.WorkerPool:
     """The threads that compute experts. KTAMXConfigError, KTAMXNotAvailableError."""
+    settings = _settings(model_args)
     try:
-        return worker_pool(_of(model_args, "kt_num_threads"), per_node=_of(model_args, "kt_tp_enabled"))
+        return worker_pool(settings.kt_num_threads, per_node=settings.kt_tp_enabled)
     except ImportError as error:
         raise KTAMXNotAvailableError(f"the native extension is not built: {error}; install ktserve again") from error
     except UserError as error:
@@ -52,19 +59,17 @@ def wrap_moe_layers_with_amx(
     `_kt_cpu_infer` and `_kt_moe_lora_params` (by layer, the six matrices by name). KTAMXModelNotSupportedError,
     KTAMXConfigError, KTAMXNotAvailableError; the model is then as it was."""
     family = family_of(model.config)
+    settings = _settings(model_args, finetuning_args)
     pool = init_cpu_infer(model_args) if cpu_infer is None else cpu_infer
-    rank, alpha = int(_of(finetuning_args, "lora_rank")), float(_of(finetuning_args, "lora_alpha"))
-    if rank < 1:
-        raise KTAMXConfigError(f"lora_rank is {rank}; it must be at least 1", "lora_rank")
     blocks = _blocks(model, family)
     if not blocks:
         raise KTAMXModelNotSupportedError("the model has no layer with routed experts", "model")
     config = model.config
     sizes = [getattr(config, name) for name in (family.num_experts, "hidden_size", family.intermediate_size)]
-    experts = _experts(blocks, sizes, model_args, pool)
+    experts = _experts(blocks, sizes, settings, pool)
     wrappers = []
     for index, (layer, block) in blocks.items():
-        lora = ExpertLora(sizes[0], rank, sizes[1], sizes[2], alpha / rank)
+        lora = ExpertLora(sizes[0], settings.lora_rank, sizes[1], sizes[2], settings.scaling)
         wrapper = MOELayerWrapper(block, experts[index], lora, index)
         setattr(layer, family.block, wrapper)
         wrappers.append(wrapper)
@@ -78,17 +83,17 @@ def load_kt_model(config: PreTrainedConfig | None, model_args: Any, finetuning_a
     """The model of `model_args.model_name_or_path`, its experts on the CPU pool with LoRA, everything else frozen, in
     bfloat16 if `model_args.bf16`, else float32. `config`: its transformers config, None: as the files say.
     KTAMXModelNotSupportedError, KTAMXConfigError, KTAMXNotAvailableError; ModelFileError for the files."""
-    path = _of(model_args, "model_name_or_path")
+    settings = _settings(model_args, finetuning_args)
+    path, experts_from = settings.model_name_or_path, settings.kt_weight_path
     if not path:
         raise KTAMXConfigError("model_name_or_path is missing", "model_name_or_path")
     if config is None and (Path(path).expanduser() / "config.json").is_file():
         config = AutoConfig.from_pretrained(path)
     if config is not None:
         family_of(config)
-    dtype = torch.bfloat16 if _of(model_args, "bf16") else torch.float32
-    experts_from = _of(model_args, "kt_weight_path")
+    dtype = torch.bfloat16 if settings.bf16 else torch.float32
     if config is None or config.model_type in _OURS:
-        model = load_model(path, expert_maker(_settings(model_args)), dtype=dtype, experts_from=experts_from)
+        model = load_model(path, expert_maker(settings), dtype=dtype, experts_from=experts_from)
     elif experts_from:
         raise KTAMXConfigError(f"kt_weight_path is read for {', '.join(_OURS)} alone", "kt_weight_path")
     else:
@@ -98,14 +103,21 @@ def load_kt_model(config: PreTrainedConfig | None, model_args: Any, finetuning_a
     return model
 
 
-def _of(arguments: Any, name: str) -> Any:
-    value = getattr(arguments, name, None)
-    return getattr(TrainConfig, name) if value is None else value
-
-
-def _settings(arguments: Any) -> TrainConfig:
-    names = ("model_name_or_path", "kt_backend", "kt_num_threads", "kt_tp_enabled", "kt_cpu_activation")
-    return TrainConfig(**{name: _of(arguments, name) for name in names})
+def _settings(model_args: Any, finetuning_args: Any = None) -> TrainConfig:
+    """KTAMXConfigError for a value outside its limits, and for what is refused."""
+    values: dict[str, Any] = {}
+    for source, arguments, names in (
+        ("model_args", model_args, _OF_MODEL), ("finetuning_args", finetuning_args, _OF_LORA)
+    ):  # fmt: skip
+        try:
+            values |= read_values({name: getattr(arguments, name, None) for name in names}, source)
+        except ConfigError as error:
+            raise KTAMXConfigError(str(error), error.field) from error
+    if values.get("lora_dropout"):
+        raise KTAMXConfigError("lora_dropout: LoRA on experts has no dropout; set it to 0", "lora_dropout")
+    if "lora_rank" in values:
+        values.setdefault("lora_alpha", 2.0 * values["lora_rank"])
+    return TrainConfig(**values)
 
 
 def _blocks(model: PreTrainedModel, family: Family) -> dict[int, tuple[nn.Module, nn.Module]]:
@@ -114,20 +126,21 @@ def _blocks(model: PreTrainedModel, family: Family) -> dict[int, tuple[nn.Module
     layers: Any = model.get_submodule("model.layers")
     for index, layer in enumerate(layers):
         block = getattr(layer, family.block)
+        if isinstance(block, MOELayerWrapper):
+            raise KTAMXConfigError(f"layer {index} is wrapped already: load the model anew", "model")
         if hasattr(block, "experts"):
             found[index] = (layer, block)
     return found
 
 
 def _experts(
-    blocks: dict[int, tuple[nn.Module, nn.Module]], sizes: list[int], model_args: Any, pool: Any
+    blocks: dict[int, tuple[nn.Module, nn.Module]], sizes: list[int], settings: TrainConfig, pool: Any
 ) -> dict[int, TrainableExperts]:
     """Packed from the modules' own weights, unless they are our kernels' already."""
     held: dict[int, Any] = {index: block.experts for index, (_, block) in blocks.items()}
     packed = {index: module.experts for index, module in held.items() if isinstance(module, RoutedExperts)}
     if packed:
         return packed
-    settings = _settings(model_args)
     dtype = next(iter(held.values())).down_proj.dtype
     if dtype not in _TYPES:
         raise KTAMXConfigError(f"the experts' weights are {dtype}; supported are float32, bfloat16, float16", "dtype")
