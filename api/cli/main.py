@@ -67,6 +67,7 @@ def build_parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=_RAW,
     )
+    parser.others = ("bench", "loadtests", "ray")  # ktserve/__main__.py starts them
     parser.add_argument("--version", action="version", version=f"ktserve {project_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     engine, serve = settings_of(EngineConfig), settings_of(ServeConfig)

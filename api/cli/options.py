@@ -185,11 +185,20 @@ def note(namespace: argparse.Namespace, line: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags with `_` or `-`, no abbreviations, a suggestion for an unknown one, errors in one line."""
+    """Flags with `_` or `-`, no abbreviations, suggestions for unknown flags and commands, errors in one line.
+    `others`: commands that are started elsewhere."""
+
+    others: Sequence[str] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            known = [*action.choices, *self.others]
+            self.error(f"unknown command {value!r}{near(value, known)}; there are {', '.join(known)}")
+        super()._check_value(action, value)
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         args = [_dashes(arg) for arg in args] if args is not None else None

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 from collections.abc import Coroutine
+from os.path import isdir
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from api.client.launch import make_client, sampling_defaults, start_engine, text
 from api.config import ServeConfig
 from api.http.application import create_app
 from api.http.notes import RequestNotes
-from api.http.server import Server, check_reach, connections_of, listen, often, url_of
+from api.http.server import Server, check_origins, check_reach, connections_of, listen, often, url_of
 from api.http.service import Service
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import tokenizer_of
@@ -47,7 +48,12 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
     keys = keys_of(config)
     config = dataclasses.replace(config, api_key=[], admin_key=None)  # digests are kept, keys are not
     _check_limits()
+    check_origins(config)
     connections = connections_of(config)
+    notes = [
+        *notes,
+        *(f"note: --adapter-root {root}: no such folder" for root in config.adapter_root if not isdir(root)),
+    ]
     engine, lines = with_demo(engine)
     with listen(config.host, config.port) as bound:
         check_reach(bound, config, keys=keys.required)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
+import re
 import resource
 import signal
 import socket
@@ -26,6 +28,8 @@ _ACCEPTED_IN_A_TURN = 16  # of the event loop
 _ACCEPTED_AT_ONCE = 64  # connections whose descriptors are taken before they are counted
 _DESCRIPTORS = 80  # for files, the engine's sockets, ours that listen, and what libraries open
 _MOST_CONNECTIONS = 8192
+_PORT_IS_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")  # as browsers send it
 
 
 def connections_of(config: ServeConfig) -> Connections:
@@ -48,14 +52,23 @@ def listen(host: str, port: str) -> socket.socket:
         try:
             return _bind(host, DEFAULT_PORT)
         except OSError as error:
+            if error.errno not in _PORT_IS_TAKEN:
+                raise _cannot_listen(host, DEFAULT_PORT, error) from None
             log.warning("port %d: %s; taking a free one", DEFAULT_PORT, error.strerror)
             port = "0"
     if not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"--port {port}: 'auto' or a number from 0 to 65535 is expected", "port")
+        hint = "; Kubernetes sets KTSERVE_PORT to that for a service named ktserve" if port.startswith("tcp://") else ""
+        raise UserError(f"--port {port}: 'auto' or a number from 0 to 65535 is expected{hint}", "port")
     try:
         return _bind(host, int(port))
     except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror or error}", "port") from None
+        raise _cannot_listen(host, int(port), error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
+    if error.errno in _PORT_IS_TAKEN:
+        return UserError(f"--port {port}: cannot listen on {host}:{port}: {error.strerror}", "port")
+    return UserError(f"--host {host}: cannot listen there: {error.strerror or error}", "host")
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -86,6 +99,13 @@ def check_reach(bound: socket.socket, config: ServeConfig, *, keys: bool) -> Non
             "--api-keys-file, or --open if everybody may use it",
             "host",
         )
+
+
+def check_origins(config: ServeConfig) -> None:
+    """Raises UserError for one that no browser sends."""
+    for origin in config.cors_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise UserError(f"--cors-origins {origin}: write it as https://example.com, or * for all", "cors_origins")
 
 
 def url_of(bound: socket.socket) -> str:

@@ -326,7 +326,7 @@ def _template_source(
 ) -> str | None:
     if chosen is not None:
         if not os.path.isfile(chosen):
-            raise UserError(f"{str(chosen)[:200]}: no such file", "chat_template")
+            raise UserError(f"--chat-template {str(chosen)[:200]}: no such file", "chat_template")
         return read_text(chosen)
     if (path := folder / "chat_template.jinja").is_file():
         return read_text(path)

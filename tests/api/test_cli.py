@@ -50,7 +50,9 @@ def test_every_setting_is_in_the_help() -> None:
 def test_mistakes_are_one_line() -> None:
     for argv, part in (
         ([], "required"),
-        (["sevre"], "invalid choice"),
+        (["sevre"], "did you mean serve?"),
+        (["benhc"], "did you mean bench?"),
+        (["keys", "nwe"], "did you mean new?"),
         (["serve", "--max-num-seq", "1"], "did you mean --max-num-seqs"),
         (["serve", "a", "--model", "b"], "given twice"),
         (["chat", "/nope"], "no such file"),

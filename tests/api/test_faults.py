@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from typing import Any
 import openai
 import pytest
 
+from api.config import ServeConfig
 from api.http import server as server_module
-from api.http.server import listen, url_of
+from api.http.server import check_origins, listen, url_of
 from engine.errors import UserError
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT, Running, environment, serving
@@ -215,8 +217,20 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
             listen("127.0.0.1", str(taken))
     with listen("127.0.0.1", "auto") as third:
         assert third.getsockname()[1] == taken
-    with pytest.raises(UserError, match=r"cannot listen on no\.such\.host\.invalid"):
-        listen("no.such.host.invalid", "0")
+    for port in ("0", "auto"):  # another port would not help
+        for host in ("no.such.host.invalid", "192.0.2.1"):
+            with pytest.raises(UserError, match=f"^--host {re.escape(host)}: cannot listen there: [A-Z]"):
+                listen(host, port)
+    with pytest.raises(UserError, match="Kubernetes"):
+        listen("127.0.0.1", "tcp://10.0.0.1:8000")
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "https://example.com", "http://[::1]:3000", "tauri://localhost"])
+@pytest.mark.parametrize("wrong", ["{}/", "{}/app", "X{}", "{} ", "{}?"])
+def test_origins_that_no_browser_sends_are_refused(origin: str, wrong: str) -> None:
+    check_origins(ServeConfig(cors_origins=[origin]))
+    with pytest.raises(UserError, match="--cors-origins"):
+        check_origins(ServeConfig(cors_origins=[origin, wrong.format(origin)]))
 
 
 def test_a_mistake_of_the_users_is_one_line(model_dir: Path, tmp_path: Path) -> None:
