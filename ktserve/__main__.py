@@ -39,7 +39,14 @@ class OurPackages:
 
 
 def main() -> int:
-    """Run the program that `sys.argv` names; returns its exit status."""
+    """Run the program that `sys.argv` names; returns its exit status, 130 after Ctrl-C, while it is imported too."""
+    try:
+        return _run()
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run() -> int:
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
         del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"  # for interpreters that this one starts, from Python 3.11 on

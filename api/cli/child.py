@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -14,7 +15,7 @@ from api.config import ServeConfig
 from api.prepare.prompts import tokenizer_of
 from engine.config import EngineConfig
 from engine.errors import UserError
-from ktserve.launcher import program
+from ktserve.launcher import die_with_parent, program
 
 
 def run_child(
@@ -30,15 +31,21 @@ def run_child(
     payload = msgspec.json.encode(engine).decode()
     argv = [*engine_command(serve), command, *([path] if path is not None else []), "--config-json", payload, *more]
     try:
-        status = subprocess.run(argv, env=child_environment(), check=False).returncode
+        status = _status(argv)
     except OSError as error:
         raise UserError(f"cannot start {argv[0]}: {error.strerror}", "engine_command") from None
-    if status == -signal.SIGXCPU:
+    if status == 128 + signal.SIGXCPU:
         raise UserError(f"{path}: reading it took more processor time than files of its size may", "path")
-    return status if status >= 0 else 128 - status
+    return status
 
 
 def run_training_plan(config: str, *overrides: str) -> int:
     """The memory plan of a training run; the child's exit status."""
-    status = subprocess.run(program("training-plan", config, *overrides), env=child_environment(), check=False)
-    return status.returncode if status.returncode >= 0 else 128 - status.returncode
+    return _status(program("training-plan", config, *overrides))
+
+
+def _status(argv: Sequence[str]) -> int:
+    """Of a child that does not outlive this process."""
+    ends_too = die_with_parent() if sys.platform == "linux" else None
+    status = subprocess.run(argv, env=child_environment(), check=False, preexec_fn=ends_too).returncode
+    return status if status >= 0 else 128 - status

@@ -205,6 +205,30 @@ def test_giving_up_while_the_model_loads(model_dir: Path, sent: int, status: int
         process.wait()
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_commands_child_ends_with_it(model_dir: Path, sent: int) -> None:
+    child = f"{sys.executable} -c 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'"
+    argv = [sys.executable, "-m", "api.cli.main", "plan", str(model_dir)]
+    env = {**environment(), "KTSERVE_ENGINE_COMMAND": child}
+    with subprocess.Popen(argv, env=env, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        started = int(process.stdout.readline())
+        process.send_signal(sent)
+        assert process.wait(PATIENCE_S) == -sent
+        eventually(lambda: gone(started))
+
+
+@pytest.mark.parametrize(("command", "module"), [("serve", "uvloop"), ("plan", "rich"), ("check", "torch")])
+def test_ctrl_c_during_an_import_is_no_traceback(model_dir: Path, tmp_path: Path, command: str, module: str) -> None:
+    """`torch` is imported by the child."""
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    del env["KTSERVE_ENGINE_COMMAND"]
+    argv = [sys.executable, str(ROOT / "ktserve" / "__main__.py"), command, str(model_dir)]
+    done = subprocess.run(argv, env=env, cwd=ROOT, stderr=subprocess.PIPE, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     with listen("127.0.0.1", "0") as first:
         taken = first.getsockname()[1]
