@@ -108,7 +108,8 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
         share = f" ({measured['bytes_per_s'] / 1e7 / known:.0f}% of the {known:.0f} seen on it before)" if known else ""
         share += " - too little, its rows are void" if void(data, mix) else ""
         lines.append(f"- Peaks before {mix}: {read}{share}; {peaks} G operations/s")
-    used = "; ".join(f"{name}: {instruction(machine['isa'], name)}" for name in ("f32", "bf16", "int8"))
+    isa = _useful(machine["isa"], data["peaks"])
+    used = "; ".join(f"{name}: {instruction(isa, name)}" for name in ("f32", "bf16", "int8"))
     lines.append(f"- A peak is that of the fastest instruction that this CPU has for the format: {used}")
     for mix, sweep in data["peer_sweep"].items():
         best, searched = ("best ", f", of {len(sweep['tried'])} tried") if sweep["tried"] else ("", "")
@@ -120,7 +121,7 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
         "| | type | ours | peer | ratio | seen with it | to reach | |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_row(entry, machine["isa"], void(data, entry["type"])) for entry in data["rows"]]
+    lines += [_row(entry, isa, void(data, entry["type"])) for entry in data["rows"]]
     if points(data) and data["peaks"]:
         lines += ["", f"![Operations per second against operations per byte]({image})"]
     lines += ["", f"Missed: {'; '.join(_missed([e for e in data['rows'] if not void(data, e['type'])])) or 'nothing'}."]
@@ -135,6 +136,12 @@ def _wrapped(line: str) -> str:
         return line
     indent = "  " if line.startswith("- ") else ""
     return textwrap.fill(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _useful(isa: Sequence[str], peaks: dict[str, Any]) -> list[str]:
+    """Without the dot product of bf16 where float32's was the faster one."""
+    slow = any(each["bf16_per_s"] < each["f32_per_s"] for each in peaks.values())
+    return [name for name in isa if not (slow and name == "avx512_bf16")]
 
 
 def void(data: dict[str, Any], mix: str) -> bool:

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int64_t kGroup = 32;        // rows
 constexpr int64_t kTileBytes = 1024;  // 32 k of a panel
-constexpr int64_t kPart = 24;         // blocks of k that are one part: longer ones leave the first-level cache
+constexpr int64_t kPart = 32;         // blocks of k that are one part
 
 // Rows of the first and second half of a tile; an unused half is configured with one row and never touched.
 inline void configure(int64_t first, int64_t second) {

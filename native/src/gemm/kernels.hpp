@@ -82,7 +82,7 @@ struct Kernels {
 const Kernels& kernels(Isa isa);
 
 const Kernels& kernels_avx2();
-const Kernels& kernels_avx512();
+const Kernels& kernels_avx512(bool bf16_as_floats = !fast_bf16_dot());
 const Kernels& kernels_amx();
 
 }  // namespace ktserve

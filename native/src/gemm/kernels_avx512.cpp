@@ -5,7 +5,8 @@
 //    ...                                block of 32 k the integer sums are scaled into the float sums f
 //    row M-1
 //
-// Each f has one chain of additions in the order of k, whatever M and N are: so the tile's shape never shows.
+// Each f has one chain of additions in the order of k, whatever M and N are: so the tile's shape never shows. `Floats`:
+// bf16 is multiplied as float32.
 #include <immintrin.h>
 
 #include "gemm/grids_avx512.hpp"
@@ -107,9 +108,11 @@ void tile(const Tile& t) {
 
 using Kernel = void (*)(const Tile&);
 
-template <Format F, int M, int N, bool Alone>
+template <Format F, bool Floats, int M, int N, bool Alone>
 constexpr Kernel tile_for() {
-  if constexpr (F == Format::bf16)
+  if constexpr (Floats)
+    return &tile_bf16_floats<M, N, Alone>;
+  else if constexpr (F == Format::bf16)
     return &tile_bf16<M, N, Alone>;
   else if constexpr (plain(F))
     return &tile_f32<F, M, N, Alone>;
@@ -124,26 +127,27 @@ constexpr int most_rows() {
 }
 
 // The tile of so many rows: `alone`, or one of several that share panels and are all at least half of the largest.
-template <Format F, int N, int M = most_rows<F, N>()>
+template <Format F, bool Floats, int N, int M = most_rows<F, N>()>
 Kernel tile_of(int64_t rows, bool alone) {
   if constexpr (M > 1) {
-    if (rows < M) return tile_of<F, N, M - 1>(rows, alone);
+    if (rows < M) return tile_of<F, Floats, N, M - 1>(rows, alone);
   }
   if constexpr (N <= 2 && M >= most_rows<F, N>() / 2) {
-    if (!alone) return tile_for<F, M, N, false>();
+    if (!alone) return tile_for<F, Floats, M, N, false>();
   }
-  return tile_for<F, M, N, true>();
+  return tile_for<F, Floats, M, N, true>();
 }
 
-template <Format F, int N>
+template <Format F, bool Floats, int N>
 void dot_panels(const DotArgs& a, int64_t panel) {
   const int64_t size = panel_size(F, a.k);
   const int64_t blocks = padded_k(a.k) / kBlock;
   const uint8_t* next = a.next != nullptr && panel + N >= a.panels ? a.next : a.w + (panel + N) * size;
   // Equal tiles rather than full ones and a rest: 7 rows are 4 + 3, not 6 + 1.
   const int64_t tiles = (a.rows + most_rows<F, N>() - 1) / most_rows<F, N>();
-  constexpr int64_t at_once = blocks_at_once<F, N>();
-  const int64_t step = tiles == 1 && !has_grid(F) ? blocks : at_once;
+  constexpr bool parts = has_grid(F) || Floats;  // even if the panels are read once
+  constexpr int64_t at_once = Floats ? kFloatBlocks : blocks_at_once<F, N>();
+  const int64_t step = tiles == 1 && !parts ? blocks : at_once;
   Decoded<F> decoded[has_grid(F) ? N * at_once : 1];
   for (int64_t first = 0; first < blocks; first += step) {
     const int64_t count = blocks - first < step ? blocks - first : step;
@@ -158,44 +162,51 @@ void dot_panels(const DotArgs& a, int64_t panel) {
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t row = a.rows * t / tiles;
       const int64_t rows = a.rows * (t + 1) / tiles - row;
-      tile_of<F, N>(rows, tiles == 1)({a.w + panel * size,
-                                       decoded->quants,
-                                       next,
-                                       size,
-                                       a.k,
-                                       a.x + row * a.x_stride,
-                                       a.x_stride,
-                                       a.out + row * a.out_stride + panel * kPanel,
-                                       a.out_stride,
-                                       {first, count, t, tiles},
-                                       first == 0 && !a.adds});
+      tile_of<F, Floats, N>(rows, tiles == 1)({a.w + panel * size,
+                                               decoded->quants,
+                                               next,
+                                               size,
+                                               a.k,
+                                               a.x + row * a.x_stride,
+                                               a.x_stride,
+                                               a.out + row * a.out_stride + panel * kPanel,
+                                               a.out_stride,
+                                               {first, count, t, tiles},
+                                               first == 0 && !a.adds});
     }
   }
 }
 
-template <Format F>
+template <Format F, bool Floats>
 void dot_format(const DotArgs& a) {
   int64_t p = 0;
   if (a.rows == 1) {  // memory is the limit; these are what it delivers fastest
-    if constexpr (plain(F)) {
-      for (; p < a.panels; ++p) dot_panels<F, 1>(a, p);
+    if constexpr (Floats) {
+      // two panels: with one, its chain of additions would be the limit
+    } else if constexpr (plain(F)) {
+      for (; p < a.panels; ++p) dot_panels<F, Floats, 1>(a, p);
     } else {
-      for (; p + 4 <= a.panels; p += 4) dot_panels<F, 4>(a, p);
+      for (; p + 4 <= a.panels; p += 4) dot_panels<F, Floats, 4>(a, p);
     }
   }
-  for (; p + 2 <= a.panels; p += 2) dot_panels<F, 2>(a, p);
-  if (p < a.panels) dot_panels<F, 1>(a, p);
+  for (; p + 2 <= a.panels; p += 2) dot_panels<F, Floats, 2>(a, p);
+  if (p < a.panels) dot_panels<F, Floats, 1>(a, p);
 }
 
+template <bool Floats>
 void dot(const DotArgs& a) {
-  with_format(a.format, [&](auto f) { dot_format<decltype(f)::value>(a); });
+  with_format(a.format, [&](auto f) {
+    constexpr Format format = decltype(f)::value;
+    dot_format<format, Floats && format == Format::bf16>(a);
+  });
 }
 
 }  // namespace
 
-const Kernels& kernels_avx512() {
-  static constexpr Kernels table = avx512::row_kernels(Isa::avx512, dot);
-  return table;
+const Kernels& kernels_avx512(bool bf16_as_floats) {
+  static constexpr Kernels dots = avx512::row_kernels(Isa::avx512, dot<false>);
+  static constexpr Kernels floats = avx512::row_kernels(Isa::avx512, dot<true>);
+  return bf16_as_floats ? floats : dots;
 }
 
 }  // namespace ktserve

@@ -83,6 +83,48 @@ void tile_bf16(const Tile& t) {
   end(f, t);
 }
 
+// Blocks of a part of k whose rows are made float32.
+constexpr int64_t kFloatBlocks = 8;
+
+// The same by products of float32, for CPUs whose dot product of bf16 is the slower one. Rows become float32 once for
+// all panels of the tile, weights in registers: first those of even k, then those of odd k.
+template <int M, int N, bool Alone>
+void tile_bf16_floats(const Tile& t) {
+  alignas(64) float x[M][kFloatBlocks * kBlock];
+  for (int m = 0; m < M; ++m) {
+    const uint8_t* from = t.x + m * t.stride + t.part.first * kBlock * 2;
+    for (int64_t i = 0; i < t.part.count * kBlock; i += 16) {
+      const __m256i numbers = _mm256_load_si256(reinterpret_cast<const __m256i*>(from + i * 2));
+      _mm512_store_ps(x[m] + i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16)));
+    }
+  }
+  __m512 f[M][N];
+  begin(f, t);
+  constexpr int64_t pairs = kBlock / 2;
+  Prefetch<8, lines_of<Format::bf16>(M, N, 8, Alone)> next(t.next, N * t.panel_bytes, padded_k(t.k) / kBlock, t.part);
+  const uint8_t* w = t.w + t.part.first * pairs * 64;
+  for (int64_t pair = 0; pair < t.part.count * pairs; pair += 2) {
+    next.advance();
+#pragma GCC unroll 2
+    for (int64_t i = pair; i < pair + 2; ++i) {
+      __m512 even[N], odd[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const __m512i both = _mm512_load_si512(w + n * t.panel_bytes + i * 64);
+        even[n] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+        odd[n] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-65536)));
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const __m512 first = _mm512_set1_ps(x[m][2 * i]), second = _mm512_set1_ps(x[m][2 * i + 1]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) f[m][n] = _mm512_fmadd_ps(odd[n], second, _mm512_fmadd_ps(even[n], first, f[m][n]));
+      }
+    }
+  }
+  end(f, t);
+}
+
 // Row k of 16 weights of f32, f16 or f8, as float32; `scale`: f8's.
 template <Format F>
 inline __attribute__((always_inline)) __m512 weights(const uint8_t* w, int64_t k, __m512 scale) {

@@ -82,9 +82,12 @@ const char* isa_name(Isa isa) {
 }
 
 bool fast_bf16_dot() {
-  const Registers r = cpuid(0, 0);
-  const unsigned maker[] = {r.b, r.d, r.c};
-  return std::memcmp(maker, "GenuineIntel", sizeof(maker)) != 0;
+  static const bool fast = [] {
+    const Registers r = cpuid(0, 0);
+    const unsigned maker[] = {r.b, r.d, r.c};
+    return std::memcmp(maker, "GenuineIntel", sizeof(maker)) != 0;
+  }();
+  return fast;
 }
 
 Isa choose_isa(const std::string& name) {
