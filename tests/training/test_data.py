@@ -41,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _config(folder: Path, text: str | list[Any], name: str = "d.jsonl", **more: Any) -> TrainConfig:
     path = folder / name
-    path.write_text(text if isinstance(text, str) else "".join(json.dumps(row) + "\n" for row in text))
+    written = text if isinstance(text, str) else "".join(json.dumps(row) + "\n" for row in text)
+    path.write_bytes(written.encode(errors="surrogateescape"))  # bytes that are not UTF-8 as "\udc.."
     return TrainConfig(dataset=(str(path),), dataset_dir=str(folder), **{"cutoff_len": 4096, **more})
 
 
@@ -256,6 +257,9 @@ _GOOD = json.dumps({"messages": _TALK}) + "\n"
         ("d.jsonl", '{"conversations": [{"from": "you", "value": "x"}]}\n', ":1", "allowed is human, gpt"),
         ("d.csv", "instruction,output\na,b\nc\n", ":3", "number of cells"),
         ("d.jsonl", "", "", "is empty"),
+        ("d.jsonl", "\n" * 9000 + _GOOD + '{"a": "\udcff"}', ":9002", "not UTF-8"),
+        ("d.json", "[\n" + _GOOD + ',{"a": "\udcff"}]', ":3", "not UTF-8"),
+        ("d.csv", "instruction,output\na,b\nc,\udcff\n", ":3", "not UTF-8"),
         ("d.txt", "x", "", "ends in '.txt'"),
         ("d.parquet", "x", "", "not parquet"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,24 +44,23 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield from readers[path.suffix](path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}", "dataset") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8: {error.reason} at byte {error.start}", "dataset") from None
 
 
 def _json(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        first = next((line for line in file if line.strip()), "")
-    yield from _json_list(path) if first.lstrip().startswith("[") else _json_lines(path)
+    with path.open("rb") as file:
+        first = next((line for line in file if line.removeprefix(BOM_UTF8).strip()), b"")
+    yield from _json_list(path) if first.removeprefix(BOM_UTF8).lstrip().startswith(b"[") else _json_lines(path)
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
             where = f"{path}:{number}"
+            text = _decoded(line, path, number)
+            if not text.strip():
+                continue
             try:
-                value = json.loads(line)
+                value = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not JSON: {_reason(error)}", "dataset") from None
             yield _row(value, where)
@@ -67,7 +68,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _json_list(path: Path) -> Iterator[Row]:
     """Value by value, so that each has its line."""
-    text = path.read_text(encoding="utf-8-sig")
+    text = _decoded(path.read_bytes(), path)
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     line, counted = 1, 0
@@ -96,6 +97,15 @@ def _json_list(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}:{line}: not JSON: more text behind the list", "dataset")
 
 
+def _decoded(data: bytes, path: Path, line: int = 1) -> str:
+    """Text without a byte order mark. DataError names the line that is not UTF-8; `line`: the first one's number."""
+    try:
+        return data.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line += error.object.count(b"\n", 0, error.start)
+        raise DataError(f"{path}:{line}: not UTF-8: {error.reason}", "dataset") from None
+
+
 def _skip_space(text: str, at: int) -> int:
     while text[at : at + 1].isspace():
         at += 1
@@ -103,18 +113,17 @@ def _skip_space(text: str, at: int) -> int:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        begins = 2
-        try:
-            for data in reader:
-                row = _row(data, f"{path}:{begins}")
-                if None in data or None in data.values():
-                    raise row.error(f"the number of cells is not that of the header, {len(reader.fieldnames or ())}")
-                yield row
-                begins = reader.line_num + 1
-        except csv.Error as error:
-            raise DataError(f"{path}:{begins}: not CSV: {error}", "dataset") from None
+    reader = csv.DictReader(io.StringIO(_decoded(path.read_bytes(), path), newline=""), strict=True)
+    begins = 2
+    try:
+        for data in reader:
+            row = _row(data, f"{path}:{begins}")
+            if None in data or None in data.values():
+                raise row.error(f"the number of cells is not that of the header, {len(reader.fieldnames or ())}")
+            yield row
+            begins = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}:{begins}: not CSV: {error}", "dataset") from None
 
 
 def _parquet(path: Path) -> Iterator[Row]:
