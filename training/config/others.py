@@ -99,5 +99,5 @@ REFUSED: Mapping[str, str] = {
     "export_dir": "the adapter in output_dir is served as it is: leave it out",
     "resize_vocab": _FROZEN,
     "rope_scaling": "is read from the model's config.json: set it there",
-    "load_best_model_at_end": "the result is the last step; every checkpoint is an adapter too: leave it out",
+    "load_best_model_at_end": "the result is the last step, or with early_stopping_steps the best one: leave it out",
 }
