@@ -12,6 +12,8 @@ from engine.attention.base import KvPlaces
 from engine.ops.rope import Rope
 from engine.steps.sampling import NOT_FINITE
 
+_WIDENS = hasattr(torch.ops.aten.mm, "dtype")  # products of bf16 into float32: from torch 2.8 on
+
 
 class GpuOps:
     """bf16 or float32 tensors on one GPU. Computed in float32, rounded where `TorchOps` rounds."""
@@ -100,7 +102,7 @@ class GpuOps:
     ) -> bool:
         if len(residual) > self._fused_rows:
             x, weights, ids = out
-            narrow = self._as_bf16(router) if x.is_cuda and x.dtype == torch.bfloat16 else None
+            narrow = self._as_bf16(router) if _WIDENS and x.is_cuda and x.dtype == torch.bfloat16 else None
             if narrow is None:
                 return False
             self.add_rms_norm(residual, delta, weight, x)

@@ -92,6 +92,7 @@ def _begin(orders: Connection) -> Begin:
 def follow(runner: ModelRunner, order: Step) -> None:
     """The part of `ModelRunner.launch_forward` and `launch_sample` in which ranks meet."""
     arrays, model = order.arrays, runner.model
+    model.group.check()  # rank 0 may not have waited where this one has
     slots = set(np.unique(arrays.adapters).tolist()) - {0}
     with runner.computing():
         model.begin_step(arrays.num_tokens, lora=bool(slots), eager=not order.padded, slots=slots)

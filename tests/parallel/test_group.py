@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.errors import EngineError
+from engine.model.causal_lm import CausalLM
 from engine.parallel import group as groups
+from engine.parallel.follower import follow
 from engine.parallel.group import Ranks, dist
+from engine.parallel.orders import Step
 from engine.parallel.peers import sums
 from engine.parallel.peers.sums import PeerSums
 from engine.parallel.peers.trial import ROUNDS, adds_exactly
@@ -130,8 +136,11 @@ def test_a_rank_that_does_not_come_ends_the_step():
     group._peers = Peers(0, [])
     group.check()
     group._peers.missed = True
-    with pytest.raises(EngineError, match="rank 0 of 2 has waited some minutes"):
-        group.check()
+    runner: Any = SimpleNamespace(model=SimpleNamespace(group=group))
+    step = Step([1] * 7, bytes(8 * 7), b"", padded=True, every=False, greedy=True)
+    for way in (group.check, partial(CausalLM.check, runner.model), partial(follow, runner, step)):
+        with pytest.raises(EngineError, match="rank 0 of 2 has waited some minutes"):
+            way()
 
 
 def test_ranks_that_cannot_share_memory_leave_nothing(tmp_path: Path):
