@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.base import BLOCK_SIZE
 from engine.build.plan import EnginePlan, computes_chunks
+from engine.errors import EngineError
 from engine.model.load import Progress
 from engine.model.step import Want
 from engine.steps.inputs import StepArrays
@@ -21,7 +22,7 @@ LONG = (320, 2048, 8192)  # where a GPU computes experts of such chunks
 
 
 def warm_up(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> None:
-    """Where steps run on a GPU; of several, on each of them at once."""
+    """Where steps run on a GPU; of several, on each of them at once. EngineError: what failed, and which prompt."""
     if runner.device.type == "cpu":
         return
     most = min(plan.token_budget, plan.max_model_len)
@@ -30,7 +31,11 @@ def warm_up(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> None:
     stage = "Compiling kernels for prompts"
     for done, (tokens, slot) in enumerate(todo):
         progress(stage, done, len(todo))
-        run_prompt(runner, tokens, slot, plan.num_blocks)
+        try:
+            run_prompt(runner, tokens, slot, plan.num_blocks)
+        except Exception as error:
+            what = f"a prompt of {tokens} tokens{' with an adapter' if slot else ''}"
+            raise EngineError(f"{what}, tried before the server listens: {type(error).__name__}: {error}") from error
     progress(stage, len(todo), len(todo))
 
 

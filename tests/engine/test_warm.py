@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.build import warm
 from engine.build.warm import run_prompt
+from engine.config import EngineConfig
+from engine.errors import EngineError, ExpertBackendError
+from engine.steps.runner import ModelRunner
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import BACKENDS, prompts
 
@@ -36,3 +44,30 @@ def test_prompts_without_a_valid_token_change_nothing(family, backend):
     for name, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
         family.expect(name, prompt, tokens)
     engine.close()
+
+
+def test_what_fails_in_a_prompt_is_said_with_it(monkeypatch):
+    """On a GPU; here what would run there is not."""
+    ran: list[tuple[int, int]] = []
+
+    def run(runner: ModelRunner, tokens: int, slot: int, scratch_block: int) -> None:
+        ran.append((tokens, slot))
+        if ran[-1] == (320, 1):
+            raise ExpertBackendError("no room")
+
+    def prompts_of(tokens: int, slots: int, chunks: bool) -> list[tuple[int, int]]:
+        ran.clear()
+        plan: Any = SimpleNamespace(token_budget=tokens, max_model_len=8192, num_blocks=4, placement=None)
+        plan.config = EngineConfig(max_adapter_slots=slots)
+        monkeypatch.setattr(warm, "computes_chunks", lambda placement: chunks)
+        runner: Any = SimpleNamespace(device=torch.device("cuda"))
+        warm.warm_up(runner, plan, lambda *_: None)
+        return list(ran)
+
+    monkeypatch.setattr(warm, "run_prompt", run)
+    assert prompts_of(8192, 0, True) == [(n, 0) for n in (5, 48, 320, 2048, 8192)]
+    assert prompts_of(47, 2, True) == [(5, 0), (5, 1)]
+    assert prompts_of(512, 1, False) == [(n, slot) for n in (5, 48) for slot in (0, 1)]
+    said = "a prompt of 320 tokens with an adapter, tried before the server listens: ExpertBackendError: no room"
+    with pytest.raises(EngineError, match=said):
+        prompts_of(512, 1, True)
