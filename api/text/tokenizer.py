@@ -15,7 +15,7 @@ from api.text.bytelevel import byte_level_tokenizer, token_bytes
 from api.text.control import Rendered, guarding_characters, hide
 from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
 from api.text.template import ChatTemplate
-from engine.errors import ModelFileError, UserError
+from engine.errors import ModelFileError, UserError, shown
 from engine.messages import SetVocabulary
 from engine.weights.gguf.file import find_gguf, open_gguf
 from engine.weights.json_file import read_json
@@ -338,4 +338,6 @@ def _template_source(
         source = named.get("default")
     if source is None:
         source = metadata.get("tokenizer.chat_template")
-    return str(source) if source is not None else None
+    if not (source is None or isinstance(source, str)):
+        raise ModelFileError(f"{folder}: chat_template is {shown(source)}; allowed is a template's text", "model")
+    return source

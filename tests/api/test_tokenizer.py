@@ -161,6 +161,15 @@ def test_template_sources(tmp_path: Path) -> None:
     assert rendered(chat_template=tmp_path / "mine.jinja") == "mine"
 
 
+@pytest.mark.parametrize("value", [5, False, {}, {"default": "x"}, [{"name": "default", "template": {}}]], ids=str)
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path, value: object) -> None:
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        (tmp_path / name).write_text(json.dumps({"chat_template": value}))
+        with pytest.raises(UserError, match="chat_template is .*; allowed is a template's text"):
+            load_tokenizer(tmp_path)
+
+
 def test_no_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--skip-tokenizer"):
         load_tokenizer(tmp_path)
