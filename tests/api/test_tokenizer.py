@@ -166,7 +166,7 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path, value: object) ->
     tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
     for name in ("tokenizer_config.json", "chat_template.json"):
         (tmp_path / name).write_text(json.dumps({"chat_template": value}))
-        with pytest.raises(UserError, match="chat_template is .*; allowed is a template's text"):
+        with pytest.raises(UserError, match=r"chat_template is .*; allowed is a template's text"):
             load_tokenizer(tmp_path)
 
 
