@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
 
-from api.text.bytelevel import byte_level_tokenizer, token_bytes
+from api.text.bytelevel import byte_level_tokenizer, byte_of_char, token_bytes
 from api.text.control import Rendered, guarding_characters, hide
 from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
 from api.text.template import ChatTemplate
@@ -247,7 +247,10 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
     if not (vocab_path.is_file() and merges_path.is_file()):
         return None
     vocab = read_json(vocab_path)
-    tokens = sorted(vocab, key=lambda token: int(vocab[token]))
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    if [vocab[token] for token in tokens] != list(range(len(tokens))):
+        raise ModelFileError(f"{vocab_path}: the ids of {len(tokens)} tokens are not 0 to {len(tokens) - 1}", "model")
+    _check_bytes(tokens, vocab_path)
     lines = read_text(merges_path).splitlines()
     merges = [_merge(line, merges_path) for line in lines if line and not line.startswith("#version")]
     backend = byte_level_tokenizer(tokens, merges, [])
@@ -284,6 +287,7 @@ def _from_gguf(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[
     tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
     if len(set(tokens)) != len(tokens):
         raise ModelFileError("the GGUF file's tokenizer.ggml.tokens has equal entries", "model")
+    _check_bytes(tokens, "tokenizer.ggml.tokens")
     types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ModelFileError(f"the GGUF file has {len(tokens)} tokens but {len(types)} token types", "model")
@@ -300,6 +304,12 @@ def _from_gguf(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[
             special[name] = tokens[int(index)]
     bos = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token") else None
     return byte_level_tokenizer(tokens, merges, added, bos_token=bos), special
+
+
+def _check_bytes(tokens: list[str], where: Path | str) -> None:
+    """A byte without a token would vanish from every text."""
+    if missing := len(byte_of_char().keys() - set(tokens)):
+        raise ModelFileError(f"{where}: {missing} of the 256 bytes have no token", "model")
 
 
 def _merge(line: str, where: Path | str) -> tuple[str, str]:

@@ -170,6 +170,24 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path, value: object) ->
             load_tokenizer(tmp_path)
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(["hole", "twice", "late", "byte"]), st.integers(0, 255))
+def test_ids_that_are_not_those_of_the_file_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, change: str, at: int
+) -> None:
+    folder = tmp_path_factory.mktemp("vocab")
+    tokens = [*byte_of_char(), "".join(MERGES[0])]
+    ids = {token: i + (change == "late" or (change == "hole" and i > at)) for i, token in enumerate(tokens)}
+    if change == "twice":
+        ids[tokens[at]] += 1
+    if change == "byte":
+        ids["<other>"] = ids.pop(tokens[at])
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    (folder / "merges.txt").write_text("")
+    with pytest.raises(UserError, match="1 of the 256 bytes have no token" if change == "byte" else "are not 0 to 256"):
+        load_tokenizer(folder)
+
+
 def test_no_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--skip-tokenizer"):
         load_tokenizer(tmp_path)
