@@ -155,6 +155,40 @@ def test_ranks_that_cannot_share_memory_leave_nothing(tmp_path: Path):
     assert store.timeout == timedelta(seconds=7)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_share_memory_are_waited_for_with_a_limit(tmp_path: Path, monkeypatch, fails: bool):
+    """By torch's store, and where torch itself waits without end, by the end of the process."""
+    store = dist.FileStore(str(tmp_path / "ranks"), 1)
+    store.set_timeout(timedelta(seconds=7))
+    armed: list[bool] = []
+
+    class Memory:
+        @staticmethod
+        def empty_strided_p2p(size, stride, dtype, device, name) -> torch.Tensor:
+            return torch.ones(size, dtype=dtype)
+
+        @staticmethod
+        def rendezvous(own: torch.Tensor, name: str) -> Any:
+            assert not own.any() and armed == [True] and store.timeout == timedelta(seconds=60)
+            if fails:
+                raise RuntimeError("no room")
+            return SimpleNamespace(get_buffer=lambda rank, size, dtype: torch.full((2,), rank))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, exit, file: armed.append(exit))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", armed.clear)
+    meeting = sums.Meeting(str(tmp_path), store, 1, 3, torch.device("cpu"))
+    monkeypatch.setattr(sums.dist, "_SymmetricMemory", Memory)
+    if fails:
+        with pytest.raises(RuntimeError, match="no room"):
+            meeting.cells()
+    else:
+        first, own, last = meeting.cells()
+        assert len(own) == PeerSums.size_of(3) and (first == 0).all() and (last == 2).all()
+    assert not armed and store.timeout == timedelta(seconds=7)
+    meeting.close()
+
+
 def sum_of_three(spoil: Callable[[int, torch.Tensor], object]) -> Callable[[torch.Tensor], torch.Tensor]:
     """What rank 1 is given, from sums that were recorded of all; `spoil` gets the round's number and its sum."""
     given: list[list[torch.Tensor]] = []

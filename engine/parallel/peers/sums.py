@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 from collections.abc import Sequence
@@ -90,16 +91,20 @@ class Meeting:
         self._held: list[Any] = []
 
     def cells(self) -> list[torch.Tensor]:
-        """int64, of each rank. Waits a minute for all of them; RuntimeError where memory cannot be shared."""
+        """int64, of each rank. Waits a minute for all of them; RuntimeError where memory cannot be shared. Ends the
+        process where torch waits longer, for a rank that has begun and not gone on."""
         memory, count = dist._SymmetricMemory, PeerSums.size_of(self._size)
         own = memory.empty_strided_p2p([count], [1], torch.int64, self._device, self._name)
         own.zero_()
         torch.cuda.synchronize(self._device)
         usual = self._store.timeout
         self._store.set_timeout(timedelta(seconds=_MEETING_S))
+        # torch keeps the interpreter's lock meanwhile: no thread of ours could end a process that waits for a dead rank
+        faulthandler.dump_traceback_later(2 * _MEETING_S, exit=True, file=2)
         try:
             seen = memory.rendezvous(own, self._name)
         finally:
+            faulthandler.cancel_dump_traceback_later()
             self._store.set_timeout(usual)
         self._held = [own, seen]
         each = [seen.get_buffer(rank, [count], torch.int64) for rank in range(self._size)]
