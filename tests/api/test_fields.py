@@ -52,6 +52,22 @@ def test_the_supported_fields_are_the_models(kind: type[Body]) -> None:
     assert all(field.note for field in table.values())
 
 
+@pytest.mark.parametrize("value", [{"?": 1}, [[]], "?", 1.5, True], ids=str)
+@pytest.mark.parametrize("kind", list(LEAST))
+def test_messages_about_values_of_another_type_name_field_and_value(kind: type[Body], value: Any) -> None:
+    refused = 0
+    for name in names_of(kind):
+        try:
+            parse(kind, body(kind, **{name: value}))
+        except ApiError as error:
+            refused += 1
+            assert name in error.message and (error.param or "").split(".")[0].split("[")[0] == name
+            assert not any(word in error.message for word in ("dictionary", "instance of", "after validation"))
+            if "input should be" in error.message:
+                assert f"got {value!r}" in error.message or error.param != name
+    assert refused > 2
+
+
 def test_the_page_is_current() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == updated(page), "run python -m api.http.fields.reference"

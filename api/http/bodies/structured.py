@@ -53,9 +53,16 @@ class ResponseFormat(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> ResponseFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise bad_request(f"response_format of type {self.type!r}: json_schema belongs to 'json_schema' alone",
-                              "response_format")  # fmt: skip
+        if self.type == "json_schema" and self.json_schema is None:
+            raise bad_request(
+                'response_format.json_schema: type \'json_schema\' needs it: {"name": ..., "schema": {...}}',
+                "response_format.json_schema",
+            )
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise bad_request(
+                f"response_format.json_schema is only allowed with type 'json_schema', the type is {self.type!r}",
+                "response_format.json_schema",
+            )
         if self.schema_ is not None and self.type != "json_object":
             raise bad_request("response_format.schema is only allowed with type 'json_object'", "response_format")
         return self

@@ -21,6 +21,8 @@ from api.http.fields.tables import fields_of, parts_of
 _MAX_FIELDS = 256
 _MAX_NAME = 100  # characters of a field's name that are looked at and shown
 _MAX_DIGITS = 40
+_OF_PARTS = ("value_error", "too_long", "too_short")  # what is wrong is in the value, or how many it has
+_NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 
 _Model = TypeVar("_Model", bound=Body)
 
@@ -142,9 +144,12 @@ def readable(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     location = [str(part)[:_MAX_NAME] for part in first["loc"]]
     name = ".".join(location) or None
-    text = first["msg"].removeprefix("Value error, ")
-    given = first["input"]
-    shown = "" if isinstance(given, dict | list) or first["type"] == "missing" else f", got {shortened(given)}"
+    kind, given = first["type"], first["input"]
+    text = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    if kind in _NO_OBJECT:
+        text = "input should be an object"
+    whole = isinstance(given, dict | list) and kind in _OF_PARTS
+    shown = "" if whole or kind == "missing" else f", got {shortened(given)}"
     if name is None:
         return bad_request(text)
     return bad_request(f"{name}: {text[:1].lower()}{text[1:]}{shown}", name)
