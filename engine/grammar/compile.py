@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_TEXT = 2**18  # characters of a grammar
 _MAX_MESSAGE = 500
 _MAX_PLACES = 2000  # subschemas that are looked at for the place of an error
+_ONE_OF = "the branches of oneOf may overlap, which is not supported: write anyOf, or branches that exclude each other"
 # These come before what a schema says itself (`x-guidance`). Whitespace is bounded: a model may write nothing else.
 _JSON: JsonCompileOptions = {
     "lenient": False,
@@ -90,7 +91,7 @@ def check(spec: GrammarSpec) -> None:
     failed, notes = LLMatcher.validate_grammar_with_warnings(_source(spec), limits=limits())
     if failed:
         place = _place(spec.text, notes[0]) if spec.kind == "json_schema" else ""
-        raise _wrong(spec, f"{place}{notes[0]}")
+        raise _wrong(spec, place + (_ONE_OF if "coerce_one_of" in notes[0] else notes[0]))
 
 
 def matcher_of(spec: GrammarSpec, tokenizer: LLTokenizer) -> LLMatcher:
@@ -120,7 +121,8 @@ def _read(spec: GrammarSpec) -> object:
 
     match spec.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(spec.text, overrides=_JSON)
+            schema = {"true": "{}", "false": '{"enum": []}'}.get(spec.text, spec.text)  # the options need an object
+            return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
         case "regex":  # \d, \w and \s are ASCII's, which every dialect's hold
             return LLMatcher.grammar_from_regex(regex_to_lark(spec.text, "dws"))
         case "choice":

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.errors import UserError
+from engine.grammar.compile import check
 from engine.messages import Abort, Cancelled, Failed, Finished, GrammarSpec, Refused
 from tests.grammar.conftest import END, THINK, THOUGHT, Writer
 
@@ -81,6 +83,7 @@ def test_output_cut_inside_a_grammar_ended_by_length(writer: Writer) -> None:
         (GrammarSpec("lark", "start: <no_such_token>"), {}, "grammar"),
         (GrammarSpec("json_schema", '{"type": "strin"}'), {}, "grammar"),
         (GrammarSpec("json_schema", "{"), {}, "grammar"),
+        (GrammarSpec("json_schema", "false"), {}, "grammar"),
         (GrammarSpec("regex", "a", after=300), {}, "grammar"),
         (GrammarSpec("regex", "a", after=THOUGHT, opens=300), {}, "grammar"),
         (GrammarSpec("regex", "a", opens=THINK), {}, "grammar"),
@@ -94,6 +97,19 @@ def test_what_cannot_be_followed_is_refused(
     writer.run()
     end = writer.results[rid].end
     assert isinstance(end, Refused) and (end.status, end.field) == (400, field), end
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (False, "Unsatisfiable"),
+        ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "#/properties/a: .* anyOf"),
+        ({"items": {"not": {}}}, "#/items: .*not"),
+    ],
+)
+def test_messages_about_schemas(schema: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(GrammarSpec("json_schema", json.dumps(schema)))
 
 
 def test_restrictions_that_leave_nothing_fail_their_request_alone(writer: Writer) -> None:

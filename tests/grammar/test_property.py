@@ -55,8 +55,11 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 _PLAIN = st.recursive(SCALARS, _containers, max_leaves=5)
-SCHEMAS = _PLAIN | _PLAIN.map(lambda inner: {"$defs": {"d": inner}, "type": "array", "items": {"$ref": "#/$defs/d"},
-                                             "maxItems": 2})  # fmt: skip
+SCHEMAS = (
+    st.just(True)
+    | _PLAIN
+    | _PLAIN.map(lambda inner: {"$defs": {"d": inner}, "type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 2})
+)
 SAMPLING = st.fixed_dictionaries(
     {"temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]), "seed": st.integers(0, 2**31)},
     optional={
