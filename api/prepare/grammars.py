@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 
-from api.errors import bad_request
+from api.errors import ApiError, bad_request
 from api.http.bodies.structured import StructuredOutput, grammar_of
+from api.text.calls.definitions import ToolUse
 from engine.errors import UserError
 from engine.grammar.compile import check
 from engine.messages import GrammarSpec
@@ -22,6 +24,20 @@ class Grammars:
     def of(self, body: StructuredOutput) -> GrammarSpec | None:
         """What a body asks for. Raises ApiError, with the place of what is wrong."""
         return self.checked(grammar_of(body))
+
+    def of_chat(self, spec: GrammarSpec | None, use: ToolUse | None) -> GrammarSpec | None:
+        """A chat's grammar, which may be made of its tools' schemas. Raises ApiError that names the tool."""
+        try:
+            return self.checked(spec)
+        except ApiError as error:
+            for i, tool in enumerate(() if use is None else use.tools):
+                if use is not None and tool in use.callable and (use.must or tool.strict):
+                    schema = json.dumps(tool.parameters, ensure_ascii=False)
+                    try:
+                        check(GrammarSpec("json_schema", schema, field=f"tools[{i}].function.parameters"))
+                    except UserError as wrong:
+                        raise bad_request(str(wrong), error.param, error.code) from None
+            raise
 
     def checked(self, spec: GrammarSpec | None) -> GrammarSpec | None:
         """The same. Raises ApiError if it is none."""

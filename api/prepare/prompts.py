@@ -135,7 +135,7 @@ class Preparer:
             [_packed(ids)],
             [_last_said(body)] if body.echo else [],
             bad_words=self._bad_words(body),
-            grammar=self._grammars.checked(chat.grammar),
+            grammar=self._grammars.of_chat(chat.grammar, body.use),
             reading=Reading(chat.layout, chat.thinking, functions=bool(body.functions)),
         )
 

@@ -181,6 +181,17 @@ def test_mistakes_are_400(qwen: Running, fields: dict[str, Any], param: str) -> 
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "odd"}}])
+def test_the_wrong_schema_among_those_of_tools_is_named(qwen: Running, choice: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"not": {}}}}
+    odd = {"type": "function", "function": {"name": "odd", "parameters": schema, "strict": choice == "auto"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        say(qwen, "x", tools=[WEATHER, odd], tool_choice=choice)
+    assert caught.value.param == "tools" and caught.value.code == "invalid_grammar"
+    message = caught.value.body["message"]  # type: ignore[index,call-overload]
+    assert message == 'tools[1].function.parameters: #/properties/b: Unimplemented keys: ["not"]'
+
+
 def test_reasoning_is_apart(qwen: Running) -> None:
     text = "<think>\nHm.\n</think>\n\nYes."
     message = say(qwen, text).choices[0].message
