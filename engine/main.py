@@ -131,7 +131,7 @@ def _inspect(config: EngineConfig, path: str) -> int:
 
         model = open_model(config.model, config.gguf).config
     try:
-        print(describe(path, model, opened=limit_this_process()))
+        print(describe(path, model, max_rank=config.max_adapter_rank, opened=limit_this_process()))
     except Exception as error:
         if out_of_memory(error):
             raise UserError(f"{path}: it {NO_MEMORY}", "path") from error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.lora.files.inspect import describe
+from engine.lora.reading import process
+from engine.main import main
 from tests.lora import make
 
 CONFIG = make.model_config()
@@ -109,3 +112,17 @@ def test_manifest_that_does_not_hold(tmp_path: Path) -> None:
         said[-1]
         == "refused    kt_adapter_manifest.json: status is 'writing', not 'ready': the trainer did not finish writing"
     )
+
+
+@pytest.mark.parametrize("rank", [64, 65])
+def test_a_rank_that_serving_refuses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    monkeypatch.setattr(process, "limit_this_process", lambda: lambda num_bytes: None)
+    model, path = make.SAMPLES / "base-model", tmp_path / "adapter"
+    weights = make.random_adapter(make.sample_config(), rank=rank, experts=False)
+    make.write(path, make.linear_keys(weights), make.lora_config(rank=rank))
+    assert main(["inspect", str(path), "--config-json", json.dumps({"model": str(model)})]) == 0
+    said = capsys.readouterr().out
+    assert f"served     yes: rank {rank}" in said or f"rank {rank} is over --max-adapter-rank 64" in said
+    assert ("served     yes" in said) == (rank <= 64)
