@@ -100,7 +100,7 @@ def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[st
     if serve.generation_config == "auto":
         model = Path(engine.model)
         path = (model if model.is_dir() else model.parent) / "generation_config.json"
-        if not path.is_file():
+        if not os.path.isfile(path):  # False for a folder that may not be looked into: the engine refuses that
             return {}, []
     else:
         path = existing(serve.generation_config, "generation-config")

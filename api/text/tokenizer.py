@@ -224,6 +224,8 @@ def _faults_of(place: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except OSError as error:
+        raise ModelFileError(f"{error.filename or place}: cannot be read: {error.strerror}", "model") from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

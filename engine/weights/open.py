@@ -23,7 +23,13 @@ def open_model(model: str, gguf: str | None = None) -> WeightSource:
     configuration. A folder's config.json goes before GGUF metadata. Raises UserError for a path that leads nowhere,
     ModelFileError for files that cannot be served.
     """
-    path = _existing(model, "model")
+    try:
+        return _open(_existing(model, "model"), gguf)
+    except OSError as error:  # of a folder that may not be looked into, say
+        raise ModelFileError(f"{error.filename or model}: cannot be read: {error.strerror}", "model") from error
+
+
+def _open(path: Path, gguf: str | None) -> WeightSource:
     config = _folder_config(path)
     if gguf is not None:
         if config is None:

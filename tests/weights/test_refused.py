@@ -13,6 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from api.client.launch import sampling_defaults
+from api.config import ServeConfig
+from api.text.tokenizer import load_tokenizer
+from engine.config import EngineConfig
 from engine.errors import ModelFileError, UserError
 from engine.weights.gguf.file import open_gguf
 from engine.weights.open import open_model
@@ -315,6 +319,20 @@ def test_paths_that_cannot_be(path: str) -> None:
     with pytest.raises(UserError) as caught:
         open_model(path)
     assert caught.value.field == "model" and len(str(caught.value)) < 500
+
+
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
+    """Of any error but that there is no such file: here names that become too long."""
+    folder = tmp_path
+    while len(str(folder)) < 3880:
+        folder /= "y" * 200
+    folder /= "y" * (4090 - len(str(folder)) - 1)
+    folder.mkdir(parents=True)
+    said = "cannot be read: File name too long"
+    assert f"{folder}" in refusal(folder) and said in refusal(folder)
+    with pytest.raises(ModelFileError, match=said):
+        load_tokenizer(folder)
+    assert sampling_defaults(EngineConfig(model=str(folder)), ServeConfig()) == ({}, [])
 
 
 def test_config_files(tmp_path: Path) -> None:
