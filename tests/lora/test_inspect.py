@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.lora.files.folder import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE
 from engine.lora.files.inspect import describe
 from engine.lora.reading import process
 from engine.main import main
@@ -112,6 +114,24 @@ def test_manifest_that_does_not_hold(tmp_path: Path) -> None:
         said[-1]
         == "refused    kt_adapter_manifest.json: status is 'writing', not 'ready': the trainer did not finish writing"
     )
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "/dev/zero", "/nowhere", "empty"])
+@pytest.mark.parametrize("name", [*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE, CONFIG_FILE, MANIFEST_FILE])
+def test_what_is_no_file_is_a_refusal(tmp_path: Path, name: str, kind: str) -> None:
+    held = make.linear_keys(WEIGHTS)
+    path = make.write(tmp_path, held, make.lora_config(), binary=name.endswith(".bin"))
+    (path / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (path / name).mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path / name)
+    elif kind == "empty":
+        (path / name).touch()
+    else:
+        (path / name).symlink_to(kind)
+    last = lines(path)[-1]
+    assert last.startswith("refused    ") and name in last
 
 
 @pytest.mark.parametrize("rank", [64, 65])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from engine.architectures.registry import ARCHITECTURES, architecture_of
-from engine.errors import AdapterError
+from engine.errors import AdapterError, ModelFileError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.files.detect import PROJECTIONS, Halves, Layout, sort_keys
 from engine.lora.files.folder import KEYS_SHOWN, AdapterFiles, Entry
@@ -39,16 +39,20 @@ def describe(
 ) -> str:
     """Several lines on the adapter in `path`: form, rank, scale, modules, layers, experts, bytes, warnings and
     whether the base `config` can serve it, or why not. Without `config` headers, settings and manifest are checked,
-    but not the values and not the fit. `opened` as `read_adapter` has it. Never raises AdapterError: the reason is part
-    of the text."""
+    but not the values and not the fit. `opened` as `read_adapter` has it. Raises nothing for what the folder holds: the
+    reason is part of the text."""
     name = Path(path).name or str(path)
     lines = [f"adapter    {path}"]
     error: AdapterError | None = None
     try:
         with AdapterFiles(path, opened) as files:
             error = _folder(files, lines, config)
-    except (AdapterError, OSError) as failed:
-        error = failed if isinstance(failed, AdapterError) else AdapterError(f"cannot be read: {failed}")
+    except AdapterError as failed:
+        error = failed
+    except ModelFileError as failed:
+        error = AdapterError(str(failed))
+    except OSError as failed:
+        error = AdapterError(f"cannot be read: {failed}")
     weights = None
     if error is None and config is not None:
         try:
