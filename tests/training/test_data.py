@@ -16,7 +16,7 @@ from api.text.tokenizer import Tokenizer, load_tokenizer
 from demo.paths import demo_model
 from testing.models.tiny import tiny_model
 from training.config import TrainConfig
-from training.data import IGNORED, DataError, PackedDataset, ShuffledSampler, build_datasets
+from training.data import IGNORED, DataError, PackedDataset, ShuffledSampler, build, build_datasets
 from training.data.collate import PackingCollator, PaddingCollator, PreferenceCollator
 from training.data.packing import pack
 
@@ -270,6 +270,11 @@ def test_a_bad_row_names_file_and_line(
     with pytest.raises(DataError) as error:
         build_datasets(_config(folder, text, name), demo)
     assert str(error.value).startswith(f"{folder / name}{place}: ") and said in str(error.value)
+
+
+def test_a_template_that_is_not_there_is_named_by_its_setting(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"template .*none\.jinja: no such file"):
+        build.load_tokenizer(_config(folder, _GOOD, template=str(folder / "none.jinja")))
 
 
 def test_over_long_samples(folder: Path, demo: Tokenizer) -> None:

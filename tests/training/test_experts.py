@@ -18,6 +18,7 @@ from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch
 from tests.native.expert_layers import run as serve
 from tests.native.isas import ISAS
 from tests.training.expert_layers import BATCHES, PackedLayer, Step, assert_within, errors, run
+from training.experts.base import ExpertLora, TrainableExperts
 from training.experts.native import trainable_layers
 
 POOL = _native.WorkerPool([[0], [1]])
@@ -170,6 +171,54 @@ def test_adapters_together_and_alone(isa: str, rows: int, ranks: list[int], seed
             name: value[mine] if name in ("out", "hidden", "weights") else value for name, value in together.items()
         }
         assert_within(errors({name: beside[name] for name in alone}, alone, part), 1e-6, 1e-6)
+
+
+def _forward(experts: TrainableExperts, step: Step, loras: dict[int, ExpertLora]) -> tuple[torch.Tensor, list[Any]]:
+    """The output, and what has a gradient."""
+    leaves = [step.hidden.clone().requires_grad_(), step.weights.clone().requires_grad_()]
+    out = experts.forward(leaves[0], step.ids, leaves[1], step.slots, loras)
+    return out, [*leaves, *(matrix for slot in set(step.slots.tolist()) - {0} for matrix in loras[slot].matrices())]
+
+
+def _shifted(matrix: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, `by` floats behind where memory of torch begins."""
+    memory = torch.empty(matrix.numel() + by)
+    return memory[by:].view(matrix.shape).copy_(matrix)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["f32", "bf16"])
+@DRAWN
+@given(
+    rows=st.lists(st.integers(1, 40), min_size=2, max_size=3),
+    ranks=st.lists(st.integers(1, 64), min_size=1, max_size=3),
+    keep=st.booleans(),
+    shift=st.integers(0, 15),
+    data=st.data(),
+)
+def test_steps_in_flight(
+    name: str, isa: str, rows: list[int], ranks: list[int], keep: bool, shift: int, data: Any
+) -> None:
+    """Forwards of several batches over one trainer before their backwards, in any order, and LoRA anywhere in memory:
+    the bits of each batch alone."""
+    layer, dtype = PLAIN[name], F32 if name == "f32" else BF16
+    torch.manual_seed(sum(rows))
+    loras = {slot: layer.lora(rank) for slot, rank in enumerate(ranks, 1)}
+    chosen = st.lists(st.integers(0, len(ranks)), min_size=1, unique=True)
+    steps = [Step.draw(count, 2, layer, data.draw(chosen), dtype, i) for i, count in enumerate(rows)]
+    experts = layer.native(isa, keep)
+    want = []
+    for step in steps:
+        out, leaves = _forward(experts, step, loras)
+        want.append([out, *torch.autograd.grad(out, leaves, step.grad_out)])
+    for lora in loras.values():
+        for matrix in lora.matrices():
+            matrix.data = _shifted(matrix.data, shift)
+    begun = [_forward(experts, step, loras) for step in steps]
+    for i in data.draw(st.permutations(range(len(steps)))):
+        out, leaves = begun[i]
+        for got, wanted in zip([out, *torch.autograd.grad(out, leaves, steps[i].grad_out)], want[i], strict=True):
+            assert torch.equal(got, wanted)
 
 
 def test_as_served() -> None:

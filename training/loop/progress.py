@@ -32,7 +32,9 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
     def on_train_begin(self, args: TrainingArguments | None, state: TrainerState, control: Any, **_: Any) -> None:
         self._begun = self._last = (time.monotonic(), state.num_input_tokens_seen, state.global_step)
         kept = [record for record in read_log(self._path) if record["step"] <= state.global_step]
-        self._path.write_text("".join(json.dumps(record) + "\n" for record in kept if state.global_step))
+        partial = self._path.with_name(f".{LOG}.partial")  # a kill in between leaves the old log
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept if state.global_step))
+        partial.replace(self._path)
 
     def on_log(
         self, args: TrainingArguments | None, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any
