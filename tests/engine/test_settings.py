@@ -21,9 +21,11 @@ from engine.errors import UserError
 from native import available
 from rules.choice import Choice
 from testing.models.tiny import save_hf, tiny_model
+from tests.lora.make import SAMPLES
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1])
 REFERENCE = {"rules": "reference"}
+ADAPTER = f"a={SAMPLES / 'kt_peft_perexpert'}"
 NUMBERS = [s for s in settings_of(EngineConfig) + settings_of(ServeConfig) if s.kind in (int, float)]
 
 # Wherever these are given they are obeyed, or the engine does not start for another reason.
@@ -47,7 +49,7 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "measure_bandwidth": ({"measure_bandwidth": True}, {"measure_bandwidth": True, **REFERENCE}),
     "kv_disk_dir": ({"kv_disk_dir": "somewhere", "kv_disk": "1GiB"}, {"kv_disk_dir": "somewhere"}),
     "cuda_graphs": ({"cuda_graphs": "padded"}, {"cuda_graphs": "off"}),
-    "expert_scaling": ({"expert_scaling": "alpha/r", "adapters": ["a=/x"]}, {"expert_scaling": "alpha/r"}),
+    "expert_scaling": ({"expert_scaling": "alpha/r", "adapters": [ADAPTER]}, {"expert_scaling": "alpha/r"}),
     "adapter_memory": ({"adapter_memory": "1GiB"}, {"adapter_memory": "1GiB", "max_adapter_slots": 0}),
     "max_adapter_rank": ({"max_adapter_rank": 8}, {"max_adapter_rank": 8, "max_adapter_slots": 0}),
     "expert_backend": ({"expert_backend": "native"}, {}),
