@@ -107,12 +107,14 @@ class PackCache:
                     return self._stale(path, "its checksum")
         except FileNotFoundError:
             return False
+        except (PermissionError, NotADirectoryError) as error:  # of the folder
+            return self._stale(path, str(error), every=False)
         except (OSError, RuntimeError) as error:
             return self._stale(path, str(error))
         return True
 
     def _stale(self, path: Path, why: str, *, every: bool = True) -> bool:
-        """`every`: to be said of each file; settings and versions make all of them stale at once."""
+        """`every`: to be said of each file; settings, versions and the folder make all of them stale at once."""
         log.log(
             logging.WARNING if every or not self._outdated else logging.DEBUG,
             "packed weights %s do not match (%s): packing again%s",

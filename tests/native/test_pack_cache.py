@@ -231,6 +231,14 @@ def test_other_folders_are_named_and_kept(pool: Any, tmp_path: Path) -> None:
     assert "m-old" in new.report()[1] and (tmp_path / "m-old" / "model.o_proj.ktpack").exists()
 
 
+def test_a_folder_that_is_none_is_said_once(pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = PackCache(tmp_path / "file")
+    for seed in (1, 2, 3):
+        projection(pool, cache, seed=seed)
+    assert caplog.text.count("packing again") == 1 and caplog.text.count("are not cached") == 1
+
+
 def test_a_full_disk_is_said_once_and_costs_only_the_cache(
     pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
