@@ -68,6 +68,18 @@ def test_messages_about_values_of_another_type_name_field_and_value(kind: type[B
     assert refused > 2
 
 
+@pytest.mark.parametrize("kind", list(LEAST))
+def test_lists_may_be_as_long_as_the_page_says(kind: type[Body]) -> None:
+    for name, schema in kind.model_json_schema()["properties"].items():
+        for form in schema.get("anyOf", [schema]):
+            item = {"string": "a", "integer": 1}.get(form.get("items", {}).get("type"))
+            if item is not None and name not in ("prompt", "tokens"):  # how many those may be is said elsewhere
+                most = form.get("maxItems", 2000)
+                parse(kind, body(kind, **{name: [item] * most}))
+                with pytest.raises(ApiError, match=name):
+                    parse(kind, body(kind, **{name: [item] * (most + 1) if "maxItems" in form else [[]]}))
+
+
 def test_the_page_is_current() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == updated(page), "run python -m api.http.fields.reference"

@@ -20,7 +20,7 @@ GENERATION = (
     supported("presence_penalty", "taken off the logits of tokens that the output has"),
     supported("frequency_penalty", "the same, times how often it has them"),
     supported("repetition_penalty", "divides or multiplies the logits of tokens of prompt and output; 1: off"),
-    supported("logit_bias", "token id -> what is added to its logit"),
+    supported("logit_bias", "token id -> what is added to its logit, from -100 to 100"),
     supported("bad_words", "texts that never come"),
     supported("allowed_token_ids", "the only tokens that come"),
     supported("stream", "server-sent events"),

@@ -11,8 +11,15 @@ from api.http.fields.field import Field, Status
 from api.http.fields.tables import TABLES, Table
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
-_BOUNDS = (("minimum", "from {}"), ("maximum", "to {}"), ("exclusiveMaximum", "below {}"), ("maxLength", "at most {}"))
-_MANY = (("minItems", "at least {}"), ("maxItems", "at most {}"), ("maxProperties", "at most {}"))
+_BOUNDS = (
+    ("minimum", " from {}"),
+    ("maximum", " to {}"),
+    ("exclusiveMaximum", " below {}"),
+    ("maxLength", " of at most {} characters"),
+    ("minItems", ", at least {}"),
+    ("maxItems", ", at most {}"),
+    ("maxProperties", " of at most {} fields"),
+)
 
 
 def tables() -> dict[str, str]:
@@ -55,9 +62,10 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(f"`{json.dumps(one)}`" for one in schema["enum"])
     kind = schema.get("type", "anything")
+    if isinstance(kind, list):
+        return " or ".join(kind)
     text = f"list of {_type(schema['items'])}" if "items" in schema else str(kind)
-    bounds = [form.format(_shown(schema[key])) for key, form in (*_BOUNDS, *_MANY) if key in schema]
-    return " ".join([text, *bounds])
+    return text + "".join(form.format(_shown(schema[key])) for key, form in _BOUNDS if key in schema)
 
 
 def _shown(bound: float) -> str:
