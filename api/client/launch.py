@@ -112,7 +112,7 @@ def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[st
     try:
         ChatOptions.model_validate({"model": "", **defaults})
     except ValidationError as error:
-        raise UserError(f"{path}: {readable(error)}", "generation_config") from None
+        raise UserError(f"{path}: {readable(error, content)}", "generation_config") from None
     if not defaults:
         return {}, []
     shown = ", ".join(f"{name} {value}" for name, value in defaults.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,7 +26,12 @@ from api.http.bodies.values import (
     Temperature,
 )
 
-LOGPROBS = "message.output_text.logprobs"  # that a response may include
+LOGPROBS: Final = "message.output_text.logprobs"
+Included = Literal[  # what OpenAI's responses may include: reasoning is given as it is, and there are no other tools
+    "message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
+    "web_search_call.results", "web_search_call.action.sources", "file_search_call.results",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+]  # fmt: skip
 
 
 class Thinking(Body):
@@ -103,7 +108,7 @@ class ResponsesRequest(SamplingFields):
     stream: bool = False
     max_output_tokens: PositiveCount | None = None
     top_logprobs: Alternatives | None = None
-    include: list[str] = Field(default=[], max_length=16)
+    include: list[Included] = Field(default=[], max_length=16)
     tools: Definitions = Field(default=[])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True

@@ -6,12 +6,13 @@ import codecs
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from api.errors import ApiError, bad_request, shortened
 from api.http.bodies.values import Body
@@ -22,6 +23,10 @@ _MAX_FIELDS = 256
 _MAX_NAME = 100  # characters of a field's name that are looked at and shown
 _MAX_DIGITS = 40
 _OF_PARTS = ("value_error", "too_long", "too_short")  # what is wrong is in the value, or how many it has
+_OTHER_TYPE = (
+    "string_type", "list_type", "dict_type", "bool_type", "bool_parsing", "int_type", "int_parsing", "literal_error",
+    "float_type", "float_parsing", "model_type", "model_attributes_type",
+)  # fmt: skip
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 
 _Model = TypeVar("_Model", bound=Body)
@@ -56,11 +61,11 @@ def parse(kind: type[_Model], raw: bytes, notes: Notes | None = None) -> _Model:
 
 def parse_object(kind: type[_Model], content: dict[str, Any], notes: Notes | None = None) -> _Model:
     """The same of a body that has been decoded."""
-    notes = notes or Notes()
+    known = _known(kind, content, "", notes or Notes())
     try:
-        return kind.model_validate(_known(kind, content, "", notes))
+        return kind.model_validate(known)
     except ValidationError as error:
-        raise readable(error) from None
+        raise readable(error, known) from None
 
 
 def _decode(raw: bytes) -> dict[str, Any]:
@@ -139,17 +144,43 @@ def _known(kind: type[Body], body: dict[str, Any], where: str, notes: Notes) -> 
     return kept
 
 
-def readable(error: ValidationError) -> ApiError:
-    """The first of pydantic's complaints, as a sentence that names field, value and range."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    location = [str(part)[:_MAX_NAME] for part in first["loc"]]
-    name = ".".join(location) or None
+def readable(error: ValidationError, content: Any) -> ApiError:
+    """The first of pydantic's complaints about `content`, as a sentence that names field, value and range."""
+    complaints = error.errors(include_url=False, include_context=False)
+    found = [(_place(complaint["loc"], complaint["type"] == "missing", content), complaint) for complaint in complaints]
+    location, first = found[0]
+    told = [first]
+    if location != first["loc"]:  # one of several types is taken: which comes nearest?
+        members = [(place, complaint) for place, complaint in found if place[:1] == location[:1]]
+        location, first = max(members, key=lambda member: (len(member[0]), member[1]["type"] not in _OTHER_TYPE))
+        alike = [complaint for place, complaint in members if place == location and complaint["type"] in _OTHER_TYPE]
+        told = alike if first["type"] in _OTHER_TYPE else [first]
+    name = ".".join(str(part)[:_MAX_NAME] for part in location) or None
     kind, given = first["type"], first["input"]
-    text = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    if kind in _NO_OBJECT:
-        text = "input should be an object"
+    text = " or ".join(dict.fromkeys(map(_sentence, told))).replace(" or Input should be ", " or ")
     whole = isinstance(given, dict | list) and kind in _OF_PARTS
     shown = "" if whole or kind == "missing" else f", got {shortened(given)}"
     if name is None:
         return bad_request(text)
     return bad_request(f"{name}: {text[:1].lower()}{text[1:]}{shown}", name)
+
+
+def _sentence(complaint: ErrorDetails) -> str:
+    if complaint["type"] in _NO_OBJECT:
+        return "Input should be an object"
+    return complaint["msg"].removeprefix("Value error, ").replace(" after validation", "")
+
+
+def _place(location: Sequence[int | str], missing: bool, content: Any) -> tuple[int | str, ...]:
+    """Where in `content` a complaint is, of its last part if that is `missing`: pydantic names members of unions
+    between."""
+    place: list[int | str] = []
+    for part in location:
+        if isinstance(part, int):
+            inside = isinstance(content, list) and part < len(content)
+        else:
+            inside = isinstance(content, dict) and part in content
+        if inside:
+            content = content[part]
+            place.append(part)
+    return (*place, *(location[-1:] if missing else ()))
