@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import PeftModel
 
 from engine.errors import UserError
 from engine.lora.files.reader import read_adapter
@@ -176,6 +177,15 @@ def test_some_projections_alone(folders, tmp_path):
     read = read_adapter(tmp_path, open_model(str(folders / "qwen3_moe")).config, name="a")
     assert sorted(read.linears) == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     assert not read.experts[0].gate_b.any() and read.experts[0].down_b.any()
+
+
+@torch.no_grad()
+def test_pefts_own_files_are_read_again(folders, tmp_path):
+    model = draw_b(ours(folders / "qwen3_moe"))
+    model.save_pretrained(tmp_path)
+    base = load_model(str(folders / "qwen3_moe"), reference)
+    again = PeftModel.from_pretrained(base, tmp_path, config=lora_config(base, rank=4, alpha=8))
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize(
