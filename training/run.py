@@ -26,7 +26,7 @@ from training.loop.meter import Meter, make_meter
 from training.loop.progress import Progress, StopOnSignal, draw_curve
 from training.loop.resume import STATE, EarlyStop, TrainingError, check_identity, identity, opened
 from training.loop.save import save_adapter
-from training.loop.trainer import PAD, Run, checkpoints, remove_folder
+from training.loop.trainer import PAD, Run, checkpoints, remove_folder, remove_leftovers
 from training.memory.plan import plan_training
 from training.model import load_model, routed_experts
 from training.together.group import Group
@@ -69,6 +69,7 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
         trainer.add_callback(EarlyStop(config.early_stopping_steps))
     for note in _notes(trainer.model, rows):
         print(note, flush=True)
+    remove_leftovers(output)
     if checkpoint is None:
         _forget(output)
     try:
@@ -90,6 +91,7 @@ def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSi
     for member in group.members:
         trained = sum(parameter.numel() for parameter in member.parameters.values())
         print(f"{member.config.adapter_name}: {member.rows.report}; {trained:,} parameters are trained", flush=True)
+    remove_leftovers(config.output)
     if checkpoint is None:
         _forget(config.output)
     else:

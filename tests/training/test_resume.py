@@ -79,7 +79,10 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(config):
     assert outcome.stopped and not outcome.folders
     assert [path.name for path in checkpoints(config.output)] == ["checkpoint-2"]
     torch.manual_seed(99)
+    for name in (".partial/checkpoint-3", ".checkpoint-1.removed"):  # as a kill leaves them
+        (config.output / name).mkdir(parents=True)
     outcome = train(replace(config, resume_from_checkpoint="true"))
+    assert not [path.name for path in config.output.iterdir() if path.name.startswith(".")]
     assert losses(config.output) == losses(whole.output)
     files = [folder / "adapter_model.safetensors" for folder in (config.output, whole.output)]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -149,6 +149,12 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
+def remove_leftovers(output: Path) -> None:
+    """What a run that was killed had begun to write or to remove."""
+    for path in (output / _STAGE, *output.glob(".checkpoint-*.removed")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def sync_tree(folder: Path, deep: bool = True) -> None:
     """The folder's entries, and with `deep` what they hold, are on disk when this returns."""
     for path in (folder, *(folder.rglob("*") if deep else ())):
