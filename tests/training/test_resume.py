@@ -171,7 +171,6 @@ def largest_file(size: int) -> Iterator[None]:
     [
         (8_000, {}),  # the adapter of a checkpoint
         (200_000, {}),  # its optimiser
-        (60_000, {"save_strategy": "no"}),
         (60_000, {"save_strategy": "no", "adapter_format": "kt-fused"}),
     ],
 )
