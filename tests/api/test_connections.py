@@ -144,7 +144,7 @@ NO_HTTP = {  # what is no request -> the status of its answer
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n": 400,
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n": 400,
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n": 501,
-    b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000: 431,
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000: 431,
     b"GET /health HTTP/1.1\r\nHost: x\r\n": 408,
 }
 
@@ -167,9 +167,13 @@ def test_what_is_no_request_is_answered_as_other_errors(
 def test_a_body_that_breaks_after_its_answer_ends_the_connection_alone(strict: Running) -> None:
     with connect(strict) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+        answer = b""
+        while not answer.endswith(b"}}"):
+            data = connection.recv(65536)
+            assert data, answer
+            answer += data
         connection.sendall(b"ZZ\r\n")
-        assert closed(connection) == b""
+        assert answer.startswith(b"HTTP/1.1 404") and closed(connection) == b""
     served(strict)
     assert "Traceback" not in strict.stderr
 
