@@ -16,7 +16,8 @@ from engine.null.settings import is_null
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for a mistake of the user's (said in one line), 2 for `check` that found one."""
+    """Returns the exit status: 0, 1 for a mistake of the user's (said in one line), 2 for what `check` or `inspect`
+    found wrong."""
     parser = argparse.ArgumentParser(prog="ktserve engine")
     commands = parser.add_subparsers(dest="command", required=True)
     rank = commands.add_parser("rank")  # started by rank 0, of the settings of which it computes a part
@@ -131,12 +132,13 @@ def _inspect(config: EngineConfig, path: str) -> int:
 
         model = open_model(config.model, config.gguf).config
     try:
-        print(describe(path, model, max_rank=config.max_adapter_rank, opened=limit_this_process()))
+        found = describe(path, model, max_rank=config.max_adapter_rank, opened=limit_this_process())
     except Exception as error:
         if out_of_memory(error):
             raise UserError(f"{path}: it {NO_MEMORY}", "path") from error
         raise
-    return 0
+    print(found.text)
+    return 2 if found.refused else 0
 
 
 def _convert(config: EngineConfig, path: str, form: str, out: str) -> int:

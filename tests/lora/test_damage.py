@@ -69,5 +69,5 @@ def test_damaged_bytes(tmp_path_factory: pytest.TempPathFactory, form: str, whic
         served = True
     except AdapterError:
         served = False
-    last = describe(path, CONFIG).splitlines()
+    last = describe(path, CONFIG).text.splitlines()
     assert any(line.startswith("served     yes" if served else "refused") for line in last)

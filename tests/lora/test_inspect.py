@@ -20,12 +20,14 @@ WEIGHTS = make.random_adapter(CONFIG, extra=2)
 
 
 def lines(path: Path, with_base: bool = True, **kwargs: object) -> list[str]:
-    return describe(path, CONFIG if with_base else None, **kwargs).splitlines()  # type: ignore[arg-type]
+    found = describe(path, CONFIG if with_base else None, **kwargs)  # type: ignore[arg-type]
+    assert found.refused == ("\nrefused " in found.text)
+    return found.text.splitlines()
 
 
 def test_samples() -> None:
     path = make.SAMPLES / "kt_fused_all"
-    assert describe(path, make.sample_config()).splitlines() == [
+    assert describe(path, make.sample_config()).text.splitlines() == [
         f"adapter    {path}",
         "format     kt-fused: KT fused experts, with manifest",
         "trained on base",
@@ -37,7 +39,7 @@ def test_samples() -> None:
         "tensors    48, 1.0 MiB (18 bfloat16, 30 float32)",
         "served     yes: rank 8, 1.0 MiB in memory",
     ]
-    text = describe(make.SAMPLES / "kt_peft_perexpert", None)
+    text = describe(make.SAMPLES / "kt_peft_perexpert", None).text
     assert text.endswith("served     not checked against a base: give a model")
     assert "experts    gate up down: 0-15 of layers 0-2" in text
 
@@ -85,7 +87,7 @@ def test_values_and_fit_are_checked_with_a_base(tmp_path: Path) -> None:
     tensors[key] = torch.full_like(tensors[key], float("nan"))
     make.write(tmp_path, tensors, make.lora_config())
     assert "not finite" in lines(tmp_path)[-1]
-    other = describe(make.SAMPLES / "kt_fused_all", CONFIG)
+    other = describe(make.SAMPLES / "kt_fused_all", CONFIG).text
     assert "refused" in other and "no experts in the base" in other
 
 
@@ -142,7 +144,7 @@ def test_a_rank_that_serving_refuses_is_refused(
     model, path = make.SAMPLES / "base-model", tmp_path / "adapter"
     weights = make.random_adapter(make.sample_config(), rank=rank, experts=False)
     make.write(path, make.linear_keys(weights), make.lora_config(rank=rank))
-    assert main(["inspect", str(path), "--config-json", json.dumps({"model": str(model)})]) == 0
+    assert main(["inspect", str(path), "--config-json", json.dumps({"model": str(model)})]) == (0 if rank <= 64 else 2)
     said = capsys.readouterr().out
     assert f"served     yes: rank {rank}" in said or f"rank {rank} is over --max-adapter-rank 64" in said
     assert ("served     yes" in said) == (rank <= 64)

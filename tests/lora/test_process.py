@@ -197,7 +197,7 @@ def test_a_process_that_only_reads_limits_itself(folder: Path) -> None:
     code = (
         "import sys\nfrom engine.lora.files.inspect import describe\nfrom tests.lora.make import model_config\n"
         "from engine.lora.reading.process import Limits, limit_this_process\n"
-        "print(describe(sys.argv[1], model_config(), opened=limit_this_process(Limits(cpu_s=1.0))))"
+        "print(describe(sys.argv[1], model_config(), opened=limit_this_process(Limits(cpu_s=1.0))).text)"
     )
 
     def inspected() -> subprocess.CompletedProcess[str]:

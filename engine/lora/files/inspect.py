@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.architectures.registry import ARCHITECTURES, architecture_of
 from engine.errors import AdapterError, ModelFileError
@@ -29,6 +30,11 @@ _FORMS = {
 }
 
 
+class Described(NamedTuple):
+    text: str  # several lines
+    refused: bool
+
+
 def describe(
     path: str | Path,
     config: ModelConfig | None,
@@ -36,8 +42,8 @@ def describe(
     expert_scaling: str | None = None,
     max_rank: int | None = None,
     opened: Callable[[int], None] = lambda num_bytes: None,
-) -> str:
-    """Several lines on the adapter in `path`: form, rank, scale, modules, layers, experts, bytes, warnings and
+) -> Described:
+    """What is to be said of the adapter in `path`: form, rank, scale, modules, layers, experts, bytes, warnings and
     whether the base `config` can serve it, or why not. Without `config` headers, settings and manifest are checked,
     but not the values and not the fit. `opened` as `read_adapter` has it. Raises nothing for what the folder holds: the
     reason is part of the text."""
@@ -61,7 +67,8 @@ def describe(
             )
         except AdapterError as failed:
             error = failed
-    return "\n".join(dict.fromkeys([*lines, *_verdict(error, weights, config)]))  # a warning is said once
+    text = "\n".join(dict.fromkeys([*lines, *_verdict(error, weights, config)]))  # a warning is said once
+    return Described(text, error is not None)
 
 
 def _folder(files: AdapterFiles, lines: list[str], config: ModelConfig | None) -> AdapterError | None:
