@@ -73,7 +73,7 @@ def test_the_port_answers_while_the_model_loads(model_dir: Path) -> None:
             [*SERVE, str(model_dir), "--port", str(port)],
             env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
-        assert second.returncode == 1 and second.stderr.splitlines()[-1].startswith("error: cannot listen on")
+        assert second.returncode == 1 and "cannot listen on" in second.stderr.splitlines()[-1]
         assert "Traceback" not in second.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 143

@@ -128,7 +128,7 @@ def test_words_of_other_servers(demo: Server, fields: dict[str, Any], form: str 
         ({"grammar": 'start: <no_such_token> "a"'}, "grammar", "no_such_token"),
         ({"ebnf": "root ::= " + "(" * 5000}, "ebnf", ""),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "exclude"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_schema"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not permitted"),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
