@@ -16,21 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from api.config import ServeConfig
 from api.http import server as server_module
 from api.http.server import check_origins, listen, url_of
 from engine.errors import UserError
+from testing.processes import engine_of, gone
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT, Running, environment, serving
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @contextlib.contextmanager
@@ -159,24 +154,18 @@ def test_a_drain_is_bounded_and_a_second_signal_ends_at_once(model_dir: Path, tm
         assert server.process.wait(PATIENCE_S) == 0
 
 
-def engine_of(server: Running) -> int:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if b"--address" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
 def test_no_orphan_when_the_api_is_killed(model_dir: Path, tmp_path: Path) -> None:
     with serving(model_dir, tmp_path) as server:
-        engine = engine_of(server)
-        assert not gone(engine)
+        engine = engine_of(server.process.pid)
+        assert engine.is_running()
         server.process.send_signal(signal.SIGKILL)
         server.process.wait(PATIENCE_S)
-        eventually(lambda: gone(engine))
+        eventually(lambda: gone(engine.pid))
 
 
 def test_the_socket_is_private_and_removed(model_dir: Path, tmp_path: Path) -> None:
     with serving(model_dir, tmp_path) as server:
-        command = Path(f"/proc/{engine_of(server)}/cmdline").read_bytes().split(b"\0")
-        address = next(part.decode() for part in command if part.startswith(b"ipc://"))
+        address = next(part for part in engine_of(server.process.pid).cmdline() if part.startswith("ipc://"))
         folder = Path(address.removeprefix("ipc://")).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         assert server.stop() == 0
@@ -194,12 +183,12 @@ def test_giving_up_while_the_model_loads(model_dir: Path, sent: int, status: int
     signal.signal(signal.SIGINT, heard)
     try:
         eventually(lambda: any(tmp_path.glob("ktserve-*/engine-0")))
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = psutil.Process(process.pid).children()
         process.send_signal(sent)
         assert process.wait(PATIENCE_S) == status
         assert process.stderr is not None and b"Traceback" not in process.stderr.read()
         tmp_path.rmdir()  # it is empty again
-        assert children and all(gone(int(child)) for child in children)
+        assert children and all(gone(child.pid) for child in children)
     finally:
         process.kill()
         process.wait()

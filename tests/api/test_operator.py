@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -22,9 +21,9 @@ import pytest
 from api.client import process
 from api.client.process import SocketDir
 from engine.heartbeat import Heartbeat
-from testing.waiting import PATIENCE_S
+from testing.processes import engine_of, gone
+from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT, environment, serving
-from tests.api.test_faults import engine_of, eventually, gone
 
 SERVE = (sys.executable, "-m", "api.cli.main", "serve")
 
@@ -157,8 +156,8 @@ def test_limits_that_are_too_low_are_one_line(model_dir: Path, limit: str, value
 
 def test_a_silent_engine_shows_within_five_seconds(model_dir: Path, tmp_path: Path) -> None:
     with serving(model_dir, tmp_path, "--engine-hang-s", "9") as server:
-        engine = engine_of(server)
-        os.kill(engine, signal.SIGSTOP)
+        engine = engine_of(server.process.pid)
+        engine.suspend()
         asked = [time.monotonic()]
 
         def silent() -> bool:
@@ -169,7 +168,7 @@ def test_a_silent_engine_shows_within_five_seconds(model_dir: Path, tmp_path: Pa
         asked.append(time.monotonic())
         stall = max(b - a for a, b in pairwise(asked))  # of a busy machine, between two questions
         assert asked[-1] - asked[0] - stall < 5 + 1, "4 s, and what the two processes take to see it"
-        eventually(lambda: gone(engine), 30)
+        eventually(lambda: gone(engine.pid), 30)
         eventually(lambda: server.http.get("/health").status_code == 200, 40)
         assert server.openai.completions.create(model="tiny", prompt="ab").choices[0].text == "ab"
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 
 import openai
-import psutil
 
+from testing.processes import engine_of
 from testing.waiting import PATIENCE_S, eventually
 from tests.e2e.conftest import serving
-
-
-def engine_of(server) -> psutil.Process:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(child for child in children if "engine" in child.cmdline())
 
 
 def test_killed_engine_is_replaced(tmp_path):
@@ -23,7 +18,7 @@ def test_killed_engine_is_replaced(tmp_path):
         )
         events = iter(stream)
         next(events)
-        engine = engine_of(server)
+        engine = engine_of(server.process.pid)
         engine.kill()
         failed = False
         try:
@@ -43,12 +38,12 @@ def test_killed_engine_is_replaced(tmp_path):
 
         eventually(answered, "the engine was not replaced")
         assert answers == ["ARR! 2 + 3 = 5, MATEY!"]
-        assert engine_of(server).pid != engine.pid
+        assert engine_of(server.process.pid).pid != engine.pid
 
 
 def test_no_engine_survives_its_server(tmp_path):
     with contextlib.suppress(AssertionError), serving(tmp_path, "--pack-cache", "off") as server:
-        engine = engine_of(server)
+        engine = engine_of(server.process.pid)
         server.process.kill()
         server.process.wait()
         engine.wait(timeout=PATIENCE_S)

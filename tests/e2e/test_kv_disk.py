@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from testing.processes import engine_of
 from testing.waiting import PATIENCE_S, eventually
 from tests.e2e.conftest import Server, serving
-from tests.e2e.test_engine_death import engine_of
 
 LONG = "Tell me about the cat, the dog and the pirate who sailed with both of them over the sea. " * 8
 MODELS = ("demo", "pirate")
@@ -48,7 +48,7 @@ def test_killed_and_started_again(tmp_path: Path, told: dict[str, str]) -> None:
             if found != (told[model], 0):
                 raise RuntimeError(f"an adapter's KV is not the base's: {found}")
         on_disk(server)
-        engine = engine_of(server)
+        engine = engine_of(server.process.pid)
         server.process.kill()
         engine.wait(PATIENCE_S)
     with serving(tmp_path, *flags) as server:

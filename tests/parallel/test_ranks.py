@@ -27,6 +27,7 @@ from ktserve.launcher import program
 from native import available
 from testing.harness import Harness, Result, greedy
 from testing.models.tiny import save_hf, tiny_model
+from testing.processes import gone
 from testing.waiting import PATIENCE_S, eventually
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
@@ -189,19 +190,12 @@ def test_a_rank_that_dies_ends_all(tmp_path):
         os.kill(ranks[0].pid, signal.SIGKILL)
         _, said = engine.communicate(timeout=PATIENCE_S)
         assert engine.returncode == 1 and b"has ended (signal 9): the engine ends" in said
-        eventually(lambda: not _lives(ranks[1]), "a rank is left")
+        eventually(lambda: gone(ranks[1].pid), "a rank is left")
     finally:
         engine.kill()
         engine.wait()
         connection.close(linger=0)
         context.term()
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE  # nobody may reap what has lost its parent
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _is_ready(frame: bytes) -> bool:
