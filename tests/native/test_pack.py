@@ -285,6 +285,25 @@ def test_extreme_activations(pool: _native.WorkerPool, kind: str, isa: str) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_sums_of_the_largest_products(pool: _native.WorkerPool, kind: str, isa: str) -> None:
+    """All quants at once as small or as large as they get: no sum of few bits may run over."""
+    n, k = 32, 512
+    form = FORMATS[kind]
+    x = np.ones((17, k), np.float32)
+    x[::2] = -1
+    for byte in (0x00, 0x77, 0x7F, 0x80, 0xFF):
+        packed, _ = weights(pool, kind, n, k)
+        quants = packed.reshape(n // 16, -1)[:, _native.packed_formats()[form].scales_size(k) :]
+        quants[:] = 0x77 if kind == "F8_E4M3" else byte  # others are not numbers
+        values = unpack(form, packed, n, k).astype(np.float64)
+        allowed = 1e-3 * np.abs(values).sum(1) + 1e-6
+        for rows in (1, 2, 3, 7, 17):
+            got = dot(isa, form, packed, n, k, x[:rows])
+            assert (np.abs(got - x[:rows].astype(np.float64) @ values.T) <= allowed).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
 def test_plain_formats_take_any_inner_size(pool: _native.WorkerPool, kind: str, isa: str) -> None:
     for k in [1, 2, 15, 33, 100]:

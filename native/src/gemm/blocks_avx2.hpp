@@ -31,13 +31,14 @@ inline Pair half_scales(const uint8_t* p) {
 }
 
 template <bool Signed>
+inline __attribute__((always_inline)) __m256i eight_bytes(const uint8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return Signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+}
+
+template <bool Signed>
 inline Pair byte_scales(const uint8_t* p) {
-  const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-  const __m128i upper = _mm_srli_si128(bytes, 8);
-  if constexpr (Signed) {
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(upper))};
-  }
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(upper))};
+  return {_mm256_cvtepi32_ps(eight_bytes<Signed>(p)), _mm256_cvtepi32_ps(eight_bytes<Signed>(p + 8))};
 }
 
 inline Pair times(Pair a, Pair b) {
@@ -48,14 +49,15 @@ inline Pair negated(Pair a) {
   return {_mm256_sub_ps(_mm256_setzero_ps(), a.lo), _mm256_sub_ps(_mm256_setzero_ps(), a.hi)};
 }
 
-// The nibbles of 16 bytes, from bit `shift` on.
-inline __attribute__((always_inline)) Pair nibbles(const uint8_t* p, int shift) {
-  const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-  const auto of = [shift](__m128i eight) {
-    return _mm256_cvtepi32_ps(
-        _mm256_and_si256(_mm256_srli_epi32(_mm256_cvtepu8_epi32(eight), shift), _mm256_set1_epi32(15)));
-  };
-  return {of(bytes), of(_mm_srli_si128(bytes, 8))};
+// The lower or upper nibbles of 16 bytes.
+inline __attribute__((always_inline)) Pair lower_nibbles(const uint8_t* p) {
+  const auto of = [](__m256i bytes) { return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15))); };
+  return {of(eight_bytes<false>(p)), of(eight_bytes<false>(p + 8))};
+}
+
+inline __attribute__((always_inline)) Pair upper_nibbles(const uint8_t* p) {
+  const auto of = [](__m256i bytes) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4)); };
+  return {of(eight_bytes<false>(p)), of(eight_bytes<false>(p + 8))};
 }
 
 // 2^(e - 128)
@@ -107,23 +109,35 @@ inline const uint8_t* unit_of(const uint8_t* meta, int64_t b) {
   return meta + b / (info(F).unit / kBlock) * info(F).meta_bytes;
 }
 
+// What the factors of a unit's groups are multiplied with, where there are such: d and -dmin.
+struct UnitScales {
+  Pair d, minimum;
+};
+
 template <Format F>
-inline __attribute__((always_inline)) Pair scale_of(const uint8_t* meta, int64_t b, int g) {
+inline __attribute__((always_inline)) UnitScales unit_scales(const uint8_t* meta, int64_t b) {
+  if constexpr (info(F).steps == 0 || has_grid(F)) return UnitScales{};
+  const uint8_t* unit = unit_of<F>(meta, b);
+  return {half_scales(unit), info(F).minima ? negated(half_scales(unit + kMinimum)) : Pair{}};
+}
+
+// The scales of group g of block b; `unit`: those of the unit it lies in.
+template <Format F>
+inline __attribute__((always_inline)) Pair scale_of(const UnitScales& unit, const uint8_t* meta, int64_t b, int g) {
   if constexpr (info(F).exponents) return exponent_scales(meta + b * info(F).meta_bytes);
-  const uint8_t* super = unit_of<F>(meta, b);
-  if constexpr (info(F).steps == 0) return half_scales(super);
-  const uint8_t* steps = super + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
-  return times(half_scales(super), nibble_steps(F) ? nibbles(steps, 0) : byte_scales<!info(F).minima>(steps));
+  const uint8_t* at = unit_of<F>(meta, b);
+  if constexpr (info(F).steps == 0) return half_scales(at);
+  const uint8_t* steps = at + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
+  return times(unit.d, nibble_steps(F) ? lower_nibbles(steps) : byte_scales<!info(F).minima>(steps));
 }
 
 template <Format F>
-inline __attribute__((always_inline)) Pair minimum_of(const uint8_t* meta, int64_t b, int g) {
-  const uint8_t* super = unit_of<F>(meta, b);
-  if constexpr (zero_points(F))
-    return negated(times(half_scales(super), byte_scales<false>(super + info(F).min_steps)));
-  if constexpr (info(F).steps == 0) return half_scales(super + kMinimum);
-  const uint8_t* steps = super + info(F).min_steps + 16 * (b % 8 * groups_of(F) + g);
-  return negated(times(half_scales(super + kMinimum), nibble_steps(F) ? nibbles(steps, 4) : byte_scales<false>(steps)));
+inline __attribute__((always_inline)) Pair minimum_of(const UnitScales& unit, const uint8_t* meta, int64_t b, int g) {
+  const uint8_t* at = unit_of<F>(meta, b);
+  if constexpr (zero_points(F)) return negated(times(half_scales(at), byte_scales<false>(at + info(F).min_steps)));
+  if constexpr (info(F).steps == 0) return half_scales(at + kMinimum);
+  const uint8_t* steps = at + info(F).min_steps + 16 * (b % 8 * groups_of(F) + g);
+  return times(unit.minimum, nibble_steps(F) ? upper_nibbles(steps) : byte_scales<false>(steps));
 }
 
 // The scales of f8 times 2^8: its numbers are read as half precision with the same bits, 2^-8 of their value.

@@ -67,16 +67,13 @@ inline __attribute__((always_inline)) void find_indices(const uint8_t* meta, con
   }
 }
 
-// Vector j of 8 with its signs: entries, and under the bias 128 less those that are negative.
-inline __attribute__((always_inline)) __m256i with_signs(__m256i values, __m256i signs, int j) {
-  const int byte = j / 2;
-  const __m256i lane = _mm256_set1_epi32(0x01010101 * byte);
+// The signs of vector j of 8, as those of bytes that are not 0: a byte's bit, with 127 added.
+inline __attribute__((always_inline)) __m256i signs_of(__m256i signs, int j) {
+  const __m256i lane = _mm256_set1_epi32(0x01010101 * (j / 2));
   const __m256i lanes = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
   const __m256i bits = _mm256_set1_epi32(j % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
   const __m256i spread = _mm256_shuffle_epi8(signs, _mm256_or_si256(lane, lanes));
-  const __m256i negative = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bits), bits);
-  // 128 - v = ~v - 127
-  return _mm256_sub_epi8(_mm256_xor_si256(values, negative), _mm256_and_si256(negative, _mm256_set1_epi8(127)));
+  return _mm256_add_epi8(_mm256_and_si256(spread, bits), _mm256_set1_epi8(127));
 }
 
 // Entries of 4 values of 8 rows; of 8 values of rows 0, 1, 4, 5 and 2, 3, 6, 7, of which one shuffle makes 4 values of
@@ -99,17 +96,12 @@ inline __attribute__((always_inline)) Pair entries_at(const uint64_t* table, con
   return {_mm256_set_m128(two(4), two(0)), _mm256_set_m128(two(6), two(2))};
 }
 
-// Rows 8 h .. 8 h + 7.
-template <Format F>
-inline __attribute__((always_inline)) void decode_rows(const uint8_t* meta, const uint8_t* block, int64_t b, int h,
-                                                       const Indices<F>& indices, Decoded<F>& to) {
+// Rows 8 h .. 8 h + 7 of block b of a unit: `take(j, values, signs)` for each of 8 vectors.
+template <Format F, class Take>
+inline __attribute__((always_inline)) void look_up(const uint8_t* block, int h, const Indices<F>& indices, Take take) {
   constexpr Grid grid = info(F).grid;
   const auto& table = grid_of<F>();
-  const __m256i words = load(block + 32 * h);
-  const __m256i signs = grid_signs<F>(words);
-  const auto store = [&](int j, __m256i values) __attribute__((always_inline)) {
-    _mm256_store_si256(reinterpret_cast<__m256i*>(to.quants + 64 * j + 32 * h), with_signs(values, signs, j));
-  };
+  const __m256i signs = grid_signs<F>(load(block + 32 * h));
 #pragma GCC unroll 8
   for (int i = 0; i < kBlock / grid.values; ++i) {
     const auto at = [&](int row) __attribute__((always_inline)) -> size_t {
@@ -120,26 +112,42 @@ inline __attribute__((always_inline)) void decode_rows(const uint8_t* meta, cons
       }
     };
     if constexpr (grid.values == 4) {
-      store(i, entries_at(table, at));
+      take(i, entries_at(table, at), signs_of(signs, i));
     } else {
       const Pair entries = entries_at(table, at);
-      store(2 * i, _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0x88)));
-      store(2 * i + 1, _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0xdd)));
+      const __m256i first = _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0x88));
+      take(2 * i, first, signs_of(signs, 2 * i));
+      const __m256i second = _mm256_castps_si256(_mm256_shuffle_ps(entries.lo, entries.hi, 0xdd));
+      take(2 * i + 1, second, signs_of(signs, 2 * i + 1));
     }
   }
+}
+
+// The scales of group g of block b of a unit, of rows 8 h .. 8 h + 7.
+template <Format F>
+inline __attribute__((always_inline)) __m256 grid_scales(const uint8_t* meta, const uint8_t* block, int64_t b, int h,
+                                                         int g) {
   const auto* half = reinterpret_cast<const __m128i*>(meta + 16 * h);
-  const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(_mm_load_si128(half)), _mm256_set1_ps(grid.step));
-  for (int g = 0; g < groups_of(F); ++g) {
-    __m256i factor = _mm256_srli_epi32(words, 28);
-    if constexpr (info(F).steps != 0) {
-      const int64_t nth = b * groups_of(F) + g;
-      const auto* bytes = reinterpret_cast<const __m128i*>(meta + info(F).steps + 16 * (nth / 2) + 8 * h);
-      const __m256i pair = _mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes));
-      factor = _mm256_and_si256(_mm256_srl_epi32(pair, _mm_cvtsi64_si128(nth % 2 * 4)), _mm256_set1_epi32(15));
-    }
-    const __m256i odd = _mm256_or_si256(_mm256_slli_epi32(factor, 1), _mm256_set1_epi32(1));
-    _mm256_store_ps(to.scales[g] + 8 * h, _mm256_mul_ps(d, _mm256_cvtepi32_ps(odd)));
+  const __m256 d = _mm256_mul_ps(_mm256_cvtph_ps(_mm_load_si128(half)), _mm256_set1_ps(info(F).grid.step));
+  __m256i factor = _mm256_srli_epi32(load(block + 32 * h), 28);
+  if constexpr (info(F).steps != 0) {
+    const int64_t nth = b * groups_of(F) + g;
+    const auto* bytes = reinterpret_cast<const __m128i*>(meta + info(F).steps + 16 * (nth / 2) + 8 * h);
+    const __m256i pair = _mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes));
+    factor = _mm256_and_si256(_mm256_srl_epi32(pair, _mm_cvtsi64_si128(nth % 2 * 4)), _mm256_set1_epi32(15));
   }
+  const __m256i odd = _mm256_or_si256(_mm256_slli_epi32(factor, 1), _mm256_set1_epi32(1));
+  return _mm256_mul_ps(d, _mm256_cvtepi32_ps(odd));
+}
+
+template <Format F>
+inline __attribute__((always_inline)) void decode_rows(const uint8_t* meta, const uint8_t* block, int64_t b, int h,
+                                                       const Indices<F>& indices, Decoded<F>& to) {
+  look_up<F>(block, h, indices, [&](int j, __m256i values, __m256i signs) __attribute__((always_inline)) {
+    const __m256i quants = _mm256_add_epi8(_mm256_sign_epi8(values, signs), _mm256_set1_epi8(info(F).bias));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to.quants + 64 * j + 32 * h), quants);
+  });
+  for (int g = 0; g < groups_of(F); ++g) _mm256_store_ps(to.scales[g] + 8 * h, grid_scales<F>(meta, block, b, h, g));
 }
 
 // Blocks [first, first + count) of a panel, whose quants begin at `blocks`; `Most`: the largest count.
@@ -169,7 +177,7 @@ class Block {
   inline __attribute__((always_inline)) __m256i vector(int j, int h) const { return quants<F>(block_, j, h); }
   Pair scale(int g) const {
     if constexpr (has_grid(F)) return {_mm256_load_ps(decoded_.scales[g]), _mm256_load_ps(decoded_.scales[g] + 8)};
-    return scale_of<F>(panel_, index_, g);
+    return scale_of<F>(unit_scales<F>(panel_, index_), panel_, index_, g);
   }
 
  private:

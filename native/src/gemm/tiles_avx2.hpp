@@ -12,7 +12,7 @@ namespace {
 // added to `out`, where sums wait, exactly, from one part of k to the next; `begins`: nothing waits there yet.
 struct Tile {
   const uint8_t* w;
-  const uint8_t* decoded;  // the part's blocks, of a grid's format
+  const uint8_t* decoded;  // the part's blocks, where tiles read them so
   const uint8_t* next;     // the panel that follows, to be fetched meanwhile
   int64_t k;
   const uint8_t* x;
@@ -127,18 +127,21 @@ void tile_f32(const Tile& t) {
   constexpr int steps = static_cast<int>(info(F).quant_bytes / 64);  // a line each
   Prefetch<steps, lines_of<F>(M, 1, steps, Alone)> next(t.next, size, padded_k(t.k) / kBlock, t.part);
   const uint8_t* const numbers = t.w + meta_size(F, t.k);
-  const int64_t end_of_part = (t.part.first + t.part.count) * kBlock;
-  const int64_t last = end_of_part < t.k ? end_of_part : t.k;
+  constexpr int each = static_cast<int>(kBlock) / steps;
+  const int64_t last = t.part.first + t.part.count;
   Pair scale{};
-  for (int64_t i = t.part.first * kBlock; i < last; ++i) {
-    if (i % (kBlock / steps) == 0) next.advance();
+  for (int64_t i = t.part.first * kBlock; i < last * kBlock; i += each) {
     if (F == Format::f8 && i % kBlock == 0) scale = f8_scales(t.w, i / kBlock);
-    const Pair w = weights<F>(numbers, i, scale);
+    next.advance();
+#pragma GCC unroll 4
+    for (int j = 0; j < each; ++j) {
+      const Pair w = weights<F>(numbers, i + j, scale);
 #pragma GCC unroll 6
-    for (int m = 0; m < M; ++m) {
-      const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + rows[m] + i * 4)));
-      f[m].lo = _mm256_fmadd_ps(w.lo, v, f[m].lo);
-      f[m].hi = _mm256_fmadd_ps(w.hi, v, f[m].hi);
+      for (int m = 0; m < M; ++m) {
+        const __m256 v = _mm256_castsi256_ps(_mm256_set1_epi32(word(t.x + rows[m] + (i + j) * 4)));
+        f[m].lo = _mm256_fmadd_ps(w.lo, v, f[m].lo);
+        f[m].hi = _mm256_fmadd_ps(w.hi, v, f[m].hi);
+      }
     }
   }
   end(f, t);

@@ -96,8 +96,7 @@ void bind_format(nb::module_& module) {
             with_format(f.format, [&](auto form) {
               if constexpr (has_grid(decltype(form)::value)) {
                 for (const auto entry : grid_of<decltype(form)::value>()) {
-                  for (int i = 0; i < f.of().grid.values; ++i)
-                    values.push_back(static_cast<int>(entry >> 8 * i & 255) - f.of().bias);
+                  for (int i = 0; i < f.of().grid.values; ++i) values.push_back(static_cast<int>(entry >> 8 * i & 255));
                 }
               }
             });

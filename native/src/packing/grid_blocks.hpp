@@ -48,7 +48,7 @@ void grid_values(const uint8_t* meta, const uint8_t* block, int64_t b, int64_t r
       const int at = i * grid.values + j;
       uint32_t signs = word >> at / 8 * (grid.parity ? 7 : 8) & (grid.parity ? 127 : 255);
       if (grid.parity) signs |= static_cast<uint32_t>(__builtin_parity(signs)) << 7;
-      const int value = static_cast<int>(entry >> 8 * j & 255) - info(F).bias;
+      const int value = static_cast<int>(entry >> 8 * j & 255);
       to[at] = (signs >> at % 8 & 1) != 0 ? -value : value;
     }
   }

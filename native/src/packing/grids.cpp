@@ -23,7 +23,7 @@ constexpr GridTable<Word, Entries> table(const uint8_t* levels, const char (&dig
       const char c = digits[4 * i + value / each];
       const int digit = c <= '9' ? c - '0' : c - 'a' + 10;
       const int level = each == 2 ? digit >> (value % 2 * 2) & 3 : digit;
-      made.entries[i] |= static_cast<Word>(levels[level] + kBias) << 8 * value;
+      made.entries[i] |= static_cast<Word>(levels[level]) << 8 * value;
     }
   }
   return made;
@@ -38,7 +38,7 @@ constexpr GridCodes<Entries> codes(const GridTable<Word, Entries>& table, const 
   for (int e = 0; e < Entries; ++e) {
     for (size_t value = 0; value < sizeof(Word); ++value) {
       int code = 0;
-      while (static_cast<Word>(levels[code] + kBias) != (table.entries[e] >> 8 * value & 255)) ++code;
+      while (static_cast<Word>(levels[code]) != (table.entries[e] >> 8 * value & 255)) ++code;
       uint8_t& low = value < 4 ? made.first[e] : made.second[e];
       low = static_cast<uint8_t>(low | (code & 3) << value % 4 * 2);
       if (Levels == 8) made.second[e] = static_cast<uint8_t>(made.second[e] | code >> 2 << value);

@@ -1,5 +1,5 @@
 // The grids of GGUF's IQ2 and IQ3 types: tables of vectors of 8 values, or of 4, by index. An entry is a word, its
-// first value the lowest byte; values carry the formats' bias of 64, as quants do.
+// first value the lowest byte.
 #pragma once
 
 #include <cstdint>

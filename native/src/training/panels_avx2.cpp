@@ -45,7 +45,7 @@ inline __attribute__((always_inline)) void block_values(const uint8_t* panel, in
     const Block<F> quantised(panel, block, b);
     const F16 scale = lanes(quantised.scale(group));
     F16 offset = as_signed<F> ? zero16() : mul(scale, set16(static_cast<float>(-info(F).bias)));
-    if constexpr (info(F).minima) offset = lanes(minimum_of<F>(panel, b, group));
+    if constexpr (info(F).minima) offset = lanes(minimum_of<F>(unit_scales<F>(panel, b), panel, b, group));
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const __m256i lo = half != 0 ? quantised.vector(4 + j, 0) : quantised.vector(j, 0);
