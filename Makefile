@@ -92,7 +92,7 @@ clean:
 
 # ---- set-up: each stamp is made once and again only when what it stands on has changed
 
-NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp') CMakeLists.txt
+NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt
 
 GPU := $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep '^GPU'),$(VENV)/.gpu)
 
