@@ -24,7 +24,7 @@ from training.layer import lora_config
 from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.meter import Meter, make_meter
 from training.loop.progress import Progress, StopOnSignal, draw_curve
-from training.loop.resume import STATE, EarlyStop, TrainingError, check_identity, identity, opened
+from training.loop.resume import NO_CHECKPOINT, STATE, EarlyStop, TrainingError, check_identity, identity, opened
 from training.loop.save import save_adapter
 from training.loop.trainer import PAD, Run, checkpoints, remove_folder, remove_leftovers
 from training.memory.plan import plan_training
@@ -160,7 +160,7 @@ def expert_type(config: TrainConfig) -> torch.dtype | None:
 
 
 def _begin(config: TrainConfig, output: Path) -> Path | None:
-    """Makes the output folder; the checkpoint to go on from, if one is asked for."""
+    """Makes the output folder; the checkpoint to resume from, if one is asked for."""
     resume = config.resume_from_checkpoint
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -172,10 +172,7 @@ def _begin(config: TrainConfig, output: Path) -> Path | None:
         if resume != "true":
             found = [Path(resume)]
         if not found or not (found[-1] / STATE).is_file():
-            message = (
-                f"{found[-1] if found else output}: no checkpoint to go on from; name another folder, or start anew"
-            )
-            raise UserError(message, "resume_from_checkpoint")
+            raise UserError(f"{found[-1] if found else output}: {NO_CHECKPOINT}", "resume_from_checkpoint")
         return found[-1]
     if held and not config.overwrite_output_dir:
         raise UserError(

@@ -109,7 +109,7 @@ def build_parser() -> Parser:
     )
     command.add_argument("file", metavar="CONFIG.yaml", help="LLaMA-Factory's names and KTransformers'")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
-    command.add_argument("--resume", nargs="?", const="true", metavar="DIR", help="go on from the newest checkpoint")
+    command.add_argument("--resume", nargs="?", const="true", metavar="DIR", help="resume from the newest checkpoint")
     command.add_argument("--publish", metavar="URL", help="load the result into this running server")
     command.add_argument("--admin-key", metavar="KEY", help="the server's; others can read it in the list of processes")
     command.add_argument("--admin-key-file", metavar="FILE", help="file with the server's admin key")

@@ -1,5 +1,5 @@
 """Counters whose series can be merged, and a histogram of many equal observations at a time: the library's keep every
-label for ever and take several microseconds for each observation."""
+label forever and take several microseconds for each observation."""
 
 from __future__ import annotations
 

@@ -30,13 +30,8 @@ class Grammars:
         try:
             return self.checked(spec)
         except ApiError as error:
-            for i, tool in enumerate(() if use is None else use.tools):
-                if use is not None and tool in use.callable and (use.must or tool.strict):
-                    schema = json.dumps(tool.parameters, ensure_ascii=False)
-                    try:
-                        check(GrammarSpec("json_schema", schema, field=f"tools[{i}].function.parameters"))
-                    except UserError as wrong:
-                        raise bad_request(str(wrong), error.param, error.code) from None
+            if use is not None and (wrong := _wrong_tool(use)):
+                raise bad_request(wrong, error.param, error.code) from None
             raise
 
     def checked(self, spec: GrammarSpec | None) -> GrammarSpec | None:
@@ -50,3 +45,15 @@ class Grammars:
             if len(self._sound) > _REMEMBERED:
                 self._sound.popitem(last=False)
         return spec
+
+
+def _wrong_tool(use: ToolUse) -> str | None:
+    """What is wrong with the first tool whose schema is no grammar, of those that a grammar is made of."""
+    for i, tool in enumerate(use.tools):
+        if tool in use.callable and (use.must or tool.strict):
+            schema = json.dumps(tool.parameters, ensure_ascii=False)
+            try:
+                check(GrammarSpec("json_schema", schema, field=f"tools[{i}].function.parameters"))
+            except UserError as error:
+                return str(error)
+    return None

@@ -17,7 +17,7 @@ from engine.steps.runner import ModelRunner
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 
-SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compiled anew for odd numbers
+SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compiled again for odd numbers
 LONG = (320, 2048, 8192)  # where a GPU computes experts of such chunks
 
 

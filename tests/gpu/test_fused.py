@@ -44,7 +44,7 @@ def test_norm_and_route(kernel_device, dtype, rows, dim, experts, k, normalise):
         assert not route._arrived.any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a product of bf16 into float32")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a product of bf16 into float32 needs a GPU")
 @pytest.mark.parametrize("exact", [True, False])
 def test_routers_of_many_rows_are_multiplied_in_bf16_where_that_loses_nothing(exact):
     from engine.ops.gpu import GpuOps

@@ -75,7 +75,7 @@ def test_the_host_ends_sums_that_wait(kernel_device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="two ranks that run at once")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="two ranks at once need a GPU's streams")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_two_ranks_in_graphs(dtype: torch.dtype) -> None:
     """On one GPU, a stream each; an odd number of sums in a graph, so that pages alternate between replays."""

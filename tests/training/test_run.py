@@ -127,7 +127,7 @@ def test_a_loss_that_is_no_number_ends_the_run(config):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"resume_from_checkpoint": "true"}, "no checkpoint to go on from"),
+        ({"resume_from_checkpoint": "true"}, "no checkpoint to resume from"),
         ({"resume_from_checkpoint": "/nowhere"}, "/nowhere: no checkpoint"),
         ({"device": "cuda"}, "device: cuda"),
         ({"lora_dropout": 0.1}, "lora_dropout is 0.1"),

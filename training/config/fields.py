@@ -161,7 +161,7 @@ class TrainConfig:
     output_dir: str = setting("", "folder for adapters, checkpoints and the log. Required", "Training")
     overwrite_output_dir: bool = setting(False, "write into an output_dir that is not empty", "Training")
     resume_from_checkpoint: str | None = setting(
-        None, "checkpoint folder to go on from; true: the newest in output_dir", "Training"
+        None, "checkpoint folder to resume from; true: the newest in output_dir", "Training"
     )
     per_device_train_batch_size: int = setting(1, "rows of a micro-batch", "Training", limits=(1, 1 << 16))
     gradient_accumulation_steps: int = setting(1, "micro-batches of a step", "Training", limits=(1, 1 << 16))

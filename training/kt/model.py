@@ -127,7 +127,7 @@ def _blocks(model: PreTrainedModel, family: Family) -> dict[int, tuple[nn.Module
     for index, layer in enumerate(layers):
         block = getattr(layer, family.block)
         if isinstance(block, MOELayerWrapper):
-            raise KTAMXConfigError(f"layer {index} is wrapped already: load the model anew", "model")
+            raise KTAMXConfigError(f"layer {index} is wrapped already: load the model again", "model")
         if hasattr(block, "experts"):
             found[index] = (layer, block)
     return found

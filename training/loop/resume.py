@@ -17,6 +17,7 @@ from training.config import TrainConfig
 from training.data import Dataset
 
 STATE = "trainer_state.json"  # transformers' file by which a checkpoint is known
+NO_CHECKPOINT = "no checkpoint to resume from; name another folder, or train from the start"
 _RECORD = "run.json"
 # Settings that a checkpoint's matrices and its place in the data come from. The others may change: they take effect.
 _FIXED = (
@@ -45,7 +46,7 @@ def check_identity(saved: Mapping[str, Any], wanted: Mapping[str, Any], checkpoi
         else:
             said = "seed" if name == "order_seed" else name
             message = f"was written with {said} {saved.get(name)}, the configuration's is {wanted[name]}: give that"
-        raise TrainingError(f"{checkpoint} {message}, or start anew", "resume_from_checkpoint")
+        raise TrainingError(f"{checkpoint} {message}, or train from the start", "resume_from_checkpoint")
 
 
 def seal(folder: Path, about: Mapping[str, Any]) -> None:
@@ -60,8 +61,7 @@ def opened(checkpoint: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((checkpoint / _RECORD).read_text())
         sizes = record.pop("files")
     except FileNotFoundError:
-        message = "no checkpoint to go on from; name another folder, or start anew"
-        raise TrainingError(f"{checkpoint}: {message}", "resume_from_checkpoint") from None
+        raise TrainingError(f"{checkpoint}: {NO_CHECKPOINT}", "resume_from_checkpoint") from None
     except (OSError, ValueError, KeyError) as error:
         message = f"{_RECORD} cannot be read ({error}): name another checkpoint"
         raise TrainingError(f"{checkpoint}: {message}", "resume_from_checkpoint") from None

@@ -1,4 +1,4 @@
-"""Responses that were asked to be kept, for those that go on from them."""
+"""Responses that were asked to be kept, for those that continue them."""
 
 from __future__ import annotations
 

@@ -15,6 +15,15 @@ struct Pair {
   __m256 lo, hi;
 };
 
+inline Pair load_pair(const float* p) {
+  return {_mm256_load_ps(p), _mm256_load_ps(p + 8)};
+}
+
+inline void store_pair(float* p, Pair v) {
+  _mm256_store_ps(p, v.lo);
+  _mm256_store_ps(p + 8, v.hi);
+}
+
 inline __m256i load(const uint8_t* p) {
   return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
 }

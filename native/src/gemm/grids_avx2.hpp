@@ -176,7 +176,7 @@ class Block {
   }
   inline __attribute__((always_inline)) __m256i vector(int j, int h) const { return quants<F>(block_, j, h); }
   Pair scale(int g) const {
-    if constexpr (has_grid(F)) return {_mm256_load_ps(decoded_.scales[g]), _mm256_load_ps(decoded_.scales[g] + 8)};
+    if constexpr (has_grid(F)) return load_pair(decoded_.scales[g]);
     return scale_of<F>(unit_scales<F>(panel_, index_), panel_, index_, g);
   }
 

@@ -56,15 +56,6 @@ inline __attribute__((always_inline)) __m256i add_pairs(__m256i sum, __m256i pro
   return sum;
 }
 
-inline Pair load_pair(const float* p) {
-  return {_mm256_load_ps(p), _mm256_load_ps(p + 8)};
-}
-
-inline void store_pair(float* p, Pair v) {
-  _mm256_store_ps(p, v.lo);
-  _mm256_store_ps(p + 8, v.hi);
-}
-
 // Blocks as a tile reads them: as they lie in the panel, or decoded.
 template <Format F, bool Ready>
 class Blocks {

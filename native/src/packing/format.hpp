@@ -154,7 +154,7 @@ static constexpr bool plain(Format f) {
   return f == Format::bf16 || f == Format::f32 || f == Format::f16 || f == Format::f8;
 }
 
-// Whether kernels decode blocks before they multiply.
+// Whether quants are indices of a table's entries.
 static constexpr bool has_grid(Format f) {
   return info(f).grid.values != 0;
 }
