@@ -187,11 +187,11 @@ class EngineConfig:
         limits=(1, 64),
     )
     tensor_parallel_sums: str = option(
-        "auto",
-        "how GPUs of tensor-parallel add their parts; auto: few rows over one another's memory where that works, all "
-        "else by NCCL; nccl: everything by NCCL",
+        "nccl",
+        "how GPUs of tensor-parallel add their parts; peers: few rows over one another's memory where that works, all "
+        "else by NCCL (tested on one GPU only); nccl: everything by NCCL",
         group="Placement",
-        choices=("auto", "nccl"),
+        choices=("nccl", "peers"),
     )
     cpu_threads: int | None = option(
         None,

@@ -52,7 +52,7 @@ def gpu_items(
     if config.max_adapter_slots:
         tables = slot_table_bytes(model, config.max_adapter_slots, config.max_adapter_rank, element_bytes)
         items.append(Item(name, f"adapter slots, {config.max_adapter_slots} x rank {config.max_adapter_rank}", tables))
-    if config.tensor_parallel > 1 and config.tensor_parallel_sums == "auto":
+    if config.tensor_parallel > 1 and config.tensor_parallel_sums == "peers":
         items.append(Item(name, "sums over ranks", PeerSums.bytes_of(config.tensor_parallel)))
     return items
 

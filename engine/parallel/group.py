@@ -51,11 +51,11 @@ ALONE = Group()
 
 
 class Ranks(Group):
-    """Over NCCL between GPUs, and gloo between CPUs, of one machine; sums of few rows over the GPUs' own memory where
-    they can reach each other's, unless `sums` is nccl. `store`: a file that all ranks can reach, and nobody else.
+    """Over NCCL between GPUs, and gloo between CPUs, of one machine; if `sums` is peers, those of few rows over the
+    GPUs' own memory where they can reach each other's. `store`: a file that all ranks can reach, and nobody else.
     Nothing is sent before `connect`, which waits for all ranks; then `notes` say how sums are taken."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: str, sums: str = "auto") -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: str, sums: str = "nccl") -> None:
         self.rank = rank
         self.size = size
         self._sums = sums
@@ -84,13 +84,17 @@ class Ranks(Group):
             raise RuntimeError(f"{float(met)} of {self.size} ranks have met")
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                why = self._meet_peers(store)
-            self.notes = [f"sums over GPUs: {f'NCCL ({why})' if why else 'few rows over their memory, others by NCCL'}"]
+                self.notes = [f"sums over GPUs: {self._choose_sums(store)}"]
+
+    def _choose_sums(self, store: Any) -> str:
+        """The same on all ranks: how they take sums from here on."""
+        if self._sums == "nccl":
+            return "NCCL"
+        why = self._meet_peers(store)
+        return f"NCCL ({why})" if why else "few rows over their memory, others by NCCL"
 
     def _meet_peers(self, store: Any) -> str:
         """All ranks come to the same result: why NCCL takes all sums, or ""."""
-        if self._sums == "nccl":
-            return "--tensor-parallel-sums nccl"
         if not self._agreed(reachable(self.rank, self.size)):
             return "not every GPU reaches the others' memory"
         why = ""

@@ -101,9 +101,10 @@ def test_memory_of_a_gpu(model):
     assert [item.label for item in fewer] == ["attention workspace", "attention plans, pinned"]
     least = EngineConfig(max_adapter_slots=0, cuda_graphs="off")
     assert not gpu_items(least, model, 2, "cuda", "reference")  # whose cache is all it has
-    (sums,) = gpu_items(replace(least, tensor_parallel=4), model, 2, "cuda", "reference")
+    divided = replace(least, tensor_parallel=4)
+    (sums,) = gpu_items(replace(divided, tensor_parallel_sums="peers"), model, 2, "cuda", "reference")
     assert (sums.label, sums.num_bytes) == ("sums over ranks", 16 << 20)
-    assert not gpu_items(replace(least, tensor_parallel=4, tensor_parallel_sums="nccl"), model, 2, "cuda", "reference")
+    assert not gpu_items(divided, model, 2, "cuda", "reference")
 
 
 def test_prefill_is_streamed_where_the_rules_say(model):

@@ -53,7 +53,7 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapter_memory": ({"adapter_memory": "1GiB"}, {"adapter_memory": "1GiB", "max_adapter_slots": 0}),
     "max_adapter_rank": ({"max_adapter_rank": 8}, {"max_adapter_rank": 8, "max_adapter_slots": 0}),
     "expert_backend": ({"expert_backend": "native"}, {}),
-    "tensor_parallel_sums": ({}, {"tensor_parallel_sums": "nccl"}),
+    "tensor_parallel_sums": ({}, {"tensor_parallel_sums": "peers"}),
 }
 REFUSED = [
     {"kv_cache_dtype": "fp8"},
@@ -112,7 +112,7 @@ def test_where_nothing_is_left_to_the_cpu(model: Path) -> None:
     there = replace(plan.placement, choices={name: Choice("gpu", "cuda", "cuda") for name in plan.placement.choices})
     notes = unused_settings(EngineConfig(cpu_threads=2), plan.source, there)
     assert notes == ["note: --cpu-threads changes nothing: the GPU computes everything"]
-    assert unused_settings(EngineConfig(tensor_parallel=2, tensor_parallel_sums="nccl"), plan.source, there) == []
+    assert unused_settings(EngineConfig(tensor_parallel=2, tensor_parallel_sums="peers"), plan.source, there) == []
     hybrid = replace(plan.placement, choices={name: Choice("hybrid", "cuda") for name in plan.placement.choices})
     assert unused_settings(EngineConfig(cpu_threads=2, gpu_expert_memory="1GiB"), plan.source, hybrid) == []
     kt = replace(plan.placement, choices={name: Choice("kt", "cpu") for name in plan.placement.choices})

@@ -40,8 +40,9 @@ def answers(family: Family, **config) -> list[Result]:
     graphs = config.get("cuda_graphs", "auto") == "auto" and config["device"] == "cuda"
     assert (engine.core.runner.padded is not None) == (graphs and config["dtype"] == "bfloat16")
     if config.get("tensor_parallel", 1) > 1:
-        reached = torch.cuda.can_device_access_peer(0, 1) and config.get("tensor_parallel_sums") != "nccl"
-        how = "few rows over their memory" if reached else "NCCL ("
+        peers = config.get("tensor_parallel_sums") == "peers"
+        reached = peers and torch.cuda.can_device_access_peer(0, 1)
+        how = "few rows over their memory" if reached else "NCCL"
         assert any(f"sums over GPUs: {how}" in note for note in engine.core.runner.notes), engine.core.runner.notes
     asked = prompts(1, [3, 9, 40, 14])
     ids = [engine.submit(p, n, logprobs=3, max_tokens=12) for p, n in zip(asked, NAMES, strict=True)]
@@ -82,7 +83,7 @@ def test_float32_tokens_are_those_of_one(family):
     config = {"device": "cuda", "rules": "reference", "dtype": "float32", "expert_backend": "gpu"}
     config |= {"linear_backend": "gpu"}
     one = answers(family, **config)
-    for sums in ("auto", "nccl"):
+    for sums in ("nccl", "peers"):
         two = answers(family, **config, tensor_parallel=2, tensor_parallel_sums=sums)
         assert [r.tokens for r in two] == [r.tokens for r in one]
         assert max(errors(two, one)) < 1e-3

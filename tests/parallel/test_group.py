@@ -111,9 +111,10 @@ def test_sums_go_over_memory_only_where_that_works(monkeypatch, reachable, meeti
     monkeypatch.setattr(groups, "Meeting", meeting)
     monkeypatch.setattr(groups, "PeerSums", Peers)
     monkeypatch.setattr(groups, "adds_exactly", lambda *_: works)
-    group = Ranks(0, 2, torch.device("cpu"), "unused")
+    group = Ranks(0, 2, torch.device("cpu"), "unused", "peers")
     group._ranks = TwoAlike(False)
-    assert group._meet_peers(None) == why
+    how = group._choose_sums(None)
+    assert how == (f"NCCL ({why})" if why else "few rows over their memory, others by NCCL")
     some, many = torch.ones(4, 4), torch.ones(257, 1024)
     assert group.sum(some.clone()).eq(2 if why else 3).all()
     assert group.sum(many.clone()).eq(2).all()
@@ -122,11 +123,11 @@ def test_sums_go_over_memory_only_where_that_works(monkeypatch, reachable, meeti
     assert (met is None or met.closed) and (peers is None or peers.stopped)
 
 
-def test_nccl_can_be_asked_for(monkeypatch):
-    monkeypatch.setattr(groups, "reachable", lambda rank, size: pytest.fail("other ranks' memory is not asked for"))
-    group = Ranks(0, 2, torch.device("cpu"), "unused", "nccl")
+def test_memory_of_others_is_not_asked_for_by_default(monkeypatch):
+    monkeypatch.setattr(groups, "reachable", lambda rank, size: pytest.fail("other ranks' memory was asked for"))
+    group = Ranks(0, 2, torch.device("cpu"), "unused")
     group._ranks = TwoAlike(False)
-    assert group._meet_peers(None) == "--tensor-parallel-sums nccl"
+    assert group._choose_sums(None) == "NCCL"
     assert group.sum(torch.ones(4, 4)).eq(2).all()
 
 
