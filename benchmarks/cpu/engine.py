@@ -24,6 +24,9 @@ from scheduler.plan import Event
 from scheduler.request import SamplingParams
 from testing.harness import load_adapter, model_runner
 
+KV_TOKENS = 33_280  # a prompt of 32768, and some
+ENDLESS = 1024  # tokens of a request that is aborted once steps have been timed
+
 
 class RunError(Exception):
     """A request of the benchmark was refused or failed."""
@@ -98,7 +101,12 @@ class BenchEngine:
     """Not for two threads. `close` gives the memory back."""
 
     def __init__(self, model: Path, shape: Shape, mix: str, threads: int, **config: Any) -> None:
-        fields: dict[str, Any] = {"kv_cache_tokens": 8192, "max_num_seqs": 32, "prefix_caching": False, "device": "cpu"}
+        fields: dict[str, Any] = {
+            "kv_cache_tokens": KV_TOKENS,
+            "max_num_seqs": 32,
+            "prefix_caching": False,
+            "device": "cpu",
+        }
         settings = EngineConfig(model=str(model), cpu_threads=threads, **(fields | config))
         self.shape, self.needs = shape, Needs(shape, mix)
         self.failure: str | None = None
@@ -199,8 +207,9 @@ class BenchEngine:
     def _begin(self, rows: int, length: int, adapters: list[str | None] | None) -> None:
         """Submit, and step until every row has a token (adapters may have to come into their slots)."""
         self._started.clear()
+        tokens = min(ENDLESS, self.shape.context // 2)
         for row in range(rows):
-            self._submit(length, self.shape.context // 2, adapters[row % len(adapters)] if adapters else None)
+            self._submit(length, tokens, adapters[row % len(adapters)] if adapters else None)
         while len(self._started) < rows and not self.failure:
             if not self.core.step():
                 time.sleep(0.001)

@@ -26,32 +26,49 @@ def decode(run: Run, mix: str) -> None:
 
 def prefill(run: Run, mix: str) -> None:
     """Prompts of 512 and 2048 tokens, one at a time, into an idle engine."""
-    engine, lengths = run.engine(mix), [32, 64] if run.quick else [512, 2048]
+    lengths = [32, 64] if run.quick else [512, 2048]
+    _prefill(run, mix, lengths, lengths, 3)
+
+
+def long(run: Run, mix: str) -> None:
+    """The same with 8192 and 32768 tokens, once; the peer with 8192."""
+    lengths = [96, 128] if run.quick else [8192, 32768]
+    _prefill(run, mix, lengths, lengths[:1], 1)
+
+
+def _prefill(run: Run, mix: str, lengths: list[int], peer_lengths: list[int], wanted: int) -> None:
+    engine = run.engine(mix)
     lengths = [n for n in lengths if n < run.shape.context]
     peak = "bf16" if mix == "BF16" else "int8"
-    engine.prefill(lengths[0])
+    engine.prefill(min(512, lengths[0]))
     ours: dict[int, list[float]] = {n: [] for n in lengths}
     other: dict[int, list[float]] = {n: [] for n in lengths}
     flags = run.flags(mix) if run.peer else None
-    for _ in run.repeats(3):
+    for _ in run.repeats(wanted):
         for n in lengths:
             ours[n].append(n / engine.prefill(n))
         if run.peer and flags:
-            speeds = run.peer.bench(run.model(mix), flags, lengths, 0)
-            for n in lengths:
+            asked = [n for n in peer_lengths if n in lengths]
+            speeds = run.peer.bench(run.model(mix), flags, asked, 0)
+            for n in asked:
                 other[n].append(speeds[f"pp{n}"])
     for n in lengths:
         rate = statistics.median(ours[n]) * operations_per_token(run.shape, n)
         more = {"gop_s": rate / 1e9, "of_peak": rate / run.peaks[mix].of(peak), "peak_of": peak}
+        more["attention"] = attention_per_token(run.shape, n) / operations_per_token(run.shape, n)
         run.record("prefill", mix, f"prefill {n}", "tok/s", ours[n], other[n], **more)
 
 
 def operations_per_token(shape: Shape, length: int) -> float:
     """Multiplications and additions of a prompt's token, attention to half of the prompt included."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = shape.hidden * (2 * q + 2 * kv)
+    projections = shape.hidden * (2 * q + 2 * kv)
     experts = shape.top_k * 3 * shape.hidden * shape.intermediate + shape.experts * shape.hidden
-    return shape.layers * (2 * (attention + experts) + 4 * q * length / 2)
+    return shape.layers * 2 * (projections + experts) + attention_per_token(shape, length)
+
+
+def attention_per_token(shape: Shape, length: int) -> float:
+    return shape.layers * 4 * shape.heads * shape.head_dim * length / 2
 
 
 def _step_operations(run: Run, rows: int) -> float:
@@ -115,6 +132,7 @@ ROWS: dict[str, tuple[Callable[[Run, str], None], float, tuple[str, ...]]] = {
     # the function, its seconds at 8 layers on two cores, the types it is for by default
     "decode": (decode, 25, ("Q8_0", "Q4_K_M", "BF16")),
     "prefill": (prefill, 80, ("Q8_0", "Q4_K_M", "BF16")),
+    "long": (long, 600, ("Q8_0", "Q4_K_M")),
     "batch": (batch, 80, ("Q8_0", "Q4_K_M")),
     "python": (python, 8, ("Q8_0", "Q4_K_M")),
     "idle": (idle, 45, ("Q8_0", "Q4_K_M")),

@@ -51,7 +51,7 @@ class Shape:
     top_k: int = 8
     intermediate: int = 768
     vocabulary: int = 32000
-    context: int = 8192
+    context: int = 40960
 
 
 def tensor_types(shape: Shape, mix: str) -> Iterator[tuple[str, tuple[int, ...], GGML]]:

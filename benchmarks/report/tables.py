@@ -182,6 +182,8 @@ def _details(entry: Entry, isa: Sequence[str]) -> list[str]:
         out.append(f"{entry['step_mb']:.0f} MB a step, {entry['gb_s']:.1f} GB/s, {entry['of_read']:.0%} of read")
     if "of_peak" in entry:
         out.append(f"{entry['gop_s']:.0f} Gop/s, {entry['of_peak']:.0%} of {instruction(isa, entry['peak_of'])}")
+    if "attention" in entry:
+        out.append(f"attention {entry['attention']:.0%} of them")
     if "kept" in entry:
         theirs = f" (llama.cpp {entry['peer_kept']:.0%})" if "peer_kept" in entry else ""
         out.append(f"{entry['kept']:.0%} of base only{theirs}")

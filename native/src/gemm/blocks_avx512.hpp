@@ -21,6 +21,10 @@ inline __m512 signed_scales(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
+inline __m512 negated(__m512 v) {
+  return _mm512_xor_ps(v, _mm512_set1_ps(-0.0f));
+}
+
 // The nibbles of 16 bytes, from bit `shift` on.
 inline __attribute__((always_inline)) __m512 nibbles(const uint8_t* p, int shift) {
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
@@ -66,26 +70,48 @@ inline const uint8_t* unit_of(const uint8_t* meta, int64_t b) {
   return meta + b / (info(F).unit / kBlock) * info(F).meta_bytes;
 }
 
-// Scale of group g (of 16 or 32 k) of block b, per row; and the group's minima with their sign.
+// What the factors of a unit's groups are multiplied with, where there are such: d and -dmin.
+struct UnitScales {
+  __m512 d, minimum;
+};
+
+template <Format F>
+inline __attribute__((always_inline)) UnitScales unit_scales(const uint8_t* meta, int64_t b) {
+  if constexpr (info(F).steps == 0 || has_grid(F)) return UnitScales{};
+  const uint8_t* unit = unit_of<F>(meta, b);
+  return {half_scales(unit), info(F).minima ? negated(half_scales(unit + kMinimum)) : __m512{}};
+}
+
+// Scale of group g (of 16 or 32 k) of block b, per row; `unit`: those of the unit it lies in.
+template <Format F>
+inline __attribute__((always_inline)) __m512 scale_of(const UnitScales& unit, const uint8_t* meta, int64_t b, int g) {
+  if constexpr (info(F).exponents) return exponent_scales(meta + b * info(F).meta_bytes);
+  const uint8_t* at = unit_of<F>(meta, b);
+  if constexpr (info(F).steps == 0) return half_scales(at);
+  const uint8_t* steps = at + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
+  return _mm512_mul_ps(unit.d, nibble_steps(F)  ? nibbles(steps, 0)
+                               : info(F).minima ? byte_scales(steps)
+                                                : signed_scales(steps));
+}
+
+// The group's minima, with their sign.
+template <Format F>
+inline __attribute__((always_inline)) __m512 minimum_of(const UnitScales& unit, const uint8_t* meta, int64_t b, int g) {
+  const uint8_t* at = unit_of<F>(meta, b);
+  if constexpr (zero_points(F)) return negated(_mm512_mul_ps(half_scales(at), byte_scales(at + info(F).min_steps)));
+  if constexpr (info(F).steps == 0) return half_scales(at + kMinimum);
+  const uint8_t* steps = at + info(F).min_steps + 16 * (b % 8 * groups_of(F) + g);
+  return _mm512_mul_ps(unit.minimum, nibble_steps(F) ? nibbles(steps, 4) : byte_scales(steps));
+}
+
 template <Format F>
 inline __attribute__((always_inline)) __m512 scale_of(const uint8_t* meta, int64_t b, int g) {
-  if constexpr (info(F).exponents) return exponent_scales(meta + b * info(F).meta_bytes);
-  const uint8_t* super = unit_of<F>(meta, b);
-  if constexpr (info(F).steps == 0) return half_scales(super);
-  const uint8_t* steps = super + info(F).steps + 16 * (b % 8 * groups_of(F) + g);
-  return _mm512_mul_ps(half_scales(super), nibble_steps(F)  ? nibbles(steps, 0)
-                                           : info(F).minima ? byte_scales(steps)
-                                                            : signed_scales(steps));
+  return scale_of<F>(unit_scales<F>(meta, b), meta, b, g);
 }
 
 template <Format F>
 inline __attribute__((always_inline)) __m512 minimum_of(const uint8_t* meta, int64_t b, int g) {
-  const uint8_t* super = unit_of<F>(meta, b);
-  if constexpr (info(F).steps == 0 && !zero_points(F)) return half_scales(super + kMinimum);
-  const uint8_t* steps = super + info(F).min_steps + (zero_points(F) ? 0 : 16 * (b % 8 * groups_of(F) + g));
-  const __m512 d = half_scales(super + (zero_points(F) ? 0 : kMinimum));
-  const __m512 m = _mm512_mul_ps(d, nibble_steps(F) ? nibbles(steps, 4) : byte_scales(steps));
-  return _mm512_sub_ps(_mm512_setzero_ps(), m);
+  return minimum_of<F>(unit_scales<F>(meta, b), meta, b, g);
 }
 
 inline __attribute__((always_inline)) int32_t word(const uint8_t* p) {

@@ -14,11 +14,5 @@ struct alignas(64) Decoded {
   float scales[groups_of(F) * (info(F).minima ? 2 : 1)][16];
 };
 
-// Bytes from block to block where tiles read them: in the panel, or decoded.
-template <Format F>
-constexpr int64_t block_stride() {
-  return has_grid(F) ? static_cast<int64_t>(sizeof(Decoded<F>)) : info(F).quant_bytes;
-}
-
 }  // namespace
 }  // namespace ktserve

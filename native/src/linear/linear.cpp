@@ -214,7 +214,9 @@ std::vector<LinearRunner::Part> LinearRunner::share_out(const std::vector<Linear
       int64_t step = 4;
       if (states[c].dequantised && rows <= kItemRows) step = 8;
       if (rows <= 16) step = std::clamp<int64_t>(kItemBytes / linear.panel_bytes() / 4 * 4, 4, kMaxItemPanels);
-      const int64_t least = rows == 1 && linear.format() == Format::f32 ? 1 : 2;  // panels read side by side
+      // Panels are read side by side, but for one row of float32, and where workers would get none (routers).
+      const bool single = rows == 1 || (row_blocks == 1 && all < 2 * pool_.threads());
+      const int64_t least = single && linear.format() == Format::f32 ? 1 : 2;
       while (step > least && all * row_blocks < step * 4 * pool_.threads()) step /= 2;
       for (int s = sharded ? node : 0; s < (sharded ? node + 1 : linear.shards()); ++s) {
         const int64_t panels = linear.first_panel(s + 1) - linear.first_panel(s);

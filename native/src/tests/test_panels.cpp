@@ -45,6 +45,7 @@ Arena random_panels(Format format, int64_t n, int64_t k, Random& random) {
           for (int i = 0; i < 16; ++i) meta[i] = static_cast<uint8_t>(118 + random.below(8));
         } else {
           fill_halves(meta, info(format).minima && !zero_points(format) ? 32 : 16);
+          for (int i = 0; i < 16 && zero_points(format); ++i) meta[info(format).min_steps + i] %= 17;  // as files have
         }
       }
     }
