@@ -28,7 +28,7 @@ def _flags(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    rows = "decode,prefill,batch,python,idle"
+    rows = "decode,prefill,long,batch,python,idle"
     args = parse([*_flags(folder), "--rows", rows])
     run = measure(args, SHAPE)
     assert json.loads((folder / "out.json").read_text())["rows"] == run.data["rows"]
@@ -37,7 +37,7 @@ def results(tmp_path_factory):
 
 def test_every_row_is_measured_and_the_peer_is_left_empty(results):
     assert "left_out" not in results
-    assert [entry["row"] for entry in results["rows"]] == ["decode", *["prefill"] * 2, "batch", *["python"] * 2, "idle"]
+    assert [entry["row"] for entry in results["rows"]] == ["decode", *["prefill"] * 4, "batch", *["python"] * 2, "idle"]
     assert all(entry["peer"] is None and entry["ratio"] is None and entry["ours"] > 0 for entry in results["rows"])
     decode = results["rows"][0]
     assert decode["gb_s"] == pytest.approx(decode["step_mb"] * decode["ours"] / 1e3)
