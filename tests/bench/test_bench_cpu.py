@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from benchmarks.cpu.client import StreamError, _count
 from benchmarks.cpu.formats import HEAD
 from benchmarks.cpu.formats import measure as measure_format
+from benchmarks.cpu.nodes import compare as compare_nodes
 from benchmarks.cpu.run import keep_other_machines, measure, parse
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s
 from benchmarks.models.make import Shape, write_model
@@ -121,6 +123,14 @@ def test_the_plot_has_a_point_for_every_decode_row(results):
     circles = [node for node in tree.iter() if node.tag.endswith("circle")]
     assert len(circles) == sum(entry["row"] in ("decode", "batch") for entry in results["rows"])
     assert report.plot({"rows": [], "peaks": {}}) == ""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two groups of workers need two CPUs")
+def test_nodes_are_made_of_one_machine(tmp_path, capsys):
+    write_model(tmp_path / "model.gguf", SHAPE, "Q8_0")
+    compare_nodes(tmp_path / "model.gguf", SHAPE, "Q8_0", 2, [1, 2], 32, 4)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[1] for line in lines] == ["decode, 1 rows", "decode, 2 rows", "prefill 32"]
 
 
 def test_a_start_is_timed_twice_and_leaves_no_packed_experts(tmp_path):
