@@ -35,7 +35,8 @@ def test_right_with_and_without_adapters(
     kinds: tuple[str, str, str], rows: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 rows: one after another; 9 and 20 in blocks of 16; more in larger ones."""
-    monkeypatch.setattr(products, "VECTOR_ROWS", 2 if rows == 2 else 0)
+    for name in ("VECTOR_ROWS", "BYTE_VECTOR_ROWS"):
+        monkeypatch.setattr(products, name, 2 if rows == 2 else 0)
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
     _check(Layer(*kinds), rows, kernel_device, INTEGER_BOUND if GPU and rows == 2 else BOUND)
 
@@ -47,7 +48,6 @@ def test_long_chunks_of_weights_made_plain(
     kinds: tuple[str, str, str], rows: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three experts at a time, of down more."""
-    monkeypatch.setattr(products, "VECTOR_ROWS", 0)
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
     monkeypatch.setattr(widened, "ROWS", 0)
     monkeypatch.setattr(widened, "SCRATCH_BYTES", 3 * 2 * H * I * DTYPE.itemsize)

@@ -10,8 +10,9 @@ import torch
 from engine.experts.gpu.layout import Frame, Sizes
 from engine.weights.tiled.layout import Matrix
 
-VECTOR_ROWS = 1  # rows of an expert, on average, up to which they are computed one after another
-CHOICE_ROWS = 1.0  # ... and up to which, without adapters, each choice is computed by itself
+# rows of an expert, on average, up to which they are computed one after another: of 4-bit weights, and of others
+VECTOR_ROWS, BYTE_VECTOR_ROWS = 0.4, 1.0
+CHOICE_ROWS = 0.7  # ... and up to which, without adapters, each choice is computed by itself
 PLAIN_CHOICE_ROWS = 0.4  # the same of weights that are not quantised: more rows choose experts together
 _FEW_ROWS, _MANY_ROWS = 16, 128  # of a block
 _FEW_COLUMNS = 64  # of a program, of blocks of 16 rows
@@ -78,8 +79,9 @@ def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torc
     common: dict[str, Any] = {"FRAME": frames.stride(0), "FAST": fast}
     gate_up: dict[str, Any] = common | {"WG": frame.gate.constants, "WU": frame.up.constants, "UP_AT": up_at}
     down: dict[str, Any] = common | {"WD": frame.down.constants, "DOWN_AT": down_at}
+    single = VECTOR_ROWS if any(matrix.low == 4 for matrix in frame.matrices if not matrix.plain) else BYTE_VECTOR_ROWS
     # single rows of e4m3 meet matrix instructions: there is no product of them in integers
-    if tiles.each <= VECTOR_ROWS and not (fast and any(matrix.e4m3 for matrix in frame.matrices)):
+    if tiles.each <= single and not (fast and any(matrix.e4m3 for matrix in frame.matrices)):
         gate_up |= {
             "TG": tiles_at_once(frame.gate.constants),
             "TU": tiles_at_once(frame.up.constants),
@@ -145,12 +147,20 @@ def choice_products(
 
 
 def _few(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str, Any]]:
-    """Columns of a program and constants, of blocks of 16 rows."""
-    # no more scales of a run than threads: others would be exchanged through shared memory, run by run
+    """Columns of a program and constants, of blocks of 16 rows: gate and up share one, down has its own."""
+    both, form = len(matrices) > 1, matrices[0]
     narrow = any(not m.plain and m.group < m.sub for m in matrices)
-    step = 128 if any(m.low == 8 for m in matrices if not m.plain) else 256
-    most = _FEW_COLUMNS // 2 if narrow else _FEW_COLUMNS
-    return _divisor(columns, most), {"STEP": step, "num_warps": tiles.warps, "num_stages": tiles.stages, "FIRST": False}
+    words = not form.plain and (form.low, form.upper) == (4, 0) and not form.format.codes
+    if both and not (words and matrices[0] == matrices[1]):
+        # no more scales of a run than threads: others would be exchanged through shared memory, run by run
+        most, warps, stages = (_FEW_COLUMNS // 2 if narrow else _FEW_COLUMNS), tiles.warps, tiles.stages
+        step = 128 if any(m.low == 8 for m in matrices if not m.plain) else 256
+    elif narrow:
+        most, step, warps, stages = 2 * _FEW_COLUMNS, 128, 2, 3
+    else:
+        most, step, warps, stages = _FEW_COLUMNS // 2, 256, 2, 2
+    constants = {"STEP": step, "num_warps": warps, "num_stages": stages, "FIRST": False}
+    return _divisor(columns, most), constants
 
 
 def _many(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str, Any]]:
