@@ -11,7 +11,7 @@ from engine.build.gpu_experts import gpu_share, share_lines, suits
 from engine.build.kv_disk import KvDiskPlan, plan_kv_disk
 from engine.build.placement import Placement, choose, find_machine, kt_method, native_limits
 from engine.build.precision import Precision, choose_precision
-from engine.build.unused import unused_settings
+from engine.build.unused import unused_files, unused_settings
 from engine.config import (
     CPU_BATCHED_TOKENS,
     GPU_BATCHED_TOKENS,
@@ -113,7 +113,8 @@ class EnginePlan:
 
     @property
     def lines(self) -> list[str]:
-        unused = unused_settings(self.config, self.source, self.placement)
+        unused = unused_files(self.config)
+        unused += unused_settings(self.config, self.source, self.placement)
         ranks = rank_lines(self.shard, self.placement)
         disk = self.kv_disk.lines if self.kv_disk is not None else []
         return [*self.placement.lines, *ranks, *self._share_lines, *unused, *self.memory.render().splitlines(), *disk]

@@ -1,12 +1,15 @@
-"""Settings that were given and change nothing here: each is a line at start-up."""
+"""What was given and changes nothing here, settings and files: each is a line at start-up."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from engine.build.placement import Placement
 from engine.config import EngineConfig
+from engine.weights.open import has_safetensors
 from engine.weights.packed import repacks
 from engine.weights.store import WeightSource, WeightTensor
 
@@ -17,6 +20,16 @@ def unused_settings(config: EngineConfig, source: WeightSource, placement: Place
     given = {f.name for f in fields(config) if f.name in _RULES and getattr(config, f.name) != f.default}
     found = {name: reason for name in sorted(given) if (reason := _RULES[name](config, source, placement))}
     return [f"note: --{name.replace('_', '-')} changes nothing: {reason}" for name, reason in found.items()]
+
+
+def unused_files(config: EngineConfig) -> list[str]:
+    """Of a folder with safetensors, GGUF models beside them."""
+    folder = Path(os.path.expanduser(config.model))
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    if config.gguf is not None or not names or not has_safetensors(folder):
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"note: the folder's safetensors are served, not {names[0]}{more}; --model {folder / names[0]} serves that"]
 
 
 def _quantised(placement: Placement) -> set[str]:

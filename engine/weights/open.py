@@ -35,7 +35,7 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
         if config is None:
             raise UserError(f"{path}: gguf is given, so model must be a folder with config.json", "model")
         return GGUFSource(open_gguf(_existing(gguf, "gguf")), config)
-    if path.is_dir() and ((path / SINGLE).is_file() or (path / INDEX).is_file()):
+    if has_safetensors(path):
         if config is None:
             raise ModelFileError(f"{path}: config.json is missing", "model")
         return SafetensorsSource(path, config)
@@ -43,6 +43,11 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
         other = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ModelFileError(f"{path}: holds neither {SINGLE}, {INDEX} nor a .gguf file, but {other}", "model")
     return GGUFSource(open_gguf(path), config)
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder's own safetensors are what it serves, whatever else lies in it."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
 def _existing(name: str, field: str) -> Path:

@@ -107,6 +107,18 @@ def test_a_file_that_is_quantised_stays_as_it_is() -> None:
     assert noted(demo_model(), "quantise", quantise="int4")
 
 
+def test_files_beside_those_that_are_served_are_noted(tmp_path: Path) -> None:
+    save_hf(tiny_model(1), tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", kv_cache_tokens=256)
+    assert not [line for line in plan_engine(config).lines if ".gguf" in line]
+    (tmp_path / "b.gguf").symlink_to(demo_model())
+    (tmp_path / "a.gguf").touch()
+    (note,) = [line for line in plan_engine(config).lines if ".gguf" in line]
+    assert note.startswith("note: the folder's safetensors are served, not a.gguf and 1 more; --model ")
+    plan = plan_engine(replace(config, model=str(tmp_path / "b.gguf")))
+    assert not [line for line in plan.lines if line.startswith("note: the folder's")]
+
+
 def test_where_nothing_is_left_to_the_cpu(model: Path) -> None:
     plan = plan_engine(EngineConfig(model=str(model), device="cpu", kv_cache_tokens=256, **REFERENCE))
     there = replace(plan.placement, choices={name: Choice("gpu", "cuda", "cuda") for name in plan.placement.choices})
