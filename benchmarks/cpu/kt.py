@@ -90,7 +90,7 @@ def kt(run: Run, mix: str) -> None:
         rate = ours.bytes_of(ids[rows]) / mine
         more: dict[str, Any] = {"us": mine * 1e6, "peer_us": theirs * 1e6, "peer_name": str(best)}
         more |= {"rows": rows, "threads": run.threads, "peer_threads": threads, "layers": len(ours.layers)}
-        more |= {"call_gb_s": rate / 1e9, "call_of_read": rate / run.peaks[mix].bytes_per_s}
+        more["call_gb_s"] = rate / 1e9
         more["peer_all_us"] = {str(v): statistics.median(p.theirs) * 1e6 for v, p in found.items()}
         what = f"experts of a layer, {rows} row{'s' if rows > 1 else ''}"
         run.record("kt", mix, what, "rows/s", [rows / s for s in pair.ours], [rows / s for s in pair.theirs], **more)

@@ -20,8 +20,12 @@ def decode(run: Run, mix: str) -> None:
         peer, flags = run.peer, run.flags(mix)
     theirs = None if peer is None else lambda: peer.bench(run.model(mix), flags, [], tokens)[f"tg{tokens}"]
     ours, other = run.alternate(5, lambda: 1 / engine.decode(1, tokens, SHORT), theirs)
-    share = run.read_share(mix, engine.decode_bytes(1, 8, SHORT), 1 / statistics.median(ours))
-    run.record("decode", mix, "decode, 1 sequence", "tok/s", ours, other, **share, operations=_step_operations(run, 1))
+    read = _read(engine.decode_bytes(1, 8, SHORT), 1 / statistics.median(ours))
+    run.record("decode", mix, "decode, 1 sequence", "tok/s", ours, other, **read, operations=_step_operations(run, 1))
+
+
+def _read(step_bytes: float, step_s: float) -> dict[str, float]:
+    return {"step_mb": step_bytes / 1e6, "gb_s": step_bytes / step_s / 1e9}
 
 
 def prefill(run: Run, mix: str) -> None:
@@ -54,7 +58,7 @@ def _prefill(run: Run, mix: str, lengths: list[int], peer_lengths: list[int], wa
                 other[n].append(speeds[f"pp{n}"])
     for n in lengths:
         rate = statistics.median(ours[n]) * operations_per_token(run.shape, n)
-        more = {"gop_s": rate / 1e9, "of_peak": rate / run.peaks[mix].of(peak), "peak_of": peak}
+        more: dict[str, Any] = {"gop_s": rate / 1e9, "peak_of": peak}
         more["attention"] = attention_per_token(run.shape, n) / operations_per_token(run.shape, n)
         run.record("prefill", mix, f"prefill {n}", "tok/s", ours[n], other[n], **more)
 
@@ -92,9 +96,9 @@ def batch(run: Run, mix: str) -> None:
                 other[n].append(speed)
     for n in counts:
         step_s = n / statistics.median(ours[n])
-        share = run.read_share(mix, engine.decode_bytes(n, 4, SHORT), step_s)
-        share |= {"step_ms": step_s * 1e3, "operations": _step_operations(run, n)}
-        run.record("batch", mix, f"decode, {n} sequences", "tok/s", ours[n], other[n], **share)
+        seen = _read(engine.decode_bytes(n, 4, SHORT), step_s)
+        seen |= {"step_ms": step_s * 1e3, "operations": _step_operations(run, n)}
+        run.record("batch", mix, f"decode, {n} sequences", "tok/s", ours[n], other[n], **seen)
         if n == counts[0]:
             run.itl_target_ms[mix] = max(5.0, 2.2e3 * step_s)  # of the server rows: a gap of less than three steps
 

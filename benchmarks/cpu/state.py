@@ -27,6 +27,7 @@ from native import _native
 
 NUM_ADAPTERS = 4
 SHORT = 16  # prompt tokens where only decode is measured
+_READS = {"of_read": "gb_s", "call_of_read": "call_gb_s"}
 STREAM_CONTEXT = 256  # positions a stream of the server rows needs at most
 
 
@@ -131,7 +132,7 @@ class Run:
         return self._flags[mix]
 
     def measure_peaks(self, mix: str, pool: Any) -> None:
-        """By this pool; of several measurements of a type the highest counts."""
+        """By this pool; of several measurements of a type the highest counts, for rows recorded before it too."""
         pool.begin_step()
         peaks = measure_peaks(pool, "")
         pool.end_step()
@@ -141,6 +142,9 @@ class Run:
             peaks = Peaks(**{name: max(value, known[name]) for name, value in vars(peaks).items()})
         self.peaks[mix] = peaks
         self.data["peaks"][mix] = vars(peaks)
+        for entry in self.data["rows"]:
+            if entry["type"] == mix:
+                entry |= shares(entry, peaks)
 
     # ---- repetitions and records
 
@@ -174,7 +178,9 @@ class Run:
     def record(
         self, row: str, mix: str, what: str, unit: str, ours: Sequence[float], peer: Sequence[float], **more: Any
     ) -> None:
-        """A line of the table: medians, their ratio, and whatever else was seen."""
+        """A line of the table: medians, their ratio, whatever else was seen, and its shares of the type's peaks."""
+        if mix in self.peaks:
+            more |= shares(more, self.peaks[mix])
         mine, theirs = statistics.median(ours), statistics.median(peer) if peer else None
         entry: dict[str, Any] = {"row": row, "type": mix, "what": what, "unit": unit, "ours": mine, "peer": theirs}
         entry |= {"ratio": mine / theirs if theirs else None, "all_ours": list(ours), "all_peer": list(peer), **more}
@@ -184,11 +190,6 @@ class Run:
         extra = "  ".join(f"{k} {v:.3g}" for k, v in more.items() if isinstance(v, float))
         print(f"  {row:<9} {mix:<7} {what:<40} {mine:9.2f} {unit:<7}{beside}   {extra}", flush=True)
 
-    def read_share(self, mix: str, step_bytes: float, step_s: float) -> dict[str, float]:
-        rate = step_bytes / step_s
-        read = self.peaks[mix].bytes_per_s
-        return {"step_mb": step_bytes / 1e6, "gb_s": rate / 1e9, "read_gb_s": read / 1e9, "of_read": rate / read}
-
     def write(self) -> None:
         self.data["seconds"] = round(self.args.minutes * 60 - (self.end_s - time.monotonic()))
         path: Path = self.args.out
@@ -196,6 +197,14 @@ class Run:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(self.data, indent=1) + "\n")
         part.replace(path)
+
+
+def shares(seen: dict[str, Any], peaks: Peaks) -> dict[str, float]:
+    """What the rates of a record are of the machine's peaks."""
+    found = {name: seen[rate] * 1e9 / peaks.bytes_per_s for name, rate in _READS.items() if rate in seen}
+    if "gop_s" in seen:
+        found["of_peak"] = seen["gop_s"] * 1e9 / peaks.of(seen["peak_of"])
+    return found
 
 
 def public(argv: Sequence[str]) -> list[str]:

@@ -110,6 +110,14 @@ def errors(w: Weight, isa: str) -> tuple[float, float | None]:
     return relative(out, exact), relative(rounded.reshape(x.shape) @ w.values.T, exact)
 
 
+def speed(w: Weight, rows: int, isa: str, rounds: int) -> float:
+    """Operations a second."""
+    x = np.random.default_rng(3).standard_normal((rows, K)).astype(np.float32)
+    out = np.empty((rows, N), np.float32)
+    w.run(isa, x, out)
+    return 2 * N * K * rows / statistics.median(w.seconds(isa, x, out) for _ in range(rounds))
+
+
 def ratio(w: Weight, other: Weight, rows: int, isa: str, rounds: int) -> tuple[float, float]:
     """(weights a second against the other's, bytes a second against the other's)."""
     x = np.random.default_rng(3).standard_normal((rows, K)).astype(np.float32)
@@ -128,7 +136,9 @@ def main() -> None:
     args = parser.parse_args()
     pool = _native.WorkerPool([[0]])
     beside = weight(BESIDE, pool, args.megabytes << 20)
+    alone = (f"{rows} rows {speed(beside, rows, args.isa, args.repeats) / 1e9:.0f} Gop/s" for rows in args.rows)
     print(f"isa {_native.choose_isa(args.isa)}; speed against {BESIDE}: weights (bytes) a second")
+    print(f"{BESIDE}: {', '.join(alone)}")
     head = ["type", "packed as", "bits", "own", "error", "llama.cpp", *(f"{rows} rows" for rows in args.rows)]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for type in args.types:

@@ -107,10 +107,10 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
         known = machine.get("known_read_gb_s")
         share = f" ({measured['bytes_per_s'] / 1e7 / known:.0f}% of the {known:.0f} seen on it before)" if known else ""
         share += " - too little, its rows are void" if void(data, mix) else ""
-        lines.append(f"- Peaks before {mix}: {read}{share}; {peaks} G operations/s")
+        lines.append(f"- Peaks beside {mix}: {read}{share}; {peaks} G operations/s")
     isa = _useful(machine["isa"], data["peaks"])
     used = "; ".join(f"{name}: {instruction(isa, name)}" for name in ("f32", "bf16", "int8"))
-    lines.append(f"- A peak is that of the fastest instruction that this CPU has for the format: {used}")
+    lines.append(f"- A peak is the highest of several, of this CPU's fastest instruction for the format: {used}")
     for mix, sweep in data["peer_sweep"].items():
         best, searched = ("best ", f", of {len(sweep['tried'])} tried") if sweep["tried"] else ("", "")
         lines.append(f"- llama.cpp's {best}flags for {mix}: `{sweep['best']}`{searched}")
@@ -155,9 +155,19 @@ def _missed(rows: Sequence[Entry]) -> list[str]:
     for entry in rows:
         text, good = target(entry)
         if good is False:
-            ratio = f", {entry['ratio']:.2f}x" if entry["ratio"] is not None else ""
-            out.append(f"{entry['what']} in {entry['type']} ({text}{ratio})")
+            out.append(f"{entry['what']} in {entry['type']} ({text}{_reached(entry)})")
     return out
+
+
+def _reached(entry: Entry) -> str:
+    """Of a missed target, the figure that it asks for: a speed over the peer's, or ours alone."""
+    if entry["row"] == "adapters":
+        return f", {entry['kept']:.0%}"
+    if entry["row"] == "first":
+        return f", {entry['ended']}"
+    if entry["row"] in ("idle", "python", "arrivals", "start"):
+        return f", {_number(entry['ours'])} {entry['unit']}"
+    return f", {entry['ratio']:.2f}x" if entry["ratio"] is not None else ""
 
 
 def _row(entry: Entry, isa: Sequence[str], void: bool) -> str:

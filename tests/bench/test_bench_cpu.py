@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.cpu import state
 from benchmarks.cpu.client import StreamError, _count
 from benchmarks.cpu.formats import HEAD
 from benchmarks.cpu.formats import measure as measure_format
 from benchmarks.cpu.nodes import compare as compare_nodes
 from benchmarks.cpu.run import keep_other_machines, measure, parse
+from benchmarks.cpu.state import Run
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s
 from benchmarks.models.make import Shape, write_model
 from benchmarks.peers.kt import KtError, KtPeer, Variant, spare_threads, variants
@@ -43,9 +46,60 @@ def test_every_row_is_measured_and_the_peer_is_left_empty(results):
     assert all(entry["peer"] is None and entry["ratio"] is None and entry["ours"] > 0 for entry in results["rows"])
     decode = results["rows"][0]
     assert decode["gb_s"] == pytest.approx(decode["step_mb"] * decode["ours"] / 1e3)
-    assert decode["of_read"] == pytest.approx(decode["gb_s"] / decode["read_gb_s"])
     python = next(entry for entry in results["rows"] if entry["row"] == "python")
     assert 0 < python["python_share"] < 1
+
+
+def _shares_are_of(data):
+    peaks = {name: Peaks(**values) for name, values in data["peaks"].items()}
+    seen = [entry for entry in data["rows"] if {"gb_s", "gop_s", "call_gb_s"} & entry.keys()]
+    for entry in seen:
+        mine = peaks[entry["type"]]
+        for rate, share in (("gb_s", "of_read"), ("call_gb_s", "call_of_read")):
+            assert rate not in entry or entry[share] == pytest.approx(entry[rate] * 1e9 / mine.bytes_per_s)
+        if "gop_s" in entry:
+            assert entry["of_peak"] == pytest.approx(entry["gop_s"] * 1e9 / mine.of(entry["peak_of"]))
+    return len(seen)
+
+
+def test_shares_are_of_the_peaks_that_are_told(results):
+    assert _shares_are_of(results) == 6
+
+
+RESULTS = sorted((report.ROOT / "benchmarks" / "results").glob("cpu*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_kept_shares_are_of_the_peaks_that_are_told(path):
+    assert _shares_are_of(json.loads(path.read_text()))
+
+
+def test_a_higher_peak_counts_for_earlier_rows_too(tmp_path, monkeypatch):
+    run = Run(parse(_flags(tmp_path)), SHAPE)
+    found = iter((Peaks(10e9, 1e9, 1e9, 4e9), Peaks(20e9, 0.5e9, 1e9, 8e9)))
+    monkeypatch.setattr(state, "measure_peaks", lambda pool, isa: next(found))
+    pool = SimpleNamespace(begin_step=lambda: None, end_step=lambda: None)
+    run.measure_peaks("Q8_0", pool)
+    run.record("decode", "Q8_0", "decode", "tok/s", [1.0], [], gb_s=5.0)
+    run.record("prefill", "Q8_0", "prefill", "tok/s", [1.0], [], gop_s=2.0, peak_of="int8")
+    assert [run.data["rows"][0]["of_read"], run.data["rows"][1]["of_peak"]] == [0.5, 0.5]
+    run.measure_peaks("Q8_0", pool)
+    assert [run.data["rows"][0]["of_read"], run.data["rows"][1]["of_peak"]] == [0.25, 0.25]
+    assert run.peaks["Q8_0"] == Peaks(20e9, 1e9, 1e9, 8e9)
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"row": "decode", "what": "decode, 1 sequence", "ratio": 1.2, "of_read": 0.5}, "1.4x and 85% of read, 1.20x"),
+        ({"row": "arrivals", "what": "gaps", "ratio": 0.2, "ours": 3.81, "unit": "x"}, "at most 3x, 3.81 x"),
+        ({"row": "start", "what": "second start", "ratio": 39.8, "ours": 12.3, "unit": "s"}, "under 10, 12.3 s"),
+        ({"row": "adapters", "what": "kept", "ratio": 3.0, "kept": 0.85}, "90% of base, 85%"),
+        ({"row": "first", "what": "first", "ratio": 0.1, "ended": 2}, "ended, 2"),
+    ],
+)
+def test_what_is_missed_is_told_by_the_figure_asked_for(entry, text):
+    assert report._missed([{"type": "Q8_0", **entry}])[0].endswith(f"{text})")
 
 
 def test_the_report_has_a_line_for_every_row_and_replaces_the_old_one(results):
