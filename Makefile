@@ -51,7 +51,6 @@ lint: setup
 	@$(VENV)/bin/ruff format --check --quiet $(SOURCES)
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-logo 2>/dev/null || $(VENV)/bin/lint-imports
-	@$(PY) -m testing.import_cycles $(SOURCES)
 	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
 
 format: setup

@@ -22,6 +22,12 @@ STREAMED_BATCHED_TOKENS = (32768, 16384)
 GPU_ITL_TARGET_S, GPU_ITL_DECODE_STEPS = 0.1, 3.0
 
 
+def bucket_sizes(max_rows: int) -> list[int]:
+    """The rows that decode steps are padded to: 1, 2, 4, 8, 16, 24, 32, ... and max_rows itself."""
+    sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
+    return sorted({size for size in sizes if size <= max_rows})
+
+
 def option(
     default: Any,
     help: str,

@@ -14,6 +14,7 @@ from engine.diagnostics.live import engine_stats, live
 from engine.diagnostics.profile import StepObserver
 from engine.errors import KtserveError, UserError
 from engine.grammar.grammars import CompileFailed, Grammars
+from engine.grammar.masks import TokenMask, masks_of
 from engine.kv_disk.disk import KvDisk
 from engine.lora.adapters import Adapters
 from engine.lora.version import Loaded, LoadFailed, Moved, Retiring, SlotFailed, SlotFilled
@@ -38,7 +39,6 @@ from engine.messages import (
 from engine.steps.admission import RefusalError, admit
 from engine.steps.answers import Answer, terminal
 from engine.steps.base import Launched, Runner
-from engine.steps.masks import TokenMask, masks_of
 from scheduler.plan import Event, EventKind, StepPlan
 from scheduler.scheduler import Scheduler
 

@@ -12,7 +12,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.exit_status import exit_status
-from engine.null.settings import is_null
+from engine.null import is_null
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,17 +57,17 @@ def _run(args: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:
-    from engine.process import EngineProcess
+    from engine.launch.process import EngineProcess
 
     process = EngineProcess(address, heartbeat)
 
     def build(*args):  # type: ignore[no-untyped-def]  # torch is imported only once the socket is bound
         if is_null(config.model):
-            from engine.null.build import build_null
+            from engine.launch.null.build import build_null
 
             return build_null(config, args[1])
 
-        from engine.build.assemble import build
+        from engine.launch.assemble import build
 
         core, ready = build(*args)
         if core.runner.spare_cpus:  # on a worker's CPU this thread would make every step wait for that worker
@@ -81,13 +81,13 @@ def _rank(orders: int, slots: int) -> NoReturn:
     import socket
     from multiprocessing.connection import Connection
 
-    from engine.parallel.follower import serve
+    from engine.launch.follower import serve
 
     serve(Connection(orders), socket.socket(fileno=slots))
 
 
 def _plan(config: EngineConfig) -> int:
-    from engine.build.plan import plan_engine
+    from engine.planning.plan import plan_engine
 
     plan = plan_engine(config)
     print("\n".join(plan.lines))
@@ -98,10 +98,10 @@ def _plan(config: EngineConfig) -> int:
 def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
     from dataclasses import replace
 
-    from engine.build.backends import make_backends
-    from engine.build.plan import plan_engine
     from engine.diagnostics.check import check_model
-    from engine.parallel.plans import each_rank
+    from engine.launch.backends import make_backends
+    from engine.launch.rank_plans import each_rank
+    from engine.planning.plan import plan_engine
 
     plan_engine(config)  # refuses what serving would; what follows is as small as one prompt
     config = replace(config, max_num_batched_tokens=tokens, max_num_seqs=1, max_model_len=None)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from scheduler.batch import Batch
+from scheduler.batching.batch import Batch
+from scheduler.batching.shares import displaced
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
@@ -18,7 +19,6 @@ from scheduler.policy.cost import CostModel
 from scheduler.policy.drafts import Proposer
 from scheduler.policy.gaps import Gaps
 from scheduler.policy.pace import Pace
-from scheduler.policy.shares import displaced
 from scheduler.request import BASE, AdapterKey, Request, Status, is_background
 
 __all__ = ["AdmissionError", "IntegrityError", "Scheduler", "SchedulerConfig"]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.build.assemble import assemble
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.launch.assemble import assemble
+from engine.launch.process import THREADS_S
 from engine.lora.version import AdapterStatus
 from engine.messages import Cancelled, Failed, Finished, FromEngine, Refused, Reply, Submit, TokenLogprobs, Tokens
-from engine.process import THREADS_S
+from engine.planning.plan import plan_engine
 from engine.steps.runner import ModelRunner
 from scheduler.request import SamplingParams
 from testing.readers import SharedReader

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from engine.architectures.config import ModelConfig
 from engine.errors import ModelFileError
-from engine.model.config import ModelConfig
 from engine.weights.layout import ROUTERS
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource

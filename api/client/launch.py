@@ -20,9 +20,9 @@ from api.http.fields.parsing import readable
 from api.prepare.job import TextSettings
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.files.json_file import read_json
 from engine.messages import Loading, Ready
-from engine.null.settings import is_null, null_settings
-from engine.weights.json_file import read_json
+from engine.null import is_null, null_settings
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

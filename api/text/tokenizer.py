@@ -16,10 +16,10 @@ from api.text.control import Rendered, guarding_characters, hide
 from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
 from api.text.template import ChatTemplate
 from engine.errors import ModelFileError, UserError, shown
+from engine.files.gguf.file import find_gguf, open_gguf
+from engine.files.json_file import read_json
+from engine.files.regular import read_text
 from engine.messages import SetVocabulary
-from engine.weights.gguf.file import find_gguf, open_gguf
-from engine.weights.json_file import read_json
-from engine.weights.regular import read_text
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _NFC_SHRINKS = 3  # bytes of text for one of its normal form, at most

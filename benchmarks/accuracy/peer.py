@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.accuracy.table import SHAPE
 from demo.paths import demo_model
-from engine.weights.gguf.file import open_gguf
+from engine.files.gguf.file import open_gguf
 from testing.harness import Harness, full_logits
 from testing.models.tiny import save_gguf, tiny_model
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from engine.steps.masks import NO_MASKS, Masks
+from engine.grammar.masks import NO_MASKS, Masks
 from engine.steps.runner import InFlight
 from scheduler.plan import StepPlan
 from testing.harness import Harness

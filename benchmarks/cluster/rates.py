@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from benchmarks.cpu.client import free_port
+from benchmarks.client import free_port
 from loadtests.bench.client import Server
 from loadtests.bench.sweep import Limits, point
 from loadtests.bench.work import Scale, Work

@@ -12,12 +12,12 @@ from typing import Any
 import gguf
 
 from benchmarks.models.make import Shape, tensor_types
-from engine.build.assemble import assemble
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.launch.assemble import assemble
 from engine.messages import Abort, Failed, FromEngine, Refused, Submit, Tokens
 from engine.model.native_executor import NativeExecutor
+from engine.planning.plan import plan_engine
 from engine.steps.base import Launched
 from engine.steps.runner import ModelRunner
 from scheduler.plan import Event

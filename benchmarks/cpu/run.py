@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.client import StreamError
+from benchmarks.client import StreamError
 from benchmarks.cpu.engine import RunError
 from benchmarks.cpu.rows import ROWS
 from benchmarks.cpu.state import Run, describe_machine

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.client import Burst, burst, our_request, our_server, paired
+from benchmarks.client import Burst, burst, our_request, our_server, paired
 from benchmarks.cpu.engine import prompt
 from benchmarks.cpu.state import NUM_ADAPTERS, SHORT, STREAM_CONTEXT, Run
 from benchmarks.peers import llamacpp as peer_llamacpp

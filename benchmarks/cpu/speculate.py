@@ -16,11 +16,11 @@ from pathlib import Path
 
 from api.text.tokenizer import load_tokenizer
 from demo.paths import demo_model
-from engine.build.assemble import assemble
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.launch.assemble import assemble
 from engine.messages import Failed, FromEngine, Refused, Submit, Tokens
+from engine.planning.plan import plan_engine
 from scheduler.request import SamplingParams
 
 _TEXTS = {

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.client import our_server
+from benchmarks.client import our_server
 from benchmarks.cpu.engine import BenchEngine
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s, measure_peaks
 from benchmarks.models.make import Shape, adapter_path, made_model, write_adapter

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.client import Request, burst, our_request, our_server
+from benchmarks.client import Request, burst, our_request, our_server
 
 _ITEM = {
     "type": "object",

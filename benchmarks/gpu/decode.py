@@ -38,14 +38,14 @@ import torch
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import DRY, LORA_RANK, expert_bytes, random_lora, random_values
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BLOCK_SIZE
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend, ExpertTask
-from engine.graphs.padded import PaddedDecode
 from engine.lora.adapter import AdapterWeights, LoraPair
-from engine.model.config import ModelConfig
 from engine.model.layers import SparseMlp
+from engine.steps.graphs.padded import PaddedDecode
 from engine.steps.runner import InFlight, ModelRunner
 from engine.weights.layout import dense_tensors
 from native.topology import make_pool

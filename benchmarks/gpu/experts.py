@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.models.random import LORA_RANK, QWEN3_30B_A3B, expert_bytes, random_lora, random_store
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.bridge.backend import CudaBridge
@@ -33,7 +34,6 @@ from engine.experts.gpu.backend import GpuExperts
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts
 from engine.experts.streamed.backend import NEVER, StreamedExperts
-from engine.model.config import ModelConfig
 from native import _native
 from native.topology import make_pool
 

@@ -31,12 +31,12 @@ import torch
 
 from api.cli.options import Parser, add_flags, resolve, settings_of
 from api.config import ServeConfig
-from benchmarks.cpu.client import Burst, burst, our_request, our_server
+from benchmarks.client import Burst, burst, our_request, our_server
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import QWEN3_30B_A3B
-from engine.build.assemble import build
 from engine.config import EngineConfig
 from engine.device import Arrival
+from engine.launch.assemble import build
 from engine.messages import Abort, Failed, FromEngine, Refused, Several, Submit, Tokens, encode
 from scheduler.request import SamplingParams
 

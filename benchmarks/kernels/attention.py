@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.probe import arguments, best_s, line, make_pool, measure_peaks
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.native import NativeAttention
-from engine.model.config import ModelConfig
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 CACHE_BYTES = 256 << 20  # layers are added until the cache exceeds any processor's, and visited in turn

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.linear import random_bytes
 from benchmarks.kernels.probe import Peaks, arguments, best_s, line, make_pool, measure_peaks
+from benchmarks.models.blocks import random_bytes
 from benchmarks.peers.kt import KtPeer, Variant, spare_threads, variants
 from engine.experts.base import ExpertBuffers
 

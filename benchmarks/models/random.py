@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.lora.adapter import ExpertLora
-from engine.model.config import ModelConfig
 from engine.weights.packed import QUANTISED_FORMATS
 from engine.weights.store import ExpertStore, WeightTensor
 from engine.weights.tiled.panels import PANEL, panel_bytes

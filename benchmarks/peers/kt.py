@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import torch
 
-from benchmarks.kernels.linear import random_bytes
+from benchmarks.models.blocks import random_bytes
 
 # Of the same precision, by the type of our weights; the last is the class that computes from a GGUF file's own blocks.
 _INT8, _INT4, _BLOCKS = "AMXInt8_MOE", "AMXInt4_MOE", "MOE"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.client import child, free_port
+from benchmarks.client import child, free_port
 
 
 class PeerError(Exception):

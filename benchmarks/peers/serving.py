@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.client import our_server
+from benchmarks.client import our_server
 from benchmarks.peers.llamacpp import Flags, Peer
 from loadtests.bench.main import main as bench
 from loadtests.bench.report import page

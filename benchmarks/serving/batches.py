@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.cpu.client import our_server
+from benchmarks.client import our_server
 from benchmarks.serving.latency import p95
 
 BOUND = 1.1

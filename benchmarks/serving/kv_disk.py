@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.cpu.client import our_server
+from benchmarks.client import our_server
 
 _FIRST = 1000  # token ids from there on
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cpu.client import burst, our_request, our_server
+from benchmarks.client import burst, our_request, our_server
 from benchmarks.gpu.served import Served, served_config, steady_tok_s
 
 BOUND = 0.95

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.architectures.config import ModelConfig
 from engine.errors import ModelFileError, shown
-from engine.model.config import ModelConfig
 
 _LIMIT = 1 << 31
 _MISSING = object()

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.architectures.config import ModelConfig, RopeScaling
 from engine.architectures.fields import Fields, check_config
 from engine.errors import ModelFileError, shown
-from engine.model.config import ModelConfig, RopeScaling
-from engine.weights.gguf.header import GGUFArray
+from engine.files.gguf.header import GGUFArray
 
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>")
 _CONTROL = 3  # tokenizer.ggml.token_type

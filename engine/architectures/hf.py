@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.architectures.config import ModelConfig, RopeScaling
 from engine.architectures.fields import Fields, check_config
 from engine.architectures.quantisation import read_quantisation
 from engine.errors import shown
-from engine.model.config import ModelConfig, RopeScaling
 
 _ROPE_KEYS = {
     "rope_type",

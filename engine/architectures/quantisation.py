@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.architectures.config import Quantisation
 from engine.architectures.fields import Fields
 from engine.errors import shown
-from engine.model.config import Quantisation
 
 METHODS = ("fp8", "gptq", "awq")
 _STEP = 32  # values that share a scale come in multiples of it

@@ -13,10 +13,10 @@ from engine.architectures.base import (
     Architecture,
     decoder_layer,
 )
+from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel, config_of_gguf
 from engine.architectures.hf import Defaults, config_of_hf
-from engine.model.config import ModelConfig
 from rules import Family, named_after
 
 _NAME, _GGUF = "qwen2_moe", "qwen2moe"

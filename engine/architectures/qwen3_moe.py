@@ -6,10 +6,10 @@ from __future__ import annotations
 from functools import partial
 
 from engine.architectures.base import ATTENTION_TARGETS, MLP_TARGETS, Architecture, decoder_layer
+from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel, config_of_gguf
 from engine.architectures.hf import Defaults, config_of_hf
-from engine.model.config import ModelConfig
 from rules import Family, named_after
 
 _NAME, _GGUF = "qwen3_moe", "qwen3moe"

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine.architectures.base import Architecture
+from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
 from engine.errors import ModelFileError, shown
-from engine.model.config import ModelConfig
 
 ARCHITECTURES: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE)
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces, joined
 from engine.errors import EngineError, UserError
-from engine.model.config import ModelConfig
 
 WORKSPACE_BYTES = 512 << 20  # 128 MiB are too few for a chunk of 512 rows over 2048 positions
 _PLAN_BYTES = 8 << 20  # arrays of one wrapper, on the GPU and again pinned on the CPU

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import AttentionBackend, BatchLayout, kv_scale_bytes
 from engine.errors import EngineError, UserError
-from engine.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from native import _native

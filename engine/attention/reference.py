@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
-from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

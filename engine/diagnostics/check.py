@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
@@ -19,7 +20,6 @@ from engine.experts.reference import ReferenceExperts
 from engine.linear.embedding import TableEmbedding
 from engine.linear.reference import ReferenceLinearBackend
 from engine.model.causal_lm import CausalLM
-from engine.model.config import ModelConfig
 from engine.model.layers import Layer
 from engine.model.load import Backends, Loader
 from engine.model.step import StepInput

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import EngineError, ExpertBackendError, ModelFileError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces, NativeTasks, PackedWeights
+from engine.files.model_file import Bytes
 from engine.lora.adapter import ExpertLora
-from engine.model.config import ModelConfig
-from engine.weights.model_file import Bytes
 from engine.weights.pack_cache import PackCache, PackKey
 from engine.weights.packed import QUANTISED_FORMATS, naming, packed_bytes, packed_format, plain_format, sources
 from engine.weights.store import ExpertStore, WeightTensor

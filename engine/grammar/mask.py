@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.errors import UserError
-from engine.steps.masks import TokenMask, Words
+from engine.grammar.masks import TokenMask, Words
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

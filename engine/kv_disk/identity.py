@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BLOCK_SIZE
-from engine.model.config import ModelConfig
+from engine.files.model_file import ModelFile
 from engine.ops.rope import inverse_frequencies
-from engine.weights.model_file import ModelFile
 from engine.weights.store import WeightSource
 
 _VERSION = 1  # of what blocks hold: to be raised when an attention backend lays them out otherwise

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.errors import EngineError, UserError
+from engine.files.model_file import Bytes
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
 from engine.lora.adapter import LoraPair
-from engine.weights.model_file import Bytes
 from engine.weights.pack_cache import PackCache, PackKey
 from engine.weights.packed import (
     QUANTISED_FORMATS,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
@@ -37,7 +38,6 @@ from engine.lora.version import (
     check_call,
 )
 from engine.messages import AdapterInfo
-from engine.model.config import ModelConfig
 from engine.work import Work
 from scheduler.plan import SlotLoad
 from scheduler.request import BASE, AdapterKey

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import UserError
-from engine.memory.units import format_bytes
+from engine.units import format_bytes
 
 
 class AdapterSize(NamedTuple):

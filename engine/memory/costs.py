@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.model.config import ModelConfig
+from engine.architectures.config import ModelConfig
 
 if TYPE_CHECKING:
     pass

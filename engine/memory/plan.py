@@ -22,10 +22,10 @@ from engine.memory.costs import (
     loading_bytes,
 )
 from engine.memory.limits import Memory
-from engine.memory.units import format_bytes, parse_bytes
+from engine.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
+    from engine.architectures.config import ModelConfig
     from engine.weights.store import WeightSource
 
 _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most

@@ -10,7 +10,7 @@ from engine.experts.native import layer_bytes as native_layer_bytes
 from engine.linear import native as native_linear
 from engine.linear.gpu import embedding_matrix
 from engine.memory.plan import Inputs, Statements
-from engine.memory.units import format_bytes
+from engine.units import format_bytes
 from engine.weights.layout import EMBED, ROUTERS
 from engine.weights.packed import packed_bytes, plain_format, repacks
 from engine.weights.store import WeightTensor

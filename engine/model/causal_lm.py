@@ -10,19 +10,19 @@ from collections.abc import Collection
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BatchLayout
 from engine.errors import ExpertBackendError
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.embedding import Embedding
 from engine.lora.adapter import AdapterWeights, ExtraMlp
-from engine.model.config import ModelConfig
 from engine.model.layers import Layer, SparseMlp
 from engine.model.step import StepInput, StepOutput, Want
 from engine.ops.base import Ops
-from engine.parallel.group import ALONE, Group
-from engine.parallel.head import Head
-from engine.steps.sampling import greedy_tokens
+from engine.ops.greedy import greedy_tokens
+from engine.ranks.group import ALONE, Group
+from engine.ranks.head import Head
 
 
 class CausalLM:

@@ -15,7 +15,7 @@ from engine.linear.embedding import Embedding, TableEmbedding
 from engine.model.causal_lm import CausalLM
 from engine.model.layers import DenseMlp, Layer, SharedExpert, SparseMlp
 from engine.ops.base import Ops
-from engine.parallel.group import ALONE, Group
+from engine.ranks.group import ALONE, Group
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.pack_cache import PackCache
 from engine.weights.store import WeightSource

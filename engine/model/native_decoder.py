@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
 from engine.errors import EngineError, ExpertBackendError
@@ -14,7 +15,6 @@ from engine.experts.base import ExpertBuffers
 from engine.experts.capabilities import NativeTasks
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLinear, slots_address
-from engine.model.config import ModelConfig
 from engine.model.layers import DenseMlp, Layer, SparseMlp
 from engine.model.step import Trace
 from engine.ops.base import Ops

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import KvPlaces
+from engine.ops.greedy import NOT_FINITE, greedy_tokens, largest
 from engine.ops.rope import Rope
-from engine.steps.sampling import NOT_FINITE, greedy_tokens, largest
 
 
 class Ops(Protocol):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import KvPlaces
+from engine.ops.greedy import NOT_FINITE
 from engine.ops.rope import Rope
-from engine.steps.sampling import NOT_FINITE
 
 _WIDENS = hasattr(torch.ops.aten.mm, "dtype")  # products of bf16 into float32: from torch 2.8 on
 

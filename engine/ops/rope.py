@@ -9,8 +9,8 @@ import math
 
 import torch
 
+from engine.architectures.config import ModelConfig, RopeScaling
 from engine.errors import ModelFileError
-from engine.model.config import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig, max_len: int) -> tuple[torch.Tensor, float]:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from engine.grammar.masks import NO_MASKS, Masks
 from engine.messages import TokenLogprobs
-from engine.steps.masks import NO_MASKS, Masks
 from scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
+    from engine.architectures.config import ModelConfig
     from engine.experts.capabilities import ExpertCounters, ExpertPlaces
-    from engine.model.config import ModelConfig
     from engine.model.step import Trace
 
 

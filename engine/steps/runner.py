@@ -23,21 +23,21 @@ from numpy.typing import NDArray
 
 from engine.device import Arrival, to_device, to_host
 from engine.errors import EngineError
-from engine.graphs.padded import PaddedDecode
+from engine.grammar.masks import NO_MASKS, Masks, Words, allowed_words
 from engine.model.causal_lm import CausalLM
 from engine.model.native_executor import choose_executor
 from engine.model.step import StepInput, Trace, Want
-from engine.parallel.orders import Step
+from engine.ops.greedy import NOT_FINITE
 from engine.steps.base import Launched
+from engine.steps.graphs.padded import PaddedDecode
 from engine.steps.inputs import StepArrays, TokenCounts
-from engine.steps.masks import NO_MASKS, Masks, Words, allowed_words
+from engine.steps.orders import Step, StepLeader
 from engine.steps.prompt_logprobs import prompt_logprobs, prompt_parts, wants_prompt
-from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, sample
+from engine.steps.sampling import PendingLogprobs, SampleRow, sample
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request
 
 if TYPE_CHECKING:
-    from engine.parallel.leader import Leader
     from native import _native
 
 _NONE: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -83,7 +83,7 @@ class ModelRunner:
         self.tracing = tracing
         self.executor = choose_executor(model)
         self.padded: PaddedDecode | None = None
-        self.leader: Leader | None = None  # of other ranks, which run the same steps
+        self.leader: StepLeader | None = None  # of other ranks, which run the same steps
         self.keep_all = False  # hidden states of every token, for who compares logits of whole prompts
         self.notes: list[str] = []  # logged at start: how steps run
         self.spare_cpus: list[int] = []  # where the engine's own thread belongs beside a pinned pool of threads

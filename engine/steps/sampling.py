@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine.device import to_device, to_host
+from engine.grammar.masks import Words, forbid
 from engine.messages import Logprob, TokenLogprobs
-from engine.steps.masks import Words, forbid
+from engine.ops.greedy import NOT_FINITE, greedy_tokens
 from scheduler.request import SamplingParams
 
 _MASK = (1 << 64) - 1
-NOT_FINITE = -1
 _FIRST_TRY = 1024  # candidates sorted before the whole vocabulary has to be
 
 
@@ -65,21 +65,6 @@ def sample(logits: torch.Tensor, rows: list[SampleRow]) -> Sampled:
             except Exception as error:  # noqa: BLE001 - as above
                 out.errors[i] = error
     return out
-
-
-def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits float [R, V] -> the largest of each row [R], no number if one is none, and its token int64 [R]."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy's is vectorised: an eighth of the time
-        tokens = torch.from_numpy(logits.numpy().argmax(-1))
-        return logits.gather(1, tokens[:, None])[:, 0], tokens
-    best, tokens = logits.max(dim=-1)
-    return best, tokens
-
-
-def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """logits float [R, V] -> int64 [R]: the token of the largest one, NOT_FINITE if that is infinite or no number."""
-    best, tokens = largest(logits)
-    return torch.where(best.isfinite(), tokens, NOT_FINITE)
 
 
 def _draw_into(tokens: torch.Tensor, logits: torch.Tensor, rows: list[SampleRow], drawn: list[int]) -> None:

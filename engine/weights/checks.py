@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.errors import ModelFileError
-from engine.weights.gguf.types import READABLE
+from engine.files.gguf.types import READABLE
 
 _SHOWN = 8
 

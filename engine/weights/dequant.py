@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import ModelFileError
-from engine.weights.gguf.types import READABLE, GGMLType, by_name
-from engine.weights.model_file import Bytes, whole
-from engine.weights.safetensors import blocks as made
+from engine.files.gguf.types import READABLE, GGMLType, by_name
+from engine.files.model_file import Bytes, whole
+from engine.weights import scaled_blocks as made
 
 _CHUNK = 1 << 19  # values; a multiple of every block
 

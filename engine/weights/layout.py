@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import architecture_of
-from engine.model.config import ModelConfig
 
 Shape = tuple[int, ...]
 

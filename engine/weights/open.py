@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
 from engine.errors import ModelFileError, UserError
-from engine.model.config import ModelConfig
-from engine.weights.gguf.file import open_gguf
-from engine.weights.gguf.source import GGUFSource
-from engine.weights.json_file import read_json
+from engine.files.gguf.file import open_gguf
+from engine.files.json_file import read_json
+from engine.weights.gguf import GGUFSource
 from engine.weights.safetensors.source import INDEX, SINGLE, SafetensorsSource
 from engine.weights.store import WeightSource
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.memory.units import format_bytes
-from engine.weights.model_file import MadeBytes
+from engine.files.model_file import MadeBytes
+from engine.units import format_bytes
 from engine.weights.store import WeightTensor
 
 if TYPE_CHECKING:

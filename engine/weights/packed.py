@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from engine.errors import ModelFileError
-from engine.weights.model_file import Bytes, FileBytes, MadeBytes, ModelFile
+from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile
 from engine.weights.store import WeightTensor
 
 QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # by what `quantise` says; the same as Q8_0 and Q4_1

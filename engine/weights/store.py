@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from engine.errors import ModelFileError
+from engine.files.model_file import Bytes, ModelFile, part
 from engine.weights.dequant import dequantise, first_nonfinite
-from engine.weights.model_file import Bytes, ModelFile, part
 
 if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
+    from engine.architectures.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class WeightSource(ABC):
 
     @property
     def whole(self) -> ModelConfig:
-        """Of the whole model, of which `config` may describe one rank's part (engine/parallel/shard.py)."""
+        """Of the whole model, of which `config` may describe one rank's part (engine/ranks/shard.py)."""
         return self.config
 
     @abstractmethod

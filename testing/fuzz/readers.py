@@ -13,11 +13,11 @@ from tokenizers import AddedToken
 from api.text.bytelevel import byte_level_tokenizer, byte_of_char
 from api.text.tokenizer import Tokenizer, load_tokenizer
 from demo.paths import demo_adapters, demo_model
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.files.gguf.file import GGUFArray, open_gguf
 from engine.lora.files.reader import read_adapter
-from engine.weights.gguf.file import GGUFArray, open_gguf
+from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.fuzz.mutate import Files
 from testing.models.tiny import save_gguf, save_hf, tiny_model

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from engine.weights.safetensors.blocks import F8, f8_blocks, int4_blocks
+from engine.weights.scaled_blocks import F8, f8_blocks, int4_blocks
 from testing.models.tiny import save_hf
 
 FP8_CONFIG: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model.config import ModelConfig
+from engine.architectures.config import ModelConfig
 
 
 def config(**fields: Any) -> ModelConfig:

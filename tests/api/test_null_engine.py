@@ -13,8 +13,8 @@ from benchmarks.front.run import Case, serving
 from demo.paths import demo_model
 from engine.config import EngineConfig
 from engine.errors import UserError
-from engine.null.build import build_null
-from engine.null.settings import NullSettings, null_settings
+from engine.launch.null.build import build_null
+from engine.null import NullSettings, null_settings
 from testing.waiting import PATIENCE_S
 
 ANSWER = 12

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2MoeConfig
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_gguf, config_from_hf
-from engine.build.backends import make_backends
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.diagnostics.check import check_model
 from engine.errors import AdapterError, ModelFileError
+from engine.files.gguf.file import open_gguf
+from engine.launch.backends import make_backends
 from engine.lora.files.reader import read_adapter
-from engine.model.config import ModelConfig
-from engine.weights.gguf.file import open_gguf
+from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from rules import builtin_names
 from testing.harness import Harness, greedy

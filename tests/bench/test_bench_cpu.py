@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.client import StreamError, _count
 from benchmarks.cpu import state
-from benchmarks.cpu.client import StreamError, _count
 from benchmarks.cpu.formats import HEAD
 from benchmarks.cpu.formats import measure as measure_format
 from benchmarks.cpu.nodes import compare as compare_nodes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cpu.client import Burst
+from benchmarks.client import Burst
 from benchmarks.gpu import hybrid, timeline
 from benchmarks.gpu import run as bench_gpu
 from benchmarks.gpu.run import PARTS, Part, command, parse, run

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.build.backends import make_backends
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.diagnostics.check import check_model
 from engine.errors import UserError
 from engine.experts.reference import ReferenceExperts
+from engine.launch.backends import make_backends
 from engine.main import main
+from engine.planning.plan import plan_engine
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 
 TOKENS = list(range(2, 34))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.build.backends import make_backends
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.launch.backends import make_backends
+from engine.planning.plan import plan_engine
 from native import available
 from testing.harness import Harness
 from testing.models.tiny import save_gguf, tiny_model

@@ -8,19 +8,19 @@ from math import prod
 import pytest
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
-from engine.build import plan as build
-from engine.build.assemble import pace
-from engine.build.placement import choose
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.widened import Widened
+from engine.launch.assemble import pace
 from engine.linear.gpu import slot_table_bytes
-from engine.memory.gpu import adapter_copies, expert_items, gpu_items, hot_expert_bytes
 from engine.memory.limits import Memory
-from engine.model.config import ModelConfig
+from engine.planning import plan as build
+from engine.planning.gpu_memory import adapter_copies, expert_items, gpu_items, hot_expert_bytes
+from engine.planning.placement import choose
 from rules import Machine
 from testing.models.tiny import save_hf, tiny_model
 

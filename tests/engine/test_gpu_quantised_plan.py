@@ -7,15 +7,15 @@ from math import prod
 import gguf
 import pytest
 
-import engine.build.plan as build
+import engine.planning.plan as build
+from engine.architectures.config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.experts.gpu.layout import Sizes
+from engine.files.model_file import ModelFile
 from engine.lora.budget import AdapterSize
 from engine.memory.limits import Memory
-from engine.model.config import ModelConfig
 from engine.weights.layout import HEAD, ROUTERS, dense_tensors, expert_shape
-from engine.weights.model_file import ModelFile
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 from native import available
 from rules import Machine

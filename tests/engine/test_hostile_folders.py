@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.build.assemble import build
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.launch.assemble import build
 from engine.messages import Finished, LoadAdapter, Reply, UnloadAdapter
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.base import BLOCK_SIZE
-from engine.graphs.inputs import PaddedInputs
+from engine.steps.graphs.inputs import PaddedInputs
 from engine.steps.inputs import StepArrays, TokenCounts
 from native import available
 from scheduler.plan import StepPlan, StepRow

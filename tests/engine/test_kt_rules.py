@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
+from engine.planning.plan import plan_engine
 from native import available
 from testing.harness import Harness
 from tests.engine.test_lora_serving import Family

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.build.plan as build
-from engine.build.plan import plan_engine
-from engine.build.precision import Precision
+import engine.planning.plan as build
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.memory.limits import Memory
+from engine.planning.plan import plan_engine
+from engine.planning.precision import Precision
 from native import available
 from rules import Machine
 from testing.harness import Harness, full_logits

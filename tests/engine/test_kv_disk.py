@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import engine.build.plan as build
-from engine.build.plan import plan_engine
+import engine.planning.plan as build
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.kv_disk import files as module
 from engine.memory.limits import Memory
 from engine.messages import Abort, Failed
+from engine.planning.plan import plan_engine
 from native import available
 from rules import Machine
 from testing.harness import Harness

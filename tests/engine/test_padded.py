@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import engine.build.cpu as backends
+import engine.launch.cpu as backends
 from engine.architectures.registry import config_from_hf
+from engine.config import bucket_sizes
 from engine.errors import ExpertBackendError
 from engine.experts.native import NativeExperts
-from engine.graphs.inputs import bucket_sizes
 from engine.linear.segments import TILE, Groups, max_tiles
 from engine.messages import Failed, Finished
 from native import available

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from benchmarks.accuracy.table import recording
-from engine.build.plan import plan_engine
-from engine.build.precision import Precision
 from engine.config import EngineConfig
 from engine.linear.embedding import TableEmbedding
 from engine.linear.native import NativeLinear
 from engine.model.native_executor import NativeExecutor
+from engine.planning.plan import plan_engine
+from engine.planning.precision import Precision
 from native import available
 from testing.harness import Harness, full_logits
 from testing.models.tiny import save_gguf, save_hf, tiny_model

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.grammar.masks import TokenMask
 from engine.messages import Failed, Finished, Refused
-from engine.steps.masks import TokenMask
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import BACKENDS, prompts

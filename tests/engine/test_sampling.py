@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UserError
+from engine.grammar.masks import allowed_words, forbid, masks_of
+from engine.ops.greedy import NOT_FINITE
 from engine.steps.limits import check_sampling
-from engine.steps.masks import allowed_words, forbid, masks_of
-from engine.steps.sampling import NOT_FINITE, PendingLogprobs, SampleRow, _draw, sample
+from engine.steps.sampling import PendingLogprobs, SampleRow, _draw, sample
 from scheduler.request import SamplingParams
 
 

@@ -14,10 +14,10 @@ from api.cli.options import settings_of
 from api.client.launch import text_settings
 from api.config import ServeConfig
 from demo.paths import demo_model
-from engine.build.plan import plan_engine
-from engine.build.unused import unused_settings
 from engine.config import EngineConfig, check_settings
 from engine.errors import UserError
+from engine.planning.plan import plan_engine
+from engine.planning.unused import unused_settings
 from native import available
 from rules.choice import Choice
 from testing.models.tiny import save_hf, tiny_model

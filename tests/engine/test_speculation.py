@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.messages import Finished, StopFound
+from engine.planning.plan import plan_engine
 from scheduler.request import ThinkingBudget
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UserError
+from engine.grammar.masks import allowed_words, masks_of
 from engine.steps.limits import check_sampling
-from engine.steps.masks import allowed_words, masks_of
 from scheduler.request import SamplingParams, ThinkingBudget
 
 VOCABULARY = 70

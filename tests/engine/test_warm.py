@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.build import warm
-from engine.build.warm import run_prompt
 from engine.config import EngineConfig
 from engine.errors import EngineError, ExpertBackendError
+from engine.launch import warm
+from engine.launch.warm import run_prompt
 from engine.steps.runner import ModelRunner
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import BACKENDS, prompts

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import KvPlaces
-from engine.steps.sampling import NOT_FINITE, greedy_tokens
+from engine.ops.greedy import NOT_FINITE, greedy_tokens
 from tests.gpu.test_kernels import DTYPES, EPS, close, oracle
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.parallel.peers.kernels import sum_kernel
-from engine.parallel.peers.sums import BLOCKS, WORDS, PeerSums
+from engine.ranks.peers.kernels import sum_kernel
+from engine.ranks.peers.sums import BLOCKS, WORDS, PeerSums
 from tests.gpu.conftest import INTERPRETED
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -13,12 +13,12 @@ import torch
 
 import rules as rules_folder
 from benchmarks.accuracy.table import MIXES, Files, measure
-from engine.build import assemble
 from engine.config import EngineConfig
 from engine.experts.base import ExpertBuffers
 from engine.experts.bridge.backend import CudaBridge
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.streamed.backend import NEVER, StreamedExperts
+from engine.launch import assemble
 from engine.messages import Failed, Finished
 from engine.ops.gpu import GpuOps
 from scheduler.plan import StepPlan
@@ -208,9 +208,9 @@ def test_streamed_prefill_equals_merged_models(family, tmp_path):
 
 
 def test_check_agrees_on_a_gpu(folder):
-    from engine.build.backends import make_backends
-    from engine.build.plan import plan_engine
     from engine.diagnostics.check import check_model
+    from engine.launch.backends import make_backends
+    from engine.planning.plan import plan_engine
 
     settings = {"kv_cache_tokens": 64, "max_num_seqs": 1, "max_num_batched_tokens": 32, "expert_backend": "native"}
     plan = plan_engine(EngineConfig(model=str(folder), **settings))

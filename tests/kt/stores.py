@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.config import ModelConfig
 from engine.experts.base import ExpertBuffers
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
 
 

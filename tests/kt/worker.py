@@ -19,11 +19,11 @@ import numpy as np
 import psutil
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import KtserveError
 from engine.experts.base import ExpertBuffers, ExpertTask
 from engine.experts.kt.backend import KtExperts
 from engine.lora.adapter import ExpertLora
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 from tests.kt.stores import config, expected, fill, make_store, relative_error
 

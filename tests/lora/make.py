@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
 from engine.lora.adapter import AdapterWeights, ExpertLora, ExtraMlp, LoraPair
-from engine.model.config import ModelConfig
 
 SAMPLES = Path(__file__).parents[1] / "data/samples"
 PREFIX = "base_model.model."

@@ -129,7 +129,7 @@ def test_a_server_that_has_just_died_is_replaced(
 @pytest.mark.parametrize("name", [MODEL_FILE, CONFIG_FILE])
 def test_truncation_while_loading(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
     """At every read that the reader makes, the file is cut off first."""
-    import engine.weights.regular as regular
+    import engine.files.regular as regular
 
     whole, preadv, at = (folder / name).read_bytes(), os.preadv, 0
     while True:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.architectures.config import ModelConfig
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
 from engine.errors import EngineError, ExpertBackendError
@@ -21,7 +22,6 @@ from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
 from engine.lora.adapter import LoraPair
-from engine.model.config import ModelConfig
 from engine.model.layers import DenseMlp, Layer, SparseMlp
 from engine.model.native_decoder import NativeDecoder, all_native
 from engine.model.native_executor import NativeExecutor

@@ -15,7 +15,7 @@ from engine.linear.base import LoraBatch
 from engine.linear.embedding import BlockEmbedding, PackedEmbedding
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.lora.adapter import LoraPair
-from engine.weights.safetensors.blocks import F8
+from engine.weights.scaled_blocks import F8
 from engine.weights.store import WeightTensor
 from native import _native
 from testing.models.quantised import made_blocks

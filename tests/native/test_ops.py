@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.architectures.config import RopeScaling
 from engine.errors import EngineError
-from engine.model.config import RopeScaling
 from engine.ops.base import TorchOps
 from engine.ops.native import NativeOps
 from engine.ops.rope import Rope

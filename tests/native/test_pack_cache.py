@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build.shared import pack_cache
 from engine.config import EngineConfig
 from engine.experts.native import NativeExperts
+from engine.launch.shared import pack_cache
 from engine.linear.native import NativeLinearBackend
 from engine.weights.open import open_model
 from engine.weights.pack_cache import HEADER_BYTES, PackCache, model_folder

@@ -8,17 +8,17 @@ import subprocess
 from multiprocessing.connection import Connection
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["engine.parallel.follower"])
+_forks.set_forkserver_preload(["engine.launch.follower"])
 
 
 def _run(orders: socket.socket, slots: socket.socket) -> None:
-    from engine.parallel.follower import serve
+    from engine.launch.follower import serve
 
     serve(Connection(orders.detach()), slots)
 
 
 class ForkedRank:
-    """As much of subprocess.Popen as `engine.parallel.leader` uses."""
+    """As much of subprocess.Popen as `engine.launch.leader` uses."""
 
     def __init__(self, orders: socket.socket, slots: socket.socket) -> None:
         self._process = _forks.Process(target=_run, args=(orders, slots), daemon=True)

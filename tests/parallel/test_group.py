@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from engine.errors import EngineError
+from engine.launch.follower import follow
 from engine.model.causal_lm import CausalLM
-from engine.parallel import group as groups
-from engine.parallel.follower import follow
-from engine.parallel.group import Ranks, dist
-from engine.parallel.orders import Step
-from engine.parallel.peers import sums
-from engine.parallel.peers.sums import PeerSums
-from engine.parallel.peers.trial import ROUNDS, adds_exactly
+from engine.ranks import group as groups
+from engine.ranks.group import Ranks, dist
+from engine.ranks.peers import sums
+from engine.ranks.peers.sums import PeerSums
+from engine.ranks.peers.trial import ROUNDS, adds_exactly
+from engine.steps.orders import Step
 
 
 class Work:

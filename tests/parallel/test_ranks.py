@@ -14,14 +14,14 @@ import psutil
 import pytest
 import zmq
 
-from engine.build.assemble import pad_decode
 from engine.config import EngineConfig
 from engine.errors import AdapterError
-from engine.graphs.padded import PaddedDecode
 from engine.heartbeat import Heartbeat
+from engine.launch.assemble import pad_decode
+from engine.launch.leader import Leader
 from engine.lora.adapter import AdapterWeights
 from engine.messages import FatalError, Ready, decode_from_engine
-from engine.parallel.leader import Leader
+from engine.steps.graphs.padded import PaddedDecode
 from engine.steps.runner import ModelRunner
 from ktserve.launcher import program
 from native import available
@@ -77,7 +77,7 @@ def alone(family) -> list[Result]:
 def quick_starts() -> Iterator[None]:
     """Ranks are forked from a process that has imported torch. The last test starts them as the engine does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.parallel.leader.start_rank", forks.ForkedRank)
+        patch.setattr("engine.launch.leader.start_rank", forks.ForkedRank)
         yield
 
 
@@ -116,7 +116,7 @@ def test_a_shared_expert_and_a_tied_head_are_divided(tmp_path):
 
 def test_experts_may_stay_whole_on_rank_0(family, alone, monkeypatch):
     """As beside GPUs, where the CPU computes them."""
-    monkeypatch.setattr("engine.parallel.placement._divides_experts", lambda placement: False)
+    monkeypatch.setattr("engine.planning.ranks._divides_experts", lambda placement: False)
     got = answers(family, tensor_parallel=2)
     assert [r.tokens for r in got] == [r.tokens for r in alone]
     np.testing.assert_allclose(values(got), values(alone), atol=1e-4)
@@ -161,7 +161,7 @@ def test_a_start_that_fails_drops_graphs_before_the_group(family, monkeypatch):
         close(leader)
 
     monkeypatch.setattr(Leader, "close", closed)
-    monkeypatch.setattr("engine.build.assemble.pad_decode", pad)
+    monkeypatch.setattr("engine.launch.assemble.pad_decode", pad)
     with pytest.raises(RuntimeError, match="out of memory"):
         Harness(family.model_path, tensor_parallel=2, cuda_graphs="padded")
     assert left == [None]

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import rules as rules_folder
-from engine.build import plan as build
-from engine.build.plan import plan_engine
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.launch.rank_plans import on_rank
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
 from engine.memory.limits import Memory
-from engine.parallel.adapters import adapter_part
-from engine.parallel.orders import Step, decode, encode
-from engine.parallel.plans import on_rank
-from engine.parallel.shard import Shard, ShardedSource
+from engine.planning import plan as build
+from engine.planning.plan import plan_engine
+from engine.ranks.adapters import adapter_part
+from engine.ranks.shard import Shard, ShardedSource
 from engine.steps.inputs import StepArrays
+from engine.steps.orders import Step, decode, encode
 from engine.weights.open import open_model
 from native import available
 from rules import Machine

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
+from engine.files.gguf.header import read_header
 from engine.model.load import Loader
-from engine.weights.gguf.header import read_header
 from testing.harness import Harness
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.native.isas import ISAS
@@ -102,8 +102,8 @@ def test_changed_while_loading(
 
 def test_header_cut_at_every_read(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GGUF's, read a few bytes at a time."""
-    import engine.weights.gguf.header as header
-    import engine.weights.regular as regular
+    import engine.files.gguf.header as header
+    import engine.files.regular as regular
 
     monkeypatch.setattr(header, "_READ_BYTES", 64)
     file, whole = tmp_path / "m.gguf", (models["Q4_K"] / "m.gguf").read_bytes()

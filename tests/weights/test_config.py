@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
+from engine.architectures.config import ModelConfig, RopeScaling
 from engine.architectures.registry import config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
-from engine.model.config import ModelConfig, RopeScaling
-from engine.weights.gguf.file import open_gguf
+from engine.files.gguf.file import open_gguf
 from engine.weights.open import open_model
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 

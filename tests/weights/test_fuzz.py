@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
-from engine.weights.gguf.file import GGUFArray, open_gguf
+from engine.files.gguf.file import GGUFArray, open_gguf
 from engine.weights.open import open_model
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 

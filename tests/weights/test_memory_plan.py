@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.architectures.config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.limits import Memory, cpu_memory
 from engine.memory.plan import Inputs, Item, MemoryPlan, plan_memory
 from engine.memory.stated import STATED
-from engine.memory.units import format_bytes, parse_bytes
-from engine.model.config import ModelConfig
+from engine.units import format_bytes, parse_bytes
 from engine.weights.open import open_model
 from engine.weights.store import ExpertStore, WeightSource
 from testing.models.tiny import save_gguf, tiny_model

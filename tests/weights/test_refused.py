@@ -18,7 +18,7 @@ from api.config import ServeConfig
 from api.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
 from engine.errors import ModelFileError, UserError
-from engine.weights.gguf.file import open_gguf
+from engine.files.gguf.file import open_gguf
 from engine.weights.open import open_model
 from testing.models.tiny import gguf_metadata, save_gguf, save_hf, tiny_model
 

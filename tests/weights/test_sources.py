@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from engine.architectures.registry import config_from_hf
 from engine.errors import ModelFileError, UserError
-from engine.weights.gguf.file import GGUFArray, open_gguf
+from engine.files.gguf.file import GGUFArray, open_gguf
+from engine.files.model_file import FileBytes
 from engine.weights.layout import dense_tensors, gguf_expert_name, gguf_names
-from engine.weights.model_file import FileBytes
 from engine.weights.open import open_model
 from testing.models.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
 from tests.weights.states import assert_same
@@ -234,7 +234,7 @@ def test_metadata_arrays(tmp_path: Path) -> None:
 def test_reading_headers_needs_no_torch(tmp_path: Path) -> None:
     save_gguf(tiny_model(0), tmp_path / "m.gguf")
     code = (
-        "import sys, pathlib; from engine.weights.gguf.file import open_gguf;"
+        "import sys, pathlib; from engine.files.gguf.file import open_gguf;"
         "from engine.architectures.registry import config_from_gguf, config_from_hf;"
         "f = open_gguf(pathlib.Path(sys.argv[1])); shapes = {n: t.shape for n, t in f.tensors.items()};"
         "print(config_from_gguf(f.metadata, shapes).num_experts);"

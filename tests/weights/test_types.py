@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
+from engine.files.gguf import types as ggml_types
 from engine.weights import dequant
 from engine.weights.dequant import dequantise, nonfinite
-from engine.weights.gguf import types as ggml_types
 from engine.weights.open import open_model
 from engine.weights.store import WeightTensor
 from testing.models.tiny import CRAFTED, QUANTISABLE, encode, random_blocks, save_gguf, tiny_model

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import EngineError
 from engine.experts.capabilities import NativeTasks, PackedWeights
 from engine.experts.native import NativeExperts
-from engine.model.config import ModelConfig
 from training.experts.base import ExpertLora, TrainableExperts
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from engine.architectures.config import ModelConfig
 from engine.errors import UserError
 from engine.experts.native import NativeExperts
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore, WeightTensor
 from training.config import ConfigError, TrainConfig
 from training.config.load import read_values

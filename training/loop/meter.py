@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from engine.model.config import ModelConfig
+from engine.architectures.config import ModelConfig
 from training.config import TrainConfig
 from training.kernels import worker_pool
 from training.memory.costs import dense_lora, is_target, modules

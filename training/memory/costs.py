@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.architectures.base import Module
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import architecture_of
-from engine.model.config import ModelConfig
 from training.config import TrainConfig
 
 MASTER_BYTES = 4  # of a LoRA parameter: float32

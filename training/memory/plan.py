@@ -16,7 +16,7 @@ from engine.experts.native import layer_bytes as expert_layer_bytes
 from engine.memory.costs import loading_bytes
 from engine.memory.limits import Memory, cpu_memory
 from engine.memory.plan import DevicePlan, Item
-from engine.memory.units import format_bytes
+from engine.units import format_bytes
 from engine.weights.layout import ROUTERS
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import (
@@ -28,7 +29,6 @@ from engine.experts.capabilities import (
 )
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 
 _CAPACITY = 4096  # (layer, buffer set) pairs

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces
@@ -15,7 +16,6 @@ from engine.experts.gpu.layout import PROJECTIONS, Frame, Sizes, frame_of, lora_
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
 from engine.lora.ranks import padded_rank
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 from engine.weights.tiled.convert import Packer
 

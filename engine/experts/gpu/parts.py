@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.experts.capabilities import PackedWeights
 from engine.experts.gpu.adapters import HostAdapters
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedSource
-from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import ExpertBackendError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import (
@@ -34,7 +35,6 @@ from engine.experts.hybrid.policy import HotPolicy
 from engine.experts.hybrid.profile import Profile
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 
 

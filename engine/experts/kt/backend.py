@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.kt import guard, process
 from engine.experts.kt.process import kt_available
 from engine.experts.kt.weights import bf16_pointer, block_pointer, ggml_number
 from engine.lora.adapter import ExpertLora
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 
 __all__ = ["KtExperts", "kt_available"]

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import ExpertBackendError, ModelFileError, UserError
 from engine.experts.base import ExpertBuffers
-from engine.model.config import ModelConfig
 from engine.weights.dequant import nonfinite
 from engine.weights.store import ExpertStore
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces, HotFrames, PackedWeights, needed
@@ -23,7 +24,6 @@ from engine.experts.stream import on_stream
 from engine.experts.streamed.layers import LayerStream, fastest_of_two
 from engine.experts.streamed.threshold import threshold as crossing
 from engine.lora.adapter import ExpertLora
-from engine.model.config import ModelConfig
 from engine.weights.store import ExpertStore
 
 _PROBE_ROWS = (64, 256, 1024, 4096)

@@ -15,7 +15,7 @@ from engine.lora.files.folder import AdapterFiles
 from engine.lora.files.reader import read_adapter
 from engine.lora.files.settings import read_settings
 from engine.lora.files.writer import write_adapter
-from engine.memory.units import format_bytes
+from engine.units import format_bytes
 from engine.weights.open import open_model
 
 

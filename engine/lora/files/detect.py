@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError
 from engine.lora.files.folder import EXTRA_FILE, FUSED_FILE, AdapterFiles, Entry, refusal
-from engine.model.config import ModelConfig
 
 PREFIX = "base_model.model."
 PROJECTIONS = ("gate", "up", "down")

@@ -18,8 +18,8 @@ from typing import BinaryIO
 import torch
 
 from engine.errors import AdapterError, ModelFileError
-from engine.weights.regular import open_regular, read_at
-from engine.weights.safetensors.file import SafeTensor, read_header
+from engine.files.regular import open_regular, read_at
+from engine.files.safetensors import SafeTensor, read_header
 
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "kt_adapter_manifest.json"

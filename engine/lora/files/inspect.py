@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import ARCHITECTURES, architecture_of
 from engine.errors import AdapterError, ModelFileError
 from engine.lora.adapter import AdapterWeights
@@ -16,8 +17,7 @@ from engine.lora.files.formats.common import open_expert_scaling
 from engine.lora.files.formats.kt_fused import Manifest, read_manifest
 from engine.lora.files.reader import format_name, read_adapter, refuse_full_experts
 from engine.lora.files.settings import SCALINGS, Settings, read_settings, scaling
-from engine.memory.units import format_bytes
-from engine.model.config import ModelConfig
+from engine.units import format_bytes
 
 _KEYS_LISTED = 20
 _FORMS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import architecture_of
 from engine.errors import AdapterError, ModelFileError, UserError
 from engine.lora.adapter import AdapterWeights
@@ -16,7 +17,6 @@ from engine.lora.files.formats.kt_fused import Manifest, read_kt_fused, read_man
 from engine.lora.files.formats.linears import read_extra_mlps, read_linears
 from engine.lora.files.formats.per_expert import read_per_expert
 from engine.lora.files.settings import EXPERT_SCALINGS, Settings, read_settings
-from engine.model.config import ModelConfig
 
 
 def read_adapter(

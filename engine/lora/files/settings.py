@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from engine.errors import AdapterError, ModelFileError
+from engine.files.regular import read_at
 from engine.lora.files.folder import CONFIG_FILE, AdapterFiles, brief, shown
-from engine.weights.regular import read_at
 
 _MAX_JSON_BYTES, _MAX_TEXT = 16 << 20, 200
 _LEAST, _MOST = 1e-6, 1e6  # what a scale of float32 takes with any rank

@@ -27,6 +27,7 @@ from typing import NoReturn
 import msgspec
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget, AdapterSize
@@ -34,7 +35,6 @@ from engine.lora.files.folder import NO_MEMORY, out_of_memory
 from engine.lora.files.reader import read_adapter
 from engine.lora.reading.forks import Forks, serve
 from engine.lora.reading.handover import pack, unpack
-from engine.model.config import ModelConfig
 
 _DESCRIPTORS = 64
 _MAX_MESSAGE = 64 << 20  # a name and a place for each tensor

@@ -8,14 +8,14 @@ import os
 import re
 from pathlib import Path
 
+from engine.architectures.config import ModelConfig
 from engine.errors import ModelFileError, shown
-from engine.model.config import ModelConfig
+from engine.files.json_file import read_json
+from engine.files.model_file import ModelFile
+from engine.files.safetensors import SafetensorsFile, open_safetensors
 from engine.weights.checks import Found, refuse_extra, require
-from engine.weights.gguf.source import split_gate_up
-from engine.weights.json_file import read_json
+from engine.weights.gguf import split_gate_up
 from engine.weights.layout import HEAD, dense_tensors, expert_shape
-from engine.weights.model_file import ModelFile
-from engine.weights.safetensors.file import SafetensorsFile, open_safetensors
 from engine.weights.safetensors.stored import stored_weights, zero_biases
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 

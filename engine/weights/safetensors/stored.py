@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from engine.architectures.config import Quantisation
 from engine.errors import ModelFileError
-from engine.model.config import Quantisation
-from engine.weights.model_file import Bytes, FileBytes, MadeBytes
-from engine.weights.safetensors.blocks import BLOCKS, F8, f8_blocks, int4_blocks, int4_type
-from engine.weights.safetensors.file import FLOATS, SafeTensor, SafetensorsFile
+from engine.files.model_file import Bytes, FileBytes, MadeBytes
+from engine.files.safetensors import FLOATS, SafeTensor, SafetensorsFile
+from engine.weights.scaled_blocks import BLOCKS, F8, f8_blocks, int4_blocks, int4_type
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 8 i + j
 _PARTS = ("qzeros", "scales", "g_idx")

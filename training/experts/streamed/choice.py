@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.architectures.config import ModelConfig
 from engine.experts.capabilities import PackedWeights
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedSource
 from engine.experts.streamed.layers import LayerStream, fastest_of_two
 from engine.experts.streamed.threshold import threshold as crossing
-from engine.model.config import ModelConfig
 from training.experts.base import TrainableExperts
 from training.experts.streamed.experts import StreamedTrainableExperts, Streams
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError
 from engine.lora.adapter import ExpertLora
 from engine.lora.files.detect import PROJECTIONS
 from engine.lora.files.folder import Entry, refusal
 from engine.lora.files.settings import PEFT, Settings
-from engine.model.config import ModelConfig
 
 
 @dataclass

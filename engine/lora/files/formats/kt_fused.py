@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import AdapterError
+from engine.files.regular import read_at
 from engine.lora.adapter import ExpertLora
 from engine.lora.files.detect import PROJECTIONS, Halves, Layout
 from engine.lora.files.folder import (
@@ -24,7 +25,6 @@ from engine.lora.files.folder import (
 )
 from engine.lora.files.formats.common import Reading, Stack, assemble, missing, require_rank
 from engine.lora.files.settings import ALPHAS, is_alpha, match_pattern, read_json
-from engine.weights.regular import read_at
 
 _CHUNK = 1 << 20
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}

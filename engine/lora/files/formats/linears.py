@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.registry import architecture_of
 from engine.errors import AdapterError
 from engine.lora.adapter import ExtraMlp, LoraPair
@@ -9,7 +10,6 @@ from engine.lora.files.detect import PROJECTIONS, Halves
 from engine.lora.files.folder import Entry, refusal
 from engine.lora.files.formats.common import Reading, check_pair, require_rank
 from engine.lora.files.settings import scaling
-from engine.model.config import ModelConfig
 
 
 def read_linears(reading: Reading, linears: dict[str, Halves]) -> dict[str, LoraPair]:

@@ -1,0 +1,237 @@
+"""From a plan to a running engine: load the weights, put the parts together."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.attention.base import BLOCK_SIZE
+from engine.config import (
+    CPU_BATCHED_TOKENS,
+    GPU_ITL_DECODE_STEPS,
+    GPU_ITL_TARGET_S,
+    EngineConfig,
+)
+from engine.core import EngineCore
+from engine.diagnostics.profile import Profiler
+from engine.experts.kt.backend import NO_EXPERT_LORA
+from engine.launch.backends import make_backends
+from engine.launch.kv_store import KvStore
+from engine.launch.leader import Leader
+from engine.launch.warm import warm_up
+from engine.lora.adapters import Adapters
+from engine.lora.reading.process import AdapterReader
+from engine.lora.reads import Reader
+from engine.messages import FromEngine, Ready
+from engine.model.load import Backends, Loader, Progress
+from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
+from engine.ranks.group import ALONE, Group
+from engine.steps.graphs.blockers import graph_blocker
+from engine.steps.runner import ModelRunner
+from scheduler.config import SchedulerConfig
+from scheduler.policy.drafts import NgramProposer
+from scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from native import _native
+
+_MEASURED_BYTES = 1 << 30  # more than any cache holds
+_EAGER_MLPS = (
+    "it has dense MLPs of its own, which no CUDA graph holds: steps with a row of it are launched kernel by kernel"
+)
+
+
+def assemble(
+    plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress, reader: Reader | None = None
+) -> EngineCore:
+    """Load the weights and put the parts together. `reader`: of adapters; None: one whose processes are this engine's
+    own."""
+    reader = reader or AdapterReader()
+    if plan.shard.size == 1:
+        return _assemble(plan, send, progress, reader, None)
+    leader = Leader(plan, torch.device("cuda", 0) if plan.placement.device != "cpu" else torch.device("cpu"))
+    try:
+        return _assemble(plan, send, progress, reader, leader)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # graphs that were captured go before the group that is in them
+        leader.close()
+        raise
+
+
+def _assemble(
+    plan: EnginePlan,
+    send: Callable[[FromEngine], None],
+    progress: Progress,
+    reader: Reader,
+    leader: Leader | None,
+) -> EngineCore:
+    config, source, model_config = plan.config, plan.source, plan.source.config
+    backends = make_backends(plan)
+    store = KvStore(plan.kv_disk) if plan.kv_disk is not None else None
+    bandwidth = _read_bandwidth(plan, backends.pool, progress)
+    if "flashinfer" in plan.placement.used(".self_attn"):
+        stage = "Attention kernels (compiled at the first start, a few minutes)"
+        progress(stage, 0, 1)
+        for layer in range(model_config.num_hidden_layers):
+            backends.attention(layer)
+        progress(stage, 1, 1)
+    runner = load_runner(plan, backends, leader or ALONE, progress)
+    model, runner.leader = runner.model, leader
+    if leader is not None:
+        leader.meet()
+        runner.notes += leader.notes
+    if backends.cache is not None:
+        runner.notes += backends.cache.report()
+    if bandwidth is not None:
+        runner.notes.append(f"memory is read at {bandwidth / 1e9:.1f} GB/s (--measure-bandwidth)")
+    runner.notes += [note for attention in model.attention_backends for note in attention.notes]
+    if backends.device.type == "cuda":
+        runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
+    decode = _decode_steps(runner, plan)
+    if leader is not None:
+        leader.begin(decode)
+    pad_decode(runner, plan, decode, progress)
+    warm_up(runner, plan, progress)
+    if plan.num_drafts and runner.padded is not None:
+        runner.notes.append("steps with draft tokens run without CUDA graphs")
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=plan.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=plan.token_budget,
+            max_model_len=plan.max_model_len,
+            max_queue=config.max_queue,
+            num_adapter_slots=config.max_adapter_slots,
+            eos_token_ids=model_config.eos_token_ids,
+            prefix_caching=config.prefix_caching,
+            mixed_chunk=plan.mixed_chunk,
+            disk_bytes=store.plan.budget_bytes if store else 0,
+            disk_block_bytes=store.plan.block_bytes if store else 0,
+            **pace(plan),
+        ),
+        NgramProposer(plan.num_drafts) if plan.num_drafts else None,
+        store.stored if store else (),
+    )
+    disk = None
+    if store is not None and scheduler.disk is not None:
+        planes = [plane for attention in model.attention_backends for plane in attention.kv_planes()]
+        disk = store.serve(plan, planes, scheduler.disk)
+    profiler = None
+    if config.profile_dir:
+        kv_bytes = sum(b.kv_bytes_per_token for b in model.attention_backends)
+        profiler = Profiler(config.profile_dir, source, kv_bytes)
+    return EngineCore(
+        scheduler,
+        runner,
+        Adapters(
+            source.whole,
+            model_name(config),
+            reader,
+            model.set_adapter if leader is None else partial(leader.set_adapter, model.set_adapter),
+            max_rank=config.max_adapter_rank,
+            base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
+            budget=plan.adapter_budget,
+            wanted=scheduler.waits_for,
+            extra_mlps_note=_EAGER_MLPS if runner.padded is not None and config.cuda_graphs == "auto" else "",
+            no_expert_lora=NO_EXPERT_LORA if "kt" in plan.placement.used(".mlp.experts") else "",
+        ),
+        send,
+        overlap=backends.device.type == "cuda" and not plan.num_drafts if config.overlap is None else config.overlap,
+        check_integrity=config.check_integrity,
+        profiler=profiler,
+        read_bandwidth=bandwidth,
+        disk=disk,
+    )
+
+
+def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Progress) -> ModelRunner:
+    """The model, or a rank's part of it, and what runs its steps."""
+    config = plan.config
+    model = Loader(plan.source, backends, plan.token_budget, group).model(progress)
+    tracing = bool(config.profile_dir)
+    runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
+    runner.spare_cpus = backends.spare_cpus
+    return runner
+
+
+def pace(plan: EnginePlan) -> dict[str, Any]:
+    """What SchedulerConfig is told of the time that running streams may wait while prompts are read."""
+    asked = plan.config.itl_target_ms
+    found: dict[str, Any] = {"itl_target_s": None if asked is None else asked / 1000}
+    if computes_chunks(plan.placement):
+        found["initial_chunk"] = CPU_BATCHED_TOKENS
+        if asked is None:
+            found |= {"itl_target_s": GPU_ITL_TARGET_S, "itl_decode_steps": GPU_ITL_DECODE_STEPS}
+        if plan.placement.streams_prefill:
+            found["long_chunk"] = 2 * CPU_BATCHED_TOKENS
+    return found
+
+
+def _read_bandwidth(plan: EnginePlan, pool: _native.WorkerPool | None, progress: Progress) -> float | None:
+    """Bytes a second, if it is asked for and experts are read by the pool. Before weights are loaded: their memory is
+    free."""
+    if (
+        not plan.config.measure_bandwidth
+        or pool is None
+        or not {"native", "hybrid"} & set(plan.placement.used(".mlp.experts"))
+    ):
+        return None
+    from native import _native
+
+    progress("Memory bandwidth", 0, 1)
+    free = next(device.free_bytes for device in plan.memory.devices if device.name == "CPU")
+    measured = _native.read_bandwidth(pool, min(_MEASURED_BYTES, free // 4), repeats=5)
+    progress("Memory bandwidth", 1, 1)
+    return measured
+
+
+def _decode_steps(runner: ModelRunner, plan: EnginePlan) -> str:
+    """How decode steps run, as `cuda_graphs` says it: "auto" only where graphs can be had."""
+    asked = plan.config.cuda_graphs
+    if asked == "auto" and runner.device.type == "cpu":
+        return "off"
+    if asked == "auto" and (why := graph_blocker(runner.model)):
+        runner.notes.append(f"CUDA graphs: none, {why}")
+        return "off"
+    return asked
+
+
+def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Progress) -> None:
+    """Decode steps in padded sizes: as CUDA graphs ("auto"), one by one ("padded"), or not ("off")."""
+    if decode == "off":
+        return
+    config = plan.config
+    padded = runner.pad_decode(config.max_num_seqs, config.max_adapter_slots, plan.num_blocks)
+    if decode == "auto":
+        with runner.computing():
+            padded.capture(progress)
+    kind = "CUDA graphs" if decode == "auto" else "padded decode steps, without CUDA graphs"
+    runner.notes.append(f"{kind}: {len(padded.buckets)} sizes up to {padded.buckets[-1]} rows")
+
+
+def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
+    """The whole way. Adapters given at start are planned for; the api loads them."""
+    plan = plan_engine(config)
+    plan.memory.check(config.force_memory_plan)
+    core = assemble(plan, send, progress)
+    model = plan.source.config
+    ready = Ready(
+        model_name=model_name(config),
+        vocab_size=model.vocab_size,
+        max_model_len=plan.max_model_len,
+        bos_token_id=model.bos_token_id,
+        eos_token_ids=list(model.eos_token_ids),
+        lines=[*plan.lines, *core.runner.notes],
+    )
+    return core, ready
+
+
+def model_name(config: EngineConfig) -> str:
+    path = Path(config.model)
+    return config.served_model_name or (path.stem if path.suffix == ".gguf" else path.resolve().name)

@@ -1,0 +1,94 @@
+"""The backend objects of a model on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.attention.native import NativeAttention
+from engine.attention.reference import ReferenceAttention
+from engine.experts.base import ExpertBackend
+from engine.experts.elsewhere import ElsewhereExperts
+from engine.experts.kt.backend import KtExperts
+from engine.experts.reference import ReferenceExperts
+from engine.launch.shared import Shared, native_experts, pack_cache
+from engine.linear.base import LinearBackend
+from engine.linear.native import NativeLinearBackend
+from engine.linear.reference import ReferenceLinearBackend
+from engine.model.load import Backends
+from engine.ops.base import TorchOps
+from engine.ops.native import NativeOps
+from engine.ops.rope import Rope
+from engine.planning.placement import kt_method
+from engine.planning.plan import EnginePlan
+from native.topology import make_pool
+
+
+def cpu_backends(plan: EnginePlan) -> Backends:
+    """One object per backend that occurs; one worker pool for all native ones."""
+    config, placement, model, precision = plan.config, plan.placement, plan.source.config, plan.precision
+    device, dtype, rows = torch.device("cpu"), precision.activations, plan.token_budget
+    pools: Shared[Any] = Shared("pool", {"native": lambda: make_pool(plan.threads)})
+    cache = pack_cache(config, plan.source)
+    isa, rope = config.isa or "", Rope(model, plan.max_model_len, device)
+
+    linear: Shared[LinearBackend] = Shared(
+        "linear",
+        {
+            "reference": lambda: ReferenceLinearBackend(dtype, device),
+            "native": lambda: NativeLinearBackend(
+                dtype,
+                pools.get("native"),
+                isa,
+                config.quantise,
+                plain=precision.weights,
+                cache=cache,
+                deterministic=config.deterministic,
+            ),
+        },
+    )
+    router: Shared[LinearBackend] = Shared(
+        "router",
+        {
+            "reference": lambda: ReferenceLinearBackend(torch.float32, device),
+            "native": lambda: NativeLinearBackend(torch.float32, pools.get("native"), isa, cache=cache),
+        },
+    )
+    attention: Shared[AttentionBackend] = Shared(
+        "attention",
+        {
+            "reference": lambda: ReferenceAttention(model, plan.cache_blocks, dtype, device),
+            "native": lambda: NativeAttention(
+                model, plan.cache_blocks, dtype, pools.get("native"), isa, kv_dtype=precision.kv
+            ),
+        },
+    )
+    experts: Shared[ExpertBackend] = Shared(
+        "experts",
+        {
+            "reference": lambda: ReferenceExperts(dtype, device),
+            "native": lambda: native_experts(plan, pools.get("native"), cache),
+            "kt": lambda: KtExperts(model, kt_method(config, placement), max_rows=rows, threads=plan.threads),
+        },
+    )
+    if plan.shard.rank and not plan.shard.experts:
+        elsewhere = ElsewhereExperts("cpu")
+        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: elsewhere))
+    kinds = {choice.backend for choice in placement.choices.values()}
+    native_rows = placement.native(".self_attn", "_proj")
+    torch.set_num_threads(1 if native_rows else plan.torch_threads)  # torch's threads would fight the pool's
+    eps = model.rms_norm_eps
+    return Backends(
+        ops=NativeOps(eps, rope, pools.get("native"), isa) if native_rows else TorchOps(eps, rope),
+        linear=lambda name: linear.get(placement.backend(name)),
+        router=router.get("native" if native_rows else "reference"),
+        attention=lambda layer: attention.get(placement.backend(f"model.layers.{layer}.self_attn")),
+        experts=lambda layer: experts.get(placement.backend(f"model.layers.{layer}.mlp.experts")),
+        dtype=dtype,
+        packs_bf16=precision.weights == torch.bfloat16,
+        device=device,
+        cache=cache if "native" in kinds else None,
+        pool=pools.get("native") if "native" in kinds else None,
+    )

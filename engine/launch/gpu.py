@@ -1,0 +1,124 @@
+"""The backend objects of a model on a GPU: attention, projections and routing there, experts where the rules say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention.base import BLOCK_SIZE, AttentionBackend
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.reference import ReferenceAttention
+from engine.experts.base import ExpertBackend
+from engine.experts.bridge.backend import CudaBridge
+from engine.experts.elsewhere import ElsewhereExperts
+from engine.experts.gpu.backend import GpuExperts
+from engine.experts.hybrid.backend import HybridExperts
+from engine.experts.kt.backend import KtExperts
+from engine.experts.kt.stream import KtStreamExperts
+from engine.experts.reference import ReferenceExperts
+from engine.experts.streamed.backend import StreamedExperts
+from engine.launch.shared import Shared, native_experts, pack_cache
+from engine.linear.base import LinearBackend
+from engine.linear.gpu import GpuLinearBackend
+from engine.linear.reference import ReferenceLinearBackend
+from engine.model.load import Backends
+from engine.ops.base import Ops, TorchOps
+from engine.ops.gpu import GpuOps
+from engine.ops.rope import Rope
+from engine.planning.placement import kt_method
+from engine.planning.plan import EnginePlan
+from engine.weights.tiled.convert import Packer
+from native.topology import make_pool, spare_cpus
+
+
+def gpu_backends(plan: EnginePlan) -> Backends:
+    """One object per backend that occurs; everything but the CPU's experts is on the placement's device."""
+    config, placement, model, dtype = plan.config, plan.placement, plan.source.config, plan.precision.activations
+    cache = pack_cache(config, plan.source)
+    device = torch.device(placement.device)
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)  # kernels are launched on the current device
+    slots, rank = config.max_adapter_slots, config.max_adapter_rank
+    experts_choice = next((c for name, c in placement.choices.items() if name.endswith(".mlp.experts")), None)
+    expert_device = torch.device("cpu") if experts_choice and experts_choice.device == "cpu" else device
+    sizes: dict[str, Any] = {"max_rows": plan.token_budget, "max_slots": slots, "max_rank": rank}
+
+    pack = Packer(device, lambda: make_pool(plan.threads))
+    pooled = bool({"native", "hybrid"} & set(placement.used(".mlp.experts")))
+
+    def bridged() -> CudaBridge:
+        pool = make_pool(plan.threads)
+        return CudaBridge(native_experts(plan, pool, cache), model, device)
+
+    def hybrid() -> HybridExperts:
+        profile = None if config.expert_profile is None else Path(config.expert_profile)
+        inner, budget = bridged(), plan.hot_expert_bytes
+        return HybridExperts(
+            inner, model, dtype, device, budget_bytes=budget, profile=profile,
+            frame_bytes=plan.gpu_expert_bytes, **sizes,
+        )  # fmt: skip
+
+    def streamed(inner: CudaBridge | HybridExperts) -> ExpertBackend:
+        if not placement.streams_prefill:
+            return inner
+        limit = placement.expert_option("prefill_threshold", 0)
+        threshold = None if limit == "auto" else int(limit)
+        return StreamedExperts(inner, model, dtype, device, threshold=threshold, **sizes)
+
+    def linears(of: torch.dtype, pack: Packer | None) -> Shared[LinearBackend]:
+        return Shared(
+            "linear",
+            {
+                "reference": lambda: ReferenceLinearBackend(of, device),
+                "gpu": lambda: GpuLinearBackend(of, device, slots, rank, config.quantise, pack),
+            },
+        )
+
+    attention: Shared[AttentionBackend] = Shared(
+        "attention",
+        {
+            "reference": lambda: ReferenceAttention(model, plan.cache_blocks, dtype, device),
+            "flashinfer": lambda: FlashInferAttention(
+                model,
+                plan.cache_blocks,
+                dtype,
+                device,
+                config.max_num_seqs,
+                -(-plan.max_model_len // BLOCK_SIZE),
+                kv_dtype=plan.precision.kv,
+                prefill=placement.attention_option("prefill", "auto"),
+            ),
+        },
+    )
+    experts: Shared[ExpertBackend] = Shared(
+        "experts",
+        {
+            "reference": lambda: ReferenceExperts(dtype, expert_device),
+            "native": lambda: streamed(bridged()),
+            "hybrid": lambda: streamed(hybrid()),
+            "kt": lambda: kt(model, kt_method(config, placement), max_rows=plan.token_budget, threads=plan.threads),
+            "gpu": lambda: GpuExperts(model, dtype, device, quantise=plan.expert_quantise, pack=pack, **sizes),
+        },
+    )
+    if plan.shard.rank and not plan.shard.experts:
+        elsewhere = ElsewhereExperts("cuda")
+        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: elsewhere))
+    kt = KtStreamExperts if dtype == torch.bfloat16 else KtExperts
+    linear, router = linears(dtype, pack), linears(torch.float32, None)
+    on_cpu = "reference" in placement.used(".mlp.experts") and expert_device.type == "cpu"
+    torch.set_num_threads(plan.torch_threads if on_cpu else 1)  # torch's threads would fight the pool's
+    rope, fused = Rope(model, plan.max_model_len, device), placement.used(".self_attn") != ["reference"]
+    ops: Ops = GpuOps(model.rms_norm_eps, rope) if fused else TorchOps(model.rms_norm_eps, rope)
+    return Backends(
+        ops=ops,
+        linear=lambda name: linear.get(placement.backend(name)),
+        router=router.get(placement.used("_proj")[0]),
+        attention=lambda layer: attention.get(placement.backend(f"model.layers.{layer}.self_attn")),
+        experts=lambda layer: experts.get(placement.backend(f"model.layers.{layer}.mlp.experts")),
+        dtype=dtype,
+        device=device,
+        cache=cache if pooled else None,
+        spare_cpus=spare_cpus(plan.threads) if pooled and not on_cpu else [],
+    )

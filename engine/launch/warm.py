@@ -1,0 +1,57 @@
+"""Prompts of some lengths are run before the server listens, so that no request waits for kernels to be compiled."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import torch
+
+from engine.attention.base import BLOCK_SIZE
+from engine.errors import EngineError
+from engine.model.load import Progress
+from engine.model.step import Want
+from engine.planning.plan import EnginePlan, computes_chunks
+from engine.steps.inputs import StepArrays
+from engine.steps.runner import ModelRunner
+from scheduler.plan import StepPlan, StepRow
+from scheduler.request import Request, SamplingParams
+
+SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compiled again for odd numbers
+LONG = (320, 2048, 8192)  # where a GPU computes experts of such chunks
+
+
+def warm_up(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> None:
+    """Where steps run on a GPU; of several, on each of them at once. EngineError: what failed, and which prompt."""
+    if runner.device.type == "cpu":
+        return
+    most = min(plan.token_budget, plan.max_model_len)
+    lengths = [n for n in (*SHORT, *(LONG if computes_chunks(plan.placement) else ())) if n <= most]
+    todo = [(n, slot) for n in lengths for slot in ((0, 1) if plan.config.max_adapter_slots else (0,))]
+    stage = "Compiling kernels for prompts"
+    for done, (tokens, slot) in enumerate(todo):
+        progress(stage, done, len(todo))
+        try:
+            run_prompt(runner, tokens, slot, plan.num_blocks)
+        except Exception as error:
+            what = f"a prompt of {tokens} tokens{' with an adapter' if slot else ''}"
+            raise EngineError(f"{what}, tried before the server listens: {type(error).__name__}: {error}") from error
+    progress(stage, len(todo), len(todo))
+
+
+def run_prompt(runner: ModelRunner, tokens: int, slot: int, scratch_block: int) -> None:
+    """A prompt of which no token is valid, with adapter slot `slot`: experts neither compute nor count anything, keys
+    and values go to a block that belongs to no request."""
+    table = array("i", [scratch_block] * -(-tokens // BLOCK_SIZE))
+    request = Request("", [0] * tokens, SamplingParams(temperature=0.0))
+    arrays = StepArrays.of(StepPlan(0, [StepRow(request, 0, tokens, slot, True)], [table]), {})
+    with runner.computing():
+        runner.model.begin_step(tokens, lora=slot > 0, eager=True, slots={slot} - {0})
+        given = runner.step_input(arrays, every=True, greedy=False)
+        runner.model.plan(given.batch)
+        nothing = torch.zeros(1, dtype=torch.int32, device=runner.device)
+        hidden = runner.executor.forward(replace(given, bsz=nothing)).hidden
+        runner.model.output(hidden[-1:], Want.GREEDY)
+        if runner.device.type == "cuda":
+            torch.cuda.current_stream(runner.device).synchronize()
+        runner.model.check()

@@ -1,1 +1,0 @@
-"""One model over several processes, a GPU each (--tensor-parallel)."""

@@ -1,0 +1,1 @@
+"""What an engine will be, decided before a byte of weights is read."""

@@ -1,0 +1,204 @@
+"""What one of several ranks holds of a model: some heads, a part of every MLP and of the vocabulary; the rest whole.
+
+    q, k, v, gate, up, lm_head   divided by outputs: each rank computes some of them
+    o, down                      divided by inputs: each rank computes a part of every output, and the parts are summed
+    embedding, norms, routers    whole, on every rank
+
+An expert is divided like any MLP, so that ranks have the same work whichever experts the rows of a step choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.architectures.config import ModelConfig
+from engine.errors import UserError
+from engine.files.gguf.types import GGMLType, by_name
+from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
+from engine.weights.layout import EMBED, HEAD
+from engine.weights.scaled_blocks import BLOCKS
+from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+
+BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_INPUTS = ("o_proj", "down_proj")
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size`. `experts`: whether the routed experts are divided; otherwise rank 0 has them whole."""
+
+    rank: int = 0
+    size: int = 1
+    experts: bool = True
+
+    def span(self, total: int) -> slice:
+        """This rank's part of what every rank has an equal part of."""
+        each = total // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def words(self, vocabulary: int) -> slice:
+        """The same of the vocabulary, of which the last ranks may have less."""
+        each = -(-vocabulary // self.size)
+        return slice(min(self.rank * each, vocabulary), min((self.rank + 1) * each, vocabulary))
+
+
+WHOLE = Shard()
+
+
+class ShardedSource(WeightSource):
+    """The tensors of one rank, as if they were a smaller model's: `config` describes that one, `whole` the whole one.
+
+    UserError if the model cannot be divided so. `step`: what the parts of projections and experts must be multiples of.
+    """
+
+    def __init__(self, source: WeightSource, shard: Shard, step: int = 1) -> None:
+        self.shard = shard
+        self._source = source
+        self.config = _divided(source.config, shard, step)
+
+    @property
+    def whole(self) -> ModelConfig:
+        return self._source.whole
+
+    def check(self) -> None:
+        """UserError if a quantised tensor cannot be divided between its blocks. Reads headers only."""
+        for name in self.names():
+            self.tensor(name)
+        for layer in self.config.sparse_layers:
+            self.experts(layer)
+
+    def tensor(self, name: str) -> WeightTensor:
+        if name == HEAD:
+            stored = self._source.tensor(HEAD if self._source.has(HEAD) else EMBED)
+            return by_outputs(replace(stored, name=HEAD), self.shard.words(stored.shape[0]))
+        weight = self._source.tensor(name)
+        module, _, kind = name.rpartition(".")
+        if module.endswith(BY_OUTPUTS):
+            return by_outputs(weight, self.shard.span(weight.shape[0]))
+        if module.endswith(BY_INPUTS) and kind == "weight":
+            return by_inputs(weight, self.shard.span(weight.shape[1]), self.shard.size)
+        return weight
+
+    def has(self, name: str) -> bool:
+        """A tied head is a tensor of its own here. What is added to a sum, one rank adds."""
+        if name == HEAD:
+            return True
+        module, _, kind = name.rpartition(".")
+        added = kind == "bias" and module.endswith(BY_INPUTS)
+        return self._source.has(name) and (self.shard.rank == 0 or not added)
+
+    def experts(self, layer: int) -> ExpertStore:
+        store, shard = self._source.experts(layer), self.shard
+        if not shard.experts:
+            return store
+        parts: dict[str, list[WeightTensor]] = {}
+        for projection, _ in store.projections():
+            weights = [store.expert(projection, index) for index in range(store.num_experts)]
+            if projection == "down":
+                parts[projection] = [by_inputs(w, shard.span(w.shape[1]), shard.size) for w in weights]
+            else:
+                parts[projection] = [by_outputs(w, shard.span(w.shape[0])) for w in weights]
+        return ExpertStore(layer, **parts)
+
+    def names(self) -> list[str]:
+        names = [name for name in self._source.names() if self.has(name)]
+        return names if HEAD in names else [*names, HEAD]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._source.num_bytes
+
+    @property
+    def files(self) -> list[ModelFile]:
+        return self._source.files
+
+    @property
+    def identity(self) -> str:
+        shard = self.shard
+        experts = "" if shard.experts else " whole experts"
+        return f"{self._source.identity} rank {shard.rank} of {shard.size}{experts}"
+
+
+def by_outputs(weight: WeightTensor, span: slice) -> WeightTensor:
+    """Some rows of [out, in], or values of [out], not read yet."""
+    shape = (span.stop - span.start, *weight.shape[1:])
+    each = weight.num_bytes // weight.shape[0]
+    wanted, data = slice(span.start * each, span.stop * each), weight.data
+    if isinstance(data, MadeBytes):
+        held = data
+        return replace(weight, shape=shape, data=MadeBytes(held.ranges, shape[0] * each, lambda: held[wanted]))
+    return replace(weight, shape=shape, data=part(data, wanted))
+
+
+def by_inputs(weight: WeightTensor, span: slice, size: int) -> WeightTensor:
+    """Some columns of [out, in]. UserError if a block would be cut."""
+    kind = _blocks(weight.type)
+    outer, inner = weight.shape
+    if span.start % kind.block or span.stop % kind.block:
+        raise UserError(
+            f"--tensor-parallel {size}: {weight.name} is {weight.type}, blocks of {kind.block} values along its "
+            f"{inner} inputs, and a rank's {inner // size} are no whole blocks; other files of the model, or experts "
+            "on the CPU (--gpu-experts none), which are not divided",
+            "tensor_parallel",
+        )
+    first, last = span.start // kind.block, span.stop // kind.block
+
+    def make() -> npt.NDArray[np.uint8]:
+        blocks = weight.data[:].reshape(outer, inner // kind.block, kind.size)
+        return np.ascontiguousarray(blocks[:, first:last]).reshape(-1)
+
+    num_bytes = outer * (last - first) * kind.size
+    data = weight.data
+    made: Bytes = make() if isinstance(data, np.ndarray) else MadeBytes(_ranges(data), num_bytes, make)
+    return replace(weight, shape=(outer, span.stop - span.start), data=made)
+
+
+def _ranges(data: FileBytes | MadeBytes) -> tuple[FileBytes, ...]:
+    return data.ranges if isinstance(data, MadeBytes) else (data,)
+
+
+def _blocks(type: str) -> GGMLType:
+    return BLOCKS[type] if type in BLOCKS else by_name(type)
+
+
+def _divided(config: ModelConfig, shard: Shard, step: int) -> ModelConfig:
+    """What a rank computes of a model; UserError if a size cannot be divided."""
+    sizes = dict(_sizes(config, shard.experts, step))
+    for name, (value, unit) in sizes.items():
+        if value % (shard.size * unit):
+            counts = range(1, MOST_RANKS + 1)
+            allowed = [n for n in counts if not any(total % (n * each) for total, each in sizes.values())]
+            whole = f", which does not make parts that are multiples of {unit}" if unit > 1 else ""
+            raise UserError(
+                f"--tensor-parallel {shard.size}: {name} is {value}{whole}; allowed for this model are "
+                f"{', '.join(map(str, allowed or [1]))}",
+                "tensor_parallel",
+            )
+    n = shard.size
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // n,
+        num_key_value_heads=config.num_key_value_heads // n,
+        intermediate_size=config.intermediate_size // n,
+        moe_intermediate_size=config.moe_intermediate_size // (n if shard.experts else 1),
+        shared_expert_intermediate_size=config.shared_expert_intermediate_size // n,
+        tie_word_embeddings=False,
+    )
+
+
+def _sizes(config: ModelConfig, experts: bool, step: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """What is divided: a size, and what each part must be a multiple of."""
+    yield "num_key_value_heads", (config.num_key_value_heads, 1)
+    yield "num_attention_heads", (config.num_attention_heads, 1)
+    yield "num_attention_heads x head_dim", (config.num_attention_heads * config.head_dim, step)
+    if config.sparse_layers and experts:
+        yield "moe_intermediate_size", (config.moe_intermediate_size, step)
+    if len(config.sparse_layers) < config.num_hidden_layers:
+        yield "intermediate_size", (config.intermediate_size, step)
+    if config.shared_expert_intermediate_size:
+        yield "shared_expert_intermediate_size", (config.shared_expert_intermediate_size, step)
