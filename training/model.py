@@ -16,8 +16,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import ROUTERS, Dense
 from engine.errors import ModelFileError
-from engine.weights.layout import ROUTERS
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from training.experts.base import TrainableExperts
@@ -85,28 +85,31 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     path = Path(os.path.expanduser(model))
     if (path / "config.json").is_file():
         return AutoConfig.from_pretrained(path)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if (scaling := config.rope_scaling) is not None:
+    attention, layers = config.layers[0].attention, config.layers
+    rotation = attention.rotation
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotation.theta}
+    if (scaling := rotation.scaling) is not None:
         rope |= {"rope_type": scaling.kind, "factor": scaling.factor, **scaling.extra}
         original = scaling.original_max_position_embeddings
         rope |= {} if original is None else {"original_max_position_embeddings": original}
         if scaling.kind == "yarn":
             rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
             rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
-    same = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size", "norm_topk_prob",
-        "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "decoder_sparse_step", "bos_token_id",
-    )  # fmt: skip
-    fields: dict[str, Any] = {name: getattr(config, name) for name in same}
-    if config.shared_expert_intermediate_size:
-        fields["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
+    dense = [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Dense)]
+    widths = [layer.mlp.intermediate for layer in layers if isinstance(layer.mlp, Dense)]
+    fields = config.numbers()
+    fields.pop("rope_theta")
     return AutoConfig.for_model(
         config.architecture,
         **fields,
-        mlp_only_layers=list(config.mlp_only_layers),
-        attention_bias=config.attention_bias,
-        qkv_bias=config.attention_bias,
+        intermediate_size=widths[0] if widths else config.moe_intermediate_size,
+        norm_topk_prob=config.experts is not None and config.experts.router.normalise is not None,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        mlp_only_layers=dense,
+        attention_bias=attention.bias,
+        qkv_bias=attention.bias,
+        bos_token_id=config.bos_token_id,
         eos_token_id=list(config.eos_token_ids) or None,
         rope_parameters=rope,
     )

@@ -44,10 +44,10 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.lora.adapter import AdapterWeights, LoraPair
-from engine.model.layers import SparseMlp
+from engine.model.mlp import SparseMlp
 from engine.steps.graphs.padded import PaddedDecode
 from engine.steps.runner import InFlight, ModelRunner
-from engine.weights.layout import dense_tensors
+from engine.weights.layout import tensors
 from native.topology import make_pool
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
@@ -109,7 +109,7 @@ class Bench:
         for attention in runner.model.attention_backends:
             if not isinstance(attention, FlashInferAttention | ReferenceAttention):
                 raise SystemExit(f"{type(attention).__name__} has no cache that could be filled: --device cuda")
-            for part in (t for pair in attention.cache for t in pair):
+            for part in (t for pair in attention.cache.values() for t in pair):
                 part.normal_()
         blocks = core.scheduler.config.num_blocks
         seconds = 0.0 if args.dry else SECONDS
@@ -238,10 +238,10 @@ def measure(bench: Bench, rows: int, bytes_per_s: float, each: int, adapters: in
 def add_adapters(bench: Bench, count: int) -> None:
     """`count` adapters of rank 16 on attention and all experts; they share their values, not their memory."""
     pairs: dict[str, LoraPair] = {}
-    shapes = dense_tensors(bench.config)
+    held = tensors(bench.config)
     for name in bench.runner.model.linears:
         if name.endswith("_proj"):
-            out, inner = shapes[f"{name}.weight"]
+            out, inner = held[f"{name}.weight"].shape
             pairs[name] = LoraPair(random_values(LORA_RANK, inner), random_values(out, LORA_RANK), 1.0)
     lora = random_lora(bench.config)
     adapter = AdapterWeights("random", "random", pairs, dict.fromkeys(bench.config.sparse_layers, lora))

@@ -37,7 +37,7 @@ from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora
-from engine.model.layers import SparseMlp
+from engine.model.mlp import SparseMlp
 from engine.model.native_executor import choose_executor
 from engine.weights.store import ExpertStore
 from testing.harness import model_runner

@@ -10,7 +10,6 @@ the first type.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from array import array
 from functools import partial
@@ -19,22 +18,14 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.probe import arguments, best_s, line, make_pool, measure_peaks
-from engine.architectures.config import ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.native import NativeAttention
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
+SPEC = GroupedQuery(HEADS, KV_HEADS, HEAD_DIM, Rotation(HEAD_DIM, 1e6, 40960))
 CACHE_BYTES = 256 << 20  # layers are added until the cache exceeds any processor's, and visited in turn
-
-
-def model(layers: int) -> ModelConfig:
-    values = {f.name: 0 for f in dataclasses.fields(ModelConfig)} | {
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-    }
-    return ModelConfig(**values)  # type: ignore[arg-type]
 
 
 def filled(
@@ -48,7 +39,7 @@ def filled(
         used = -(-context // BLOCK_SIZE)
         tables.append(array("i", range(blocks, blocks + used)))
         blocks += used
-    backend = NativeAttention(model(layers), blocks, dtype, pool, isa, kv_dtype=kv, products=products)
+    backend = NativeAttention(SPEC, range(layers), blocks, dtype, pool, isa, kv_dtype=kv, products=products)
     empty = torch.zeros(0, dtype=torch.int64)
     for (_, context), table in zip(rows, tables, strict=True):
         for start in range(0, context, 512):

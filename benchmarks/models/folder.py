@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.models.random import QWEN3_30B_A3B
 from engine.architectures.registry import config_from_hf
-from engine.weights.layout import dense_tensors, expert_shape
+from engine.weights.layout import expert_shape, tensors
 
 Tensors = dict[str, tuple[tuple[int, ...], NDArray[np.uint8]]]
 
@@ -43,17 +43,17 @@ def write_folder(folder: Path, changes: Mapping[str, Any]) -> Path:
         return shape, drawn[shape]
 
     files: dict[str, Tensors] = {}
-    for name, shape in dense_tensors(config).items():
+    for name, tensor in tensors(config).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
-        files.setdefault(layer, {})[name] = draw(*shape)
+        files.setdefault(layer, {})[name] = draw(*tensor.shape)
     for number in config.sparse_layers:
         for part in ("gate_up", "down"):
             name = f"model.layers.{number}.mlp.experts.{part}_proj"
             files[str(number)][name] = draw(config.num_experts, *expert_shape(config, part))
     places: dict[str, str] = {}
-    for layer, tensors in files.items():
-        _write(folder / f"model-{layer}.safetensors", tensors)
-        places |= dict.fromkeys(tensors, f"model-{layer}.safetensors")
+    for layer, held in files.items():
+        _write(folder / f"model-{layer}.safetensors", held)
+        places |= dict.fromkeys(held, f"model-{layer}.safetensors")
     (folder / "config.json").write_text(text)
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder

@@ -1,22 +1,15 @@
-"""The numbers of a model; `engine.architectures` reads them from files. Torch-free."""
+"""What a model is: its layers as data, and the numbers around them; `engine.architectures` reads it from files.
+Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """`kind` "linear", "dynamic" or "yarn", as transformers names them; the rest as in its rope_parameters."""
-
-    kind: str
-    factor: float
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    extra: dict[str, Any] = field(default_factory=dict)
+from engine.architectures.parts.base import Module, Vector
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mlp import Dense, Sparse
 
 
 @dataclass(frozen=True)
@@ -30,63 +23,95 @@ class Quantisation:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """A decoder of attention and MLPs, dense or of routed experts. Field names are those of transformers' configs.
+class LayerSpec:
+    """norm -> attention -> norm -> MLP, each pair added to the residual stream."""
 
-    Routing is a softmax over all experts' logits, of which the `num_experts_per_tok` largest are taken, renormalised to
-    a sum of 1 if `norm_topk_prob`."""
+    attention: GroupedQuery
+    mlp: Dense | Sparse
+
+    def modules(self, hidden: int) -> Iterator[Module]:
+        """Parents before children."""
+        yield from self.attention.modules(hidden)
+        yield from self.mlp.modules(hidden)
+        yield Module("input_layernorm", "norm", "attn_norm", (hidden,))
+        yield Module("post_attention_layernorm", "norm", "ffn_norm", (hidden,))
+
+    def vectors(self) -> Iterator[Vector]:
+        yield from self.attention.vectors()
+        yield from self.mlp.vectors()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder. Sparse layers are alike in all but, perhaps, their attention."""
 
     architecture: str  # the name of its record in `engine.architectures`
     vocab_size: int
     hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    intermediate_size: int  # of dense layers
-    norm_topk_prob: bool
+    layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     max_position_embeddings: int
-    attention_bias: bool  # of q, k and v; of o too where the architecture has it
-    qk_norm: bool  # an RMS norm of every head's query and key, before rotation
     tie_word_embeddings: bool
-    decoder_sparse_step: int
-    mlp_only_layers: tuple[int, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    shared_expert_intermediate_size: int = 0  # of the expert beside the routed ones, behind a sigmoid gate; 0: none
     dtype: str = "bfloat16"
     quantisation: Quantisation | None = None  # of the folder's safetensors
 
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def experts(self) -> Sparse | None:
+        """The MLP of every sparse layer."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Sparse)), None)
+
+    @cached_property
+    def sparse_layers(self) -> list[int]:
+        return [index for index, layer in enumerate(self.layers) if isinstance(layer.mlp, Sparse)]
+
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has routed experts; otherwise it is a dense MLP of `intermediate_size`."""
-        if layer in self.mlp_only_layers or self.num_experts == 0:
-            return False
-        return (layer + 1) % self.decoder_sparse_step == 0
+        """Whether a layer has routed experts; otherwise its MLP is dense."""
+        return isinstance(self.layers[layer].mlp, Sparse)
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.experts if self.experts else 0
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        return self.experts.top_k if self.experts else 0
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        return self.experts.intermediate if self.experts else 0
 
     @property
     def stretched_positions(self) -> int:
-        """Positions that rope scaling reaches: factor times the original length, at least the configured length."""
-        scaling = self.rope_scaling
-        if scaling is None or scaling.original_max_position_embeddings is None:
-            return self.max_position_embeddings
-        return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
-
-    @property
-    def sparse_layers(self) -> list[int]:
-        return [layer for layer in range(self.num_hidden_layers) if self.is_sparse(layer)]
+        """Positions that the scaling of rotations reaches."""
+        return min(layer.attention.rotation.stretched_positions for layer in self.layers)
 
     @property
     def expert_params_per_token(self) -> int:
         """Parameters of routed experts that one token reads, all layers."""
         return len(self.sparse_layers) * self.num_experts_per_tok * 3 * self.hidden_size * self.moe_intermediate_size
 
+    def modules(self, layer: int) -> list[Module]:
+        """Of one layer, parents before children."""
+        return list(self.layers[layer].modules(self.hidden_size))
+
     def kv_bytes_per_token(self, element_bytes: int, scale_bytes: int = 0) -> int:
-        """`scale_bytes`: of each head's key, and value, beside its elements."""
-        head = self.head_dim * element_bytes + scale_bytes
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * head
+        """Of one position in all layers' caches. `scale_bytes`: of each vector beside its elements."""
+        return sum(layer.attention.cache.position_bytes(element_bytes, scale_bytes) for layer in self.layers)
+
+    def numbers(self) -> dict[str, float]:
+        """Its sizes by the names of transformers' configurations: two files of one model agree on them."""
+        first = self.layers[0]
+        found = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "rms_norm_eps": self.rms_norm_eps,
+            **first.attention.numbers(),
+        }
+        return found | (self.experts.numbers() if self.experts else first.mlp.numbers())

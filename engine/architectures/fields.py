@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.architectures.config import ModelConfig
 from engine.errors import ModelFileError, shown
 
 _LIMIT = 1 << 31
@@ -72,24 +71,3 @@ class Fields:
             if type(item) is not int or not 0 <= item < vocab_size:
                 raise self.error(name, f"holds {shown(item)}; allowed are token ids from 0 to {vocab_size - 1}")
         return tuple(dict.fromkeys(values))
-
-
-def check_config(config: ModelConfig, where: str) -> ModelConfig:
-    """What must hold between fields. Returns the config."""
-
-    def refuse(name: str, problem: str) -> ModelFileError:
-        return ModelFileError(f"{where}: {name} {problem}", name)
-
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise refuse(
-            "num_attention_heads",
-            f"is {config.num_attention_heads}, not a multiple of num_key_value_heads {config.num_key_value_heads}",
-        )
-    if config.head_dim % 2:
-        raise refuse("head_dim", f"is {config.head_dim}; rotary embedding needs an even number")
-    if config.num_experts and config.num_experts_per_tok > config.num_experts:
-        raise refuse("num_experts_per_tok", f"is {config.num_experts_per_tok} of {config.num_experts} experts")
-    for layer in config.mlp_only_layers:
-        if not 0 <= layer < config.num_hidden_layers:
-            raise refuse("mlp_only_layers", f"names layer {layer}; layers are 0 to {config.num_hidden_layers - 1}")
-    return config

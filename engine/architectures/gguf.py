@@ -7,15 +7,17 @@ end-of-turn token the vocabulary marks as control ends a generation.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from engine.architectures.config import ModelConfig, RopeScaling
-from engine.architectures.fields import Fields, check_config
+from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.fields import Fields
+from engine.architectures.numbers import Numbers, check_numbers
+from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.errors import ModelFileError, shown
 from engine.files.gguf.header import GGUFArray
 
@@ -35,6 +37,10 @@ class GGUFModel:
     types: Collection[str]
     where: str
 
+    @property
+    def attention_bias(self) -> bool:
+        return "blk.0.attn_q.bias" in self.tensors
+
     @cached_property
     def fields(self) -> Fields:
         return Fields(_own(self.metadata, self.architecture), f"{self.where}: {self.architecture}", ".")
@@ -45,54 +51,62 @@ def config_of_gguf(
     *,
     architecture: str,
     norm_topk_prob: bool,
-    qk_norm: bool,
-    shared_expert_intermediate_size: int = 0,
+    layers: Callable[[Numbers], tuple[LayerSpec, ...]],
+    shared_expert: bool = False,
+    divided: bool = True,
 ) -> ModelConfig:
-    """`norm_topk_prob` holds where the file has no `expert_weights_norm`. Raises ModelFileError."""
+    """`layers`: what the family makes of the numbers. `norm_topk_prob` holds where the file has no
+    `expert_weights_norm`; `divided`: where the experts' width is not stored, `feed_forward_length` is that of a token's
+    experts together, otherwise of each. Raises ModelFileError."""
     fields, tensors, where = file.fields, file.tensors, file.where
-    _refuse_unsupported(fields, bool(shared_expert_intermediate_size))
+    _refuse_unsupported(fields, shared_expert)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise ModelFileError(f"{where}: tensor token_embd.weight is missing or not two-dimensional", "model")
-    vocab = embedding[0]
-    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    layers, experts_used = fields.integer("block_count"), fields.integer("expert_used_count")
-    forward = fields.integer("feed_forward_length", 0, least=0)
-    inner = fields.integer("expert_feed_forward_length", forward // experts_used)
-    head = fields.integer("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if fields.integer(name, head) != head:
-            raise fields.error(name, f"is {fields.get(name)}; it must equal the head size {head}")
-    positions = fields.integer("context_length")
+    vocab, positions = embedding[0], fields.integer("context_length")
+    numbers = check_numbers(_numbers(file, norm_topk_prob, positions, divided), where)
     tokenizer = Fields(file.metadata, where)
-    config = ModelConfig(
+    return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=fields.integer("attention.head_count_kv", heads),
-        head_dim=head,
-        num_experts=fields.integer("expert_count"),
-        num_experts_per_tok=experts_used,
-        moe_intermediate_size=inner,
-        intermediate_size=forward or inner,
-        norm_topk_prob=fields.boolean("expert_weights_norm", norm_topk_prob),
+        hidden_size=numbers.hidden_size,
+        layers=layers(numbers),
         rms_norm_eps=_float32(fields.number("attention.layer_norm_rms_epsilon")),
-        rope_theta=_float32(fields.number("rope.freq_base", 10000.0)),
-        rope_scaling=_rope_scaling(fields, positions),
         max_position_embeddings=positions,
-        qk_norm=qk_norm,
-        shared_expert_intermediate_size=shared_expert_intermediate_size,
-        attention_bias="blk.0.attn_q.bias" in tensors,
         tie_word_embeddings="output.weight" not in tensors,
-        decoder_sparse_step=1,
-        mlp_only_layers=tuple(i for i in range(min(layers, len(tensors))) if f"blk.{i}.ffn_gate.weight" in tensors),
         bos_token_id=tokenizer.token("tokenizer.ggml.bos_token_id", vocab),
         eos_token_ids=_end_tokens(tokenizer, vocab),
         dtype="float32" if set(file.types) == {"F32"} else "bfloat16",
     )
-    return check_config(config, where)
+
+
+def _numbers(file: GGUFModel, norm_topk_prob: bool, positions: int, divided: bool) -> Numbers:
+    fields, tensors = file.fields, file.tensors
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    count, used = fields.integer("block_count"), fields.integer("expert_used_count")
+    forward = fields.integer("feed_forward_length", 0, least=0)
+    inner = fields.integer("expert_feed_forward_length", forward // used if divided else forward)
+    head = fields.integer("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(name, head) != head:
+            raise fields.error(name, f"is {fields.get(name)}; it must equal the head size {head}")
+    theta = _float32(fields.number("rope.freq_base", 10000.0))
+    stored = min(count, len(tensors))  # more layers than tensors are refused later, by name
+    dense = {layer for layer in range(stored) if f"blk.{layer}.ffn_gate.weight" in tensors}
+    return Numbers(
+        hidden_size=hidden,
+        num_hidden_layers=count,
+        num_attention_heads=heads,
+        num_key_value_heads=fields.integer("attention.head_count_kv", heads),
+        head_dim=head,
+        rotation=Rotation(head, theta, positions, _rope_scaling(fields, positions)),
+        num_experts=fields.integer("expert_count"),
+        num_experts_per_tok=used,
+        moe_intermediate_size=inner,
+        intermediate_size=forward or inner,
+        norm_topk_prob=fields.boolean("expert_weights_norm", norm_topk_prob),
+        sparse=tuple(layer not in dense for layer in range(count)),
+    )
 
 
 def _own(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:

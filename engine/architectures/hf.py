@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.architectures.config import ModelConfig, RopeScaling
-from engine.architectures.fields import Fields, check_config
+from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.fields import Fields
+from engine.architectures.numbers import Numbers, check_numbers
+from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.architectures.quantisation import read_quantisation
 from engine.errors import shown
 
@@ -35,7 +37,12 @@ class Defaults:
     intermediate_size: int
     num_experts: int
     num_experts_per_tok: int
-    moe_intermediate_size: int
+    moe_intermediate_size: int | None  # None: experts are `intermediate_size` wide
+    vocab_size: int = 151936
+    num_hidden_layers: int = 24
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
 
 
 def config_of_hf(
@@ -44,50 +51,67 @@ def config_of_hf(
     defaults: Defaults,
     *,
     architecture: str,
-    attention_bias: bool,
-    qk_norm: bool,
-    shared_expert_intermediate_size: int = 0,
+    layers: Callable[[Numbers], tuple[LayerSpec, ...]],
 ) -> ModelConfig:
-    """`fields` is config.json, `generation` generation_config.json. Raises ModelFileError."""
+    """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers.
+    Raises ModelFileError."""
     _refuse_unsupported(fields)
-    vocab = fields.integer("vocab_size", 151936)
-    hidden = fields.integer("hidden_size", defaults.hidden_size)
-    heads = fields.integer("num_attention_heads", defaults.num_attention_heads)
-    if fields.get("head_dim") is None and hidden % heads:
-        raise fields.error("head_dim", f"is missing and hidden_size {hidden} is not a multiple of {heads} heads")
-    positions = fields.integer("max_position_embeddings", 32768)
-    theta, scaling = _rope(fields, positions)
+    vocab = fields.integer("vocab_size", defaults.vocab_size)
+    positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
     eos = generation.tokens("eos_token_id", vocab)
     bos = generation.token("bos_token_id", vocab)
-    result = ModelConfig(
+    numbers = check_numbers(_numbers(fields, defaults, positions), fields.where)
+    return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=fields.integer("num_hidden_layers", 24),
-        num_attention_heads=heads,
-        num_key_value_heads=fields.integer("num_key_value_heads", defaults.num_key_value_heads),
-        head_dim=fields.integer("head_dim", hidden // heads),
-        num_experts=_num_experts(fields, defaults.num_experts),
-        num_experts_per_tok=fields.integer("num_experts_per_tok", defaults.num_experts_per_tok),
-        moe_intermediate_size=fields.integer("moe_intermediate_size", defaults.moe_intermediate_size),
-        intermediate_size=fields.integer("intermediate_size", defaults.intermediate_size),
-        norm_topk_prob=fields.boolean("norm_topk_prob", False),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        hidden_size=numbers.hidden_size,
+        layers=layers(numbers),
+        rms_norm_eps=fields.number("rms_norm_eps", defaults.rms_norm_eps),
         max_position_embeddings=positions,
-        attention_bias=attention_bias,
-        qk_norm=qk_norm,
-        shared_expert_intermediate_size=shared_expert_intermediate_size,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        decoder_sparse_step=fields.integer("decoder_sparse_step", 1),
-        mlp_only_layers=_layers(fields),
         bos_token_id=fields.token("bos_token_id", vocab) if bos is None else bos,
         eos_token_ids=(fields.tokens("eos_token_id", vocab) or ()) if eos is None else eos,
         dtype=_dtype(fields),
         quantisation=read_quantisation(fields),
     )
-    return check_config(result, fields.where)
+
+
+def _numbers(fields: Fields, defaults: Defaults, positions: int) -> Numbers:
+    hidden = fields.integer("hidden_size", defaults.hidden_size)
+    heads = fields.integer("num_attention_heads", defaults.num_attention_heads)
+    if fields.get("head_dim") is None and hidden % heads:
+        raise fields.error("head_dim", f"is missing and hidden_size {hidden} is not a multiple of {heads} heads")
+    head = fields.integer("head_dim", hidden // heads)
+    experts = _num_experts(fields, defaults.num_experts)
+    forward = fields.integer("intermediate_size", defaults.intermediate_size)
+    own = defaults.moe_intermediate_size  # None: experts are as wide as dense layers
+    return Numbers(
+        hidden_size=hidden,
+        num_hidden_layers=fields.integer("num_hidden_layers", defaults.num_hidden_layers),
+        num_attention_heads=heads,
+        num_key_value_heads=fields.integer("num_key_value_heads", defaults.num_key_value_heads),
+        head_dim=head,
+        rotation=_rotation(fields, head, positions, defaults.rope_theta),
+        num_experts=experts,
+        num_experts_per_tok=fields.integer("num_experts_per_tok", defaults.num_experts_per_tok),
+        moe_intermediate_size=forward if own is None else fields.integer("moe_intermediate_size", own),
+        intermediate_size=forward,
+        norm_topk_prob=fields.boolean("norm_topk_prob", False),
+        sparse=_sparse(fields, defaults, experts),
+    )
+
+
+def _sparse(fields: Fields, defaults: Defaults, experts: int) -> tuple[bool, ...]:
+    """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers`; every layer of a family
+    whose experts are as wide as dense layers would be."""
+    count = fields.integer("num_hidden_layers", defaults.num_hidden_layers)
+    if defaults.moe_intermediate_size is None:
+        return (bool(experts),) * count
+    step, dense = fields.integer("decoder_sparse_step", 1), _layers(fields)
+    for layer in dense:
+        if not 0 <= layer < count:
+            raise fields.error("mlp_only_layers", f"names layer {layer}; layers are 0 to {count - 1}")
+    return tuple(bool(experts) and layer not in dense and (layer + 1) % step == 0 for layer in range(count))
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -123,8 +147,8 @@ def _dtype(fields: Fields) -> str:
     return name
 
 
-def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
+def _rotation(fields: Fields, head: int, positions: int, default_theta: float) -> Rotation:
+    """From rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name, {})
     if not isinstance(values, Mapping):
@@ -139,9 +163,9 @@ def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
     partial = rope.number("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise rope.error("partial_rotary_factor", f"is {partial}; only 1 can be served")
-    theta = rope.number("rope_theta", fields.get("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.get("rope_theta", default_theta))
     if kind == "default":
-        return theta, None
+        return Rotation(head, theta, positions)
     original = rope.get("original_max_position_embeddings")
     if kind == "yarn":
         original = rope.integer("original_max_position_embeddings", positions)
@@ -149,7 +173,7 @@ def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
     else:
         factor = rope.number("factor")
     attention = rope.get("attention_factor")
-    return theta, RopeScaling(
+    scaling = RopeScaling(
         kind=kind,
         factor=factor,
         original_max_position_embeddings=original,
@@ -158,3 +182,4 @@ def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
         beta_slow=rope.number("beta_slow", 1.0),
         extra={key: values[key] for key in sorted(_ROPE_EXTRA & set(values)) if values[key] is not None},
     )
+    return Rotation(head, theta, positions, scaling)

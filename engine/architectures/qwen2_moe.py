@@ -6,17 +6,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from engine.architectures.base import (
-    ATTENTION_TARGETS,
-    MLP_TARGETS,
-    SHARED_EXPERT_TARGETS,
-    Architecture,
-    decoder_layer,
-)
-from engine.architectures.config import ModelConfig
+from engine.architectures.base import Architecture
+from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel, config_of_gguf
 from engine.architectures.hf import Defaults, config_of_hf
+from engine.architectures.numbers import Numbers
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mlp import Dense, SharedExpert, Sparse
 from rules import Family, named_after
 
 _NAME, _GGUF = "qwen2_moe", "qwen2moe"
@@ -33,24 +30,23 @@ _KT = "ktransformers.operators."
 
 
 def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
-    return config_of_hf(
-        fields,
-        generation,
-        _DEFAULTS,
-        architecture=_NAME,
-        attention_bias=fields.boolean("qkv_bias", True),
-        qk_norm=False,
-        shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size", 5632),
-    )
+    bias, shared = fields.boolean("qkv_bias", True), fields.integer("shared_expert_intermediate_size", 5632)
+    layers = partial(_layers, bias=bias, shared=shared)
+    return config_of_hf(fields, generation, _DEFAULTS, architecture=_NAME, layers=layers)
 
 
 def _read_gguf(file: GGUFModel) -> ModelConfig:
     """A shared expert whose size is not stored is as wide as `feed_forward_length`."""
     forward = file.fields.integer("feed_forward_length", 0, least=0)
     shared = file.fields.integer("expert_shared_feed_forward_length", forward)
-    return config_of_gguf(
-        file, architecture=_NAME, norm_topk_prob=False, qk_norm=False, shared_expert_intermediate_size=shared
-    )
+    layers = partial(_layers, bias=file.attention_bias, shared=shared)
+    return config_of_gguf(file, architecture=_NAME, norm_topk_prob=False, layers=layers, shared_expert=True)
+
+
+def _layers(n: Numbers, *, bias: bool, shared: int) -> tuple[LayerSpec, ...]:
+    attention = GroupedQuery(n.num_attention_heads, n.num_key_value_heads, n.head_dim, n.rotation, bias=bias)
+    experts = (n.num_experts, n.num_experts_per_tok, n.moe_intermediate_size)
+    return n.layers(attention, Sparse(*experts, n.router, SharedExpert.of(shared)))
 
 
 QWEN2_MOE = Architecture(
@@ -59,8 +55,12 @@ QWEN2_MOE = Architecture(
     gguf=_GGUF,
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    modules=partial(decoder_layer, output_bias=False),
-    lora_targets=(*ATTENTION_TARGETS, "mlp.gate", *MLP_TARGETS, *SHARED_EXPERT_TARGETS, "mlp.shared_expert_gate"),
+    lora_targets=(
+        *GroupedQuery.TARGETS,
+        *Sparse.TARGETS,
+        *Dense.TARGETS,
+        *SharedExpert.TARGETS,
+    ),
     rules=Family(
         classes=named_after("Qwen2Moe"),
         packages=("transformers.models.qwen2_moe.modeling_qwen2_moe", "ktransformers.models.modeling_qwen2_moe"),

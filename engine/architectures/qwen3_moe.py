@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from engine.architectures.base import ATTENTION_TARGETS, MLP_TARGETS, Architecture, decoder_layer
-from engine.architectures.config import ModelConfig
+from engine.architectures.base import Architecture
+from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel, config_of_gguf
 from engine.architectures.hf import Defaults, config_of_hf
+from engine.architectures.numbers import Numbers
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mlp import Dense, Sparse
 from rules import Family, named_after
 
 _NAME, _GGUF = "qwen3_moe", "qwen3moe"
@@ -27,11 +30,21 @@ _KT = "ktransformers.operators."
 
 def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
-    return config_of_hf(fields, generation, _DEFAULTS, architecture=_NAME, attention_bias=bias, qk_norm=True)
+    layers = partial(_layers, bias=bias)
+    return config_of_hf(fields, generation, _DEFAULTS, architecture=_NAME, layers=layers)
 
 
 def _read_gguf(file: GGUFModel) -> ModelConfig:
-    return config_of_gguf(file, architecture=_NAME, norm_topk_prob=True, qk_norm=True)
+    layers = partial(_layers, bias=file.attention_bias)
+    return config_of_gguf(file, architecture=_NAME, norm_topk_prob=True, layers=layers)
+
+
+def _layers(n: Numbers, *, bias: bool) -> tuple[LayerSpec, ...]:
+    attention = GroupedQuery(
+        n.num_attention_heads, n.num_key_value_heads, n.head_dim, n.rotation,
+        bias=bias, output_bias=bias, qk_norm="head",
+    )  # fmt: skip
+    return n.layers(attention, Sparse(n.num_experts, n.num_experts_per_tok, n.moe_intermediate_size, n.router))
 
 
 QWEN3_MOE = Architecture(
@@ -40,8 +53,7 @@ QWEN3_MOE = Architecture(
     gguf=_GGUF,
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    modules=partial(decoder_layer, output_bias=True),
-    lora_targets=(*ATTENTION_TARGETS, "mlp.gate", *MLP_TARGETS),
+    lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS, *Dense.TARGETS),
     rules=Family(
         classes=named_after("Qwen3Moe"),
         packages=("transformers.models.qwen3_moe.modeling_qwen3_moe", "ktransformers.models.modeling_qwen3_moe"),

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
+from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
 from engine.errors import ModelFileError, shown
 
-ARCHITECTURES: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE)
+_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL)
+PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
+
+
+@cache
+def architectures() -> tuple[Architecture, ...]:
+    """Ours, and those that installed packages add: each entry point names an `Architecture`."""
+    return (*_OURS, *(point.load() for point in entry_points(group=PLUGINS)))
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """The family that `config` was read by."""
-    return next(family for family in ARCHITECTURES if family.name == config.architecture)
+    return next(family for family in architectures() if family.name == config.architecture)
 
 
 def config_from_hf(
@@ -28,10 +38,10 @@ def config_from_hf(
     ids go before the config's. Raises ModelFileError."""
     fields = Fields(config, where)
     kind, classes = fields.get("model_type"), fields.get("architectures", [])
-    for family in ARCHITECTURES:
+    for family in architectures():
         if kind == family.name and classes in ([], [family.model_class]):
             return family.read_hf(fields, Fields(generation or {}, "generation_config.json"))
-    allowed = ", ".join(f"{family.model_class} ({family.name})" for family in ARCHITECTURES)
+    allowed = ", ".join(f"{family.model_class} ({family.name})" for family in architectures())
     raise fields.error(
         "architectures", f"is {shown(classes)} with model_type {shown(kind)}; these can be served: {allowed}"
     )
@@ -46,8 +56,8 @@ def config_from_gguf(
     """`tensors` are the file's tensor names and C-order shapes, `types` the types that occur (all F32: the model's
     dtype is float32, otherwise bfloat16). Raises ModelFileError."""
     name = metadata.get("general.architecture")
-    for family in ARCHITECTURES:
+    for family in architectures():
         if name == family.gguf:
             return family.read_gguf(GGUFModel(name, metadata, tensors, types, where))
-    allowed = ", ".join(family.gguf for family in ARCHITECTURES)
+    allowed = ", ".join(family.gguf for family in architectures())
     raise ModelFileError(f"{where}: general.architecture is {shown(name)}; these can be served: {allowed}", "model")

@@ -68,7 +68,8 @@ class KvPlaces:
 
 
 class AttentionBackend(ABC):
-    """Owns the KV blocks of all layers. H query heads, G KV heads, D head_dim; causal; scale 1 / sqrt(D)."""
+    """Owns the KV blocks of the layers that it was made for. H query heads, G KV heads, D head_dim; causal; scale
+    1 / sqrt(D)."""
 
     captures: bool = False  # whether a padded batch's `forward` may be captured in a CUDA graph
     notes: tuple[str, ...] = ()  # logged at start: how it computes
@@ -97,4 +98,4 @@ class AttentionBackend(ABC):
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one position over all layers."""
+        """Bytes of one position over all of its layers."""

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.architectures.config import ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces, joined
 from engine.errors import EngineError, UserError
 
@@ -62,17 +63,18 @@ def fa3_limit(capability: tuple[int, int], kv_dtype: torch.dtype) -> str | None:
     return None
 
 
-def flashinfer_limit(config: ModelConfig, dtype: torch.dtype) -> str | None:
+def flashinfer_limit(spec: GroupedQuery, dtype: torch.dtype) -> str | None:
     """Why flashinfer cannot serve this model; None if it can."""
     if dtype != torch.bfloat16:
         return f"flashinfer's attention takes bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if config.head_dim not in HEAD_DIMS:
-        return f"flashinfer's attention takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"flashinfer's attention takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {spec.head_dim}"
     return None
 
 
 class FlashInferAttention(AttentionBackend):
-    """KV of layer l: two tensors [num_blocks, BLOCK_SIZE, G, D] on the GPU, bf16 or float8_e4m3fn.
+    """KV of each of `layers`, all of one `spec`: two tensors [num_blocks, BLOCK_SIZE, G, D] on the GPU, bf16 or
+    float8_e4m3fn.
 
     fp8 values are stored as they are, cut to +-448 (scale 1): after QK-norm a key's elements are a few units large, and
     values are of that order too; e4m3 keeps three bits of mantissa from 2^-6 up. A NaN in k or v stays in its own
@@ -90,7 +92,8 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: GroupedQuery,
+        layers: Sequence[int],
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -100,7 +103,7 @@ class FlashInferAttention(AttentionBackend):
         kv_dtype: torch.dtype | None = None,
         prefill: str = "auto",
     ) -> None:
-        if limit := flashinfer_limit(config, dtype):
+        if limit := flashinfer_limit(spec, dtype):
             raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
         ready, why = flashinfer_available()
         if not ready:
@@ -116,16 +119,17 @@ class FlashInferAttention(AttentionBackend):
                 f"{capability[0]}.{capability[1]}: use auto or bfloat16",
                 field="kv_cache_dtype",
             )
-        shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-        self.cache = [
-            (torch.zeros(shape, dtype=kv_dtype, device=device), torch.zeros(shape, dtype=kv_dtype, device=device))
-            for _ in range(config.num_hidden_layers)
-        ]
-        self._config = config
+        shape = (num_blocks, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(shape, dtype=kv_dtype, device=device)
+
+        self.cache = {layer: (zeros(), zeros()) for layer in layers}
+        self._spec = spec
         self._device = device
         self._dtype = dtype
         self._kv_dtype = kv_dtype
-        self._token_bytes = config.kv_bytes_per_token(kv_dtype.itemsize)
+        self._token_bytes = len(layers) * spec.cache.position_bytes(kv_dtype.itemsize)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prefill = self._prefill_wrapper("fa2")
         self._long_prefill: Any = None  # fa3's
@@ -169,8 +173,8 @@ class FlashInferAttention(AttentionBackend):
         """One row over one block that nobody has written: the kernels are compiled and have run."""
         one = torch.tensor([0, 1], dtype=torch.int32)
         self._plan_prefill(wrapper, one, one, one[:1].to(self._device), one[1:])
-        heads, dim = self._config.num_attention_heads, self._config.head_dim
-        wrapper.run(torch.zeros(1, heads, dim, dtype=self._dtype, device=self._device), self.cache[0])
+        heads, dim = self._spec.heads, self._spec.head_dim
+        wrapper.run(torch.zeros(1, heads, dim, dtype=self._dtype, device=self._device), next(iter(self.cache.values())))
         torch.cuda.synchronize(self._device)
 
     @property
@@ -218,14 +222,14 @@ class FlashInferAttention(AttentionBackend):
     def _plan_prefill(
         self, wrapper: Any, starts: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor
     ) -> None:
-        c = self._config
+        c = self._spec
         wrapper.plan(
             starts,
             indptr,
             indices,
             last,
-            c.num_attention_heads,
-            c.num_key_value_heads,
+            c.heads,
+            c.kv_heads,
             c.head_dim,
             BLOCK_SIZE,
             causal=True,
@@ -236,7 +240,7 @@ class FlashInferAttention(AttentionBackend):
     def _plan_decode(self, pages: NDArray[np.int64], blocks: NDArray[np.int32], last: NDArray[np.int64]) -> Any:
         """All that the wrapper reads is sent in one copy; its own `plan`, which copies each array apart and looks at
         every row in Python, is for the first time."""
-        c, held, rows, lasts, first = self._config, self._arrays, len(last), self._lasts_at, self._blocks_at
+        c, held, rows, lasts, first = self._spec, self._arrays, len(last), self._lasts_at, self._blocks_at
         values = np.zeros(first + len(blocks), np.int32)
         if len(values) > len(held):
             raise EngineError(f"attention: {len(blocks)} blocks in a step, {len(held) - first} at most")
@@ -253,8 +257,8 @@ class FlashInferAttention(AttentionBackend):
             sent[: rows + 1],
             held[first : len(sent)],
             sent[lasts : lasts + rows],
-            c.num_attention_heads,
-            c.num_key_value_heads,
+            c.heads,
+            c.kv_heads,
             c.head_dim,
             BLOCK_SIZE,
             q_data_type=self._dtype,

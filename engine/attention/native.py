@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.architectures.config import ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
 from engine.attention.base import AttentionBackend, BatchLayout, kv_scale_bytes
 from engine.errors import EngineError, UserError
 
@@ -20,8 +21,17 @@ _KV_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 
 
+def native_limit(spec: GroupedQuery) -> str | None:
+    """Why the kernels cannot compute this attention; None if they can."""
+    dim = spec.head_dim
+    if MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % HEAD_DIM_STEP == 0:
+        return None
+    return f"head_dim {dim} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+
+
 class NativeAttention(AttentionBackend):
-    """Owns the KV blocks of all layers in the kernels' layout (drawn in native/src/attention/attention.hpp).
+    """Owns the KV blocks of `layers`, all of one `spec`, in the kernels' layout (drawn in
+    native/src/attention/attention.hpp).
 
     `dtype` is that of q, k, v and the result, `kv_dtype` the cache's: the same (default), bfloat16 under float32 rows,
     or int8 with a float32 scale of each position and head; k and v are then rounded as they are stored. `pool` is a
@@ -33,7 +43,8 @@ class NativeAttention(AttentionBackend):
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: GroupedQuery,
+        layers: Sequence[int],
         num_blocks: int,
         dtype: torch.dtype,
         pool: _native.WorkerPool,
@@ -42,13 +53,8 @@ class NativeAttention(AttentionBackend):
         kv_dtype: torch.dtype | None = None,
         products: str = "",
     ) -> None:
-        dim = config.head_dim
-        if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
-            raise UserError(
-                f"head_dim {dim}: the native attention takes multiples of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
-                f"{MAX_HEAD_DIM}; use attention_backend reference",
-                field="head_dim",
-            )
+        if limit := native_limit(spec):
+            raise UserError(f"{limit}: use attention_backend reference", field="head_dim")
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native attention takes bfloat16 and float32", field="dtype")
         kv_dtype = kv_dtype or dtype
@@ -59,11 +65,11 @@ class NativeAttention(AttentionBackend):
         try:
             self.kernel = _native.PagedAttention(
                 pool,
-                layers=config.num_hidden_layers,
+                layers=len(layers),
                 num_blocks=num_blocks,
-                heads=config.num_attention_heads,
-                kv_heads=config.num_key_value_heads,
-                head_dim=dim,
+                heads=spec.heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
                 kv=_KV_NAMES[kv_dtype],
                 isa=isa,
                 float_rows=dtype == torch.float32,
@@ -72,10 +78,11 @@ class NativeAttention(AttentionBackend):
         except ValueError as error:
             raise UserError(f"native attention: {error}") from error
         self.dtype = dtype
-        self._q_shape = (config.num_attention_heads, dim)
-        self._kv_shape = (config.num_key_value_heads, dim)
-        self._num_layers, self._num_blocks = config.num_hidden_layers, num_blocks
-        self._token_bytes = config.kv_bytes_per_token(kv_dtype.itemsize, kv_scale_bytes(kv_dtype))
+        self._q_shape = (spec.heads, spec.head_dim)
+        self._kv_shape = (spec.kv_heads, spec.head_dim)
+        self.places_of = {layer: place for place, layer in enumerate(layers)}  # in the kernels' cache
+        self._num_blocks = num_blocks
+        self._token_bytes = len(layers) * spec.cache.position_bytes(kv_dtype.itemsize, kv_scale_bytes(kv_dtype))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -89,7 +96,7 @@ class NativeAttention(AttentionBackend):
     def kv_planes(self) -> list[NDArray[np.uint8]]:
         """Valid as long as this object lives."""
         memory = (ctypes.c_uint8 * self.cache_bytes).from_address(self.kernel.cache_address)
-        return [np.ctypeslib.as_array(memory).reshape(self._num_layers, self._num_blocks, -1)]
+        return [np.ctypeslib.as_array(memory).reshape(len(self.places_of), self._num_blocks, -1)]
 
     def plan(self, batch: BatchLayout) -> None:
         """`slot_mapping` and `positions` follow from the rows, which is what the kernels use."""
@@ -110,7 +117,7 @@ class NativeAttention(AttentionBackend):
                 )
         try:
             self.kernel.forward(
-                layer,
+                self.places_of[layer],
                 tokens,
                 q=q.data_ptr(),
                 q_stride=q.stride(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from engine.architectures.config import ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
 
 
@@ -21,15 +22,18 @@ class _Plan:
 
 
 class ReferenceAttention(AttentionBackend):
-    """KV of layer l: two tensors [num_blocks, BLOCK_SIZE, G, D]. Works on any device, bf16 or float32."""
+    """KV of each of `layers`, all of one `spec`: two tensors [num_blocks, BLOCK_SIZE, G, D]. Works on any
+    device, bf16 or float32."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
-        self.cache = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(config.num_hidden_layers)
-        ]
-        self._token_bytes = config.kv_bytes_per_token(dtype.itemsize)
+    def __init__(
+        self, spec: GroupedQuery, layers: Sequence[int], num_blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_blocks, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
+        self.cache = {
+            layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for layer in layers
+        }
+        self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
         self._plan: _Plan | None = None
 
     @property
@@ -37,7 +41,7 @@ class ReferenceAttention(AttentionBackend):
         return self._token_bytes
 
     def kv_planes(self) -> list[NDArray[np.uint8]]:
-        tensors = [tensor for pair in self.cache for tensor in pair]
+        tensors = [tensor for pair in self.cache.values() for tensor in pair]
         if tensors[0].device.type != "cpu":
             return super().kv_planes()
         return [tensor.flatten(1).view(torch.uint8).numpy()[None] for tensor in tensors]

@@ -19,9 +19,9 @@ from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
 from engine.linear.embedding import TableEmbedding
 from engine.linear.reference import ReferenceLinearBackend
-from engine.model.causal_lm import CausalLM
-from engine.model.layers import Layer
+from engine.model.causal_lm import CausalLM, Layer
 from engine.model.load import Backends, Loader
+from engine.model.mlp import SharedExpert
 from engine.model.step import StepInput
 from engine.ops.base import TorchOps
 from engine.ops.rope import Rope
@@ -159,7 +159,9 @@ def _routed_alike(config: ModelConfig, reference: torch.Tensor, chosen: torch.Te
 
 
 def _types(source: WeightSource, layer: int) -> set[str]:
-    types = {source.tensor(f"model.layers.{layer}.self_attn.q_proj.weight").type}
+    modules = source.config.layers[layer].attention.modules(source.config.hidden_size)
+    names = (f"model.layers.{layer}.{module.name}.weight" for module in modules if module.kind == "linear")
+    types = {source.tensor(name).type for name in names}
     if source.config.is_sparse(layer):
         types |= {source.experts(layer).type(p) for p in ("gate", "up", "down")}
     return types
@@ -181,10 +183,17 @@ def _reference_loader(source: WeightSource, n: int) -> Loader:
     """A fresh float32 reference: only one layer of it is ever in memory."""
     config, cpu = source.config, torch.device("cpu")
     linear = ReferenceLinearBackend(torch.float32, cpu)
-    attention = ReferenceAttention(config, len(_layout(n, cpu).block_tables[0]), torch.float32, cpu)
+    blocks = len(_layout(n, cpu).block_tables[0])
+
+    def attention(layer: int) -> ReferenceAttention:
+        return ReferenceAttention(config.layers[layer].attention, [layer], blocks, torch.float32, cpu)
+
     experts = ReferenceExperts(torch.float32, cpu)
-    ops = TorchOps(config.rms_norm_eps, Rope(config, n, cpu))
-    made = Backends(ops, lambda _: linear, linear, lambda _: attention, lambda _: experts, torch.float32, cpu)
+    ops = TorchOps(config.rms_norm_eps)
+    made = Backends(
+        ops, lambda _: linear, linear, lambda rotation: Rope(rotation, n, cpu), attention, lambda _: experts,
+        torch.float32, cpu,
+    )  # fmt: skip
     return Loader(source, made, n)
 
 
@@ -208,7 +217,8 @@ def _run_layer(loader: Loader, layer: Layer, hidden: torch.Tensor, config: Model
     seen: dict[str, torch.Tensor] = {}
     device, n = loader.backends.device, hidden.shape[0]
     ops, table = loader.backends.ops, hidden.to(device, loader.backends.dtype)
-    model = CausalLM(config, ops, TableEmbedding(table, ops.embed), [layer], layer.input_norm, layer.q, {})
+    no_head = next(iter(loader.linears.values()))  # none is asked for
+    model = CausalLM(config, ops, TableEmbedding(table, ops.embed), [layer], layer.input_norm, no_head, {})
 
     def observe(place: str, value: torch.Tensor) -> None:
         seen[place] = value.float().cpu().clone()
@@ -217,7 +227,8 @@ def _run_layer(loader: Loader, layer: Layer, hidden: torch.Tensor, config: Model
         if layer.index in model.sparse and (shared := model.sparse[layer.index].shared):
             x = ops.add_rms_norm(table.clone(), None, layer.post_norm)
             values, gate = shared.output(ops, x, None)
-            observe(f"model.layers.{layer.index}.mlp.shared_expert", ops.add_gated(torch.zeros_like(x), values, gate))
+            added = SharedExpert.add(ops, torch.zeros_like(x), values, gate)
+            observe(f"model.layers.{layer.index}.mlp.shared_expert", added)
         batch = _layout(n, device)
         model.begin_step(n, lora=False, eager=True)
         model.plan(batch)

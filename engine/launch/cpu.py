@@ -6,21 +6,19 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import AttentionBackend
 from engine.attention.native import NativeAttention
 from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend
 from engine.experts.elsewhere import ElsewhereExperts
 from engine.experts.kt.backend import KtExperts
 from engine.experts.reference import ReferenceExperts
-from engine.launch.shared import Shared, native_experts, pack_cache
+from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, ropes
 from engine.linear.base import LinearBackend
 from engine.linear.native import NativeLinearBackend
 from engine.linear.reference import ReferenceLinearBackend
 from engine.model.load import Backends
 from engine.ops.base import TorchOps
 from engine.ops.native import NativeOps
-from engine.ops.rope import Rope
 from engine.planning.placement import kt_method
 from engine.planning.plan import EnginePlan
 from native.topology import make_pool
@@ -32,7 +30,7 @@ def cpu_backends(plan: EnginePlan) -> Backends:
     device, dtype, rows = torch.device("cpu"), precision.activations, plan.token_budget
     pools: Shared[Any] = Shared("pool", {"native": lambda: make_pool(plan.threads)})
     cache = pack_cache(config, plan.source)
-    isa, rope = config.isa or "", Rope(model, plan.max_model_len, device)
+    isa = config.isa or ""
 
     linear: Shared[LinearBackend] = Shared(
         "linear",
@@ -56,12 +54,13 @@ def cpu_backends(plan: EnginePlan) -> Backends:
             "native": lambda: NativeLinearBackend(torch.float32, pools.get("native"), isa, cache=cache),
         },
     )
-    attention: Shared[AttentionBackend] = Shared(
-        "attention",
+    attention = attention_of(
+        model,
+        lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
-            "reference": lambda: ReferenceAttention(model, plan.cache_blocks, dtype, device),
-            "native": lambda: NativeAttention(
-                model, plan.cache_blocks, dtype, pools.get("native"), isa, kv_dtype=precision.kv
+            "reference": lambda spec, layers: ReferenceAttention(spec, layers, plan.cache_blocks, dtype, device),
+            "native": lambda spec, layers: NativeAttention(
+                spec, layers, plan.cache_blocks, dtype, pools.get("native"), isa, kv_dtype=precision.kv
             ),
         },
     )
@@ -81,10 +80,11 @@ def cpu_backends(plan: EnginePlan) -> Backends:
     torch.set_num_threads(1 if native_rows else plan.torch_threads)  # torch's threads would fight the pool's
     eps = model.rms_norm_eps
     return Backends(
-        ops=NativeOps(eps, rope, pools.get("native"), isa) if native_rows else TorchOps(eps, rope),
+        ops=NativeOps(eps, pools.get("native"), isa) if native_rows else TorchOps(eps),
         linear=lambda name: linear.get(placement.backend(name)),
         router=router.get("native" if native_rows else "reference"),
-        attention=lambda layer: attention.get(placement.backend(f"model.layers.{layer}.self_attn")),
+        rope=ropes(plan.max_model_len, device),
+        attention=attention,
         experts=lambda layer: experts.get(placement.backend(f"model.layers.{layer}.mlp.experts")),
         dtype=dtype,
         packs_bf16=precision.weights == torch.bfloat16,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import BLOCK_SIZE, AttentionBackend
+from engine.attention.base import BLOCK_SIZE
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend
@@ -19,14 +19,13 @@ from engine.experts.kt.backend import KtExperts
 from engine.experts.kt.stream import KtStreamExperts
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
-from engine.launch.shared import Shared, native_experts, pack_cache
+from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, ropes
 from engine.linear.base import LinearBackend
 from engine.linear.gpu import GpuLinearBackend
 from engine.linear.reference import ReferenceLinearBackend
 from engine.model.load import Backends
 from engine.ops.base import Ops, TorchOps
 from engine.ops.gpu import GpuOps
-from engine.ops.rope import Rope
 from engine.planning.placement import kt_method
 from engine.planning.plan import EnginePlan
 from engine.weights.tiled.convert import Packer
@@ -76,12 +75,14 @@ def gpu_backends(plan: EnginePlan) -> Backends:
             },
         )
 
-    attention: Shared[AttentionBackend] = Shared(
-        "attention",
+    attention = attention_of(
+        model,
+        lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
-            "reference": lambda: ReferenceAttention(model, plan.cache_blocks, dtype, device),
-            "flashinfer": lambda: FlashInferAttention(
-                model,
+            "reference": lambda spec, layers: ReferenceAttention(spec, layers, plan.cache_blocks, dtype, device),
+            "flashinfer": lambda spec, layers: FlashInferAttention(
+                spec,
+                layers,
                 plan.cache_blocks,
                 dtype,
                 device,
@@ -109,13 +110,14 @@ def gpu_backends(plan: EnginePlan) -> Backends:
     linear, router = linears(dtype, pack), linears(torch.float32, None)
     on_cpu = "reference" in placement.used(".mlp.experts") and expert_device.type == "cpu"
     torch.set_num_threads(plan.torch_threads if on_cpu else 1)  # torch's threads would fight the pool's
-    rope, fused = Rope(model, plan.max_model_len, device), placement.used(".self_attn") != ["reference"]
-    ops: Ops = GpuOps(model.rms_norm_eps, rope) if fused else TorchOps(model.rms_norm_eps, rope)
+    fused, eps = placement.used(".self_attn") != ["reference"], model.rms_norm_eps
+    ops: Ops = GpuOps(eps, device) if fused else TorchOps(eps)
     return Backends(
         ops=ops,
         linear=lambda name: linear.get(placement.backend(name)),
         router=router.get(placement.used("_proj")[0]),
-        attention=lambda layer: attention.get(placement.backend(f"model.layers.{layer}.self_attn")),
+        rope=ropes(plan.max_model_len, device),
+        attention=attention,
         experts=lambda layer: experts.get(placement.backend(f"model.layers.{layer}.mlp.experts")),
         dtype=dtype,
         device=device,

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import torch
+
+from engine.architectures.config import ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.rotation import Rotation
+from engine.attention.base import AttentionBackend
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.experts.native import NativeExperts
+from engine.ops.rope import Rope
 from engine.planning.plan import EnginePlan
 from engine.weights.pack_cache import CACHE_FOLDER, PackCache, model_folder
 from engine.weights.store import WeightSource
@@ -34,6 +42,36 @@ class Shared(Generic[T]):
         if name not in self._made:
             self._made[name] = self._makers[name]()
         return self._made[name]
+
+
+def attention_of(
+    model: ModelConfig,
+    backend_of: Callable[[int], str],
+    makers: dict[str, Callable[[GroupedQuery, list[int]], AttentionBackend]],
+) -> Callable[[int], AttentionBackend]:
+    """By layer: layers of one attention on one backend share it. Made when it is first asked for."""
+    keys = [(backend_of(index), layer.attention) for index, layer in enumerate(model.layers)]
+    made: dict[tuple[str, GroupedQuery], AttentionBackend] = {}
+
+    def attention(index: int) -> AttentionBackend:
+        name, spec = key = keys[index]
+        if name not in makers:
+            raise UserError(f"there is no {name} backend for attention: {', '.join(makers)}", field="rules")
+        if key not in made:
+            made[key] = makers[name](spec, [layer for layer, other in enumerate(keys) if other == key])
+        return made[key]
+
+    return attention
+
+
+def ropes(max_len: int, device: torch.device) -> Callable[[Rotation], Rope]:
+    """The tables of a rotation, made once."""
+
+    @cache
+    def rope(rotation: Rotation) -> Rope:
+        return Rope(rotation, max_len, device)
+
+    return rope
 
 
 def native_experts(plan: EnginePlan, pool: _native.WorkerPool, cache: PackCache | None) -> NativeExperts:

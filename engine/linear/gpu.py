@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import ROUTERS
 from engine.errors import AdapterError, EngineError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TiledEmbedding
@@ -26,16 +27,14 @@ _COLUMNS = 64  # the kernels' column block: a joined projection begins at a mult
 
 def slot_table_bytes(model: ModelConfig, slots: int, rank: int, element_bytes: int) -> int:
     """Slot tables of attention, dense MLPs, shared experts (activations' type), routers and their gates (float32)."""
-    rank, hidden = padded_rank(rank), model.hidden_size
-    q, kv = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    attention = (hidden * 3 + q + 2 * kv) + (q + hidden)
-    dense = 3 * (hidden + model.intermediate_size)
-    router, shared = hidden + model.num_experts, 0
-    if model.shared_expert_intermediate_size:
-        router, shared = router + hidden + 1, 3 * (hidden + model.shared_expert_intermediate_size)
-    sparse = len(model.sparse_layers)
-    narrow = model.num_hidden_layers * attention + (model.num_hidden_layers - sparse) * dense + sparse * shared
-    return (slots + 1) * rank * (narrow * element_bytes + sparse * router * 4)
+    narrow = wide = 0
+    for layer in range(model.num_hidden_layers):
+        for module in model.modules(layer):
+            if module.kind == "linear" and module.name in ROUTERS:
+                wide += sum(module.shape)
+            elif module.kind == "linear":
+                narrow += sum(module.shape)
+    return (slots + 1) * padded_rank(rank) * (narrow * element_bytes + wide * 4)
 
 
 def embedding_matrix(weight: WeightTensor, element_bytes: int) -> Matrix | None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from engine.architectures.parts.mlp import ROUTERS
 from engine.lora.ranks import padded_rank
-from engine.weights.layout import ROUTERS
 
 _PANEL = 16  # rows of A, padded
 _F32 = 4

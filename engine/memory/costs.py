@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import ROUTERS
 
 if TYPE_CHECKING:
     pass
@@ -20,13 +21,12 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 def buffer_bytes(config: ModelConfig, rows: int, sequences: int, *, experts: bool = True) -> int:
     """A step's activations and logits, float32, a few copies of each alive at a time. `experts`: those inside the
     experts too; the native backend states its own."""
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    inner = config.intermediate_size
-    if experts:
-        inner = max(inner, config.num_experts_per_tok * (config.moe_intermediate_size + config.hidden_size))
-    inner += config.shared_expert_intermediate_size
-    per_row = 6 * config.hidden_size + 2 * heads * config.head_dim + 2 * inner
-    return _F32 * (rows * per_row + 3 * sequences * config.vocab_size)
+    hidden = config.hidden_size
+    attention = max(layer.attention.row_values(hidden) for layer in config.layers)
+    mlp = max(
+        layer.mlp.row_values(hidden) - (0 if experts else layer.mlp.expert_values(hidden)) for layer in config.layers
+    )
+    return _F32 * (rows * (6 * hidden + attention + mlp) + 3 * sequences * config.vocab_size)
 
 
 def loading_bytes(config: ModelConfig) -> int:
@@ -37,12 +37,12 @@ def loading_bytes(config: ModelConfig) -> int:
 
 def adapter_bytes_per_rank(config: ModelConfig) -> int:
     """A bf16 adapter on attention and every expert, the shared one too, per unit of rank."""
-    hidden, head, shared = config.hidden_size, config.head_dim, config.shared_expert_intermediate_size
-    q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
-    attention = 2 * (hidden + q) + 2 * (hidden + kv)
-    experts = 3 * (hidden + shared) if shared else 0
-    rest = config.num_hidden_layers * attention + len(config.sparse_layers) * experts
-    return _BF16 * rest + expert_adapter_bytes_per_rank(config)
+    values = 0
+    for index in range(config.num_hidden_layers):
+        for module in config.modules(index):
+            if module.kind == "linear" and module.name not in ROUTERS:
+                values += sum(module.shape)
+    return _BF16 * values + expert_adapter_bytes_per_rank(config)
 
 
 def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:

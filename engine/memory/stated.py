@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from engine.architectures.parts.mlp import ROUTERS
 from engine.experts.gpu.layout import frame_of
 from engine.experts.kt import guard as kt
 from engine.experts.native import layer_bytes as native_layer_bytes
@@ -11,7 +12,7 @@ from engine.linear import native as native_linear
 from engine.linear.gpu import embedding_matrix
 from engine.memory.plan import Inputs, Statements
 from engine.units import format_bytes
-from engine.weights.layout import EMBED, ROUTERS
+from engine.weights.layout import EMBED
 from engine.weights.packed import packed_bytes, plain_format, repacks
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.layout import matrix_of

@@ -1,12 +1,12 @@
 """A decoder with routed experts over a flat token batch: requests of any adapter, prefill chunks beside decode rows.
 
-embed -> L x [norm, qkv, (QK-norm), rope, paged attention, o, norm, router, experts (+ shared) | dense MLP] -> norm
--> lm_head
+embed -> L x [norm, attention, norm, router, experts (+ shared) | dense MLP] -> norm -> lm_head
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 
@@ -17,12 +17,24 @@ from engine.experts.capabilities import ExpertCounters, ExpertPlaces
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.embedding import Embedding
 from engine.lora.adapter import AdapterWeights, ExtraMlp
-from engine.model.layers import Layer, SparseMlp
+from engine.model.attention import Attention
+from engine.model.mlp import Mlp, SparseMlp
 from engine.model.step import StepInput, StepOutput, Want
 from engine.ops.base import Ops
 from engine.ops.greedy import greedy_tokens
 from engine.ranks.group import ALONE, Group
 from engine.ranks.head import Head
+
+
+@dataclass
+class Layer:
+    """residual += attention(norm(residual)); residual += mlp(norm(residual))."""
+
+    index: int
+    input_norm: torch.Tensor
+    attention: Attention
+    post_norm: torch.Tensor
+    mlp: Mlp
 
 
 class CausalLM:
@@ -55,7 +67,8 @@ class CausalLM:
         self.device = embedding.device
         self.dtype = final_norm.dtype  # of activations; the embedding may be held otherwise
         self.slots_with_extra_mlps: set[int] = set()
-        self.attention_backends = list({id(layer.attention): layer.attention for layer in layers}.values())
+        attentions = [layer.attention.backend for layer in layers]
+        self.attention_backends = list({id(backend): backend for backend in attentions}.values())
         self.sparse = {layer.index: layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)}
         self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in self.sparse.values()}.values())
         buffers = [mlp.task.buffers for mlp in self.sparse.values()]
@@ -82,10 +95,10 @@ class CausalLM:
         delta: torch.Tensor | None = None
         for layer in self.layers:
             x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
-            delta = self.group.sum(self._attend(layer, x, step))
+            delta = self.group.sum(layer.attention.output(self.ops, x, step))
             if step.observe:
                 step.observe(f"model.layers.{layer.index}.self_attn", delta)
-            x = layer.mlp.enter(self.ops, layer, residual, delta, step)
+            x = layer.mlp.enter(self.ops, layer.post_norm, residual, delta, step)
             delta = self.group.sum(layer.mlp.output(self.ops, x, step.lora, step.trace))
             if step.observe:
                 step.observe(f"model.layers.{layer.index}.mlp", delta)
@@ -137,19 +150,6 @@ class CausalLM:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> float32 [rows, V]."""
         return self.head(hidden).float()
-
-    def _attend(self, layer: Layer, x: torch.Tensor, step: StepInput) -> torch.Tensor:
-        heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        q, k, v = (
-            part.view(-1, count, dim)
-            for part, count in zip(layer.qkv(x, step.lora), (heads, kv_heads, kv_heads), strict=True)
-        )
-        positions, places = step.batch.positions, layer.attention.places(layer.index)
-        if places is not None:
-            q = self.ops.qk_norm_rope_keep(q, k, v, layer.q_norm, layer.k_norm, positions, places)
-            return layer.o(layer.attention.attend(layer.index, q).flatten(1), step.lora)
-        q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, positions)
-        return layer.o(layer.attention.forward(layer.index, q, k, v).flatten(1), step.lora)
 
     @property
     def expert_counters(self) -> list[ExpertCounters]:

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mlp import Dense, Sparse
+from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
-from engine.model.causal_lm import CausalLM
-from engine.model.layers import DenseMlp, Layer, SharedExpert, SparseMlp
+from engine.model.attention import GroupedQueryAttention
+from engine.model.causal_lm import CausalLM, Layer
+from engine.model.mlp import DenseMlp, SharedExpert, SparseMlp
 from engine.ops.base import Ops
+from engine.ops.rope import Rope
 from engine.ranks.group import ALONE, Group
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.pack_cache import PackCache
@@ -33,6 +38,7 @@ class Backends:
     ops: Ops
     linear: Callable[[str], LinearBackend]  # by module name
     router: LinearBackend  # float32, whatever the rest runs in
+    rope: Callable[[Rotation], Rope]
     attention: Callable[[int], AttentionBackend]  # by layer
     experts: Callable[[int], ExpertBackend]  # by layer
     dtype: torch.dtype  # of activations
@@ -77,21 +83,13 @@ class Loader:
         )
 
     def layer(self, index: int) -> Layer:
-        name = f"model.layers.{index}"
-        attention, mlp, config = f"{name}.self_attn", f"{name}.mlp", self.source.config
+        name, spec = f"model.layers.{index}", self.source.config.layers[index]
         return Layer(
             index=index,
             input_norm=self.vector(f"{name}.input_layernorm.weight"),
-            q=self.linear(f"{attention}.q_proj"),
-            k=self.linear(f"{attention}.k_proj"),
-            v=self.linear(f"{attention}.v_proj"),
-            o=self.linear(f"{attention}.o_proj"),
-            q_norm=self.vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
-            k_norm=self.vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
-            attention=self.backends.attention(index),
+            attention=self._grouped_query(index, spec.attention),
             post_norm=self.vector(f"{name}.post_attention_layernorm.weight"),
-            mlp=self._sparse(index, mlp) if config.is_sparse(index) else self._dense(mlp),
-            joined=self._join([f"{attention}.{part}_proj" for part in ("q", "k", "v")]),
+            mlp=self._sparse(index, spec.mlp) if isinstance(spec.mlp, Sparse) else self._dense(index, spec.mlp),
         )
 
     def head(self) -> Linear:
@@ -108,6 +106,9 @@ class Loader:
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, in the activations' dtype."""
         return self.source.tensor(name).dequantise(self.backends.dtype).to(self.backends.device)
+
+    def _float32(self, name: str) -> torch.Tensor:
+        return self.source.tensor(name).dequantise(torch.float32).to(self.backends.device)
 
     def embedding(self, head: Linear) -> Embedding:
         """In the form of the head's backend if that has one; else a table in the activations' dtype, or narrower where
@@ -141,17 +142,35 @@ class Loader:
             return None
         return backends[0].join([self.linears[name] for name in names])
 
-    def _dense(self, name: str) -> DenseMlp:
+    def _grouped_query(self, layer: int, spec: GroupedQuery) -> GroupedQueryAttention:
+        name, normed = f"model.layers.{layer}.self_attn", spec.qk_norm != "none"
+        q, k, v, o = (self.linear(f"{name}.{part}_proj") for part in "qkvo")
+        return GroupedQueryAttention(
+            spec=spec,
+            layer=layer,
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            q_norm=self.vector(f"{name}.q_norm.weight") if normed else None,
+            k_norm=self.vector(f"{name}.k_norm.weight") if normed else None,
+            rope=self.backends.rope(spec.rotation),
+            backend=self.backends.attention(layer),
+            joined=self._join([f"{name}.{part}_proj" for part in "qkv"]),
+        )
+
+    def _dense(self, layer: int, spec: Dense) -> DenseMlp:
+        name = f"model.layers.{layer}.{spec.name}"
         return DenseMlp(*(self.linear(f"{name}.{part}_proj") for part in ("gate", "up", "down")))
 
-    def _sparse(self, layer: int, name: str) -> SparseMlp:
-        backend = self.backends.experts(layer)
+    def _sparse(self, layer: int, spec: Sparse) -> SparseMlp:
+        name, backend = f"model.layers.{layer}.mlp", self.backends.experts(layer)
         backend.load_layer(layer, self.source.experts(layer))
         task = backend.bind(layer, self.buffers(backend))
-        router = self.linear(f"{name}.gate", self.backends.router)
-        shared = self._shared(name) if self.source.config.shared_expert_intermediate_size else None
-        return SparseMlp(router, backend, task, self.source.config.norm_topk_prob, shared)
-
-    def _shared(self, name: str) -> SharedExpert:
-        gate = self.linear(f"{name}.shared_expert_gate", self.backends.router)
-        return SharedExpert(self._dense(f"{name}.shared_expert"), gate)
+        gate = self.linear(f"{name}.gate", self.backends.router)
+        bias = self._float32(f"{name}.gate.e_score_correction_bias") if spec.router.bias else None
+        shared = None
+        if spec.shared is not None:
+            own = self.linear(f"{name}.shared_expert_gate", self.backends.router) if spec.shared.gated else None
+            shared = SharedExpert(self._dense(layer, spec.shared.mlp), own)
+        return SparseMlp(layer, spec.router, gate, backend, task, bias, shared)

@@ -15,7 +15,9 @@ from engine.experts.base import ExpertBuffers
 from engine.experts.capabilities import NativeTasks
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLinear, slots_address
-from engine.model.layers import DenseMlp, Layer, SparseMlp
+from engine.model.attention import GroupedQueryAttention
+from engine.model.causal_lm import Layer
+from engine.model.mlp import DenseMlp, SparseMlp
 from engine.model.step import Trace
 from engine.ops.base import Ops
 from engine.ops.native import NativeOps
@@ -28,11 +30,18 @@ def all_native(layers: Sequence[Layer], ops: Ops) -> bool:
     """Whether NativeDecoder can run these layers: one native attention, native projections and routers throughout."""
 
     def native(layer: Layer) -> bool:
-        linears = [layer.q, layer.k, layer.v, layer.o]
+        held = layer.attention
+        if not isinstance(held, GroupedQueryAttention) or held.spec.qk_norm == "whole":
+            return False
+        linears = [held.q, held.k, held.v, held.o]
         if isinstance(layer.mlp, SparseMlp):
-            linears.append(layer.mlp.router)
-        same = isinstance(layer.attention, NativeAttention) and layer.attention is layers[0].attention
-        return same and all(isinstance(linear, NativeLinear) for linear in linears)
+            linears.append(layer.mlp.gate)
+            if not layer.mlp.router.plain:
+                return False
+        same = isinstance(held.backend, NativeAttention) and held.backend is layers[0].attention.backend
+        return (
+            same and held.rope.dim == held.spec.head_dim and all(isinstance(linear, NativeLinear) for linear in linears)
+        )
 
     return isinstance(ops, NativeOps) and bool(layers) and all(native(layer) for layer in layers)
 
@@ -48,11 +57,13 @@ class NativeDecoder:
     def __init__(
         self, config: ModelConfig, ops: Ops, layers: Sequence[Layer], buffers: ExpertBuffers, dtype: torch.dtype
     ) -> None:
-        attention, first = layers[0].attention, layers[0].q
+        held = layers[0].attention
+        attention, first = held.backend, held.q if isinstance(held, GroupedQueryAttention) else None
         if not (
             all_native(layers, ops)
             and isinstance(ops, NativeOps)
             and isinstance(attention, NativeAttention)
+            and isinstance(held, GroupedQueryAttention)
             and isinstance(first, NativeLinear)
         ):
             raise EngineError("the native decoder needs native attention, projections, routers and operations")
@@ -62,7 +73,7 @@ class NativeDecoder:
         self._layers = list(layers)  # keeps the weights' memory alive
         self._buffers = buffers
         self._dtype = dtype
-        self._rope = ops.rope
+        self._rope = held.rope
         self._hidden_size = config.hidden_size
         from native import _native
 
@@ -73,11 +84,11 @@ class NativeDecoder:
             attention.kernel,
             _native.Rotation(self._rope.cos.data_ptr(), self._rope.sin.data_ptr(), self._rope.cos.shape[0]),
             hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            heads=held.spec.heads,
+            kv_heads=held.spec.kv_heads,
+            head_dim=held.spec.head_dim,
             top_k=config.num_experts_per_tok,
-            normalise=config.norm_topk_prob,
+            normalise=config.experts is not None and config.experts.router.normalise is not None,
             eps=config.rms_norm_eps,
             is_bf16=dtype == torch.bfloat16,
             weight_bf16=weight_dtype == torch.bfloat16,
@@ -87,11 +98,14 @@ class NativeDecoder:
         self._sparse = [isinstance(layer.mlp, SparseMlp) for layer in layers]
         self._top_k = config.num_experts_per_tok
         for index, layer in enumerate(layers):
-            norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+            one = layer.attention
+            if not isinstance(one, GroupedQueryAttention):
+                raise EngineError(f"layer {index}: the native decoder needs grouped-query attention")
+            norms = (layer.input_norm, layer.post_norm, one.q_norm, one.k_norm)
             if any(t is not None and (t.dtype != weight_dtype or not t.is_contiguous()) for t in norms):
                 raise EngineError(f"layer {index}: norm weights must be contiguous and all {weight_dtype}")
-            router = _packed(layer.mlp.router) if isinstance(layer.mlp, SparseMlp) else None
-            packed = _packed(layer.q, layer.k, layer.v, layer.o)
+            router = _packed(layer.mlp.gate) if isinstance(layer.mlp, SparseMlp) else None
+            packed = _packed(one.q, one.k, one.v, one.o)
             if packed is None:
                 raise EngineError(f"layer {index}: the native decoder needs native projections")
             input_norm, post_norm, q_norm, k_norm = (0 if t is None else t.data_ptr() for t in norms)
@@ -159,6 +173,8 @@ class NativeDecoder:
                 self._kernel.set_experts(index, tasks.native_task(mlp.task))
                 if mlp.shared is not None:
                     dense = mlp.shared.mlp
+                    if mlp.shared.gate is None:
+                        return False
                     shared = _packed(dense.gate, dense.up, dense.down, mlp.shared.gate)
                     if shared is None:
                         return False

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import KvPlaces
 from engine.ops.greedy import NOT_FINITE, greedy_tokens, largest
 from engine.ops.rope import Rope
@@ -35,6 +36,7 @@ class Ops(Protocol):
         k: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        rope: Rope,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Per-head RMS norm (none if both weights are None), then rotation: q [T, heads, D], k [T, kv_heads, D]."""
@@ -46,6 +48,7 @@ class Ops(Protocol):
         v: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        rope: Rope,
         positions: torch.Tensor,
         places: KvPlaces,
     ) -> torch.Tensor:
@@ -57,21 +60,27 @@ class Ops(Protocol):
         """base + sigmoid(gate) x: base, x [T, H], gate float32 [T, 1] -> [T, H], a fresh tensor."""
 
     def route(
-        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits float32 [T, E] -> weights float32 [T, k], expert ids int64 [T, k]; `out`: where they go."""
+        """logits float32 [T, E] -> weights float32 [T, k], expert ids int64 [T, k]; `bias` float32 [E]: of the choice,
+        where the router has one; `out`: where they go."""
 
     def norm_route(
         self,
         residual: torch.Tensor,
         delta: torch.Tensor,
         weight: torch.Tensor,
-        router: torch.Tensor,
-        normalise: bool,
+        gate: torch.Tensor,
+        router: Router,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> bool:
-        """`add_rms_norm`, the product with router float32 [E, H], and `route`, at once; `out`: where the norm [T, H],
-        the weights and the ids go. False, with nothing done, where one call is not faster than three."""
+        """`add_rms_norm`, the product with gate float32 [E, H], and `route` without a bias, at once; `out`: where the
+        norm [T, H], the weights and the ids go. False, with nothing done, where one call is not faster than three."""
 
     def next_ids(self, ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """int64 [T]: sampled[source] where the source is not negative, but at least 0; else the id. All int64."""
@@ -100,10 +109,11 @@ class PlainOps:
         v: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        rope: Rope,
         positions: torch.Tensor,
         places: KvPlaces,
     ) -> torch.Tensor:
-        q, k = self.qk_norm_rope(q, k, q_weight, k_weight, positions)
+        q, k = self.qk_norm_rope(q, k, q_weight, k_weight, rope, positions)
         for cache, values in ((places.keys, k), (places.values, v)):
             if cache.dtype.itemsize == 1:
                 largest = torch.finfo(cache.dtype).max
@@ -116,8 +126,8 @@ class PlainOps:
         residual: torch.Tensor,
         delta: torch.Tensor,
         weight: torch.Tensor,
-        router: torch.Tensor,
-        normalise: bool,
+        gate: torch.Tensor,
+        router: Router,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> bool:
         return False
@@ -145,9 +155,8 @@ class PlainOps:
 class TorchOps(PlainOps):
     """Any device, bf16 or float32; norms in float32 as in transformers."""
 
-    def __init__(self, eps: float, rope: Rope) -> None:
+    def __init__(self, eps: float) -> None:
         self.eps = eps
-        self.rope = rope
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table)
@@ -170,11 +179,12 @@ class TorchOps(PlainOps):
         k: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        rope: Rope,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if q_weight is not None and k_weight is not None:
             q, k = self._rms_norm(q, q_weight), self._rms_norm(k, k_weight)
-        return self.rope.apply(q, positions), self.rope.apply(k, positions)
+        return rope.apply(q, positions), rope.apply(k, positions)
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
@@ -183,14 +193,45 @@ class TorchOps(PlainOps):
         return (base + torch.sigmoid(gate) * x).to(base.dtype)
 
     def route(
-        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
-        if normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, ids = route(logits, top_k, router, bias)
         return (weights, ids) if out is None else (out[0].copy_(weights), out[1].copy_(ids))
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * weight
+
+
+def route(
+    logits: torch.Tensor, top_k: int, router: Router, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Ops.route` of any router, in torch."""
+    logits = logits.float()
+    scores = F.softmax(logits, dim=-1) if router.score == "softmax" else torch.sigmoid(logits)
+    if router.plain:
+        weights, ids = torch.topk(scores, top_k, dim=-1)
+    else:
+        choice = scores if bias is None else scores + bias
+        if router.groups > 1:
+            choice = _of_best_groups(choice, router)
+        ids = torch.topk(choice, top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+    if router.normalise is not None:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + router.normalise)
+    return (weights if router.scale == 1.0 else weights * router.scale), ids
+
+
+def _of_best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
+    """choice [T, E], -inf for experts of groups that are not among the best."""
+    grouped = choice.view(len(choice), router.groups, -1)
+    counted = 1 if router.group_score == "max" else min(2, grouped.shape[-1])
+    best = grouped.topk(counted, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
+    kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)

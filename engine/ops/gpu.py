@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import KvPlaces
+from engine.ops.base import TorchOps, route
 from engine.ops.greedy import NOT_FINITE
 from engine.ops.rope import Rope
 
@@ -18,13 +20,13 @@ _WIDENS = hasattr(torch.ops.aten.mm, "dtype")  # products of bf16 into float32: 
 class GpuOps:
     """bf16 or float32 tensors on one GPU. Computed in float32, rounded where `TorchOps` rounds."""
 
-    def __init__(self, eps: float, rope: Rope) -> None:
+    def __init__(self, eps: float, device: torch.device) -> None:
         self.eps = eps
-        self.rope = rope
+        self._torch = TorchOps(eps)
         self._kernels: Any = importlib.import_module("engine.ops.gpu_kernels")
         self._tokens: Any = importlib.import_module("engine.ops.gpu_tokens")
         fused: Any = importlib.import_module("engine.ops.gpu_router")
-        self._router, self._fused_rows = fused.Router(rope.cos.device), fused.FUSED_ROWS
+        self._router, self._fused_rows = fused.Router(device), fused.FUSED_ROWS
         self._greedy: dict[tuple[int, int], Any] = {}  # by rows at most and vocabulary
         self._narrow: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by address, of the router held there
 
@@ -48,9 +50,11 @@ class GpuOps:
         k: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        rope: Rope,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rope = self.rope
+        if rope.dim != q.shape[-1]:
+            return self._in_torch(q, k, q_weight, k_weight, rope, positions)
         out: tuple[torch.Tensor, torch.Tensor] = self._kernels.qk_norm_rope(
             q, k, q_weight, k_weight, positions, rope.cos, rope.sin, self.eps
         )
@@ -63,15 +67,31 @@ class GpuOps:
         v: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        rope: Rope,
         positions: torch.Tensor,
         places: KvPlaces,
     ) -> torch.Tensor:
-        rope = self.rope
+        if rope.dim != q.shape[-1]:
+            q, k = self._in_torch(q, k, q_weight, k_weight, rope, positions)
+            self._kernels.write_kv(places.keys, places.values, k, v, places.slots)
+            return q
         out: torch.Tensor = self._kernels.qk_norm_rope_keep(
             q, k, v, q_weight, k_weight, positions, rope.cos, rope.sin, self.eps,
             places.keys, places.values, places.slots,
         )  # fmt: skip
         return out
+
+    def _in_torch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        rope: Rope,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernels rotate whole heads."""
+        return self._torch.qk_norm_rope(q, k, q_weight, k_weight, rope, positions)
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._kernels.silu_mul(gate, up)
@@ -82,13 +102,21 @@ class GpuOps:
         return out
 
     def route(
-        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of equal probabilities the lower expert comes first."""
+        if not router.plain:
+            weights, ids = route(logits, top_k, router, bias)
+            return (weights, ids) if out is None else (out[0].copy_(weights), out[1].copy_(ids))
         if out is None:
             weights = torch.empty((logits.shape[0], top_k), dtype=torch.float32, device=logits.device)
             out = weights, torch.empty_like(weights, dtype=torch.int64)
-        self._kernels.route(logits, normalise, *out)
+        self._kernels.route(logits, router.normalise is not None, *out)
         return out
 
     def norm_route(
@@ -96,20 +124,22 @@ class GpuOps:
         residual: torch.Tensor,
         delta: torch.Tensor,
         weight: torch.Tensor,
-        router: torch.Tensor,
-        normalise: bool,
+        gate: torch.Tensor,
+        router: Router,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> bool:
+        if not router.plain:
+            return False
         if len(residual) > self._fused_rows:
             x, weights, ids = out
-            narrow = self._as_bf16(router) if _WIDENS and x.is_cuda and x.dtype == torch.bfloat16 else None
+            narrow = self._as_bf16(gate) if _WIDENS and x.is_cuda and x.dtype == torch.bfloat16 else None
             if narrow is None:
                 return False
             self.add_rms_norm(residual, delta, weight, x)
             logits = torch.mm(x, narrow.T, out_dtype=torch.float32)  # the same products, added in float32
-            self.route(logits, ids.shape[1], normalise, (weights, ids))
+            self.route(logits, ids.shape[1], router, out=(weights, ids))
             return True
-        self._router(residual, delta, weight, self.eps, router, normalise, out)
+        self._router(residual, delta, weight, self.eps, gate, router.normalise is not None, out)
         return True
 
     def _as_bf16(self, router: torch.Tensor) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.architectures.parts.mlp import Router
 from engine.errors import EngineError
 from engine.ops.base import PlainOps
 from engine.ops.rope import Rope
@@ -23,12 +24,11 @@ class NativeOps(PlainOps):
     depend on its neighbours. NaN spreads over its row (its head, in `qk_norm_rope`) and no further.
     """
 
-    def __init__(self, eps: float, rope: Rope, pool: _native.WorkerPool, isa: str = "") -> None:
+    def __init__(self, eps: float, pool: _native.WorkerPool, isa: str = "") -> None:
         from native import _native
 
         self.kernel = _native.Ops(pool, isa)
         self.eps = eps
-        self.rope = rope
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """table [V, H] contiguous, ids int64 [T] contiguous."""
@@ -91,6 +91,7 @@ class NativeOps(PlainOps):
         k: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        rope: Rope,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In place; q and k are also returned. They may be slices of one tensor."""
@@ -101,7 +102,7 @@ class NativeOps(PlainOps):
             _weight("q_weight", q_weight, q.dtype, dim)
             _weight("k_weight", k_weight, q_weight.dtype, dim)
         _typed("positions", positions, torch.int64)
-        cos, sin = self.rope.cos, self.rope.sin
+        cos, sin = rope.cos, rope.sin
         if positions.shape[0] != tokens:
             raise EngineError(f"positions: {positions.shape[0]}; wanted one for each of {tokens} tokens")
         if cos.shape[1] * 2 != dim:
@@ -174,7 +175,12 @@ class NativeOps(PlainOps):
         return out
 
     def route(
-        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Softmax in float32, then the top k in torch.topk's order, also among equal probabilities."""
         rows, experts = logits.shape
@@ -191,7 +197,7 @@ class NativeOps(PlainOps):
                 rows=rows,
                 experts=experts,
                 top_k=top_k,
-                renormalise=normalise,
+                renormalise=router.normalise is not None,
                 ids=ids.data_ptr(),
                 weights=weights.data_ptr(),
                 is_bf16=bf16,

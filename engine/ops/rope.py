@@ -9,39 +9,39 @@ import math
 
 import torch
 
-from engine.architectures.config import ModelConfig, RopeScaling
+from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.errors import ModelFileError
 
 
-def inverse_frequencies(config: ModelConfig, max_len: int) -> tuple[torch.Tensor, float]:
-    """Angles per position, float32 [head_dim / 2], and the factor that cos and sin are multiplied by.
+def inverse_frequencies(rotation: Rotation, max_len: int) -> tuple[torch.Tensor, float]:
+    """Angles per position, float32 [dim / 2], and the factor that cos and sin are multiplied by.
 
     `dynamic` depends on the length of a sequence; cached keys cannot be rotated again, so one base serves all: the
     trained one if `max_len` stays within the trained length, else the one for `max_len`.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, rotation.dim, 2, dtype=torch.int64).float() / rotation.dim
+    plain = 1.0 / (rotation.theta**exponents)
+    scaling = rotation.scaling
     if scaling is None or scaling.kind == "default":
         return plain, 1.0
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
-    trained = scaling.original_max_position_embeddings or config.max_position_embeddings
+    trained = scaling.original_max_position_embeddings or rotation.positions
     if scaling.kind == "dynamic":
         if max_len <= trained:
             return plain, 1.0
         stretch = scaling.factor * max_len / trained - (scaling.factor - 1)
-        theta = config.rope_theta * stretch ** (config.head_dim / (config.head_dim - 2))
+        theta = rotation.theta * stretch ** (rotation.dim / (rotation.dim - 2))
         return 1.0 / (theta**exponents), 1.0
     if scaling.kind == "yarn":
-        return _yarn(config, scaling, plain, trained)
+        return _yarn(rotation, scaling, plain, trained)
     raise ModelFileError(
         f"rope scaling {scaling.kind!r} is not supported: linear, dynamic and yarn are", field="rope_scaling"
     )
 
 
-def _yarn(config: ModelConfig, scaling: RopeScaling, plain: torch.Tensor, trained: int) -> tuple[torch.Tensor, float]:
-    dim, base = config.head_dim, config.rope_theta
+def _yarn(rotation: Rotation, scaling: RopeScaling, plain: torch.Tensor, trained: int) -> tuple[torch.Tensor, float]:
+    dim, base = rotation.dim, rotation.theta
 
     def dim_of(rotations: float) -> float:  # the dimension that turns this often over the trained length
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -65,16 +65,18 @@ def _yarn(config: ModelConfig, scaling: RopeScaling, plain: torch.Tensor, traine
 
 
 class Rope:
-    """cos and sin of every position up to `max_len`, float32 [max_len, head_dim / 2]."""
+    """cos and sin of every position up to `max_len`, float32 [max_len, dim / 2]."""
 
-    def __init__(self, config: ModelConfig, max_len: int, device: torch.device) -> None:
-        frequencies, factor = inverse_frequencies(config, max_len)
+    def __init__(self, rotation: Rotation, max_len: int, device: torch.device) -> None:
+        frequencies, factor = inverse_frequencies(rotation, max_len)
+        self.dim = rotation.dim
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
         self.cos = (angles.cos() * factor).to(device)
         self.sin = (angles.sin() * factor).to(device)
 
     def apply(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate x [T, heads, head_dim] to its positions [T], in float32; returns x's dtype."""
+        """Rotate the first `dim` values of x [T, heads, head_dim] to its positions [T], in float32; x's dtype."""
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        first, second = x[..., : self.dim].float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), dim=-1)

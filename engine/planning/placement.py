@@ -9,9 +9,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import ROUTERS
 from engine.architectures.registry import architecture_of
 from engine.attention.flashinfer import flashinfer_available, flashinfer_limit
-from engine.attention.native import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from engine.attention.native import native_limit
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
 from engine.experts.kt.backend import kt_available
@@ -221,29 +222,25 @@ def activation_dtype(config: EngineConfig) -> torch.dtype:
 def native_limits(model: ModelConfig) -> dict[str, str]:
     """By kind: why the native backend cannot serve this model. Empty if it can."""
     limits: dict[str, str] = {}
-    step = HEAD_DIM_STEP
-    if not MIN_HEAD_DIM <= model.head_dim <= MAX_HEAD_DIM or model.head_dim % step:
-        limits["attention"] = (
-            f"head_dim {model.head_dim} is not a multiple of {step} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-        )
-    sizes = {"hidden_size": model.hidden_size, "heads x head_dim": model.num_attention_heads * model.head_dim}
-    if len(model.sparse_layers) < model.num_hidden_layers:
-        sizes["intermediate_size"] = model.intermediate_size
-    if model.sparse_layers:
-        sizes["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
-    odd = [f"{name} {size} is not a multiple of 32" for name, size in sizes.items() if size % 32]
-    if odd:
-        limits["linear"] = odd[0]
+    for layer in model.layers:
+        if why := native_limit(layer.attention):
+            limits["attention"] = why
+    for index in range(model.num_hidden_layers):
+        for module in model.modules(index):
+            odd = [size for size in module.shape if size % 32]
+            if odd and module.kind == "linear" and module.name not in ROUTERS:
+                limits.setdefault("linear", f"{module.name} is {list(module.shape)}, not multiples of 32")
     sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.moe_intermediate_size}
-    odd = [f"{name} {size} is not a multiple of 32" for name, size in sizes.items() if size % 32]
-    if odd and model.sparse_layers:
-        limits["expert"] = odd[0]
+    odd_sizes = [f"{name} {size} is not a multiple of 32" for name, size in sizes.items() if size % 32]
+    if odd_sizes and model.sparse_layers:
+        limits["expert"] = odd_sizes[0]
     return limits
 
 
 def gpu_limits(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
     """The same for a GPU with experts on the native kernels."""
     limits = {kind: why for kind, why in native_limits(model).items() if kind == "expert"}
-    if why := flashinfer_limit(model, activation_dtype(config)):
-        limits["attention"] = why
+    for layer in model.layers:
+        if why := flashinfer_limit(layer.attention, activation_dtype(config)):
+            limits["attention"] = why
     return limits

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.architectures.parts.base import BY_INPUTS, BY_OUTPUTS
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
-from engine.ranks.shard import BY_INPUTS, BY_OUTPUTS, Shard
+from engine.ranks.shard import Shard
 
 
 def adapter_part(adapter: AdapterWeights, shard: Shard) -> AdapterWeights:

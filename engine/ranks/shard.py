@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.architectures.config import ModelConfig
+from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.parts.base import BY_INPUTS, BY_OUTPUTS, Divided
+from engine.architectures.parts.mlp import Sparse
 from engine.errors import UserError
 from engine.files.gguf.types import GGMLType, by_name
 from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
@@ -23,8 +25,6 @@ from engine.weights.layout import EMBED, HEAD
 from engine.weights.scaled_blocks import BLOCKS
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
-BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-BY_INPUTS = ("o_proj", "down_proj")
 MOST_RANKS = 64
 
 
@@ -168,37 +168,30 @@ def _blocks(type: str) -> GGMLType:
 
 def _divided(config: ModelConfig, shard: Shard, step: int) -> ModelConfig:
     """What a rank computes of a model; UserError if a size cannot be divided."""
-    sizes = dict(_sizes(config, shard.experts, step))
-    for name, (value, unit) in sizes.items():
-        if value % (shard.size * unit):
+    sizes = dict.fromkeys(_parts(config, shard.experts, step))
+    for held in sizes:
+        if held.size % (shard.size * held.unit):
             counts = range(1, MOST_RANKS + 1)
-            allowed = [n for n in counts if not any(total % (n * each) for total, each in sizes.values())]
-            whole = f", which does not make parts that are multiples of {unit}" if unit > 1 else ""
+            allowed = [n for n in counts if not any(each.size % (n * each.unit) for each in sizes)]
+            whole = f", which does not make parts that are multiples of {held.unit}" if held.unit > 1 else ""
             raise UserError(
-                f"--tensor-parallel {shard.size}: {name} is {value}{whole}; allowed for this model are "
+                f"--tensor-parallel {shard.size}: {held.name} is {held.size}{whole}; allowed for this model are "
                 f"{', '.join(map(str, allowed or [1]))}",
                 "tensor_parallel",
             )
-    n = shard.size
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // n,
-        num_key_value_heads=config.num_key_value_heads // n,
-        intermediate_size=config.intermediate_size // n,
-        moe_intermediate_size=config.moe_intermediate_size // (n if shard.experts else 1),
-        shared_expert_intermediate_size=config.shared_expert_intermediate_size // n,
-        tie_word_embeddings=False,
-    )
+    layers = tuple(_layer(layer, shard) for layer in config.layers)
+    return replace(config, layers=layers, tie_word_embeddings=False)
 
 
-def _sizes(config: ModelConfig, experts: bool, step: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """What is divided: a size, and what each part must be a multiple of."""
-    yield "num_key_value_heads", (config.num_key_value_heads, 1)
-    yield "num_attention_heads", (config.num_attention_heads, 1)
-    yield "num_attention_heads x head_dim", (config.num_attention_heads * config.head_dim, step)
-    if config.sparse_layers and experts:
-        yield "moe_intermediate_size", (config.moe_intermediate_size, step)
-    if len(config.sparse_layers) < config.num_hidden_layers:
-        yield "intermediate_size", (config.intermediate_size, step)
-    if config.shared_expert_intermediate_size:
-        yield "shared_expert_intermediate_size", (config.shared_expert_intermediate_size, step)
+def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
+    mlp = layer.mlp.of_rank(shard.size)
+    if isinstance(mlp, Sparse) and isinstance(layer.mlp, Sparse) and not shard.experts:
+        mlp = replace(mlp, intermediate=layer.mlp.intermediate)
+    return LayerSpec(layer.attention.of_rank(shard.size), mlp)
+
+
+def _parts(config: ModelConfig, experts: bool, step: int) -> Iterator[Divided]:
+    """What is divided."""
+    for layer in config.layers:
+        yield from layer.attention.divided(step)
+        yield from (held for held in layer.mlp.divided(step) if experts or held.name != "moe_intermediate_size")

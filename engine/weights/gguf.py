@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_gguf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFFile
-from engine.files.model_file import ModelFile, part
+from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
 from engine.weights.checks import Found, refuse_extra, refuse_types, require
-from engine.weights.layout import GGUF_HEAD, dense_tensors, expert_shape, gguf_expert_name, gguf_names
+from engine.weights.layout import GGUF_HEAD, Tensor, expert_shape, gguf_expert_name, tensors
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+
+_PROJECTIONS = ("gate", "up", "down")
 
 
 class GGUFSource(WeightSource):
@@ -24,14 +29,15 @@ class GGUFSource(WeightSource):
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         own = config_from_gguf(file.metadata, shapes, {t.type for t in file.tensors.values()}, str(file.path))
         self.config = own if config is None else _merge(config, own, file)
-        self._dense, self._stored = dense_tensors(self.config), gguf_names(self.config)
+        self._dense = tensors(self.config)
         self._check()
 
     def tensor(self, name: str) -> WeightTensor:
         if name not in self._dense:
             raise KeyError(name)
-        stored = self._stored[name]
-        return WeightTensor(name, self._dense[name], self.file.tensors[stored].type, self.file.data(stored))
+        wanted = self._dense[name]
+        data = self.file.data(wanted.gguf)
+        return WeightTensor(name, wanted.shape, self.file.tensors[wanted.gguf].type, _in_order(data, wanted))
 
     def has(self, name: str) -> bool:
         return name in self._dense
@@ -39,15 +45,18 @@ class GGUFSource(WeightSource):
     def experts(self, layer: int) -> ExpertStore:
         if not self.config.is_sparse(layer):
             raise KeyError(f"layer {layer} has no routed experts")
-        down = self._expert_tensor(layer, "down")
+        if self._single(layer):
+            gate, up, down = (self._single_experts(layer, projection) for projection in _PROJECTIONS)
+            return ExpertStore(layer, gate, up, down)
+        stacked = self._expert_tensor(layer, "down")
         if gguf_expert_name(layer, "gate_up") not in self.file.tensors:
-            return ExpertStore(layer, self._expert_tensor(layer, "gate"), self._expert_tensor(layer, "up"), down)
+            return ExpertStore(layer, self._expert_tensor(layer, "gate"), self._expert_tensor(layer, "up"), stacked)
         gate, up = split_gate_up(self._expert_tensor(layer, "gate_up"))
-        return ExpertStore(layer, gate, up, down)
+        return ExpertStore(layer, gate, up, stacked)
 
     def names(self) -> list[str]:
         order = {name: i for i, name in enumerate(self.file.tensors)}
-        return sorted(self._dense, key=lambda name: order[self._stored[name]])
+        return sorted(self._dense, key=lambda name: order[self._dense[name].gguf])
 
     @property
     def num_bytes(self) -> int:
@@ -62,20 +71,72 @@ class GGUFSource(WeightSource):
         name = f"model.layers.{layer}.mlp.experts.{projection}_proj"
         return WeightTensor(name, stored.shape, stored.type, self.file.data(stored.name))
 
+    def _single(self, layer: int) -> bool:
+        """Whether experts are tensors of their own, as llama.cpp's converter wrote them at first."""
+        return _single_name(layer, 0, "down") in self.file.tensors
+
+    def _single_experts(self, layer: int, projection: str) -> list[WeightTensor]:
+        tensors = []
+        for expert in range(self.config.num_experts):
+            stored = self.file.tensors[_single_name(layer, expert, projection)]
+            name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+            tensors.append(WeightTensor(name, stored.shape, stored.type, self.file.data(stored.name)))
+        return tensors
+
     def _check(self) -> None:
         found = {n: Found(t.shape, t.type, self.file.parts[n].path) for n, t in self.file.tensors.items()}
         refuse_types(found)
-        needed = {self._stored[name]: shape for name, shape in self._dense.items()}
+        needed = {tensor.gguf: tensor.shape for tensor in self._dense.values()}
         for layer in self.config.sparse_layers:
-            fused = gguf_expert_name(layer, "gate_up") in found
-            for projection in ("gate_up", "down") if fused else ("gate", "up", "down"):
-                shape = (self.config.num_experts, *expert_shape(self.config, projection))
-                needed[gguf_expert_name(layer, projection)] = shape
+            needed |= self._needed_experts(layer)
         for name, shape in needed.items():
             if shape[0] == 1 and name in found and found[name].shape == shape[1:]:
                 continue  # a projection to one value may be stored as a vector
             require(name, shape, found, self.file.path)
         refuse_extra(found.keys() - needed.keys(), self.file.path)
+        for layer in self.config.sparse_layers:
+            self._check_single(layer)
+
+    def _needed_experts(self, layer: int) -> dict[str, tuple[int, ...]]:
+        config, experts = self.config, self.config.num_experts
+        if self._single(layer):
+            names = ((projection, expert) for projection in _PROJECTIONS for expert in range(experts))
+            return {_single_name(layer, e, p): expert_shape(config, p) for p, e in names}
+        fused = gguf_expert_name(layer, "gate_up") in self.file.tensors
+        projections = ("gate_up", "down") if fused else _PROJECTIONS
+        return {gguf_expert_name(layer, p): (experts, *expert_shape(config, p)) for p in projections}
+
+    def _check_single(self, layer: int) -> None:
+        """All experts of a projection must be of one type: backends read them as one array."""
+        if not self._single(layer):
+            return
+        for projection in _PROJECTIONS:
+            types = [weight.type for weight in self._single_experts(layer, projection)]
+            if len(set(types)) > 1:
+                raise ModelFileError(
+                    f"{self.file.path}: experts of layer {layer}, {projection}, have types "
+                    f"{', '.join(sorted(set(types)))}; the experts of a layer must be of one type",
+                    "model",
+                )
+
+
+def _single_name(layer: int, expert: int, projection: str) -> str:
+    return f"blk.{layer}.ffn_{projection}.{expert}.weight"
+
+
+def _in_order(data: Bytes, tensor: Tensor) -> Bytes:
+    """A tensor's rows as transformers has them. GGUF's "rotary_pairs" has those that are rotated together, i and
+    i + half of a head, next to each other."""
+    module = tensor.module
+    if module is None or not module.rows:
+        return data
+    rows, head = tensor.shape[0], module.head_rows
+    order = np.arange(rows).reshape(rows // head, head // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def make() -> npt.NDArray[np.uint8]:
+        return np.ascontiguousarray(data[:].reshape(rows, -1)[order]).reshape(-1)
+
+    return MadeBytes((data,), data.nbytes, make) if isinstance(data, FileBytes) else make()
 
 
 def split_gate_up(fused: WeightTensor) -> tuple[list[WeightTensor], list[WeightTensor]]:
@@ -97,21 +158,9 @@ def _merge(config: ModelConfig, own: ModelConfig, file: GGUFFile) -> ModelConfig
             f"{file.path}: is a {own.architecture} model, and the folder's config.json describes {config.architecture}",
             "model",
         )
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-        "rope_theta",
-        "rms_norm_eps",
-    ):
-        given, stored = getattr(config, name), getattr(own, name)
+    ours, theirs = own.numbers(), config.numbers()
+    for name, given in theirs.items():
+        stored = ours.get(name, 0)
         if not math.isclose(given, stored, rel_tol=1e-6):
             raise ModelFileError(
                 f"{file.path}: {name} is {stored} in the GGUF file and {given} in the folder's config.json; "

@@ -6,40 +6,46 @@ Torch-free. Shapes are C order, [out, in].
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.registry import architecture_of
-
-Shape = tuple[int, ...]
+from engine.architectures.parts.base import Module, Shape
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 GGUF_HEAD = "output.weight"
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # modules computed in float32, whatever the rest is computed in
 
 
-def dense_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor but the routed experts, and its shape. A tied head has no tensor of its own."""
-    return {name: shape for name, _, shape in _tensors(config)}
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor beside the routed experts. `module`: whose it is, None of what belongs to none."""
+
+    name: str
+    gguf: str
+    shape: Shape
+    module: Module | None = None
 
 
-def gguf_names(config: ModelConfig) -> dict[str, str]:
-    """What GGUF calls them: `model.layers.3.self_attn.q_proj.weight` is `blk.3.attn_q.weight`."""
-    return {name: stored for name, stored, _ in _tensors(config)}
+def tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Every tensor but the routed experts, by name. A tied head has no tensor of its own."""
+    return {tensor.name: tensor for tensor in _tensors(config)}
 
 
-def _tensors(config: ModelConfig) -> Iterator[tuple[str, str, Shape]]:
-    architecture, table = architecture_of(config), (config.vocab_size, config.hidden_size)
-    yield EMBED, "token_embd.weight", table
-    for layer in range(config.num_hidden_layers):
-        for module in architecture.modules(config, layer):
-            at, stored = f"model.layers.{layer}.{module.name}", f"blk.{layer}.{module.gguf}"
+def _tensors(config: ModelConfig) -> Iterator[Tensor]:
+    table = (config.vocab_size, config.hidden_size)
+    yield Tensor(EMBED, "token_embd.weight", table)
+    for index, layer in enumerate(config.layers):
+        at, stored = f"model.layers.{index}", f"blk.{index}"
+        for module in layer.modules(config.hidden_size):
+            name, gguf = f"{at}.{module.name}", f"{stored}.{module.gguf}"
             if module.shape:
-                yield f"{at}.weight", f"{stored}.weight", module.shape
+                yield Tensor(f"{name}.weight", f"{gguf}.weight", module.shape, module)
             if module.bias:
-                yield f"{at}.bias", f"{stored}.bias", module.shape[:1]
-    yield NORM, "output_norm.weight", (config.hidden_size,)
+                yield Tensor(f"{name}.bias", f"{gguf}.bias", module.shape[:1], module)
+        for vector in layer.vectors():
+            yield Tensor(f"{at}.{vector.name}", f"{stored}.{vector.gguf}", vector.shape)
+    yield Tensor(NORM, "output_norm.weight", (config.hidden_size,))
     if not config.tie_word_embeddings:
-        yield HEAD, GGUF_HEAD, table
+        yield Tensor(HEAD, GGUF_HEAD, table)
 
 
 def expert_shape(config: ModelConfig, projection: str) -> Shape:

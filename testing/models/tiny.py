@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
@@ -65,8 +67,9 @@ _SHARED = {"shared_expert_intermediate_size": 96, "norm_topk_prob": False}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 32}),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, _SHARED),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {}),
 }
-GGUF_NAMES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+GGUF_NAMES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama"}
 
 
 def tiny_model(
@@ -91,9 +94,13 @@ def tiny_model(
         "eos_token_id": 1,
         "rope_theta": 10000.0,
     }
+    fields |= own | config
+    if family == "mixtral":  # its experts are as wide as `intermediate_size`, in all layers, and are normalised
+        fields["intermediate_size"] = fields.pop("moe_intermediate_size")
+        fields = {name: value for name, value in fields.items() if name not in ("norm_topk_prob", "mlp_only_layers")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make_model(make_config(**(fields | own | config)))
+        model = make_model(make_config(**fields))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
@@ -200,7 +207,8 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type != "mixtral":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         writer.add_expert_shared_feed_forward_length(shared)
     if rope["rope_type"] in ("yarn", "linear"):
@@ -213,6 +221,19 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
     if config.bos_token_id is not None:
         writer.add_bos_token_id(config.bos_token_id)
+
+
+def in_pairs(weight: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """Rows of q or k [heads x dim, in] as llama.cpp has them for `llama`: values that are rotated together are
+    neighbours."""
+    dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    return weight.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def in_halves(weight: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """The inverse of `in_pairs`."""
+    dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    return weight.unflatten(0, (-1, dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def save_gguf(
@@ -258,9 +279,10 @@ def save_gguf(
             part = state[name]
             kind = "F32" if part.ndim == 1 or name.endswith("gate.weight") else dense_type
         kind = (types or {}).get(stored, kind)
-        data, values = encode(part, kind, seed)
+        pairs = model.config.model_type == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight"))
+        data, values = encode(in_pairs(part, model.config) if pairs else part, kind, seed)
         with torch.no_grad():
-            part.copy_(values)
+            part.copy_(in_halves(values, model.config) if pairs else values)
         if vectors and part.ndim == 2 and part.shape[0] == 1:
             data = data[0]
         writer.add_tensor(stored, data, raw_dtype=gguf.GGMLQuantizationType[kind])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2MoeConfig
 
-from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_gguf, config_from_hf
 from engine.config import EngineConfig
 from engine.diagnostics.check import check_model
@@ -69,18 +67,21 @@ def tiny(seed: int = 0, **config: Any) -> torch.nn.Module:
 
 def test_both_spellings_are_one_config() -> None:
     config = config_from_hf(HUB)
-    assert (config.attention_bias, config.qk_norm, config.norm_topk_prob) == (True, False, False)
-    assert (config.shared_expert_intermediate_size, config.head_dim) == (5632, 128)
+    attention, experts = config.layers[0].attention, config.experts
+    assert (attention.bias, attention.output_bias, attention.qk_norm) == (True, False, "none")
+    assert experts.router.normalise is None and experts.shared.gated
+    assert (experts.shared.mlp.intermediate, attention.head_dim) == (5632, 128)
     assert config_from_hf(json.loads(json.dumps(Qwen2MoeConfig(**HUB).to_dict()))) == config
 
 
 def test_absent_fields_are_transformers_defaults() -> None:
     config, theirs = config_from_hf({"model_type": "qwen2_moe"}), Qwen2MoeConfig()
-    derived = {"head_dim", "rope_theta", "rope_scaling", "mlp_only_layers", "eos_token_ids", "architecture", "dtype"}
-    ours = {"qk_norm", "attention_bias", "quantisation"}
-    for name in {field.name for field in dataclasses.fields(ModelConfig)} - derived - ours:
-        assert getattr(config, name) == getattr(theirs, name), name
-    assert config.attention_bias == theirs.qkv_bias and config.rope_theta == theirs.rope_parameters["rope_theta"]
+    wanted = theirs.to_dict() | {"head_dim": 2048 // 16, "rope_theta": theirs.rope_parameters["rope_theta"]}
+    wanted["num_experts"] = theirs.num_experts
+    for name, value in config.numbers().items():
+        assert value == wanted[name], name
+    assert config.layers[0].attention.bias == theirs.qkv_bias
+    assert (config.experts.router.normalise is not None) == theirs.norm_topk_prob
 
 
 @pytest.mark.parametrize(
@@ -119,9 +120,9 @@ def test_llama_cpp_defaults(tmp_path: Path) -> None:
     sizes = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
     bare = {k: v for k, v in file.metadata.items() if k.removeprefix("qwen2moe.") not in sizes}
     config = config_from_gguf(bare, shapes)
-    assert (config.moe_intermediate_size, config.shared_expert_intermediate_size) == (64, 128)
-    assert config.norm_topk_prob is False
-    assert config_from_gguf(bare | {"qwen2moe.expert_weights_norm": True}, shapes).norm_topk_prob is True
+    assert (config.experts.intermediate, config.experts.shared.mlp.intermediate) == (64, 128)
+    assert config.experts.router.normalise is None
+    assert config_from_gguf(bare | {"qwen2moe.expert_weights_norm": True}, shapes).experts.router.normalise == 0.0
     assert config_from_gguf(bare | {"qwen2moe.expert_shared_count": 1}, shapes) == config
     with pytest.raises(ModelFileError, match=r"qwen2moe\.expert_shared_count is 2; allowed is 0 or 1"):
         config_from_gguf(bare | {"qwen2moe.expert_shared_count": 2}, shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.architectures.qwen2_moe import QWEN2_MOE
-from engine.architectures.registry import ARCHITECTURES
+from engine.architectures.registry import architectures
 from rules import Machine, RulesError, parse_rule_set, place
 from rules.operators import operators_of
 from testing.models.shapes import config
@@ -48,9 +48,9 @@ def test_a_file_of_ktransformers_for_qwen2_moe() -> None:
     assert choices["model"].rule_index == 3
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", architectures(), ids=lambda family: family.name)
 def test_classes_of_other_families_are_refused(family) -> None:  # type: ignore[no-untyped-def]
-    for other in ARCHITECTURES:
+    for other in architectures():
         for name in set(other.rules.classes) - set(family.rules.classes) - set(family.rules.aliases):
             text = f"- {{match: {{class: {other.rules.packages[0]}.{name}}}, replace: {{class: default}}}}"
             with pytest.raises(RulesError, match="is no module class of this model"):

@@ -60,7 +60,7 @@ def test_experts_are_run_and_timed(native: NativeExperts) -> None:
 
 
 def test_attention_reads_the_steps_that_are_timed() -> None:
-    backend = ReferenceAttention(attention.CONFIG, attention.BLOCKS, BF16, CPU)
+    backend = ReferenceAttention(attention.CONFIG.layers[0].attention, [0], attention.BLOCKS, BF16, CPU)
     step = attention.layout([(1, 40), (5, 20)], device="cpu")
     q, kv = torch.randn(6, 32, 128, dtype=BF16), torch.randn(6, 4, 128, dtype=BF16)
     backend.plan(step)

@@ -60,7 +60,9 @@ def make(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        return FlashInferAttention(config(head_dim=64), 4, BF16, torch.device("cpu"), 4, 4, **options)
+        return FlashInferAttention(
+            config(head_dim=64).layers[0].attention, [0, 1], 4, BF16, torch.device("cpu"), 4, 4, **options
+        )
 
     return attention
 

@@ -9,13 +9,14 @@ import pytest
 
 import engine.planning.plan as build
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import ROUTERS
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.experts.gpu.layout import Sizes
 from engine.files.model_file import ModelFile
 from engine.lora.budget import AdapterSize
 from engine.memory.limits import Memory
-from engine.weights.layout import HEAD, ROUTERS, dense_tensors, expert_shape
+from engine.weights.layout import HEAD, expert_shape, tensors
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 from native import available
 from rules import Machine
@@ -41,7 +42,7 @@ class Q4KM(WeightSource):
 
     def __init__(self, model: ModelConfig) -> None:
         self.config = model
-        self._shapes = dense_tensors(model)
+        self._shapes = {name: tensor.shape for name, tensor in tensors(model).items()}
 
     def _finer(self, layer: int) -> bool:
         count = self.config.num_hidden_layers

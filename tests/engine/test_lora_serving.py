@@ -12,7 +12,7 @@ import torch
 from engine.experts.native import NativeExperts
 from engine.experts.reference import ReferenceExperts
 from engine.messages import Finished, LoadAdapter, Refused, Reply, UnloadAdapter
-from engine.model.layers import SparseMlp
+from engine.model.mlp import SparseMlp
 from testing.harness import Harness, greedy
 from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_parity import BACKENDS, CLEAR, prompts

@@ -17,6 +17,7 @@ from testing.models.shapes import config
 pytestmark = pytest.mark.gpu
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 CONFIG = config(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+SPEC, LAYERS = CONFIG.layers[0].attention, [0]
 BLOCKS = 64
 # A value of random sign and exponent loses 2^-4.5 of itself on average when it is rounded to three bits of mantissa;
 # attention's mean over many positions keeps that, relative to a result that shrinks as much.
@@ -40,12 +41,12 @@ def layout(rows: list[tuple[int, int]], device: torch.device, padded: bool = Fal
 
 def qkv(tokens: int, device: torch.device, seed: int) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    heads = (CONFIG.num_attention_heads, CONFIG.num_key_value_heads, CONFIG.num_key_value_heads)
-    return [torch.randn(tokens, n, CONFIG.head_dim, generator=g).to(device, BF16) for n in heads]
+    heads = (SPEC.heads, SPEC.kv_heads, SPEC.kv_heads)
+    return [torch.randn(tokens, n, SPEC.head_dim, generator=g).to(device, BF16) for n in heads]
 
 
 def make(device: torch.device, **options: Any) -> FlashInferAttention:
-    return FlashInferAttention(CONFIG, BLOCKS, BF16, device, 8, BLOCKS, **options)
+    return FlashInferAttention(SPEC, LAYERS, BLOCKS, BF16, device, 8, BLOCKS, **options)
 
 
 def run(attention: Any, steps: list[BatchLayout], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -78,7 +79,7 @@ def test_equals_plain_torch(steps: list[list[tuple[int, int]]], prefill: str, kv
         pytest.skip(limit)
     ours = make(device, prefill=prefill, kv_dtype=kv)
     assert ours.kv_bytes_per_token == CONFIG.kv_bytes_per_token(kv.itemsize)
-    theirs = ReferenceAttention(CONFIG, BLOCKS, F32, device)
+    theirs = ReferenceAttention(SPEC, LAYERS, BLOCKS, F32, device)
     layouts = [layout(rows, device) for rows in steps]
     for got, want in zip(run(ours, layouts, device, BF16), run(theirs, layouts, device, F32), strict=True):
         assert error(got, want) < BOUNDS[kv]
@@ -89,7 +90,7 @@ def test_equals_plain_torch(steps: list[list[tuple[int, int]]], prefill: str, kv
 @pytest.mark.parametrize("kv", [BF16, FP8], ids=str)
 def test_a_graph_follows_its_plan(kv: torch.dtype) -> None:
     device, first, second = torch.device("cuda"), [(50, 50), (7, 7)], [(1, 51), (1, 8)]
-    ours, theirs = make(device, kv_dtype=kv, prefill="fa2"), ReferenceAttention(CONFIG, BLOCKS, F32, device)
+    ours, theirs = make(device, kv_dtype=kv, prefill="fa2"), ReferenceAttention(SPEC, LAYERS, BLOCKS, F32, device)
     run(ours, [layout(first, device)], device, BF16)
     run(theirs, [layout(first, device)], device, F32)
     step = layout(second, device, padded=True)

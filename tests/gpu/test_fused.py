@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mlp import Router as RouterSpec
 from engine.attention.base import KvPlaces
 from engine.ops.greedy import NOT_FINITE, greedy_tokens
 from tests.gpu.test_kernels import DTYPES, EPS, close, oracle
@@ -21,7 +22,7 @@ def test_norm_and_route(kernel_device, dtype, rows, dim, experts, k, normalise):
     """Twice by one object, whose counts must be as they were; delta's rows lie apart."""
     from engine.ops.gpu_router import Router
 
-    ops, route = oracle(kernel_device), Router(kernel_device)
+    ops, route = oracle(), Router(kernel_device)
     g = torch.Generator().manual_seed(rows)
     for _ in range(2):
         x, both, gain = (
@@ -38,7 +39,7 @@ def test_norm_and_route(kernel_device, dtype, rows, dim, experts, k, normalise):
         close(out[0], ops.add_rms_norm(theirs, delta, gain))
         if dtype == torch.float32 or kernel_device.type == "cuda":  # the interpreter does not round to the nearest bf16
             assert torch.equal(ours, theirs)
-        weights, ids = ops.route(out[0].float() @ router.T, k, normalise)
+        weights, ids = ops.route(out[0].float() @ router.T, k, RouterSpec(normalise=0.0 if normalise else None))
         assert torch.equal(out[2], ids)
         close(out[1], weights)
         assert not route._arrived.any()
@@ -50,8 +51,8 @@ def test_routers_of_many_rows_are_multiplied_in_bf16_where_that_loses_nothing(ex
     from engine.ops.gpu import GpuOps
 
     device = torch.device("cuda")
-    plain = oracle(device)
-    ops, g = GpuOps(EPS, plain.rope), torch.Generator().manual_seed(3)
+    plain = oracle()
+    ops, g = GpuOps(EPS, device), torch.Generator().manual_seed(3)
     for _ in range(2):  # another router each time
         x, delta, gain = (
             torch.randn(shape, generator=g).to(device, torch.bfloat16) for shape in ((40, 256),) * 2 + ((256,),)
@@ -64,11 +65,11 @@ def test_routers_of_many_rows_are_multiplied_in_bf16_where_that_loses_nothing(ex
             torch.empty(40, 6, device=device),
             torch.empty(40, 6, dtype=torch.int64, device=device),
         )
-        assert ops.norm_route(ours, delta, gain, router, True, out) is exact
+        assert ops.norm_route(ours, delta, gain, router, RouterSpec(), out) is exact
         if exact:
             close(out[0], plain.add_rms_norm(theirs, delta, gain))
             assert torch.equal(ours, theirs)
-            weights, ids = plain.route(out[0].float() @ router.T, 6, True)
+            weights, ids = plain.route(out[0].float() @ router.T, 6, RouterSpec())
             assert torch.equal(out[2], ids)
             close(out[1], weights)
         else:
@@ -114,7 +115,7 @@ def test_qk_norm_rope_and_its_places(kernel_device, dtype, kv, normed):
     """q, k and v are slices of one tensor; what is in no place stays as it was."""
     from engine.ops.gpu_kernels import qk_norm_rope_keep
 
-    ops, (tokens, heads, kv_heads, dim) = oracle(kernel_device), (5, 4, 2, 64)
+    ops, (tokens, heads, kv_heads, dim) = oracle(), (5, 4, 2, 64)
     g = torch.Generator().manual_seed(0)
     both = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=g).to(kernel_device, dtype)
     both[1, -1, :3] = torch.tensor([1e4, -1e4, 448.0])
@@ -164,7 +165,7 @@ def test_next_ids(kernel_device):
     expected[3], expected[150], expected[199] = 9, 0, 7
     got = next_ids(*(t.to(kernel_device) for t in (ids, sources, sampled)))
     assert torch.equal(got.cpu(), expected)
-    assert torch.equal(oracle(kernel_device).next_ids(ids, sources, sampled), expected)
+    assert torch.equal(oracle().next_ids(ids, sources, sampled), expected)
 
 
 def logits_of(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from engine.architectures.config import ModelConfig
 from engine.experts.base import ExpertBuffers
 from engine.weights.store import ExpertStore, WeightTensor
+from testing.models.shapes import config as any_config
 
 
 class Blocks(NamedTuple):
@@ -35,14 +36,7 @@ K_QUANTS = {
 
 
 def config(hidden: int, inter: int, experts: int = 8, top_k: int = 2) -> ModelConfig:
-    return ModelConfig(
-        architecture="qwen3_moe", qk_norm=True,
-        vocab_size=64, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=inter,
-        intermediate_size=inter, norm_topk_prob=True, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
-        max_position_embeddings=128, attention_bias=False, tie_word_embeddings=True, decoder_sparse_step=1,
-        mlp_only_layers=(), bos_token_id=None, eos_token_ids=(0,),
-    )  # fmt: skip
+    return any_config(hidden_size=hidden, moe_intermediate_size=inter, num_experts=experts, num_experts_per_tok=top_k)
 
 
 def encode(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:

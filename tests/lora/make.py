@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
 from engine.lora.adapter import AdapterWeights, ExpertLora, ExtraMlp, LoraPair
+from testing.models.shapes import config
 
 SAMPLES = Path(__file__).parents[1] / "data/samples"
 PREFIX = "base_model.model."
@@ -21,34 +22,18 @@ PREFIX = "base_model.model."
 
 def model_config(**fields: Any) -> ModelConfig:
     """A small base: 3 layers of which layer 1 is dense, head_dim * heads != hidden."""
-    return ModelConfig(
-        **{
-            "architecture": "qwen3_moe",
-            "vocab_size": 64,
-            "hidden_size": 24,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "intermediate_size": 40,
-            "norm_topk_prob": True,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "rope_scaling": None,
-            "max_position_embeddings": 128,
-            "attention_bias": False,
-            "qk_norm": True,
-            "tie_word_embeddings": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": (1,),
-            "bos_token_id": None,
-            "eos_token_ids": (),
-        }
-        | fields
-    )
+    base: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 24,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 40,
+        "max_position_embeddings": 128,
+        "mlp_only_layers": (1,),
+    }
+    return config(**(base | fields))
 
 
 def config_of(model: Any) -> ModelConfig:
@@ -59,29 +44,17 @@ def config_of(model: Any) -> ModelConfig:
 def sample_config() -> ModelConfig:
     """Of tests/data/samples/base-model."""
     content = json.loads((SAMPLES / "base-model/config.json").read_text())
-    known = {name: content[name] for name in ModelConfig.__dataclass_fields__ if name in content}
-    return model_config(**(known | {"mlp_only_layers": (), "rope_scaling": None}))
+    return config_from_hf(content)
 
 
 def linear_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """{module: (in, out)} of everything but routed experts."""
-    q, kv, h = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-    shapes = {
-        "self_attn.q_proj": (h, q * config.head_dim),
-        "self_attn.k_proj": (h, kv * config.head_dim),
-        "self_attn.v_proj": (h, kv * config.head_dim),
-        "self_attn.o_proj": (q * config.head_dim, h),
-    }
-    if config.is_sparse(layer):
-        shapes["mlp.gate"] = (h, config.num_experts)
-        if wide := config.shared_expert_intermediate_size:
-            at = "mlp.shared_expert"
-            shapes |= {f"{at}.gate_proj": (h, wide), f"{at}.up_proj": (h, wide), f"{at}.down_proj": (wide, h)}
-            shapes["mlp.shared_expert_gate"] = (h, 1)
-    else:
-        wide = config.intermediate_size
-        shapes |= {"mlp.gate_proj": (h, wide), "mlp.up_proj": (h, wide), "mlp.down_proj": (wide, h)}
-    return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+    found = {}
+    for module in config.modules(layer):
+        if module.kind == "linear":
+            out, inner = module.shape
+            found[f"model.layers.{layer}.{module.name}"] = (inner, out)
+    return found
 
 
 def random_adapter(

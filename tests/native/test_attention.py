@@ -55,7 +55,16 @@ class Shape:
             head_dim=self.head_dim,
         )
         products = "" if (kv or dtype) == torch.float32 else kernels.products
-        return NativeAttention(model, num_blocks, dtype, POOL, kernels.isa, kv_dtype=kv, products=products)
+        return NativeAttention(
+            model.layers[0].attention,
+            range(self.layers),
+            num_blocks,
+            dtype,
+            POOL,
+            kernels.isa,
+            kv_dtype=kv,
+            products=products,
+        )
 
 
 @dataclasses.dataclass

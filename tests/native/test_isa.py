@@ -29,7 +29,7 @@ def digest(isa: str) -> str:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random).bfloat16()
 
-    attention = NativeAttention(config(), 4, torch.bfloat16, pool, isa)
+    attention = NativeAttention(config().layers[0].attention, [0, 1], 4, torch.bfloat16, pool, isa)
     empty = torch.zeros(0, dtype=torch.int64)
     attention.plan(BatchLayout([0, 40], [40], [(0, 1, 2)], empty, empty))
     attended = attention.forward(0, draw(40, 4, 32), draw(40, 2, 32), draw(40, 2, 32))

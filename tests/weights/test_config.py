@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
-from engine.architectures.config import ModelConfig, RopeScaling
+from engine.architectures.config import ModelConfig
+from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.architectures.registry import config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import open_gguf
@@ -66,9 +66,10 @@ def new_spelling(config: dict[str, Any]) -> dict[str, Any]:
 
 def test_both_spellings_are_one_config() -> None:
     config = config_from_hf(OLD, {"eos_token_id": [151645, 151643], "bos_token_id": 151643})
-    assert config.rope_theta == 1e6 and config.rope_scaling is None and config.dtype == "bfloat16"
+    attention = config.layers[0].attention
+    assert attention.rotation == Rotation(128, 1e6, 40960) and config.dtype == "bfloat16"
     assert config.eos_token_ids == (151645, 151643) and config.bos_token_id == 151643
-    assert (config.num_experts, config.num_experts_per_tok, config.head_dim) == (128, 8, 128)
+    assert (config.num_experts, config.num_experts_per_tok, attention.head_dim) == (128, 8, 128)
     assert config.expert_params_per_token == 48 * 8 * 3 * 2048 * 768
     assert config.kv_bytes_per_token(2) == 98304
     new = new_spelling(OLD)
@@ -80,23 +81,25 @@ def test_both_spellings_are_one_config() -> None:
 def test_yarn_in_both_spellings() -> None:
     for scaling in (YARN, {"type" if k == "rope_type" else k: v for k, v in YARN.items()}):
         old = config_from_hf(OLD | {"rope_scaling": scaling})
-        assert old.rope_scaling == RopeScaling("yarn", 4.0, original_max_position_embeddings=32768)
+        assert scaling_of(old) == RopeScaling("yarn", 4.0, original_max_position_embeddings=32768)
         assert config_from_hf(new_spelling(OLD | {"rope_scaling": scaling})) == old
         assert old.stretched_positions == 131072
     bare = config_from_hf(OLD | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}})
-    assert bare.rope_scaling == RopeScaling("yarn", 2.0, 40960, extra={"truncate": False})
+    assert scaling_of(bare) == RopeScaling("yarn", 2.0, 40960, extra={"truncate": False})
     linear = config_from_hf(OLD | {"rope_scaling": {"type": "linear", "factor": 2}})
-    assert linear.rope_scaling == RopeScaling("linear", 2.0)
+    assert scaling_of(linear) == RopeScaling("linear", 2.0)
 
 
 def test_absent_fields_are_transformers_defaults() -> None:
     config, theirs = config_from_hf({"model_type": "qwen3_moe"}), Qwen3MoeConfig()
-    derived = {"head_dim", "rope_theta", "rope_scaling", "mlp_only_layers", "eos_token_ids", "architecture", "dtype"}
-    derived |= {"qk_norm", "shared_expert_intermediate_size", "quantisation"}
-    for name in {field.name for field in dataclasses.fields(ModelConfig)} - derived:
+    wanted = theirs.to_dict() | {"head_dim": 2048 // 32, "rope_theta": theirs.rope_parameters["rope_theta"]}
+    wanted["num_experts"] = theirs.num_experts
+    for name, value in config.numbers().items():
+        assert value == wanted[name], name
+    for name in ("max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
         assert getattr(config, name) == getattr(theirs, name), name
-    assert config.head_dim == 2048 // 32
-    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    router, attention = config.experts.router, config.layers[0].attention
+    assert (router.normalise is not None) == theirs.norm_topk_prob and attention.bias == theirs.attention_bias
 
 
 @given(
@@ -110,8 +113,12 @@ def test_sparse_layers_are_those_of_transformers(step: int, dense: list[int], la
     assert config.sparse_layers == wanted
 
 
+def scaling_of(config: ModelConfig) -> RopeScaling | None:
+    return config.layers[0].attention.rotation.scaling
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "architectures"),
+    ({"architectures": ["OtherForCausalLM"], "model_type": "other"}, "architectures"),
     ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "architectures"),
     ({"model_type": None}, "architectures"),
     ({"hidden_act": "gelu"}, "hidden_act"),
@@ -180,7 +187,7 @@ def test_any_value_is_taken_or_refused(change: dict[str, Any]) -> None:
     except ModelFileError as error:
         assert error.field is not None and len(str(error)) < 500
     else:
-        assert config.num_attention_heads % config.num_key_value_heads == 0
+        assert all(layer.attention.heads % layer.attention.kv_heads == 0 for layer in config.layers)
 
 
 CASES: list[dict[str, Any]] = [
@@ -217,13 +224,17 @@ def test_chat_ends_are_found_in_the_vocabulary(tmp_path: Path) -> None:
     assert gguf_config(tmp_path, vocabulary | {"tokenizer.ggml.eot_token_id": 9}).eos_token_ids == (1, 9, 5, 6)
 
 
+def normalises(config: ModelConfig) -> bool:
+    return config.experts.router.normalise is not None
+
+
 def test_llama_cpp_defaults(tmp_path: Path) -> None:
-    assert gguf_config(tmp_path, {}).norm_topk_prob is True
-    assert gguf_config(tmp_path, {"qwen3moe.expert_weights_norm": False}).norm_topk_prob is False
+    assert normalises(gguf_config(tmp_path, {}))
+    assert not normalises(gguf_config(tmp_path, {"qwen3moe.expert_weights_norm": False}))
     old = {"qwen3moe.rope.scale_linear": 4.0}
-    assert gguf_config(tmp_path, old).rope_scaling == RopeScaling("linear", 4.0)
-    assert gguf_config(tmp_path, {"qwen3moe.rope.scaling.type": "none"} | old).rope_scaling is None
-    assert gguf_config(tmp_path, {"qwen3moe.attention.head_count": [4, 4]}).num_attention_heads == 4
+    assert scaling_of(gguf_config(tmp_path, old)) == RopeScaling("linear", 4.0)
+    assert scaling_of(gguf_config(tmp_path, {"qwen3moe.rope.scaling.type": "none"} | old)) is None
+    assert gguf_config(tmp_path, {"qwen3moe.attention.head_count": [4, 4]}).layers[0].attention.heads == 4
 
 
 @pytest.mark.parametrize(
@@ -279,4 +290,4 @@ def test_any_gguf_metadata_is_taken_or_refused(data: st.DataObject) -> None:
     except ModelFileError as error:
         assert error.field is not None and len(str(error)) < 500
     else:
-        assert config.head_dim % 2 == 0 and config.num_experts_per_tok <= config.num_experts
+        assert config.layers[0].attention.head_dim % 2 == 0 and config.num_experts_per_tok <= config.num_experts

@@ -19,7 +19,7 @@ from engine.architectures.registry import config_from_hf
 from engine.errors import ModelFileError, UserError
 from engine.files.gguf.file import GGUFArray, open_gguf
 from engine.files.model_file import FileBytes
-from engine.weights.layout import dense_tensors, gguf_expert_name, gguf_names
+from engine.weights.layout import gguf_expert_name, tensors
 from engine.weights.open import open_model
 from testing.models.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
 from tests.weights.states import assert_same
@@ -126,15 +126,15 @@ def test_gguf_beside_a_folder(tmp_path: Path) -> None:
     held = save_gguf(model, weights / "m.gguf", split=9)
     for source in (open_model(str(folder), str(weights)), open_model(str(folder), str(next(weights.iterdir())))):
         assert_same(source, held)
-        assert source.config.norm_topk_prob is False
+        assert source.config.experts.router.normalise is None
         assert source.config.eos_token_ids == (1, 2)
-    assert open_model(str(weights)).config.norm_topk_prob is True
+    assert open_model(str(weights)).config.experts.router.normalise == 0.0
     for file in folder.glob("*.safetensors"):
         file.unlink()
     for file in weights.iterdir():
         shutil.copy(file, folder)
     assert_same(open_model(str(folder)), held)
-    assert open_model(str(folder)).config.norm_topk_prob is False
+    assert open_model(str(folder)).config.experts.router.normalise is None
 
 
 def test_the_folder_and_the_gguf_file_must_be_one_model(tmp_path: Path) -> None:
@@ -257,9 +257,9 @@ def test_names_are_those_of_the_gguf_package() -> None:
     model = tiny_model(0, attention_bias=True, num_hidden_layers=3, mlp_only_layers=[1])
     config = config_from_hf(model.config.to_dict())
     sparse, dense = (gguf.get_tensor_name_map(arch, 3) for arch in (gguf.MODEL_ARCH.QWEN3MOE, gguf.MODEL_ARCH.QWEN3))
-    for name in dense_tensors(config):
+    for name, tensor in tensors(config).items():
         mapped = sparse.get_name(name, (".weight", ".bias")) or dense.get_name(name, (".weight", ".bias"))
-        assert gguf_names(config)[name] == mapped, name
+        assert tensor.gguf == mapped, name
     for projection in ("gate", "up", "down"):
         name = f"model.layers.2.mlp.experts.{projection}_proj.weight"
         assert gguf_expert_name(2, projection) == sparse.get_name(name, (".weight",))

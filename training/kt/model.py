@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.architectures.config import ModelConfig
+from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mlp import Sparse
+from engine.architectures.parts.rotation import Rotation
 from engine.errors import UserError
 from engine.experts.native import NativeExperts
 from engine.weights.store import ExpertStore, WeightTensor
@@ -172,10 +175,8 @@ def _store(index: int, module: Any) -> ExpertStore:
 def _config(sizes: list[int]) -> ModelConfig:
     """The experts' sizes; the rest is not theirs."""
     experts, hidden, inner = sizes
+    attention = GroupedQuery(1, 1, 2, Rotation(2, 1.0, 1))
     return ModelConfig(
-        architecture="", vocab_size=0, hidden_size=hidden, num_hidden_layers=0, num_attention_heads=0,
-        num_key_value_heads=0, head_dim=0, num_experts=experts, num_experts_per_tok=0, moe_intermediate_size=inner,
-        intermediate_size=0, norm_topk_prob=False, rms_norm_eps=0.0, rope_theta=0.0, rope_scaling=None,
-        max_position_embeddings=0, attention_bias=False, qk_norm=False, tie_word_embeddings=False,
-        decoder_sparse_step=1, mlp_only_layers=(), bos_token_id=None, eos_token_ids=(),
+        architecture="", vocab_size=0, hidden_size=hidden, layers=(LayerSpec(attention, Sparse(experts, 1, inner)),),
+        rms_norm_eps=0.0, max_position_embeddings=0, tie_word_embeddings=False, bos_token_id=None, eos_token_ids=(),
     )  # fmt: skip

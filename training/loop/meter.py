@@ -17,7 +17,7 @@ import torch
 from engine.architectures.config import ModelConfig
 from training.config import TrainConfig
 from training.kernels import worker_pool
-from training.memory.costs import dense_lora, is_target, modules
+from training.memory.costs import dense_lora, is_target
 
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _SIDE = 4096  # of the matrices that a GPU's peak is measured with
@@ -57,12 +57,12 @@ def make_meter(
     per_rank = float(len(model.sparse_layers) * expert * targets * lora_passes)
     per_pair = 0.0
     if not experts_only:
-        linears = [m.shape for layer in layers for m in modules(model, layer) if m.kind == "linear"]
+        linears = [m.shape for layer in layers for m in model.modules(layer) if m.kind == "linear"]
         per_token += 2.0 * sum(map(prod, linears)) * passes
         per_token += 2.0 * model.hidden_size * model.vocab_size * (2 + reference)
         sizes = [a + b for layer in layers for _, a, b in dense_lora(model, config, layer)]
         per_rank += 2.0 * sum(sizes) * lora_passes
-        per_pair = 4.0 * len(layers) * model.num_attention_heads * model.head_dim * (3 + again + reference)
+        per_pair = 4.0 * sum(layer.attention.q_width for layer in model.layers) * (3 + again + reference)
     return Meter(per_token, per_rank, per_pair, config.lora_rank, _gpu_peak(config, gpu) if gpu else _peak(config))
 
 

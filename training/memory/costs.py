@@ -15,12 +15,10 @@ Per token, layer and part; n heads of d, q = n d, kv likewise, e bytes an elemen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.architectures.base import Module
 from engine.architectures.config import ModelConfig
-from engine.architectures.registry import architecture_of
+from engine.architectures.parts.mlp import Dense
 from training.config import TrainConfig
 
 MASTER_BYTES = 4  # of a LoRA parameter: float32
@@ -76,10 +74,6 @@ def largest_micro_batch(config: TrainConfig) -> int:
     return max(_rows(config), evaluated) * config.cutoff_len
 
 
-def modules(model: ModelConfig, layer: int) -> Iterator[Module]:
-    return architecture_of(model).modules(model, layer)
-
-
 def is_target(config: TrainConfig, name: str) -> bool:
     """Whether a projection (the last part of its name) has LoRA."""
     return config.lora_target == ("all",) or name in config.lora_target
@@ -88,7 +82,7 @@ def is_target(config: TrainConfig, name: str) -> bool:
 def dense_lora(model: ModelConfig, config: TrainConfig, layer: int) -> list[tuple[str, int, int]]:
     """(name, in, out) of the layer's projections with LoRA beside the routed experts."""
     found = []
-    for module in modules(model, layer):
+    for module in model.modules(layer):
         last = module.name.rpartition(".")[2]
         if module.kind == "linear" and last.endswith("_proj") and is_target(config, last):
             found.append((module.name, module.shape[1], module.shape[0]))
@@ -109,11 +103,11 @@ def lora_parameters(model: ModelConfig, config: TrainConfig) -> tuple[int, int, 
 def layer_bytes(run: Run, layer: int) -> int:
     """What a token keeps of a layer for the backward pass, beside its routed experts."""
     model, config, e = run.model, run.config, run.element
-    heads, kv_heads, d = model.num_attention_heads, model.num_key_value_heads, model.head_dim
-    q, kv = heads * d, kv_heads * d
+    attention, mlp = model.layers[layer].attention, model.layers[layer].mlp
+    heads, q, kv = attention.heads, attention.q_width, attention.kv_width
     total = 8 * model.hidden_size + 8
-    if model.qk_norm:
-        total += 4 * (q + kv) + 4 * (heads + kv_heads)
+    if attention.qk_norm != "none":
+        total += 4 * (q + kv) + 4 * (heads + attention.kv_heads)
     if config.flash_attn == "disabled":
         total += 3 * e * q + heads * run.length * (6 if e == 2 else 4)
     else:
@@ -121,12 +115,11 @@ def layer_bytes(run: Run, layer: int) -> int:
         if config.stage == "dpo":  # each layer makes one of the padding
             total += run.length * e
     total += _lora_bytes(run, layer)
-    if model.is_sparse(layer):
-        total += 4 * model.num_experts + 12 * model.num_experts_per_tok + 4
-        if model.shared_expert_intermediate_size:
-            total += e * (3 * model.shared_expert_intermediate_size + model.hidden_size + 2)
-    else:
-        total += 3 * e * model.intermediate_size
+    if isinstance(mlp, Dense):
+        return total + 3 * e * mlp.intermediate
+    total += 4 * mlp.experts + 12 * mlp.top_k + 4
+    if mlp.shared is not None:
+        total += e * (3 * mlp.shared.mlp.intermediate + model.hidden_size + 2)
     return total
 
 
@@ -180,9 +173,10 @@ def logits_bytes(run: Run) -> int:
 def buffer_bytes(run: Run) -> int:
     """Gradients and intermediate results of the layer that is being computed, a few of each."""
     model = run.model
-    heads = model.num_attention_heads + 2 * model.num_key_value_heads
-    inner = model.shared_expert_intermediate_size if model.sparse_layers else model.intermediate_size
-    return run.tokens * 4 * (6 * model.hidden_size + 2 * heads * model.head_dim + 2 * inner)
+    hidden = model.hidden_size
+    attention = max(layer.attention.row_values(hidden) for layer in model.layers)
+    mlp = max(layer.mlp.row_values(hidden) - layer.mlp.expert_values(hidden) for layer in model.layers)
+    return run.tokens * 4 * (6 * hidden + attention + mlp)
 
 
 def scratch_bytes(run: Run) -> int:

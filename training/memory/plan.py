@@ -11,13 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from engine.architectures.parts.mlp import ROUTERS
 from engine.errors import MemoryPlanError, UserError
 from engine.experts.native import layer_bytes as expert_layer_bytes
 from engine.memory.costs import loading_bytes
 from engine.memory.limits import Memory, cpu_memory
 from engine.memory.plan import DevicePlan, Item
 from engine.units import format_bytes
-from engine.weights.layout import ROUTERS
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from training.config import TrainConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.registry import ARCHITECTURES, architecture_of
+from engine.architectures.registry import architecture_of, architectures
 from engine.errors import AdapterError, ModelFileError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.files.detect import PROJECTIONS, Halves, Layout, sort_keys
@@ -73,7 +73,7 @@ def describe(
 
 def _folder(files: AdapterFiles, lines: list[str], config: ModelConfig | None) -> AdapterError | None:
     """Add what the folder tells; every part is read even if another is refused. The first refusal."""
-    families = ARCHITECTURES if config is None else [architecture_of(config)]
+    families = architectures() if config is None else [architecture_of(config)]
     errors: list[AdapterError] = []
     settings: Settings | None = None
     layout: Layout | None = None

@@ -9,14 +9,15 @@ import re
 from pathlib import Path
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError, shown
 from engine.files.json_file import read_json
 from engine.files.model_file import ModelFile
 from engine.files.safetensors import SafetensorsFile, open_safetensors
 from engine.weights.checks import Found, refuse_extra, require
 from engine.weights.gguf import split_gate_up
-from engine.weights.layout import HEAD, dense_tensors, expert_shape
-from engine.weights.safetensors.stored import stored_weights, zero_biases
+from engine.weights.layout import HEAD, expert_shape, tensors
+from engine.weights.safetensors.stored import Stored, stored_weights, zero_biases
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,11 +39,11 @@ class SafetensorsSource(WeightSource):
                         f"{file.path}: tensor {name} is also in {self._files[name].path.name}", "model"
                     )
                 self._files[name] = file
-        self._weights = stored_weights(self._files, config.quantisation)
+        self._weights, self._names = self._renamed(stored_weights(self._files, config.quantisation), config)
         self.config = dataclasses.replace(
             config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in self._weights
         )
-        self._dense = dense_tensors(self.config)
+        self._dense = tensors(self.config)
         self._check()
 
     def tensor(self, name: str) -> WeightTensor:
@@ -75,6 +76,21 @@ class SafetensorsSource(WeightSource):
     def files(self) -> list[ModelFile]:
         return sorted({id(file): file.file for file in self._files.values()}.values(), key=lambda file: file.path)
 
+    @staticmethod
+    def _renamed(stored: dict[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], dict[str, str]]:
+        """The weights by their names here, and what each is called in the files."""
+        architecture = architecture_of(config)
+        weights: dict[str, Stored] = {}
+        names: dict[str, str] = {}
+        for name, held in stored.items():
+            canonical = architecture.canonical(name)
+            if canonical in weights:
+                raise ModelFileError(
+                    f"{held.path}: tensors {name} and {names[canonical]} are one: leave one of them out", "model"
+                )
+            weights[canonical], names[canonical] = held, name
+        return weights, names
+
     def _stored(self, name: str) -> WeightTensor:
         held = self._weights[name]
         return WeightTensor(name, held.shape, held.type, held.data)
@@ -84,7 +100,7 @@ class SafetensorsSource(WeightSource):
 
     def _check(self) -> None:
         found = {n: Found(held.shape, held.type, held.path) for n, held in self._weights.items()}
-        needed = dict(self._dense)
+        needed = {tensor.name: tensor.shape for tensor in self._dense.values()}
         for layer in self.config.sparse_layers:
             experts = self.config.num_experts
             if self._fused(layer):
@@ -98,7 +114,8 @@ class SafetensorsSource(WeightSource):
         for layer in self.config.sparse_layers:
             self._check_types(layer, found)
         extra = {n for n in found.keys() - needed.keys() if not _DERIVED.fullmatch(n)}
-        refuse_extra(extra - zero_biases(self._files, extra), self.folder)
+        names = {self._names[name] for name in extra}
+        refuse_extra(names - zero_biases(self._files, names), self.folder)
 
     def _check_types(self, layer: int, found: dict[str, Found]) -> None:
         """All experts of a projection must be of one type: backends read them as one array."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.registry import architecture_of
 from engine.errors import AdapterError
 from engine.lora.adapter import ExtraMlp, LoraPair
 from engine.lora.files.detect import PROJECTIONS, Halves
@@ -25,7 +24,7 @@ def read_extra_mlps(reading: Reading, extra: dict[int, dict[int, dict[str, Entry
 def linear_sizes(config: ModelConfig, module: str) -> tuple[int, int]:
     """(in, out) of a module the base has; AdapterError for one it has not."""
     _, _, layer, name = module.split(".", 3)
-    for held in architecture_of(config).modules(config, int(layer)):
+    for held in config.modules(int(layer)):
         if held.name == name:
             out, inner = held.shape
             return inner, out

@@ -1,16 +1,15 @@
-"""What a layer of the model is made of."""
+"""The MLP of a layer: dense, or routed experts, with a shared one perhaps."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import AttentionBackend
+from engine.architectures.parts.mlp import Router
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.linear.base import Linear, LoraBatch
 from engine.lora.adapter import ExtraMlp
@@ -23,10 +22,10 @@ class Mlp(ABC):
 
     @abstractmethod
     def enter(
-        self, ops: Ops, layer: Layer, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
+        self, ops: Ops, norm: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
     ) -> torch.Tensor:
-        """Adds `delta` to residual [T, H] in place; returns its norm [T, H]. Experts are routed and their buffers
-        filled."""
+        """Adds `delta` to residual [T, H] in place; returns its norm (weight `norm` [H]) [T, H]. Experts are routed
+        and their buffers filled."""
 
     @abstractmethod
     def keep(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -46,9 +45,9 @@ class DenseMlp(Mlp):
     down: Linear
 
     def enter(
-        self, ops: Ops, layer: Layer, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
+        self, ops: Ops, norm: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
     ) -> torch.Tensor:
-        return ops.add_rms_norm(residual, delta, layer.post_norm)
+        return ops.add_rms_norm(residual, delta, norm)
 
     def keep(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         return x[keep]
@@ -59,30 +58,37 @@ class DenseMlp(Mlp):
 
 @dataclass
 class SharedExpert:
-    """An expert that takes every token, behind a sigmoid gate, which is computed in float32."""
+    """An expert that takes every token, behind a sigmoid gate in float32 if it has one."""
 
     mlp: DenseMlp
-    gate: Linear
+    gate: Linear | None
 
-    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [T, H] and the gate's logits, float32 [T, 1]: what `Ops.add_gated` adds."""
-        return self.mlp.output(ops, x, lora, None), self.gate(x.float(), lora)
+    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Values [T, H] and the gate's logits, float32 [T, 1]: what `add` adds."""
+        return self.mlp.output(ops, x, lora, None), None if self.gate is None else self.gate(x.float(), lora)
+
+    @staticmethod
+    def add(ops: Ops, base: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """To base [T, H]; a fresh tensor."""
+        return base + values if gate is None else ops.add_gated(base, values, gate)
 
 
 @dataclass
 class SparseMlp(Mlp):
-    """`normalise`: a token's weights are divided by their sum; `extra` holds adapters' own dense MLPs by slot; the
-    router's weight is kept in float32."""
+    """`gate` computes the router's logits, in float32; `bias` float32 [E], where the router has one. `extra` holds
+    adapters' own dense MLPs by slot."""
 
-    router: Linear
+    layer: int
+    router: Router
+    gate: Linear
     backend: ExpertBackend
     task: ExpertTask
-    normalise: bool
+    bias: torch.Tensor | None = None
     shared: SharedExpert | None = None
     extra: dict[int, list[ExtraMlp]] = field(default_factory=dict)
 
     def enter(
-        self, ops: Ops, layer: Layer, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
+        self, ops: Ops, norm: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor, step: StepInput
     ) -> torch.Tensor:
         n, b, device = residual.shape[0], self.task.buffers, residual.device
         x, weights, ids = b.hidden[:n], b.weights[:n], b.ids[:n]
@@ -90,13 +96,13 @@ class SparseMlp(Mlp):
         if not here:
             x, weights, ids = (torch.empty_like(part, device=device) for part in (x, weights, ids))
         into = x, weights, ids
-        router = None if step.lora is not None or step.observe is not None else self.router.plain
-        if router is None or not ops.norm_route(residual, delta, layer.post_norm, router, self.normalise, into):
-            ops.add_rms_norm(residual, delta, layer.post_norm, x)
-            logits = self.router(x.float(), step.lora)
-            ops.route(logits, ids.shape[1], self.normalise, (weights, ids))
+        gate = None if step.lora is not None or step.observe is not None else self.gate.plain
+        if gate is None or not ops.norm_route(residual, delta, norm, gate, self.router, into):
+            ops.add_rms_norm(residual, delta, norm, x)
+            logits = self.gate(x.float(), step.lora)
+            ops.route(logits, ids.shape[1], self.router, self.bias, (weights, ids))
             if step.observe is not None:
-                step.observe(f"model.layers.{layer.index}.mlp.gate", logits)
+                step.observe(f"model.layers.{self.layer}.mlp.gate", logits)
         if not here:
             for to, values in zip((b.hidden, b.weights, b.ids), into, strict=True):
                 to[:n].copy_(values, non_blocking=self.backend.follows_stream)
@@ -120,7 +126,7 @@ class SparseMlp(Mlp):
             trace.ids.append(b.ids[:n].clone())
         out = b.out[:n].to(x.device, non_blocking=on_stream)
         out = out if extra is None else out + extra
-        return out if shared is None else ops.add_gated(out, *shared)
+        return out if shared is None else SharedExpert.add(ops, out, *shared)
 
     def _extra(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         """The mean of an adapter's own dense MLPs, for its rows; None if no row has any."""
@@ -132,24 +138,3 @@ class SparseMlp(Mlp):
                 h = x[rows]
                 out[rows] += F.linear(F.silu(F.linear(h, m.gate)) * F.linear(h, m.up), m.down) / len(self.extra[slot])
         return out
-
-
-@dataclass
-class Layer:
-    """The weights and backends of one layer. `q_norm` and `k_norm` are None where the family has no QK-norm."""
-
-    index: int
-    input_norm: torch.Tensor
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    attention: AttentionBackend
-    post_norm: torch.Tensor
-    mlp: Mlp
-    joined: Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]] | None = None  # q, k and v at once
-
-    def qkv(self, x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
-        return [self.q(x, lora), self.k(x, lora), self.v(x, lora)] if self.joined is None else self.joined(x, lora)

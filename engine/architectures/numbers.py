@@ -1,0 +1,58 @@
+"""The sizes that all families' files state, under one set of names. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.architectures.config import LayerSpec
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mlp import Dense, Router, Sparse
+from engine.architectures.parts.rotation import Rotation
+from engine.errors import ModelFileError
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What files of either kind say of a model, by the names of transformers' configurations. A family makes its layers
+    of it."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotation: Rotation
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    intermediate_size: int  # of dense layers
+    norm_topk_prob: bool
+    sparse: tuple[bool, ...]  # by layer: whether it has routed experts
+
+    def layers(self, attention: GroupedQuery, sparse: Sparse | None) -> tuple[LayerSpec, ...]:
+        """Layers of one attention, with `sparse` or a dense MLP."""
+        dense = Dense(self.intermediate_size)
+        return tuple(LayerSpec(attention, sparse if routed and sparse else dense) for routed in self.sparse)
+
+    @property
+    def router(self) -> Router:
+        """A softmax over all experts, of which the largest are taken."""
+        return Router(normalise=0.0 if self.norm_topk_prob else None)
+
+
+def check_numbers(numbers: Numbers, where: str) -> Numbers:
+    """What must hold between them. Returns the numbers; ModelFileError names the field."""
+
+    def refuse(name: str, problem: str) -> ModelFileError:
+        return ModelFileError(f"{where}: {name} {problem}", name)
+
+    if numbers.num_attention_heads % numbers.num_key_value_heads:
+        raise refuse(
+            "num_attention_heads",
+            f"is {numbers.num_attention_heads}, not a multiple of num_key_value_heads {numbers.num_key_value_heads}",
+        )
+    if numbers.head_dim % 2:
+        raise refuse("head_dim", f"is {numbers.head_dim}; rotary embedding needs an even number")
+    if numbers.num_experts and numbers.num_experts_per_tok > numbers.num_experts:
+        raise refuse("num_experts_per_tok", f"is {numbers.num_experts_per_tok} of {numbers.num_experts} experts")
+    return numbers

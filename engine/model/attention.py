@@ -1,0 +1,65 @@
+"""The attention of a layer: from normalised rows to what is added to the residual stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.attention.base import AttentionBackend
+from engine.linear.base import Linear, LoraBatch
+from engine.model.step import StepInput
+from engine.ops.base import Ops
+from engine.ops.rope import Rope
+
+Joined = Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]
+
+
+class Attention(ABC):
+    """T tokens; `backend` owns the cache of this layer."""
+
+    backend: AttentionBackend
+
+    @abstractmethod
+    def output(self, ops: Ops, x: torch.Tensor, step: StepInput) -> torch.Tensor:
+        """Normalised rows [T, H] -> what the attention adds to the residual stream [T, H]."""
+
+
+@dataclass
+class GroupedQueryAttention(Attention):
+    """`q_norm` and `k_norm` are None where the family has none, else [head_dim], or [heads x head_dim] of a norm over
+    the whole projection."""
+
+    spec: GroupedQuery
+    layer: int
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    rope: Rope
+    backend: AttentionBackend
+    joined: Joined | None = None  # q, k and v at once
+
+    def output(self, ops: Ops, x: torch.Tensor, step: StepInput) -> torch.Tensor:
+        spec, positions = self.spec, step.batch.positions
+        flat_q, flat_k, flat_v = self._qkv(x, step.lora)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
+            flat_q, flat_k = ops.add_rms_norm(flat_q, None, q_norm), ops.add_rms_norm(flat_k, None, k_norm)
+            q_norm = k_norm = None
+        q = flat_q.view(-1, spec.heads, spec.head_dim)
+        k, v = (part.view(-1, spec.kv_heads, spec.head_dim) for part in (flat_k, flat_v))
+        places = self.backend.places(self.layer)
+        if places is not None:
+            q = ops.qk_norm_rope_keep(q, k, v, q_norm, k_norm, self.rope, positions, places)
+            return self.o(self.backend.attend(self.layer, q).flatten(1), step.lora)
+        q, k = ops.qk_norm_rope(q, k, q_norm, k_norm, self.rope, positions)
+        return self.o(self.backend.forward(self.layer, q, k, v).flatten(1), step.lora)
+
+    def _qkv(self, x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
+        return [self.q(x, lora), self.k(x, lora), self.v(x, lora)] if self.joined is None else self.joined(x, lora)
