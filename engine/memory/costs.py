@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import ROUTERS
 
-if TYPE_CHECKING:
-    pass
-
 _BF16, _F32 = 2, 4
 TYPICAL_RANK = 16  # of an adapter, where none is known
-STREAMED_LORA = "their LoRA"  # what the plan calls adapters of layers that are streamed to a GPU
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 
 
-def buffer_bytes(config: ModelConfig, rows: int, sequences: int, *, experts: bool = True) -> int:
-    """A step's activations and logits, float32, a few copies of each alive at a time. `experts`: those inside the
+def buffer_row_bytes(config: ModelConfig, *, experts: bool = True) -> int:
+    """A step's activations for each token, float32, a few copies of each alive at a time. `experts`: those inside the
     experts too; the native backend states its own."""
     hidden = config.hidden_size
     attention = max(layer.attention.row_values(hidden) for layer in config.layers)
     mlp = max(
         layer.mlp.row_values(hidden) - (0 if experts else layer.mlp.expert_values(hidden)) for layer in config.layers
     )
-    return _F32 * (rows * (6 * hidden + attention + mlp) + 3 * sequences * config.vocab_size)
+    return _F32 * (6 * hidden + attention + mlp)
+
+
+def logits_bytes(config: ModelConfig, sequences: int) -> int:
+    """Of a step that samples for so many sequences, float32, a few copies."""
+    return _F32 * 3 * sequences * config.vocab_size
 
 
 def loading_bytes(config: ModelConfig) -> int:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 from engine.config import KV_BLOCK_TOKENS, EngineConfig
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.costs import (
-    STREAMED_LORA,
     TYPICAL_RANK,
     adapter_bytes_per_rank,
-    buffer_bytes,
+    buffer_row_bytes,
     expert_adapter_bytes_per_rank,
     file_bytes,
     loading_bytes,
+    logits_bytes,
 )
+from engine.memory.items import DevicePlan, Item, Kind
 from engine.memory.limits import Memory
 from engine.units import format_bytes, parse_bytes
 
@@ -32,56 +33,7 @@ _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
 _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
 CPU_KV_SHARE, GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
-_GPU_ADAPTERS = ("adapters at start", STREAMED_LORA)
 _AGAIN = ("", "once more", "twice more")  # by copies
-
-
-@dataclass(frozen=True)
-class Item:
-    device: str
-    label: str
-    num_bytes: int
-
-
-class DevicePlan:
-    """Items by device, against what is free there."""
-
-    devices: list[Memory]
-    items: list[Item]
-    notes: list[str]
-
-    def needed(self, device: Memory) -> int:
-        return sum(item.num_bytes for item in self.items if item.device == device.name)
-
-    @property
-    def short(self) -> list[Memory]:
-        """The devices on which it does not fit."""
-        return [device for device in self.devices if self.needed(device) > device.free_bytes]
-
-    def render(self) -> str:
-        """A table for a terminal."""
-        rows: list[tuple[str, str]] = []
-        for device in self.devices:
-            free, limit = format_bytes(device.free_bytes), format_bytes(device.limit_bytes)
-            rows.append((f"memory plan, {device.name}: {free} free of {limit}", ""))
-            rows += [(f"  {i.label}", format_bytes(i.num_bytes)) for i in self.items if i.device == device.name]
-            over = self.needed(device) - device.free_bytes
-            verdict = f"  needed, {format_bytes(over)} too much" if over > 0 else "  needed"
-            rows.append((verdict, format_bytes(self.needed(device))))
-        left = max(len(label) for label, size in rows if size)
-        right = max(len(size) for _, size in rows)
-        lines = [f"{label:<{left}}  {size:>{right}}" if size else label for label, size in rows]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def shortage(self) -> str:
-        """What is needed where it does not fit, and the largest items there."""
-        lines = []
-        for device in self.short:
-            need, free = format_bytes(self.needed(device)), format_bytes(device.free_bytes)
-            largest = sorted((i for i in self.items if i.device == device.name), key=lambda i: -i.num_bytes)[:3]
-            what = ", ".join(f"{item.label} {format_bytes(item.num_bytes)}" for item in largest)
-            lines.append(f"{device.name}: {need} needed, {free} free ({what})")
-        return "; ".join(lines)
 
 
 @dataclass(frozen=True)
@@ -99,6 +51,10 @@ class MemoryPlan(DevicePlan):
     notes: list[str]
     remedies: list[str]
     gpu_adapter_bytes: int | None = None
+
+    def step_bytes(self, device: Memory) -> int:
+        """What is needed there in proportion to the tokens of a step."""
+        return sum(item.step_bytes for item in self.items if item.device == device.name)
 
     def check(self, force: bool) -> None:
         """Raise MemoryPlanError if a device is short, unless `force`."""
@@ -161,25 +117,26 @@ def plan_memory(inputs: Inputs) -> MemoryPlan:
 def _plan(inputs: Inputs) -> MemoryPlan:
     config, source, main, cpu = inputs.config, inputs.source, inputs.main, inputs.cpu
     items = [*_expert_items(inputs), *inputs.extra]
-    items.append(Item(main.name, "dense weights", inputs.stated.weight_bytes(inputs)))
+    items.append(Item(main.name, Kind.WEIGHTS, "dense weights", inputs.stated.weight_bytes(inputs)))
     adapters = _adapter_items(inputs)
     items += adapters
     rows = inputs.token_budget
-    kinds = {inputs.expert_backend(layer) for layer in source.config.sparse_layers}
-    stated = inputs.scratch is not None and bool(kinds & {"native", "hybrid"})
-    inside = not (stated and kinds == {"native"} and inputs.gpu is None)
-    buffers = buffer_bytes(source.config, rows, config.max_num_seqs, experts=inside)
-    items.append(Item(main.name, f"step buffers, {rows} tokens", buffers))
+    backends = {inputs.expert_backend(layer) for layer in source.config.sparse_layers}
+    stated = inputs.scratch is not None and bool(backends & {"native", "hybrid"})
+    inside = not (stated and backends == {"native"} and inputs.gpu is None)
+    step = rows * buffer_row_bytes(source.config, experts=inside)
+    buffers = step + logits_bytes(source.config, config.max_num_seqs)
+    items.append(Item(main.name, Kind.STEP, f"step buffers, {rows} tokens", buffers, step))
     if stated and inputs.scratch is not None:
-        items.append(Item(cpu.name, f"expert scratch, {rows} tokens", inputs.scratch(rows)))
-    items.append(Item(cpu.name, "while loading, one layer", loading_bytes(source.config)))
+        items.append(Item(cpu.name, Kind.STEP, f"expert scratch, {rows} tokens", inputs.scratch(rows)))
+    items.append(Item(cpu.name, Kind.OTHER, "while loading, one layer", loading_bytes(source.config)))
     devices = [cpu] if inputs.gpu is None else [inputs.gpu, cpu]
-    items += [Item(d.name, "reserve", reserve_bytes(d)) for d in devices]
+    items += [Item(d.name, Kind.OTHER, "reserve", reserve_bytes(d)) for d in devices]
     used = sum(item.num_bytes for item in items if item.device == main.name)
     share = CPU_KV_SHARE if inputs.gpu is None else GPU_KV_SHARE
     per_token = inputs.kv_token_bytes
     tokens, length, notes = _cache(inputs, int(share * max(main.free_bytes - used, 0)) // per_token)
-    items.append(Item(main.name, f"KV cache, {tokens} tokens", tokens * per_token))
+    items.append(Item(main.name, Kind.KV_CACHE, f"KV cache, {tokens} tokens", tokens * per_token))
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
     room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
     room += max(left, 0) if config.adapter_memory is None else 0
@@ -194,7 +151,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     )
     on_gpu = None
     if inputs.gpu is not None and inputs.gpu_adapter_share and config.max_adapter_slots:
-        planned = sum(i.num_bytes for i in items if i.device == main.name and i.label.startswith(_GPU_ADAPTERS))
+        planned = sum(i.num_bytes for i in items if i.device == main.name and i.kind is Kind.ADAPTERS)
         used = sum(item.num_bytes for item in items if item.device == main.name)
         on_gpu = planned + max(main.free_bytes - used, 0)
         takes = int(inputs.gpu_adapter_share * TYPICAL_RANK * expert_adapter_bytes_per_rank(source.config))
@@ -217,11 +174,12 @@ def _adapter_items(inputs: Inputs) -> list[Item]:
     files = sorted((file_bytes(text.partition("=")[2]) for text in config.adapters), reverse=True)
     label, in_slots = f"adapters at start, {len(files)}", sum(files[: config.max_adapter_slots])
     there = 0 if gpu is None else inputs.adapter_copies.get(gpu.name, 0) * in_slots
-    items = [Item(gpu.name, label, there)] if gpu is not None and there else []
+    items = [Item(gpu.name, Kind.ADAPTERS, label, there)] if gpu is not None and there else []
     if config.adapter_memory is not None:
-        return [*items, Item(cpu.name, "adapters", parse_bytes(config.adapter_memory, "adapter_memory"))]
+        asked = parse_bytes(config.adapter_memory, "adapter_memory")
+        return [*items, Item(cpu.name, Kind.ADAPTERS, "adapters", asked)]
     held = sum(files) + inputs.adapter_copies.get(cpu.name, 0) * in_slots
-    return [*items, Item(cpu.name, label, held)] if files else items
+    return [*items, Item(cpu.name, Kind.ADAPTERS, label, held)] if files else items
 
 
 def _expert_items(inputs: Inputs) -> list[Item]:
@@ -234,7 +192,7 @@ def _expert_items(inputs: Inputs) -> list[Item]:
     items = []
     for backend, layers in sizes.items():
         device = inputs.main if backend == "gpu" else inputs.cpu
-        items.append(Item(device.name, f"experts, {len(layers)} layers on {backend}", sum(layers)))
+        items.append(Item(device.name, Kind.EXPERTS, f"experts, {len(layers)} layers on {backend}", sum(layers)))
     return items
 
 

@@ -16,9 +16,9 @@ from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.streamed.backend import StreamedExperts
 from engine.experts.streamed.layers import LayerStream
 from engine.linear.gpu import slot_table_bytes
-from engine.memory.costs import STREAMED_LORA, TYPICAL_RANK
+from engine.memory.costs import TYPICAL_RANK
+from engine.memory.items import Item, Kind
 from engine.memory.limits import Memory
-from engine.memory.plan import Item
 from engine.ranks.peers.sums import PeerSums
 
 _GRAPH_BYTES = 24 << 20  # of one CUDA graph: its nodes and its part of the shared pool
@@ -43,16 +43,18 @@ def gpu_items(
     items = []
     if attention == "flashinfer":
         arrays = plan_bytes(sizes)
-        items.append(Item(name, "attention workspace", WORKSPACE_BYTES + arrays))
-        items.append(Item(_CPU, "attention plans, pinned", arrays))
+        items.append(Item(name, Kind.OTHER, "attention workspace", WORKSPACE_BYTES + arrays))
+        items.append(Item(_CPU, Kind.OTHER, "attention plans, pinned", arrays))
     if config.cuda_graphs == "auto":
         families = 2 if config.max_adapter_slots else 1
-        items.append(Item(name, f"CUDA graphs, {families} x {sizes} sizes", families * sizes * _GRAPH_BYTES))
+        label, graphs = f"CUDA graphs, {families} x {sizes} sizes", families * sizes * _GRAPH_BYTES
+        items.append(Item(name, Kind.OTHER, label, graphs))
     if config.max_adapter_slots:
         tables = slot_table_bytes(model, config.max_adapter_slots, config.max_adapter_rank, element_bytes)
-        items.append(Item(name, f"adapter slots, {config.max_adapter_slots} x rank {config.max_adapter_rank}", tables))
+        label = f"adapter slots, {config.max_adapter_slots} x rank {config.max_adapter_rank}"
+        items.append(Item(name, Kind.OTHER, label, tables))
     if config.tensor_parallel > 1 and config.tensor_parallel_sums == "peers":
-        items.append(Item(name, "sums over ranks", PeerSums.bytes_of(config.tensor_parallel)))
+        items.append(Item(name, Kind.OTHER, "sums over ranks", PeerSums.bytes_of(config.tensor_parallel)))
     return items
 
 
@@ -77,18 +79,18 @@ def expert_items(
         scratch = GpuCompute.planned_bytes(
             sizes, element_bytes, rows, config.max_adapter_rank, quantised=frame_bytes < sizes.frame * element_bytes
         )
-        scratch += HybridExperts.scratch_bytes(Sizes.of(model), rows) if "hybrid" in backends else 0
-        items.append(Item(name, "expert scratch", scratch))
+        own = HybridExperts.scratch_bytes(sizes, rows) if "hybrid" in backends else 0
+        items.append(Item(name, Kind.STEP, "expert scratch", scratch + own, own))
     if {"native", "hybrid", "kt"} & set(backends):
         row = ExpertBuffers.row_bytes(model.num_experts_per_tok, model.hidden_size, element_bytes)
-        items.append(Item(_CPU, f"expert rows, {rows}, pinned", rows * row))
+        items.append(Item(_CPU, Kind.STEP, f"expert rows, {rows}, pinned", rows * row, rows * row))
     if streams:
         streaming = LayerStream.buffer_bytes(Sizes.of(model), frame_bytes)
-        items.append(Item(name, "prefill streaming, 2 layers and one packed", streaming))
+        items.append(Item(name, Kind.OTHER, "prefill streaming, 2 layers and one packed", streaming))
         if config.max_adapter_slots:
             rank = min(TYPICAL_RANK, config.max_adapter_rank)
             lora = StreamedExperts.lora_bytes(Sizes.of(model), config.max_adapter_slots, rank, element_bytes)
-            items.append(Item(name, f"{STREAMED_LORA}, {config.max_adapter_slots} x rank {rank}", lora))
+            items.append(Item(name, Kind.ADAPTERS, f"their LoRA, {config.max_adapter_slots} x rank {rank}", lora))
     return items
 
 

@@ -22,12 +22,12 @@ from engine.experts.native import scratch_bytes
 from engine.linear.gpu_weights import TABLE_BYTES
 from engine.lora.budget import AdapterBudget
 from engine.lora.files.folder import check_folder
-from engine.memory.costs import buffer_bytes
+from engine.memory.costs import buffer_row_bytes, logits_bytes
+from engine.memory.items import Item, Kind
 from engine.memory.limits import cpu_memory
 from engine.memory.plan import (
     GPU_KV_SHARE,
     Inputs,
-    Item,
     MemoryPlan,
     asked_tokens,
     plan_memory,
@@ -192,10 +192,8 @@ def _affordable(plan: EnginePlan) -> bool:
     """Whether what steps of so many tokens take leaves nearly all memory to weights and KV."""
     if plan.token_budget <= GPU_BATCHED_TOKENS:
         return True
-    taken = {device.name: 0 for device in plan.memory.devices}
-    for item in plan.memory.items:
-        taken[item.device] += item.num_bytes if f" {plan.token_budget}" in item.label else 0
-    return all(taken[device.name] <= _STEP_SHARE * device.free_bytes for device in plan.memory.devices)
+    memory = plan.memory
+    return all(memory.step_bytes(device) <= _STEP_SHARE * device.free_bytes for device in memory.devices)
 
 
 def _token_budgets(config: EngineConfig, placement: Placement) -> tuple[list[int], int | None]:
@@ -257,10 +255,10 @@ def _plan(
             _expert_bytes(config, source, placement, precision),
         )  # fmt: skip
         if "gpu" in placement.used("_proj") and tiled_projections(inputs):
-            extra.append(Item(inputs.gpu.name, "projections as numbers, long chunks", TABLE_BYTES))
+            extra.append(Item(inputs.gpu.name, Kind.STEP, "projections as numbers, long chunks", TABLE_BYTES))
         if "hybrid" in experts:
             hot = _hot_bytes(inputs, placement, extra, asked_hot)
-            extra.append(Item(inputs.gpu.name, "hot experts", hot))
+            extra.append(Item(inputs.gpu.name, Kind.EXPERTS, "hot experts", hot))
         inputs = replace(inputs, extra=tuple(extra))
     disk = plan_kv_disk(config, placement, inputs.kv_token_bytes)
     memory = plan_memory(inputs)
@@ -279,7 +277,8 @@ def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], aske
     if asked is not None or said != "auto":
         return parse_bytes(said, "rules") if asked is None else asked
     used = inputs.stated.weight_bytes(inputs) + sum(item.num_bytes for item in items if item.device == gpu.name)
-    used += buffer_bytes(model, inputs.token_budget, config.max_num_seqs) + reserve_bytes(gpu)
+    used += inputs.token_budget * buffer_row_bytes(model) + logits_bytes(model, config.max_num_seqs)
+    used += reserve_bytes(gpu)
     kv_tokens = asked_tokens(inputs)
     kv_bytes = (kv_tokens or int(wanted_tokens(config, model) / GPU_KV_SHARE)) * inputs.kv_token_bytes
     left = max(gpu.free_bytes - used, 0)

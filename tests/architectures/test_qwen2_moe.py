@@ -18,6 +18,7 @@ from engine.errors import AdapterError, ModelFileError
 from engine.files.gguf.file import open_gguf
 from engine.launch.backends import make_backends
 from engine.lora.files.reader import read_adapter
+from engine.memory.items import Kind
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from rules import builtin_names
@@ -271,7 +272,7 @@ def test_the_plan_counts_the_shared_expert(tmp_path: Path) -> None:
     for shared in (64, 128):
         save_hf(tiny(0, shared_expert_intermediate_size=shared), tmp_path / str(shared))
         plan = planned(tmp_path / str(shared), rules="reference", dtype="float32")
-        sizes += [item.num_bytes for item in plan.memory.items if item.label == "dense weights"]
+        sizes += [item.num_bytes for item in plan.memory.items if item.kind is Kind.WEIGHTS]
         assert plan.placement.choices["model.layers.0.mlp.shared_expert.up_proj"].backend == "reference"
     assert sizes[1] - sizes[0] == 2 * 3 * 64 * 64 * 4  # layers, projections
 

@@ -17,6 +17,7 @@ from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.widened import Widened
 from engine.launch.assemble import pace
 from engine.linear.gpu import slot_table_bytes
+from engine.memory.items import Kind
 from engine.memory.limits import Memory
 from engine.planning import plan as build
 from engine.planning.gpu_memory import adapter_copies, expert_items, gpu_items, hot_expert_bytes
@@ -214,9 +215,9 @@ def test_both_memories_are_planned(planned, tmp_path):
     for line in ("memory plan, GPU 0", "memory plan, CPU", "attention workspace", "prefill streaming", "pinned"):
         assert line in text
     assert "and twice more on CPU in a slot" in text
-    assert sum(item.num_bytes for item in memory.items if item.label.startswith("adapters at start")) == 3000
+    assert [i.num_bytes for i in memory.items if i.kind is Kind.ADAPTERS and i.device == "CPU"] == [3000]
     held = planned(adapters=[f"a={tmp_path / 'a'}"], expert_backend="gpu").memory.items
-    start = {i.device: i.num_bytes for i in held if i.label.startswith("adapters at start")}
+    start = {i.device: i.num_bytes for i in held if i.kind is Kind.ADAPTERS}
     assert start == {"CPU": 1000, "GPU 0": 1000}
     assert planned(expert_backend="gpu").adapter_budget.copies == 0
 
@@ -225,7 +226,7 @@ def test_routers_are_held_twice_beside_bf16_rows(planned):
     """In float32, and in bf16 for many rows."""
     plan = planned()
     sizes = {name: prod(plan.source.tensor(name).shape) for name in plan.source.names()}
-    (dense,) = (item.num_bytes for item in plan.memory.items if item.label == "dense weights")
+    (dense,) = (item.num_bytes for item in plan.memory.items if item.kind is Kind.WEIGHTS)
     routers = sum(size for name, size in sizes.items() if name.endswith("mlp.gate.weight"))
     assert dense == 2 * sum(sizes.values()) + 4 * routers and routers
 
@@ -270,7 +271,8 @@ def test_a_step_that_has_no_room_for_every_request_is_refused(planned):
 def test_the_configuration_stays_what_was_asked_for(planned):
     plan = planned(rules="hybrid")
     assert plan.config.max_num_batched_tokens is None and plan.config.gpu_expert_memory is None
-    assert plan.hot_expert_bytes == next(i.num_bytes for i in plan.memory.items if i.label == "hot experts") > 0
+    experts = [i.num_bytes for i in plan.memory.items if i.kind is Kind.EXPERTS and i.device == "GPU 0"]
+    assert experts == [plan.hot_expert_bytes] and plan.hot_expert_bytes > 0
     assert planned(rules="hybrid", gpu_expert_memory="3MiB").hot_expert_bytes == 3 << 20
 
 
@@ -299,7 +301,7 @@ def test_all_experts_go_where_they_fit(planned):
     whole = planned(free=needed(planned(gpu_experts="all", **FIXED)), **FIXED)
     assert experts_of(whole) == ["gpu"] and whole.hot_expert_bytes == 0 and not whole.memory.short
     assert any("experts on the GPU: all 16" in line for line in whole.lines)
-    assert not any(item.device == "CPU" and "on native" in item.label for item in whole.memory.items)
+    assert not any(item.device == "CPU" and item.kind is Kind.EXPERTS for item in whole.memory.items)
 
 
 def test_without_memory_for_them_the_cpu_has_all(planned, tmp_path_factory):

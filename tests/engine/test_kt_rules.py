@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from engine.memory.items import Kind
 from engine.planning.plan import plan_engine
 from native import available
 from testing.harness import Harness
@@ -43,7 +44,7 @@ def test_the_precision_is_the_files(tmp_path: Path) -> None:
 
     def experts(**settings: str) -> tuple[int, str | None, str]:
         plan = plan_engine(EngineConfig(model=str(model), device="cpu", kv_cache_tokens=256, **settings))
-        planned = sum(item.num_bytes for item in plan.memory.items if item.label.startswith("experts, "))
+        planned = sum(item.num_bytes for item in plan.memory.items if item.kind is Kind.EXPERTS)
         return planned, plan.expert_quantise, "\n".join(plan.lines)
 
     sizes = {}

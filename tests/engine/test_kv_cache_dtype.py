@@ -10,6 +10,7 @@ import torch
 import engine.planning.plan as build
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.memory.items import Kind
 from engine.memory.limits import Memory
 from engine.planning.plan import plan_engine
 from engine.planning.precision import Precision
@@ -63,7 +64,7 @@ def on(monkeypatch: pytest.MonkeyPatch, path: Path):
 def test_what_it_means(on, machine: Machine, settings: dict[str, str], expected: Precision) -> None:
     plan = on(machine, kv_cache_tokens=256, **settings)
     assert plan.precision == expected
-    (kv,) = [item.num_bytes for item in plan.memory.items if item.label.startswith("KV cache")]
+    (kv,) = [item.num_bytes for item in plan.memory.items if item.kind is Kind.KV_CACHE]
     scale = 4 if expected.kv == torch.int8 else 0
     assert kv == 256 * plan.source.config.kv_bytes_per_token(expected.kv.itemsize, scale)
 

@@ -7,6 +7,7 @@ import pytest
 from engine.linear.native import NativeLinear
 from engine.linear.reference import ReferenceLinear
 from engine.lora.budget import AdapterSize
+from engine.memory.items import Kind
 from engine.messages import LoadAdapter, Reply
 from native import available
 from testing.harness import Harness
@@ -36,8 +37,8 @@ CASES = [
 ]
 
 
-def item(engine: Harness, label: str) -> int:
-    return sum(i.num_bytes for i in engine.plan.memory.items if i.label.startswith(label))
+def planned_bytes(engine: Harness, kind: Kind) -> int:
+    return sum(i.num_bytes for i in engine.plan.memory.items if i.kind is kind)
 
 
 @pytest.mark.parametrize(("settings", "type", "tied"), CASES)
@@ -53,19 +54,20 @@ def test_weights_cache_and_buffers_are_counted(tmp_path, settings, type, tied):
         else:
             assert isinstance(linear, ReferenceLinear)
             held += linear.weight.numel() * linear.weight.element_size()
-    planned = item(engine, "dense weights")
+    planned = planned_bytes(engine, Kind.WEIGHTS)
     assert held <= LOOSE * planned + PAGES and planned <= LOOSE * held + 20 * PAGES
     if settings["rules"] is None:
         experts = sum(backend.num_bytes for backend in model.expert_backends)
-        assert experts <= LOOSE * item(engine, "experts") + PAGES
+        assert experts <= LOOSE * planned_bytes(engine, Kind.EXPERTS) + PAGES
         cache = sum(backend.cache_bytes for backend in model.attention_backends)
         # one block more: padding rows write there
         spare = 16 * sum(backend.kv_bytes_per_token for backend in model.attention_backends)
-        assert item(engine, "KV cache") == cache - spare
+        assert planned_bytes(engine, Kind.KV_CACHE) == cache - spare
     buffers = sum(
         t.numel() * t.element_size() for b in model.expert_buffers for t in (b.ids, b.weights, b.slots, b.hidden, b.out)
     )
-    assert buffers <= item(engine, "step buffers")
+    memory = engine.plan.memory
+    assert buffers <= memory.step_bytes(memory.devices[0])
     engine.close()
 
 

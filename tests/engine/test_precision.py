@@ -9,6 +9,7 @@ from benchmarks.accuracy.table import recording
 from engine.config import EngineConfig
 from engine.linear.embedding import TableEmbedding
 from engine.linear.native import NativeLinear
+from engine.memory.items import Kind
 from engine.model.native_executor import NativeExecutor
 from engine.planning.plan import plan_engine
 from engine.planning.precision import Precision
@@ -45,7 +46,7 @@ def path(tmp_path_factory):
 def test_what_a_setting_means(path, settings, expected):
     plan = plan_engine(EngineConfig(model=str(path), device="cpu", kv_cache_tokens=256, **settings))
     assert plan.precision == expected
-    (kv,) = [item.num_bytes for item in plan.memory.items if item.label.startswith("KV cache")]
+    (kv,) = [item.num_bytes for item in plan.memory.items if item.kind is Kind.KV_CACHE]
     assert kv == 256 * plan.source.config.kv_bytes_per_token(expected.kv.itemsize)
 
 

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.launch.rank_plans import on_rank
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.memory.items import Kind
 from engine.memory.limits import Memory
 from engine.planning import plan as build
 from engine.planning.plan import plan_engine
@@ -134,13 +135,13 @@ def test_gpus_are_planned_for(tmp_path, monkeypatch):
     def planned(**config) -> build.EnginePlan:
         return plan_engine(EngineConfig(model=str(tmp_path / "model"), kv_cache_tokens=1024, **config))
 
-    def held(plan: build.EnginePlan, label: str) -> int:
-        return sum(i.num_bytes for i in plan.memory.items if i.device == "GPU 0" and i.label.startswith(label))
+    def held(plan: build.EnginePlan, kind: Kind) -> int:
+        return sum(i.num_bytes for i in plan.memory.items if i.device == "GPU 0" and i.kind is kind)
 
     one, two = (planned(expert_backend="gpu", tensor_parallel=ranks) for ranks in (1, 2))
     assert two.memory.devices[0].free_bytes == free["cuda:1"] and two.shard == Shard(0, 2, experts=True)
-    for label in ("experts, 3 layers on gpu", "KV cache"):
-        assert 2 * held(two, label) == held(one, label) > 0
+    for kind in (Kind.EXPERTS, Kind.KV_CACHE):
+        assert 2 * held(two, kind) == held(one, kind) > 0
     other = on_rank(two, Shard(1, 2))
     assert other.placement.device == "cuda:1" and other.source.config == two.source.config
     assert other.source.identity != two.source.identity

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from engine.architectures.config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import MemoryPlanError, UserError
+from engine.memory.items import Item, Kind
 from engine.memory.limits import Memory, cpu_memory
-from engine.memory.plan import Inputs, Item, MemoryPlan, plan_memory
+from engine.memory.plan import Inputs, MemoryPlan, plan_memory
 from engine.memory.stated import STATED
 from engine.units import format_bytes, parse_bytes
 from engine.weights.open import open_model
@@ -61,8 +62,8 @@ def plan(
     return plan_memory(inputs)
 
 
-def size(made: MemoryPlan, label: str) -> int:
-    (item,) = [item for item in made.items if item.label.startswith(label)]
+def size(made: MemoryPlan, kind: Kind) -> int:
+    (item,) = [item for item in made.items if item.kind is kind]
     return item.num_bytes
 
 
@@ -81,7 +82,7 @@ def size(made: MemoryPlan, label: str) -> int:
 )
 def test_experts_by_backend(source: WeightSource, backend: str, method: str, expected: float) -> None:
     made = plan(source, backend=backend, kt_method=method)
-    assert size(made, "experts") == pytest.approx(2 * expected, rel=1e-4)
+    assert size(made, Kind.EXPERTS) == pytest.approx(2 * expected, rel=1e-4)
     assert f"2 layers on {backend}" in made.render()
 
 
@@ -97,8 +98,8 @@ def test_native_and_kt_sizes(tmp_path: Path, type: str) -> None:
     made = open_model(str(tmp_path / "m.gguf"))
     form = native.format_of(type) if native.has_source_type(type) else "bf16"
     packed = 2 * (2 * native.packed_size(form, 256, 512) + native.packed_size(form, 512, 256))
-    assert size(plan(made, backend="native"), "experts") == pytest.approx(packed, rel=0.005)  # panels are padded
-    kt = size(plan(made, backend="kt"), "experts")
+    assert size(plan(made, backend="native"), Kind.EXPERTS) == pytest.approx(packed, rel=0.005)  # panels are padded
+    kt = size(plan(made, backend="kt"), Kind.EXPERTS)
     blocks = type in ("Q8_0", "Q5_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
     assert kt == (made.experts(0).num_bytes if blocks else 2 * 3 * 512 * 256 * 2)
 
@@ -112,7 +113,7 @@ def test_dequantised_types_are_named_with_their_cost(tmp_path: Path) -> None:
     assert note.startswith("6 tensors of type IQ1_S are") and note in plan(made, backend="native").render()
     assert f"{format_bytes(weights * 2 - weights * 50 // 256)} more" in note
     as_int8 = plan(made, backend="native", quantise="int8")
-    assert size(as_int8, "experts") == weights * 34 // 32  # what the backend makes of it
+    assert size(as_int8, Kind.EXPERTS) == weights * 34 // 32  # what the backend makes of it
     assert f"{format_bytes(weights * 34 // 32 - weights * 50 // 256)} more" in as_int8.render()
     assert not [n for n in plan(made, backend="reference").notes if "dequantised" in n]
 
@@ -131,30 +132,30 @@ def test_dense_weights(source: WeightSource) -> None:
     model = tiny_model(0)
     dense = sum(p.numel() for n, p in model.named_parameters() if "experts" not in n)
     routers = 2 * 8 * 64
-    assert size(plan(source), "dense") == 2 * (dense - routers) + 4 * routers
-    assert size(plan(source, element=4), "dense") == 4 * dense
-    assert size(plan(source, linear_backend="native"), "dense") < 2 * dense
+    assert size(plan(source), Kind.WEIGHTS) == 2 * (dense - routers) + 4 * routers
+    assert size(plan(source, element=4), Kind.WEIGHTS) == 4 * dense
+    assert size(plan(source, linear_backend="native"), Kind.WEIGHTS) < 2 * dense
 
 
 def test_a_tied_head_is_counted_beside_the_embedding(tmp_path: Path) -> None:
     save_gguf(tiny_model(0, tie_word_embeddings=True), tmp_path / "m.gguf")
     save_gguf(tiny_model(0), tmp_path / "n.gguf")
     tied, untied = (plan(open_model(str(tmp_path / name))) for name in ("m.gguf", "n.gguf"))
-    assert size(tied, "dense") == size(untied, "dense")
+    assert size(tied, Kind.WEIGHTS) == size(untied, Kind.WEIGHTS)
 
 
 def test_cache_holds_a_typical_batch(source: WeightSource) -> None:
     made = plan(source, max_num_seqs=32)
     assert made.kv_tokens == 32 * 4096 and made.max_model_len == 40960
-    assert size(made, "KV cache, 131072 tokens") == 131072 * 2 * 2 * 2 * 32 * 2
+    assert size(made, Kind.KV_CACHE) == 131072 * 2 * 2 * 2 * 32 * 2
     assert plan(source, max_num_seqs=32, max_model_len=1000).kv_tokens == 32 * 1000
     assert plan(source, max_num_seqs=1).kv_tokens == 40960  # one longest request, at least
 
 
 def test_cache_takes_a_share_of_what_is_free(source: WeightSource) -> None:
     made = plan(source, cpu=300 * MIB)
-    rest = 300 * MIB - sum(item.num_bytes for item in made.items if not item.label.startswith("KV"))
-    assert 0.45 * rest < size(made, "KV") <= 0.5 * rest + 16 * 512
+    rest = 300 * MIB - sum(item.num_bytes for item in made.items if item.kind is not Kind.KV_CACHE)
+    assert 0.45 * rest < size(made, Kind.KV_CACHE) <= 0.5 * rest + 16 * 512
     assert made.max_model_len == 40960 and not made.short
     small = plan(source, cpu=270 * MIB)
     assert small.max_model_len == small.kv_tokens < 40960
@@ -214,7 +215,7 @@ def test_advice_is_tried(source: WeightSource, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * (100 * MIB))
     (tmp_path / "notes.txt").write_bytes(b"\0" * MIB)
     adapters = plan(source, cpu=300 * MIB, adapters=[f"a={tmp_path}"])
-    assert size(adapters, "adapters at start, 1") == 200 * MIB  # read, and in a slot
+    assert size(adapters, Kind.ADAPTERS) == 200 * MIB  # read, and in a slot
     assert adapters.remedies == ["fewer --adapters"]
     other = tmp_path / "other"
     other.mkdir()
@@ -235,9 +236,9 @@ def test_adapters_have_what_is_left_or_what_was_asked(source: WeightSource, tmp_
     made = plan(source, kv_cache_tokens=4096)
     assert made.adapter_bytes == 64 * GIB - made.needed(made.devices[0])
     started = plan(source, kv_cache_tokens=4096, adapters=[f"a={tmp_path}", f"b={tmp_path}"], max_adapter_slots=1)
-    assert size(started, "adapters at start, 2") == 3 * MIB and started.adapter_bytes == made.adapter_bytes
+    assert size(started, Kind.ADAPTERS) == 3 * MIB and started.adapter_bytes == made.adapter_bytes
     asked = plan(source, kv_cache_tokens=4096, adapters=[f"a={tmp_path}"], adapter_memory="2GiB")
-    assert asked.adapter_bytes == size(asked, "adapters") == 2 * GIB
+    assert asked.adapter_bytes == size(asked, Kind.ADAPTERS) == 2 * GIB
     assert "loaded adapters may take 2.00 GiB" in asked.render()
     over = plan(source, cpu=300 * MIB, kv_cache_tokens=4096, adapter_memory="2GiB")
     assert "a smaller --adapter-memory" in over.remedies
@@ -248,7 +249,7 @@ def test_adapters_have_what_is_left_or_what_was_asked(source: WeightSource, tmp_
         ({"CPU": 0, "GPU 0": 1}, {"GPU 0": MIB, "CPU": MIB}),
     ):
         beside = plan(source, gpu=gpu, adapters=[f"a={tmp_path}"], kv_cache_tokens=4096, adapter_copies=copies)
-        assert {i.device: i.num_bytes for i in beside.items if i.label.startswith("adapters")} == held
+        assert {i.device: i.num_bytes for i in beside.items if i.kind is Kind.ADAPTERS} == held
 
 
 @pytest.mark.parametrize("quantise", ["int8", "int4"])
@@ -256,7 +257,7 @@ def test_weights_that_are_made_smaller_are_counted_so(tmp_path: Path, quantise: 
     save_gguf(tiny_model(0), tmp_path / "m.gguf", "F32", "F32")
     made = open_model(str(tmp_path / "m.gguf"))
     share = {"int8": 544, "int4": 320}[quantise] / 512
-    assert size(plan(made, backend="native", quantise=quantise), "experts") == 2 * WEIGHTS * share
+    assert size(plan(made, backend="native", quantise=quantise), Kind.EXPERTS) == 2 * WEIGHTS * share
 
 
 def test_smaller_experts_are_advised(source: WeightSource) -> None:
@@ -291,13 +292,14 @@ class _Many:
 
 def test_gpu_takes_the_dense_part(source: WeightSource) -> None:
     gpu = Memory("GPU 0", GIB, 2 * GIB)
-    made = plan(source, gpu=gpu, extra=[Item("GPU 0", "workspace", 512 * MIB)])
-    where = {item.label.split(",")[0]: item.device for item in made.items if item.label != "reserve"}
-    assert where["KV cache"] == where["dense weights"] == where["workspace"] == "GPU 0"
-    assert where["experts"] == where["while loading"] == "CPU"
+    workspace = Item("GPU 0", Kind.OTHER, "workspace", 512 * MIB)
+    made = plan(source, gpu=gpu, extra=[workspace])
+    where = {item.kind: item.device for item in made.items if item.kind is not Kind.OTHER}
+    on_gpu = dict.fromkeys((Kind.WEIGHTS, Kind.KV_CACHE, Kind.STEP), "GPU 0")
+    assert where == {**on_gpu, Kind.EXPERTS: "CPU"} and workspace in made.items
     assert "memory plan, GPU 0: 1.00 GiB free of 2.00 GiB" in made.render()
-    on_gpu = plan(source, gpu=gpu, backend="gpu")
-    assert {item.device for item in on_gpu.items if item.label.startswith("experts")} == {"GPU 0"}
+    whole = plan(source, gpu=gpu, backend="gpu")
+    assert {item.device for item in whole.items if item.kind is Kind.EXPERTS} == {"GPU 0"}
     short = plan(source, gpu=Memory("GPU 0", 100 * MIB, GIB))
     assert [device.name for device in short.short] == ["GPU 0"]
 

@@ -15,8 +15,8 @@ from engine.architectures.parts.mlp import ROUTERS
 from engine.errors import MemoryPlanError, UserError
 from engine.experts.native import layer_bytes as expert_layer_bytes
 from engine.memory.costs import loading_bytes
+from engine.memory.items import DevicePlan, Item, Kind
 from engine.memory.limits import Memory, cpu_memory
-from engine.memory.plan import DevicePlan, Item
 from engine.units import format_bytes
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
@@ -96,22 +96,22 @@ class _Inputs:
     def _items(self) -> Iterator[Item]:
         run, main, cpu = Run.of(self.source.config, self.config), (self.gpu or self.cpu).name, self.cpu.name
         layers = self.source.config.sparse_layers
-        yield Item(cpu, f"experts, {len(layers)} layers", self._expert_bytes(run))
-        yield Item(main, "other weights", self._weight_bytes(run))
-        yield Item(cpu, "while loading, one layer", loading_bytes(self.source.config))
+        yield Item(cpu, Kind.EXPERTS, f"experts, {len(layers)} layers", self._expert_bytes(run))
+        yield Item(main, Kind.WEIGHTS, "other weights", self._weight_bytes(run))
+        yield Item(cpu, Kind.OTHER, "while loading, one layer", loading_bytes(self.source.config))
         yield from self._lora_items(main, cpu)
         yield from self._activation_items(run, main, cpu)
         if self.streams is not False:
-            yield Item(main, "expert streaming, 2 layers", streaming.buffer_bytes(run, self.experts))
-            yield Item(main, "expert scratch, streamed", streaming.scratch_bytes(run))
-        yield Item(main, f"logits, {run.tokens} tokens", costs.logits_bytes(run))
-        yield Item(main, "attention mask", costs.mask_bytes(run))
-        yield Item(main, "step buffers", costs.buffer_bytes(run))
-        yield Item(cpu, "expert scratch", costs.scratch_bytes(run) if layers else 0)
-        yield Item(cpu, "data", _TOKEN_BYTES * self.data_bytes)
-        yield Item(cpu, "torch and transformers", _RUNTIME)
+            yield Item(main, Kind.OTHER, "expert streaming, 2 layers", streaming.buffer_bytes(run, self.experts))
+            yield Item(main, Kind.STEP, "expert scratch, streamed", streaming.scratch_bytes(run))
+        yield Item(main, Kind.STEP, f"logits, {run.tokens} tokens", costs.logits_bytes(run))
+        yield Item(main, Kind.STEP, "attention mask", costs.mask_bytes(run))
+        yield Item(main, Kind.STEP, "step buffers", costs.buffer_bytes(run))
+        yield Item(cpu, Kind.STEP, "expert scratch", costs.scratch_bytes(run) if layers else 0)
+        yield Item(cpu, Kind.OTHER, "data", _TOKEN_BYTES * self.data_bytes)
+        yield Item(cpu, Kind.OTHER, "torch and transformers", _RUNTIME)
         for device in [self.cpu] if self.gpu is None else [self.gpu, self.cpu]:
-            yield Item(device.name, "reserve", max(_RESERVE, int(_RESERVE_SHARE * device.limit_bytes)))
+            yield Item(device.name, Kind.OTHER, "reserve", max(_RESERVE, int(_RESERVE_SHARE * device.limit_bytes)))
 
     def _expert_bytes(self, run: Run) -> int:
         quantise = "int8" if self.config.kt_backend == "AMXInt8" else None
@@ -134,15 +134,16 @@ class _Inputs:
         dense, trained, frozen = (sum(part) for part in zip(*counts, strict=True))
         state = costs.STATE_BYTES
         if main == cpu:
-            yield Item(cpu, label, state * (dense + trained) + costs.MASTER_BYTES * frozen)
+            yield Item(cpu, Kind.ADAPTERS, label, state * (dense + trained) + costs.MASTER_BYTES * frozen)
         else:
-            yield Item(main, f"{label}, attention", state * dense)
+            yield Item(main, Kind.ADAPTERS, f"{label}, attention", state * dense)
             experts = state * trained + costs.MASTER_BYTES * frozen
             if self.streams is not False:
-                yield Item(main, f"{label}, experts", experts)
+                yield Item(main, Kind.ADAPTERS, f"{label}, experts", experts)
             if self.streams is not True:
-                yield Item(cpu, f"{label}, experts", experts + costs.LOCKED_BYTES * trained)
-        yield Item(cpu, "while saving, a copy of LoRA", costs.MASTER_BYTES * (dense + trained + frozen) // len(runs))
+                yield Item(cpu, Kind.ADAPTERS, f"{label}, experts", experts + costs.LOCKED_BYTES * trained)
+        saving = costs.MASTER_BYTES * (dense + trained + frozen) // len(runs)
+        yield Item(cpu, Kind.ADAPTERS, "while saving, a copy of LoRA", saving)
 
     def _activation_items(self, run: Run, main: str, cpu: str) -> Iterator[Item]:
         model = self.source.config
@@ -152,17 +153,17 @@ class _Inputs:
         streamed = [streaming.kept_bytes(run) * each for each in sparse]
         if self.config.gradient_checkpointing:
             inputs = model.num_hidden_layers * model.hidden_size * run.element
-            yield Item(main, f"layers' inputs, {run.tokens} tokens", run.tokens * inputs)
+            yield Item(main, Kind.STEP, f"layers' inputs, {run.tokens} tokens", run.tokens * inputs)
             dense, routed, streamed = [max(dense)], [max(routed)], [max(streamed)]
         label = "one layer's activations" if self.config.gradient_checkpointing else f"activations, {run.tokens} tokens"
         if main == cpu:
-            yield Item(cpu, label, run.tokens * (sum(dense) + sum(routed)))
+            yield Item(cpu, Kind.STEP, label, run.tokens * (sum(dense) + sum(routed)))
         else:
-            yield Item(main, label, run.tokens * sum(dense))
+            yield Item(main, Kind.STEP, label, run.tokens * sum(dense))
             locked = costs.locked_expert_bytes(run, streaming.tokens_on_cpu(run))
-            yield Item(cpu, f"{label}, experts", locked * sum(map(bool, routed)))
+            yield Item(cpu, Kind.STEP, f"{label}, experts", locked * sum(map(bool, routed)))
             if self.streams is not False:
-                yield Item(main, f"{label}, experts", run.tokens * sum(streamed))
+                yield Item(main, Kind.STEP, f"{label}, experts", run.tokens * sum(streamed))
 
     def _notes(self) -> list[str]:
         run = Run.of(self.source.config, self.config)

@@ -1,7 +1,7 @@
 """Every field that clients of the generating endpoints send, and what becomes of it: one table.
 
-Parsing follows it (api/http/fields/parsing.py), docs/api.md is written from it , and a test
-walks it. A field of the request's model (api/http/protocol.py) is *supported*; an *alias* is another name of one; a
+Parsing follows it (api/http/fields/parsing.py), docs/api.md is written from it, and a test
+walks it. A field of the request's model (api/http/bodies) is *supported*; an *alias* is another name of one; a
 *no-op* is accepted with the values listed (none: any) and changes nothing; a *refused* one would change the answer
 and is a 400, except with the values listed, with which it asks for what happens anyway.
 """
