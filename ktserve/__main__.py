@@ -70,9 +70,9 @@ def _run() -> int:
 
         return training(arguments)
     if program == ["adapter-readers"]:
-        from engine.lora.reading.process import main as adapters
+        from engine.lora.reader_process import main as adapter_readers
 
-        adapters()
+        adapter_readers()
     if program == ["ray"]:
         from cluster.main import main as ray
 

@@ -16,8 +16,8 @@ from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.adapters import Adapters
 from engine.lora.budget import AdapterSize
-from engine.lora.files.reader import read_adapter
-from engine.lora.reading.process import ReadRequest
+from engine.lora.files.parse import parse_adapter
+from engine.lora.reader_process import ParsedAdapter, ParseRequest
 from engine.lora.version import (
     AdapterStatus,
     Loaded,
@@ -37,21 +37,21 @@ CONFIG = model_config()
 
 
 class InThread:
-    """A reader without a process. `go` holds every read until it is set; `broken` is raised instead."""
+    """A reader without a process. `go` holds every folder until it is set; `broken` is raised instead."""
 
-    def __init__(self, read: Callable[[ReadRequest], AdapterWeights] | None = None) -> None:
+    def __init__(self, parse: Callable[[ParseRequest], AdapterWeights] | None = None) -> None:
         self.began, self.go, self.broken = threading.Event(), threading.Event(), None
         self.go.set()
-        self._read = read or (lambda r: read_adapter(r.path, r.config, name=r.name, max_rank=r.max_rank))
+        self._parse = parse or (lambda r: parse_adapter(r.path, r.config, name=r.name, max_rank=r.max_rank))
 
-    def read(self, request: ReadRequest, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
+    def parse(self, request: ParseRequest) -> ParsedAdapter:
         self.began.set()
         assert self.go.wait(10)
         if self.broken is not None:
             raise self.broken
-        weights = self._read(request)
-        make_room(AdapterSize(weights.num_bytes, weights.slot_bytes(request.budget.element_bytes)))
-        return weights
+        weights = self._parse(request)
+        size = AdapterSize(weights.num_bytes, weights.slot_bytes(request.budget.element_bytes))
+        return ParsedAdapter(size, lambda: weights, lambda: None)
 
     def close(self) -> None:
         self.go.set()

@@ -16,7 +16,7 @@ from engine.lora.budget import AdapterBudget, AdapterSize
 from engine.lora.version import Loaded, LoadFailed, Residency, SlotFilled
 from scheduler.plan import SlotLoad
 from scheduler.request import AdapterKey
-from testing.readers import SharedReader
+from testing.shared_reader import SharedReader
 from tests.lora.make import lora_config, write
 from tests.lora.test_adapters import Book, InThread, adapter
 

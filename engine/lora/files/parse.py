@@ -19,7 +19,7 @@ from engine.lora.files.formats.per_expert import read_per_expert
 from engine.lora.files.settings import EXPERT_SCALINGS, Settings, read_settings
 
 
-def read_adapter(
+def parse_adapter(
     path: str | Path,
     config: ModelConfig,
     *,
