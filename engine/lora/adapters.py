@@ -1,4 +1,4 @@
-"""The life of every adapter version, in one book.
+"""The status of every adapter version.
 
     load -> LOADING -> READY -> (replaced or unloaded) RETIRING -> release -> gone
                     \\-> FAILED (kept for its reason)
@@ -70,8 +70,8 @@ class Adapters:
         self._base_name = base_name
         self._extra_mlps_note, self._no_expert_lora = extra_mlps_note, no_expert_lora
         self._fill = fill
-        self._versions: dict[AdapterKey, Version] = {}  # the book
-        self._ready: dict[str, Version] = {}  # its READY ones by name, looked up by every request
+        self._versions: dict[AdapterKey, Version] = {}
+        self._ready: dict[str, Version] = {}  # READY ones by name, looked up by every request
         self._uids = itertools.count(BASE.uid + 1)
         self._work = Work(LOAD, _FILL)
         self._loader = Loader(
@@ -183,19 +183,11 @@ class Adapters:
         """What new requests can use, by name."""
         return [self._ready[name].info for name in sorted(self._ready)]
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory of all versions, retiring ones too; copies in slots not counted."""
-        return self._loader.num_bytes
-
     def stats(self) -> dict[str, float | int]:
         return {
             "adapters_known": len(self._ready),
             "adapters_pinned": sum(version.pinned for version in self._ready.values()),
-            "adapters_in_host_memory": self._loader.num_held,
-            "adapter_host_bytes": self._loader.num_bytes,
-            "adapter_reads_again": self._loader.num_reloads,
-            "adapter_evictions": self._loader.num_evictions,
+            **self._loader.stats(),
             "adapter_load_s": self._filled_s,
         }
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, EngineError, KtserveError
@@ -49,16 +49,14 @@ class LoadJob:
     retried: bool = False
 
 
-@dataclass(frozen=True)
-class LoadEnded:
+class LoadEnded(NamedTuple):
     """`result`: what was loaded, or why nothing was."""
 
     job: LoadJob
     result: AdapterWeights | KtserveError
 
 
-@dataclass(frozen=True)
-class Evicted:
+class Evicted(NamedTuple):
     version: Version
 
 
@@ -87,7 +85,7 @@ class Loader:
         self._outcomes: deque[LoadEnded | Evicted] = deque()
         self._held: dict[AdapterKey, None] = {}  # versions in host memory, the least recently used first
         self._closed = False
-        self.num_reloads = self.num_evictions = 0
+        self._num_reloads = self._num_evictions = 0
 
     def load(self, job: LoadJob) -> None:
         """After the jobs before it. Its end is one of the `outcomes`."""
@@ -103,7 +101,7 @@ class Loader:
             outcome = self._outcomes.popleft()
             yield outcome
             if isinstance(outcome, LoadEnded):
-                self._jobs.popleft()
+                self._num_reloads += self._jobs.popleft().slot is not None
                 if self._jobs and not self._closed:
                     self._parse()
 
@@ -124,13 +122,13 @@ class Loader:
         version.weights = None
         self._held.pop(version.key, None)
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size.read for size in _sizes(self._in_memory()))
+    def stats(self) -> dict[str, float | int]:
+        return {
+            "adapters_in_host_memory": len(self._held),
+            "adapter_host_bytes": sum(size.read for size in _sizes(self._in_memory())),
+            "adapter_reads_again": self._num_reloads,
+            "adapter_evictions": self._num_evictions,
+        }
 
     def check_integrity(self) -> None:
         """EngineError if versions, jobs and host memory contradict each other."""
@@ -138,9 +136,8 @@ class Loader:
         jobs = [job.version for job in self._jobs if job.slot is None]
         if loading != jobs:
             raise EngineError(f"{len(loading)} adapters are being loaded by {len(jobs)} jobs")
-        if any(
-            job.version.weights is not None or not job.version.filling for job in self._jobs if job.slot is not None
-        ):
+        again = [job.version for job in self._jobs if job.slot is not None]
+        if any(version.weights is not None or not version.filling for version in again):
             raise EngineError("an adapter that is in host memory, or fills no slot, is to be loaded again")
         held = {version.key for version in self._versions.values() if version.weights is not None}
         if held != set(self._held):
@@ -180,15 +177,15 @@ class Loader:
         if job is None or (parsed := job.parsed) is None:
             return
         try:
-            self._check(job, parsed.size)
+            if not self._make_room(job, parsed.size):
+                return
         except KtserveError as error:
-            job.parsed = None
             parsed.close()
             self._failed(job, error)
-            return
-        if self._make_room(job, parsed.size):
-            job.parsed, job.version.size = None, parsed.size
+        else:
+            job.version.size = parsed.size
             self._work.start(LOAD, parsed.take, partial(self._taken, job))
+        job.parsed = None
 
     def _taken(self, job: LoadJob, future: Future[AdapterWeights]) -> None:
         try:
@@ -198,7 +195,7 @@ class Loader:
         except Exception as error:  # noqa: BLE001 - as above
             self._failed(job, error)
         else:
-            self._end(job, weights)
+            self._outcomes.append(LoadEnded(job, weights))
 
     def _failed(self, job: LoadJob, error: Exception) -> None:
         name = job.version.name
@@ -210,23 +207,9 @@ class Loader:
             return
         elif not isinstance(error, KtserveError):
             error = EngineError(f"adapter {name!r} not read: {type(error).__name__}: {error}")
-        self._end(job, error)
-
-    def _end(self, job: LoadJob, result: AdapterWeights | KtserveError) -> None:
-        self.num_reloads += job.slot is not None
-        self._outcomes.append(LoadEnded(job, result))
+        self._outcomes.append(LoadEnded(job, error))
 
     # ---- room for it
-
-    def _check(self, job: LoadJob, size: AdapterSize) -> None:
-        """UserError if a version of that size could never be served; AdapterError if it is no longer what it was."""
-        if self._closed:
-            raise EngineError("the engine ends")
-        version = job.version
-        if job.slot is None:
-            self._budget.check(version.name, *self._known_beside(job), size, version.pinned)
-        elif size != version.size:
-            raise _changed(version)
 
     def _known_beside(self, job: LoadJob) -> tuple[list[AdapterSize], list[AdapterSize]]:
         """Sizes of all versions but the job's: of those that are not evicted until it has ended, and of the others."""
@@ -235,8 +218,16 @@ class Loader:
         return _sizes(kept), _sizes(version for version in beside if version not in kept)
 
     def _make_room(self, job: LoadJob, size: AdapterSize) -> bool:
-        """Evict versions until one of that size fits; False, and none is evicted, if that is not enough."""
-        known = [*_sizes(version for version in self._versions.values() if version is not job.version), size]
+        """Evict versions until one of that size fits; False, and none is evicted, if that is not enough. UserError if
+        it could never be served, AdapterError if it is no longer what it was."""
+        version = job.version
+        if self._closed:
+            raise EngineError("the engine ends")
+        if job.slot is None:
+            self._budget.check(version.name, *self._known_beside(job), size, version.pinned)
+        elif size != version.size:
+            raise _changed(version)
+        known = [*_sizes(v for v in self._versions.values() if v is not version), size]
         held = self._in_memory()
         evicted: list[Version] = []
         while not self._budget.fits([*_sizes(held), size], known):
@@ -249,7 +240,7 @@ class Loader:
         for victim in evicted:
             self.drop(victim)
             self._outcomes.append(Evicted(victim))
-        self.num_evictions += len(evicted)
+        self._num_evictions += len(evicted)
         return True
 
     def _reluctance(self, version: Version) -> tuple[bool, bool]:

@@ -102,6 +102,10 @@ class _Ended(msgspec.Struct, tag=True):
     status: int
 
 
+_ENDS = {
+    -signal.SIGXCPU: "reading it took more processor time than files of its size may",
+    -signal.SIGKILL: "the process that read it was killed, probably for want of memory",
+}
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Opened | _Parsed | _Refused | _Sealed | _Ended).decode
 _T = TypeVar("_T", _Opened, _Parsed, _Sealed)
@@ -179,7 +183,8 @@ class _Process:
             case _Refused(reason, at):
                 raise UserError(reason, at) if at != "lora_path" else AdapterError(reason)
             case _Ended(status):
-                raise AdapterError(f"adapter {self._name!r}: {_why(status)}")
+                why = _ENDS.get(status, f"the process that read it ended (status {status})")
+                raise AdapterError(f"adapter {self._name!r}: {why}")
             case message if isinstance(message, kind):
                 return message
         raise EngineError(f"adapter {self._name!r}: the process that read it sent no {kind.__name__} when it was due")
@@ -191,14 +196,6 @@ def _lost(name: str) -> Iterator[None]:
         yield
     except (EOFError, OSError) as error:
         raise ReaderLostError(f"adapter {name!r}: no process to read it can be started, or stays: {error}") from error
-
-
-def _why(status: int) -> str:
-    if status == -signal.SIGXCPU:
-        return "reading it took more processor time than files of its size may"
-    if status == -signal.SIGKILL:
-        return "the process that read it was killed, probably for want of memory"
-    return f"the process that read it ended (status {status})"
 
 
 def main() -> NoReturn:
