@@ -124,7 +124,7 @@ def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
 def _inspect(config: EngineConfig, path: str) -> int:
     from engine.lora.files.folder import NO_MEMORY, out_of_memory
     from engine.lora.files.inspect import describe
-    from engine.lora.reading.process import limit_this_process
+    from engine.lora.reader_process import limit_this_process
 
     model = None
     if config.model:
@@ -143,7 +143,7 @@ def _inspect(config: EngineConfig, path: str) -> int:
 
 def _convert(config: EngineConfig, path: str, form: str, out: str) -> int:
     from engine.lora.files.convert import convert
-    from engine.lora.reading.process import limit_this_process
+    from engine.lora.reader_process import limit_this_process
 
     print(convert(path, form, out, config.model or None, opened=limit_this_process()))
     return 0

@@ -30,12 +30,7 @@ class Work:
         """Call after earlier ones of its kind; `take` gives the outcome to `then`."""
         self._num_running += 1
         future = self._threads[kind].submit(call)
-        future.add_done_callback(lambda ended: self.report(partial(self._end, then, ended)))
-
-    def report(self, what: Callable[[], None]) -> None:
-        """From any thread: `take` calls it."""
-        self._reports.append(what)
-        self._reported.set()
+        future.add_done_callback(lambda ended: self._report(partial(self._end, then, ended)))
 
     def take(self) -> None:
         """What was reported since the last call. Never waits, and costs nothing if nothing was."""
@@ -53,6 +48,11 @@ class Work:
         """Wait for the calls that have begun; others are not made. No thread is left."""
         for threads in self._threads.values():
             threads.shutdown(wait=True, cancel_futures=True)
+
+    def _report(self, what: Callable[[], None]) -> None:
+        """On the thread that made the call: `take` calls `what`."""
+        self._reports.append(what)
+        self._reported.set()
 
     def _end(self, then: Callable[[Future[_T]], None], ended: Future[_T]) -> None:
         self._num_running -= 1

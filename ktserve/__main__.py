@@ -5,7 +5,7 @@
     python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
     python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
     python PATH/ktserve/__main__.py training ...     a training run, started by `ktserve train`
-    python PATH/ktserve/__main__.py adapter-readers  the process that readers of adapters are forked from, by the engine
+    python PATH/ktserve/__main__.py adapter-readers  the server that forks reader processes, started by the engine
     ktserve bench ...                                a benchmark of a running server
     ktserve ray deploy CONFIG.yaml                   replicas over a Ray cluster
     python -m ktserve loadtests ...                  the load test
@@ -70,9 +70,9 @@ def _run() -> int:
 
         return training(arguments)
     if program == ["adapter-readers"]:
-        from engine.lora.reading.process import main as adapters
+        from engine.lora.reader_process import main as adapter_readers
 
-        adapters()
+        adapter_readers()
     if program == ["ray"]:
         from cluster.main import main as ray
 

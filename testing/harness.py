@@ -19,7 +19,7 @@ from engine.messages import Cancelled, Failed, Finished, FromEngine, Refused, Re
 from engine.planning.plan import plan_engine
 from engine.steps.runner import ModelRunner
 from scheduler.request import SamplingParams
-from testing.readers import SharedReader
+from testing.shared_reader import SharedReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

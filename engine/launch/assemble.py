@@ -25,8 +25,8 @@ from engine.launch.kv_store import KvStore
 from engine.launch.leader import Leader
 from engine.launch.warm import warm_up
 from engine.lora.adapters import Adapters
-from engine.lora.reading.process import AdapterReader
-from engine.lora.reads import Reader
+from engine.lora.loader import AdapterReader
+from engine.lora.reader_process import ReaderProcesses
 from engine.messages import FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
@@ -47,11 +47,11 @@ _EAGER_MLPS = (
 
 
 def assemble(
-    plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress, reader: Reader | None = None
+    plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress, reader: AdapterReader | None = None
 ) -> EngineCore:
     """Load the weights and put the parts together. `reader`: of adapters; None: one whose processes are this engine's
     own."""
-    reader = reader or AdapterReader()
+    reader = reader or ReaderProcesses()
     if plan.shard.size == 1:
         return _assemble(plan, send, progress, reader, None)
     leader = Leader(plan, torch.device("cuda", 0) if plan.placement.device != "cpu" else torch.device("cpu"))
@@ -67,7 +67,7 @@ def _assemble(
     plan: EnginePlan,
     send: Callable[[FromEngine], None],
     progress: Progress,
-    reader: Reader,
+    reader: AdapterReader,
     leader: Leader | None,
 ) -> EngineCore:
     config, source, model_config = plan.config, plan.source, plan.source.config

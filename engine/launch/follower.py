@@ -25,7 +25,7 @@ from engine.launch.backends import make_backends
 from engine.launch.rank_plans import on_rank
 from engine.launch.warm import warm_up
 from engine.lora.adapter import AdapterWeights
-from engine.lora.reading.handover import unpack
+from engine.lora.sealed_memory import map_sealed
 from engine.model.causal_lm import CausalLM
 from engine.model.step import Want
 from engine.planning.plan import EnginePlan
@@ -121,7 +121,7 @@ def _fill_slots(slots: socket.socket, model: CausalLM) -> None:
             message = connection.recv_bytes()
             _, files, _, _ = socket.recv_fds(slots, 1, 1)
             try:
-                adapter = unpack(message[4:], files[0])
+                adapter = map_sealed(message[4:], files[0])
             finally:
                 for file in files:
                     os.close(file)

@@ -28,7 +28,7 @@ import torch
 
 from engine.errors import EngineError, UserError
 from engine.lora.adapter import AdapterWeights
-from engine.lora.reading.handover import pack
+from engine.lora.sealed_memory import write_sealed
 from engine.ranks.adapters import adapter_part
 from engine.ranks.group import Ranks
 from engine.steps.orders import Begin, Loaded, Step, decode, encode
@@ -165,7 +165,7 @@ class _Member:
             raise UserError(message, answer.field) if answer.user else EngineError(message)
 
     def send_adapter(self, slot: int, part: AdapterWeights) -> None:
-        head, file = pack(part)
+        head, file = write_sealed(part)
         try:
             self._slots.send_bytes(slot.to_bytes(4, "little") + head)
             socket.send_fds(self._sockets, [b"f"], [file])

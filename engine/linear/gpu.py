@@ -16,8 +16,7 @@ from engine.errors import AdapterError, EngineError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TiledEmbedding
 from engine.linear.gpu_weights import Weights, joined
-from engine.lora.adapter import LoraPair
-from engine.lora.ranks import RANK_STEP, padded_rank
+from engine.lora.adapter import RANK_STEP, LoraPair, padded_rank
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.convert import Packer
 from engine.weights.tiled.layout import Matrix, matrix_of

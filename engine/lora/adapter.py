@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.architectures.parts.mlp import ROUTERS
-from engine.lora.ranks import padded_rank
 
+RANK_STEP = 16  # of padded ranks on a GPU: the least that its matrix units multiply
 _PANEL = 16  # rows of A, padded
 _F32 = 4
 
@@ -91,7 +91,7 @@ class AdapterWeights:
     extra_mlps: dict[int, list[ExtraMlp]] = field(default_factory=dict)  # by layer; their mean is added
     warnings: list[str] = field(default_factory=list)
     path: str = ""
-    digest: bytes = b""  # of all that it computes with; equal for equal adapters (`engine.lora.reading.handover`)
+    digest: bytes = b""  # of all that it computes with; equal for equal adapters (`engine.lora.sealed_memory`)
 
     @property
     def rank(self) -> int:
@@ -120,6 +120,12 @@ class AdapterWeights:
         """Of the experts' part in a slot of a GPU: one rank in all layers."""
         rank = padded_rank(max((layer.rank for layer in self.experts.values()), default=1))
         return element_bytes * rank * sum(layer.values_per_rank for layer in self.experts.values())
+
+
+def padded_rank(rank: int) -> int:
+    """What a rank >= 1 is padded to on a GPU: a power of two, as Triton's blocks are, and so a multiple of
+    RANK_STEP."""
+    return max(RANK_STEP, 1 << (rank - 1).bit_length())
 
 
 def _round(size: int) -> int:

@@ -1,12 +1,11 @@
-"""The life of every adapter version, in one book.
+"""The status of every adapter version.
 
     load -> LOADING -> READY -> (replaced or unloaded) RETIRING -> release -> gone
                     \\-> FAILED (kept for its reason)
 
-Which adapter gets a slot, and when a retiring one is unused, is the scheduler's to decide
-(`scheduler/memory/slots.py`), which versions stay in host memory is `HostMemory`'s; the work is done here, on threads,
-and each change is reported once by `events`. A version that was evicted is read again when it is to fill a slot. All
-methods belong to the engine's thread.
+The scheduler decides which adapter gets a slot, and when a retiring one is unused (`scheduler/memory/slots.py`). The
+`Loader` brings versions into host memory, and decides which stay there; a version that was evicted is loaded again
+when it is to fill a slot. Each change is reported once, by `events`. All methods belong to the engine's thread.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
-from engine.lora.reading.process import ReadRequest
-from engine.lora.reads import READ, Read, Reader, Reads, changed
-from engine.lora.residency import HostMemory
+from engine.lora.loader import LOAD, AdapterReader, Evicted, LoadEnded, Loader, LoadJob
 from engine.lora.version import (
     AdapterEvent,
     AdapterStatus,
@@ -47,7 +44,7 @@ _FILL = "adapter-slot"  # a kind of work, and its thread's name
 
 
 class Adapters:
-    """Names, versions, host memory and slots of adapters.
+    """Names, status and slots of adapter versions.
 
     `reader` and `fill`, which puts weights into a slot, may take long: each is called on a thread of its own.
     `base_name` is the base model's name, which no adapter may take; `base_path` is compared with what the files say
@@ -60,7 +57,7 @@ class Adapters:
         self,
         config: ModelConfig,
         base_name: str,
-        reader: Reader,
+        reader: AdapterReader,
         fill: Callable[[int, AdapterWeights], None],
         *,
         max_rank: int | None = None,
@@ -70,16 +67,15 @@ class Adapters:
         extra_mlps_note: str = "",
         no_expert_lora: str = "",
     ) -> None:
-        self._config, self._base_name, self._max_rank, self._base_path = config, base_name, max_rank, base_path
+        self._base_name = base_name
         self._extra_mlps_note, self._no_expert_lora = extra_mlps_note, no_expert_lora
         self._fill = fill
-        self._versions: dict[AdapterKey, Version] = {}  # the book
-        self._ready: dict[str, Version] = {}  # its READY ones by name, looked up by every request
-        self._memory = HostMemory(budget or AdapterBudget(), self._versions, wanted)
+        self._versions: dict[AdapterKey, Version] = {}
+        self._ready: dict[str, Version] = {}  # READY ones by name, looked up by every request
         self._uids = itertools.count(BASE.uid + 1)
-        self._work = Work(READ, _FILL)
-        self._reads = Reads(
-            reader, self._work, self._memory, self._request, self._replaced, self._was_read, self._moved
+        self._work = Work(LOAD, _FILL)
+        self._loader = Loader(
+            reader, self._work, budget or AdapterBudget(), self._versions, wanted, config, base_path, max_rank
         )
         self._events: list[AdapterEvent] = []
         self._closed = False
@@ -96,7 +92,7 @@ class Adapters:
         expert_scaling: str | None = None,
         pinned: bool = False,
     ) -> None:
-        """Start to read an adapter; `Loaded` or `LoadFailed` follows, after those of earlier loads.
+        """Start to load an adapter; `Loaded` or `LoadFailed` follows, after those of earlier loads.
 
         A known name is replaced if `replace` (a new version of the same uid; the old one serves until then and its
         requests go on to their end), else refused. `pinned`: it stays in host memory. UserError: bad name or path,
@@ -114,11 +110,11 @@ class Adapters:
             del self._versions[failed.key]
         key = AdapterKey(old.key.uid, old.key.version + 1) if old else AdapterKey(next(self._uids), 1)
         version = self._versions[key] = Version(key, name, path, expert_scaling, call_id, pinned)
-        self._reads.add(Read(version, None))
+        self._loader.load(LoadJob(version, replaces=old))
 
     def fill(self, load: SlotLoad) -> None:
         """Copy a version into a slot, which loses what it held; `SlotFilled` or `SlotFailed` follows. A version that
-        is not in host memory is read again first."""
+        is not in host memory is loaded again first."""
         for other in self._versions.values():
             if other.slot == load.slot:
                 other.slot = None
@@ -126,13 +122,21 @@ class Adapters:
         version = self._version(load.adapter)
         version.filling, version.slot_asked_s = True, time.monotonic()
         if version.weights is None:
-            self._reads.add(Read(version, load.slot))
+            self._loader.load(LoadJob(version, load.slot))
         else:
             self._copy(version, load.slot)
 
     def events(self) -> list[AdapterEvent]:
         """What has happened since the last call. Never waits, and costs nothing if nothing has."""
         self._work.take()
+        for outcome in self._loader.outcomes():
+            match outcome:
+                case Evicted(version):
+                    self._moved(version)
+                case LoadEnded(job, KtserveError() as error):
+                    self._failed(job, error)
+                case LoadEnded(job, AdapterWeights() as weights):
+                    self._loaded(job, weights)
         events, self._events = self._events, []
         return events
 
@@ -179,19 +183,11 @@ class Adapters:
         """What new requests can use, by name."""
         return [self._ready[name].info for name in sorted(self._ready)]
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory of all versions, retiring ones too; copies in slots not counted."""
-        return self._memory.num_bytes
-
     def stats(self) -> dict[str, float | int]:
         return {
             "adapters_known": len(self._ready),
             "adapters_pinned": sum(version.pinned for version in self._ready.values()),
-            "adapters_in_host_memory": len(self._memory),
-            "adapter_host_bytes": self._memory.num_bytes,
-            "adapter_reads_again": self._reads.num_again,
-            "adapter_evictions": self._memory.num_evictions,
+            **self._loader.stats(),
             "adapter_load_s": self._filled_s,
         }
 
@@ -209,91 +205,54 @@ class Adapters:
         self._retire(name)
 
     def release(self, key: AdapterKey) -> None:
-        """Nothing uses a retiring version any more: its memory is given back."""
+        """Nothing uses a retiring version any more: its memory is released."""
         version = self._version(key)
         if version.status is not AdapterStatus.RETIRING:
             raise EngineError(f"adapter {version.name!r} {tuple(key)} is {version.status.value}, not retiring")
-        self._memory.drop(version)
+        self._loader.drop(version)
         del self._versions[key]
-        self._reads.grant_room()
 
     def check_integrity(self) -> None:
         """EngineError if names and versions contradict each other."""
         ready = {key for key, version in self._versions.items() if version.status is AdapterStatus.READY}
         if ready != {version.key for version in self._ready.values()}:
             raise EngineError(f"adapters in service {sorted(ready)} are not those with a name")
-        loading = [version for version in self._versions.values() if version.status is AdapterStatus.LOADING]
-        if loading != self._reads.loading() or BASE in self._versions:
-            raise EngineError(f"{len(loading)} adapters are being loaded, {len(self._reads.loading())} are to be read")
-        if any(version.weights is not None or not version.filling for version in self._reads.again()):
-            raise EngineError("an adapter that is in host memory, or fills no slot, is to be read again")
+        if BASE in self._versions:
+            raise EngineError("the base has a version of an adapter")
         slots = [version.slot for version in self._versions.values() if version.slot is not None]
         if len(slots) != len(set(slots)):
             raise EngineError(f"two adapters are in one slot: {sorted(slots)}")
-        self._memory.check_integrity()
+        self._loader.check_integrity()
 
     def close(self) -> None:
-        """End a read that is in progress; no thread is left."""
+        """End a load that is in progress; no thread is left."""
         self._closed = True
-        self._reads.close()
+        self._loader.close()
         self._work.close()
 
     # ---- inside
 
-    def _request(self, version: Version) -> ReadRequest:
-        kept, others = self._memory.known(self._replaced(version), version)
-        return ReadRequest(
-            path=version.path,
-            name=version.name,
-            config=self._config,
-            expert_scaling=version.expert_scaling,
-            max_rank=self._max_rank,
-            base=self._base_path,
-            budget=self._memory.budget,
-            pinned=version.pinned,
-            kept=kept,
-            others=others,
-        )
-
-    def _replaced(self, version: Version) -> Version | None:
-        """The version that serves while this one is loaded, and is to stay until then."""
-        return self._ready.get(version.name) if version.status is AdapterStatus.LOADING else None
-
-    def _was_read(self, read: Read, future: Future[AdapterWeights]) -> None:
-        version = read.version
-        try:
-            weights = future.result()
-            if read.slot is None:
-                self._serve(version, weights)
-            else:
-                self._return(version, weights, read.slot)
-        except KtserveError as error:
-            self._failed(read, error)
-        except Exception as error:  # noqa: BLE001 - whatever reading raises ends this read, not the engine
-            self._failed(read, EngineError(f"adapter {version.name!r} not read: {type(error).__name__}: {error}"))
-
-    def _serve(self, version: Version, weights: AdapterWeights) -> None:
+    def _loaded(self, job: LoadJob, weights: AdapterWeights) -> None:
+        version = job.version
+        if job.slot is not None:  # an evicted version is back
+            version.weights = weights
+            self._moved(version)
+            self._copy(version, job.slot)
+            return
         if weights.experts and self._no_expert_lora:
             layers = [f"layers.{layer}.experts" for layer in sorted(weights.experts)]
-            raise AdapterError(self._no_expert_lora, layers)
+            self._failed(job, AdapterError(self._no_expert_lora, layers))
+            return
         if version.name in self._ready:
             self._retire(version.name)
         version.become_ready(weights, self._extra_mlps_note if weights.extra_mlps else "")
-        self._memory.touch(version)
+        self._loader.touch(version)
         self._ready[version.name] = version
         self._events.append(Loaded(version.call_id, version.info))
         self._moved(version)
 
-    def _return(self, version: Version, weights: AdapterWeights, slot: int) -> None:
-        """An evicted version is back in host memory, if it is the same."""
-        if weights.digest != version.digest:
-            raise changed(version)
-        version.weights = weights
-        self._moved(version)
-        self._copy(version, slot)
-
     def _copy(self, version: Version, slot: int) -> None:
-        self._memory.touch(version)
+        self._loader.touch(version)
         self._work.start(_FILL, partial(self._fill, slot, version.held), partial(self._filled, version, slot))
 
     def _filled(self, version: Version, slot: int, future: Future[None]) -> None:
@@ -305,13 +264,12 @@ class Adapters:
             self._moved(version)
         else:
             self._events.append(SlotFailed(slot, f"the adapter could not be loaded: {error}"))
-        self._reads.grant_room()
 
-    def _failed(self, read: Read, error: KtserveError) -> None:
-        version = read.version
-        if read.slot is not None:
+    def _failed(self, job: LoadJob, error: KtserveError) -> None:
+        version = job.version
+        if job.slot is not None:
             version.filling = False
-            self._events.append(SlotFailed(read.slot, str(error)))
+            self._events.append(SlotFailed(job.slot, str(error)))
             return
         self._events.append(LoadFailed(version.call_id, error))
         if version.name in self._ready:  # a replacement that fails changes nothing
@@ -326,11 +284,10 @@ class Adapters:
         version = self._ready.pop(name)
         version.status = AdapterStatus.RETIRING
         self._events.append(Retiring(version.key))
-        self._reads.grant_room()
 
     def _moved(self, version: Version) -> None:
-        if version.status is AdapterStatus.READY and version.told is not version.residency:
-            version.told = version.residency
+        if version.status is AdapterStatus.READY and version.reported is not version.residency:
+            version.reported = version.residency
             self._events.append(Moved(version.name, version.residency))
 
     def _find(self, name: str, status: AdapterStatus) -> Version | None:

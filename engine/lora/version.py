@@ -104,7 +104,7 @@ class Version:
     slot: int | None = None  # that holds a copy
     filling: bool = False  # a slot is promised to it: its host copy is about to be read
     slot_asked_s: float = 0.0  # since when, on the monotonic clock
-    told: Residency | None = None  # by the last `Moved`
+    reported: Residency | None = None  # by the last `Moved`
     error: str = ""  # FAILED
 
     def become_ready(self, weights: AdapterWeights, note: str) -> None:

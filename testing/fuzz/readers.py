@@ -16,7 +16,7 @@ from demo.paths import demo_adapters, demo_model
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.files.gguf.file import GGUFArray, open_gguf
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.fuzz.mutate import Files
@@ -149,12 +149,12 @@ def _render_template(folder: Path) -> None:
     tokenizer.encode_rendered(tokenizer.render(_MESSAGES, trust_control_tokens=False, variables={}))
 
 
-def _read_adapter(folder: Path) -> None:
+def _parse_adapter(folder: Path) -> None:
     """For the base that it may be of."""
     try:
-        read_adapter(folder, open_model(str(demo_model())).config, name="x")
+        parse_adapter(folder, open_model(str(demo_model())).config, name="x")
     except UserError:
-        read_adapter(folder, open_model(str(_SAMPLES / "base-model")).config, name="x")
+        parse_adapter(folder, open_model(str(_SAMPLES / "base-model")).config, name="x")
 
 
 READERS = (
@@ -163,5 +163,5 @@ READERS = (
     Reader("tokenizer", _tokenizer_seeds, _read_tokenizer),
     Reader("chat template", _template_seeds, _load_template),
     Reader("rendered template", _template_seeds, _render_template, limited=True),
-    Reader("adapter", _adapter_seeds, _read_adapter),
+    Reader("adapter", _adapter_seeds, _parse_adapter),
 )

@@ -226,14 +226,14 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
 def in_pairs(weight: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """Rows of q or k [heads x dim, in] as llama.cpp has them for `llama`: values that are rotated together are
     neighbours."""
-    dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    return weight.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+    dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
+    return weight.reshape(-1, 2, dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def in_halves(weight: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """The inverse of `in_pairs`."""
-    dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    return weight.unflatten(0, (-1, dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
+    return weight.reshape(-1, dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def save_gguf(

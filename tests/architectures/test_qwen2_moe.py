@@ -17,7 +17,7 @@ from engine.diagnostics.check import check_model
 from engine.errors import AdapterError, ModelFileError
 from engine.files.gguf.file import open_gguf
 from engine.launch.backends import make_backends
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from engine.memory.items import Kind
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
@@ -213,7 +213,7 @@ def test_an_adapter_on_one_part_of_the_shared_expert_counts(family: Family, tmp_
     weights = make.random_adapter(config, experts=False, scale=2.0)
     weights.linears = {name: pair for name, pair in weights.linears.items() if name.endswith(part)}
     make.write(tmp_path / "one", make.linear_keys(weights), make.lora_config())
-    read = read_adapter(tmp_path / "one", config, name="one")
+    read = parse_adapter(tmp_path / "one", config, name="one")
     assert read.linears.keys() == weights.linears.keys() and len(read.linears) == 2
     engine = Harness(family.model_path, rules=None)
     engine.adapter("one", tmp_path / "one")
@@ -227,7 +227,7 @@ def test_a_wrong_shape_on_the_shared_expert_is_refused(family: Family, tmp_path:
     key = f"{make.PREFIX}model.layers.0.mlp.shared_expert.up_proj"
     tensors = {f"{key}.lora_A.weight": torch.zeros(3, 64), f"{key}.lora_B.weight": torch.zeros(95, 3)}
     with pytest.raises(AdapterError, match="in 64, out 96"):
-        read_adapter(make.write(tmp_path, tensors, make.lora_config()), make.config_of(family.base), name="x")
+        parse_adapter(make.write(tmp_path, tensors, make.lora_config()), make.config_of(family.base), name="x")
 
 
 # ---- check and plan

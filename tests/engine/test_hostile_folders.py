@@ -166,7 +166,7 @@ def test_a_hostile_folder_hurts_nobody(
     assert isinstance(engine.results[rid].end, Finished) and isinstance(engine.results[running].end, Finished)
     for name in ("good", *(["bad"] if refused.ok else [])):
         engine.core.handle(UnloadAdapter(call_id=3, name=name))
-    engine.until(lambda: engine.core.adapters.num_bytes == 0)
+    engine.until(lambda: engine.core.adapters.stats()["adapter_host_bytes"] == 0)
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file", "empty", "a FIFO", "a dangling link", "long", "no user"])

@@ -184,7 +184,8 @@ def test_replace_while_requests_run(family, backend):
     family.expect("adapter-0", prompt, engine.results[old].tokens)
     family.expect("adapter-1", prompt, engine.results[new].tokens)
     engine.core.step()
-    assert engine.core.adapters.num_bytes == sum(info.num_bytes for info in engine.core.adapters.infos())
+    adapters = engine.core.adapters
+    assert adapters.stats()["adapter_host_bytes"] == sum(info.num_bytes for info in adapters.infos())
     engine.close()
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.lora.reading.process import AdapterReader
-from tests.lora.reading import QUICK, good
+from engine.lora.reader_process import ReaderProcesses
+from tests.lora.parse_requests import QUICK, good
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[AdapterReader]:
-    reader = AdapterReader(QUICK)
+def reader() -> Iterator[ReaderProcesses]:
+    reader = ReaderProcesses(QUICK)
     yield reader
     reader.close()
 

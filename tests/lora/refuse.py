@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.errors import AdapterError
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from tests.lora import make
 
 CONFIG = make.model_config()
@@ -24,13 +24,13 @@ def write_fused(folder: Path) -> Path:
     """A good adapter with a manifest."""
     make.write(folder, make.linear_keys(WEIGHTS), make.lora_config(), fused=make.fused_keys(WEIGHTS))
     make.write_manifest(folder)
-    read_adapter(folder, CONFIG, name="good")
+    parse_adapter(folder, CONFIG, name="good")
     return folder
 
 
 def refused(path: Path, match: str, **kwargs: Any) -> AdapterError:
     """The error, after checking that there is one that says `match` and which adapter it is about."""
     with pytest.raises(AdapterError, match=match) as caught:
-        read_adapter(path, CONFIG, name="bad", **kwargs)
+        parse_adapter(path, CONFIG, name="bad", **kwargs)
     assert str(caught.value).startswith("adapter 'bad'")
     return caught.value

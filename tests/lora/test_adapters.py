@@ -16,8 +16,8 @@ from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.adapters import Adapters
 from engine.lora.budget import AdapterSize
-from engine.lora.files.reader import read_adapter
-from engine.lora.reading.process import ReadRequest
+from engine.lora.files.parse import parse_adapter
+from engine.lora.reader_process import ParsedAdapter, ParseRequest
 from engine.lora.version import (
     AdapterStatus,
     Loaded,
@@ -37,21 +37,32 @@ CONFIG = model_config()
 
 
 class InThread:
-    """A reader without a process. `go` holds every read until it is set; `broken` is raised instead."""
+    """A reader without a process. `go` holds every folder until it is set; `broken` is raised instead.
+    `num_open`: folders that were parsed, and neither taken nor closed."""
 
-    def __init__(self, read: Callable[[ReadRequest], AdapterWeights] | None = None) -> None:
+    def __init__(self, parse: Callable[[ParseRequest], AdapterWeights] | None = None) -> None:
         self.began, self.go, self.broken = threading.Event(), threading.Event(), None
         self.go.set()
-        self._read = read or (lambda r: read_adapter(r.path, r.config, name=r.name, max_rank=r.max_rank))
+        self.num_open = 0
+        self._parse = parse or (lambda r: parse_adapter(r.path, r.config, name=r.name, max_rank=r.max_rank))
 
-    def read(self, request: ReadRequest, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
+    def parse(self, request: ParseRequest) -> ParsedAdapter:
         self.began.set()
         assert self.go.wait(10)
         if self.broken is not None:
             raise self.broken
-        weights = self._read(request)
-        make_room(AdapterSize(weights.num_bytes, weights.slot_bytes(request.budget.element_bytes)))
-        return weights
+        weights = self._parse(request)
+        size = AdapterSize(weights.num_bytes, weights.slot_bytes(request.budget.element_bytes))
+        self.num_open += 1
+
+        def close() -> None:
+            self.num_open -= 1
+
+        def take() -> AdapterWeights:
+            close()
+            return weights
+
+        return ParsedAdapter(size, take, close)
 
     def close(self) -> None:
         self.go.set()
@@ -108,6 +119,10 @@ class Book(Adapters):
         return "" if isinstance(event, SlotFilled) else event.reason
 
     @property
+    def host_bytes(self) -> int:
+        return self.stats()["adapter_host_bytes"]
+
+    @property
     def retiring(self) -> list[AdapterKey]:
         """By the events."""
         return [event.key for event in self.seen if isinstance(event, Retiring)]
@@ -123,6 +138,7 @@ def book() -> Iterator[Book]:
     yield book
     book.check_integrity()
     book.close()
+    assert book.reader.num_open == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("adapter-")]
 
 
@@ -144,7 +160,7 @@ def test_load_and_use(book: Book, folder: Path) -> None:
     assert book.status("style/pirate:v1") is AdapterStatus.READY
     assert book.infos() == [event.info]
     assert (event.info.format, event.info.rank, event.info.path) == ("peft-attention", 3, str(folder))
-    assert event.info.num_bytes == book.weights(key).num_bytes == book.num_bytes > 0
+    assert event.info.num_bytes == book.weights(key).num_bytes == book.host_bytes > 0
 
 
 def test_nothing_happens_twice(book: Book, folder: Path) -> None:
@@ -157,7 +173,7 @@ def test_nothing_happens_twice(book: Book, folder: Path) -> None:
     assert book.retiring == [first, second] and book.events() == []
     book.release(first)
     book.release(second)
-    assert book.events() == [] and book.num_bytes == 0
+    assert book.events() == [] and book.host_bytes == 0
 
 
 def test_loading_does_not_wait(book: Book, folder: Path) -> None:
@@ -235,7 +251,7 @@ def test_unload_and_load_again_never_reuses_a_key(book: Book, folder: Path) -> N
     second = book.loaded("a", folder)
     assert second.uid != first.uid
     book.release(first)
-    assert book.num_bytes == book.weights(second).num_bytes
+    assert book.host_bytes == book.weights(second).num_bytes
     assert book.status("a") is AdapterStatus.READY
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from tests.lora.make import SAMPLES, sample_config
 from tests.lora.merge import all_deltas
 
@@ -30,8 +30,8 @@ def converter() -> ModuleType:
 def test_converted_for_sglang(tmp_path: Path) -> None:
     source = SAMPLES / "kt_fused_all"
     converter().convert_kt_to_sglang_adapter(source, tmp_path / "out", base_model_name_or_path="base")
-    read = read_adapter(tmp_path / "out", sample_config(), name="x")
+    read = parse_adapter(tmp_path / "out", sample_config(), name="x")
     assert read.format == "peft-per-expert-unprefixed" and read.warnings == []
-    got, want = all_deltas(read), all_deltas(read_adapter(source, sample_config(), name="x"))
+    got, want = all_deltas(read), all_deltas(parse_adapter(source, sample_config(), name="x"))
     assert sorted(got) == sorted(want)
     assert all(torch.equal(got[name], delta) for name, delta in want.items())

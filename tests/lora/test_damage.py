@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import AdapterError
 from engine.lora.files.inspect import describe
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from tests.lora import make
 
 CONFIG = make.model_config()
@@ -65,7 +65,7 @@ def test_damaged_bytes(tmp_path_factory: pytest.TempPathFactory, form: str, whic
             del content[at : at + len(data) if change == "cut" else None]
     file.write_bytes(content)
     try:
-        read_adapter(path, CONFIG, name="x")
+        parse_adapter(path, CONFIG, name="x")
         served = True
     except AdapterError:
         served = False

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from engine.errors import AdapterError
 from engine.lora.adapter import AdapterWeights
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from tests.lora import make
 from tests.lora.merge import all_deltas
 
@@ -63,7 +63,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_round_trip(tmp_path: Path, form: str, dtype: torch.dtype, extra: int) -> None:
     weights = make.random_adapter(CONFIG, dtype=dtype, extra=extra)
-    read = read_adapter(write_form(tmp_path, form, weights), CONFIG, name="x")
+    read = parse_adapter(write_form(tmp_path, form, weights), CONFIG, name="x")
     assert read.format == FORMS[form] + ("+extra-mlps" if extra else "")
     assert read.warnings == [] and read.rank == 3
     assert_same(read, weights)
@@ -73,14 +73,14 @@ def test_round_trip(tmp_path: Path, form: str, dtype: torch.dtype, extra: int) -
 
 def test_attention_only(tmp_path: Path) -> None:
     weights = make.random_adapter(CONFIG, experts=False)
-    read = read_adapter(make.write(tmp_path, make.linear_keys(weights), make.lora_config()), CONFIG, name="x")
+    read = parse_adapter(make.write(tmp_path, make.linear_keys(weights), make.lora_config()), CONFIG, name="x")
     assert read.format == "peft-attention" and read.warnings == [] and read.experts == {}
     assert_same(read, weights)
 
 
 def test_experts_only_in_the_fused_file(tmp_path: Path) -> None:
     weights = make.random_adapter(CONFIG, linears=False)
-    read = read_adapter(
+    read = parse_adapter(
         make.write(tmp_path, None, make.lora_config(), fused=make.fused_keys(weights)), CONFIG, name="x"
     )
     assert_same(read, weights)
@@ -90,7 +90,7 @@ def test_tensors_own_their_memory(tmp_path: Path) -> None:
     weights = make.random_adapter(CONFIG)
     for form in ("A", "B", "E", "B bin"):
         folder = write_form(tmp_path / form, form, weights)
-        read = read_adapter(folder, CONFIG, name="x")
+        read = parse_adapter(folder, CONFIG, name="x")
         for file in folder.iterdir():
             file.write_bytes(b"\0" * file.stat().st_size)  # in place: a mapped view would change
         assert_same(read, weights)
@@ -102,7 +102,7 @@ def test_adapter_name_in_keys(tmp_path: Path) -> None:
         key.replace(".weight", ".default.weight"): tensor
         for key, tensor in (make.linear_keys(weights) | make.per_expert_keys(weights)).items()
     }
-    assert_same(read_adapter(make.write(tmp_path, tensors, make.lora_config()), CONFIG, name="x"), weights)
+    assert_same(parse_adapter(make.write(tmp_path, tensors, make.lora_config()), CONFIG, name="x"), weights)
 
 
 def test_extra_mlps_in_their_own_file(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_extra_mlps_in_their_own_file(tmp_path: Path) -> None:
     weights, older = make.random_adapter(CONFIG, extra=2), make.random_adapter(CONFIG, extra=2, seed=7)
     tensors = make.linear_keys(weights) | make.per_expert_keys(weights)
     save_file(make.extra_keys(weights), tmp_path / "lora_experts.safetensors")
-    assert_same(read_adapter(make.write(tmp_path, tensors, make.lora_config()), CONFIG, name="x"), weights)
+    assert_same(parse_adapter(make.write(tmp_path, tensors, make.lora_config()), CONFIG, name="x"), weights)
     make.write(tmp_path, tensors | make.extra_keys(older), make.lora_config())
-    read = read_adapter(tmp_path, CONFIG, name="x")
+    read = parse_adapter(tmp_path, CONFIG, name="x")
     assert_same(read, weights)
     assert read.warnings == [
         "12 tensors of lora_experts.safetensors count instead of those in adapter_model.safetensors"
@@ -129,7 +129,7 @@ def test_gate_up_shares_a_when_not_block_diagonal(tmp_path: Path) -> None:
         tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = make.flatten_3d(a, b, False)
         delta = 1.5 * (b @ a)
         want |= {f"layers.{layer}.gate": delta[:, :16], f"layers.{layer}.up": delta[:, 16:]}
-    read = read_adapter(make.write(tmp_path, tensors, make.lora_config(4, 6)), CONFIG, name="x")
+    read = parse_adapter(make.write(tmp_path, tensors, make.lora_config(4, 6)), CONFIG, name="x")
     got = all_deltas(read)
     assert sorted(got) == sorted(want) and read.rank == 4
     for name, delta in want.items():
@@ -146,7 +146,7 @@ def test_square_case_is_settled_by_the_version(tmp_path: Path, version: str, swa
     half_a, half_b = make.flatten_3d(a, b, swapped)
     tensors = {f"{key}.lora_A.weight": half_a, f"{key}.lora_B.weight": half_b}
     folder = make.write(tmp_path, tensors, make.lora_config(peft_version=version))
-    deltas = all_deltas(read_adapter(folder, config, name="x"))
+    deltas = all_deltas(parse_adapter(folder, config, name="x"))
     torch.testing.assert_close(torch.cat([deltas["layers.0.gate"], deltas["layers.0.up"]], 1), 2 * (b @ a))
 
 
@@ -162,7 +162,7 @@ def test_missing_experts_and_projections_are_zero(tmp_path: Path, form: str) -> 
         for key, tensor in tensors.items()
         if not key.startswith(tuple(gone)) and ".layers.2.mlp.ex" not in key
     }
-    read = read_adapter(make.write(folder, kept, make.lora_config()), CONFIG, name="x")
+    read = parse_adapter(make.write(folder, kept, make.lora_config()), CONFIG, name="x")
     assert read.warnings == [
         "layer 2: no expert LoRA, taken as zero",
         "layer 0: 4 expert projections have no LoRA, taken as zero",
@@ -177,7 +177,7 @@ def test_missing_experts_and_projections_are_zero(tmp_path: Path, form: str) -> 
 def test_missing_layer_of_the_fused_file(tmp_path: Path) -> None:
     weights = make.random_adapter(CONFIG)
     kept = {k: t for k, t in make.fused_keys(weights).items() if not k.startswith(("layers.2", "layers.0.experts.up"))}
-    read = read_adapter(make.write(tmp_path, {}, make.lora_config(), fused=kept), CONFIG, name="x")
+    read = parse_adapter(make.write(tmp_path, {}, make.lora_config(), fused=kept), CONFIG, name="x")
     assert read.warnings == [
         "layer 2: no expert LoRA, taken as zero",
         "layer 0: no expert LoRA on up, taken as zero",
@@ -192,7 +192,7 @@ def test_stale_keys_beside_the_fused_file(tmp_path: Path) -> None:
     stale = {key: torch.zeros_like(t) if "lora_B" in key else t for key, t in stale.items()}
     make.write(tmp_path, make.linear_keys(weights) | stale, make.lora_config(), fused=make.fused_keys(weights))
     make.write_manifest(tmp_path)
-    read = read_adapter(tmp_path, CONFIG, name="x")
+    read = parse_adapter(tmp_path, CONFIG, name="x")
     assert read.warnings == [
         f"{len(stale)} stale expert tensors beside fused_expert_lora.safetensors are all zero and ignored"
     ]
@@ -213,7 +213,7 @@ def test_rslora_where_the_form_settles_it(tmp_path: Path, form: str, experts_sca
     if form == "A":
         (tmp_path / "kt_adapter_manifest.json").unlink()
         make.write_manifest(tmp_path)
-    read = read_adapter(tmp_path, CONFIG, name="x")
+    read = parse_adapter(tmp_path, CONFIG, name="x")
     root = 6 / math.sqrt(3)
     assert all(pair.scale == pytest.approx(root) for pair in read.linears.values())
     scales = {s for lora in read.experts.values() for s in (lora.gate_scale, lora.up_scale, lora.down_scale)}
@@ -225,7 +225,7 @@ def test_rslora_where_the_form_settles_it(tmp_path: Path, form: str, experts_sca
 def test_rslora_of_per_expert_keys_takes_expert_scaling(tmp_path: Path, form: str, kind: str, scale: float) -> None:
     folder = write_form(tmp_path, form, make.random_adapter(CONFIG))
     make.write(folder, None, make.lora_config(use_rslora=True))
-    read = read_adapter(folder, CONFIG, name="x", expert_scaling=kind)
+    read = parse_adapter(folder, CONFIG, name="x", expert_scaling=kind)
     assert {lora.down_scale for lora in read.experts.values()} == {scale}
     assert {pair.scale for pair in read.linears.values()} == {6 / math.sqrt(3)}
     assert read.warnings == []
@@ -236,11 +236,11 @@ def test_alpha_pattern_on_per_expert_keys_takes_expert_scaling(tmp_path: Path, r
     folder = write_form(tmp_path, "B", make.random_adapter(CONFIG))
     make.write(folder, None, make.lora_config(use_rslora=rslora, alpha_pattern={"down_proj": 30}))
     with pytest.raises(AdapterError, match="give expert_scaling") as caught:
-        read_adapter(folder, CONFIG, name="x")
+        parse_adapter(folder, CONFIG, name="x")
     assert caught.value.keys == ["use_rslora", "alpha_pattern"][not rslora :]
     root = math.sqrt(3)
     for kind, scale in (("alpha/r", 2.0), ("alpha/sqrt(r)", 6 / root), ("peft", 30 / root if rslora else 10.0)):
-        read = read_adapter(folder, CONFIG, name="x", expert_scaling=kind)
+        read = parse_adapter(folder, CONFIG, name="x", expert_scaling=kind)
         assert all(lora.down_scale == pytest.approx(scale) for lora in read.experts.values())
 
 
@@ -248,13 +248,13 @@ def test_alpha_pattern_on_per_expert_keys_takes_expert_scaling(tmp_path: Path, r
 def test_alpha_pattern_that_leaves_nothing_open(tmp_path: Path, pattern: dict[str, float]) -> None:
     folder = write_form(tmp_path, "B", make.random_adapter(make.model_config(mlp_only_layers=())))
     make.write(folder, None, make.lora_config(alpha_pattern=pattern))
-    read = read_adapter(folder, make.model_config(mlp_only_layers=()), name="x")
+    read = parse_adapter(folder, make.model_config(mlp_only_layers=()), name="x")
     assert {lora.down_scale for lora in read.experts.values()} == {2.0}
 
 
 def test_expert_scaling_that_was_not_needed_is_said(tmp_path: Path) -> None:
     folder = write_form(tmp_path, "A", make.random_adapter(CONFIG))
-    read = read_adapter(folder, CONFIG, name="x", expert_scaling="alpha/sqrt(r)")
+    read = parse_adapter(folder, CONFIG, name="x", expert_scaling="alpha/sqrt(r)")
     assert read.warnings == ["expert_scaling 'alpha/sqrt(r)' was not needed: the files settle it"]
     assert read.experts[0].gate_scale == 2.0
 
@@ -265,7 +265,7 @@ def test_manifest_settles_rank_and_alpha_of_experts(tmp_path: Path) -> None:
         tmp_path, make.linear_keys(weights), make.lora_config(alpha=12.0), fused=make.fused_keys(weights)
     )
     make.write_manifest(folder, alpha=9.0)
-    read = read_adapter(folder, CONFIG, name="x")
+    read = parse_adapter(folder, CONFIG, name="x")
     assert read.experts[0].gate_scale == 3.0
     assert next(iter(read.linears.values())).scale == 4.0
 
@@ -273,7 +273,7 @@ def test_manifest_settles_rank_and_alpha_of_experts(tmp_path: Path) -> None:
 def test_rank_of_the_fused_file_is_the_tensors(tmp_path: Path) -> None:
     experts, linears = make.random_adapter(CONFIG, rank=4), make.random_adapter(CONFIG, rank=3)
     folder = make.write(tmp_path, make.linear_keys(linears), make.lora_config(), fused=make.fused_keys(experts))
-    read = read_adapter(folder, CONFIG, name="x")
+    read = parse_adapter(folder, CONFIG, name="x")
     assert read.experts[0].gate_scale == 1.5
     assert read.warnings == ["experts have rank [4], adapter_config.json says 3"]
 
@@ -328,7 +328,7 @@ def test_patterns(tmp_path_factory: pytest.TempPathFactory, patterns: Any, rslor
     folder = tmp_path_factory.mktemp("patterns")
     config = make.lora_config(rank_pattern=ranks, alpha_pattern=alphas, use_rslora=rslora)
     make.write(folder, tensors, config)
-    read = read_adapter(folder, CONFIG, name="x", expert_scaling="peft")
+    read = parse_adapter(folder, CONFIG, name="x", expert_scaling="peft")
     got = all_deltas(read)
     assert sorted(got) == sorted(want)
     for name, delta in want.items():
@@ -362,4 +362,4 @@ def test_any_shape(
     if form == "A":
         (folder / "kt_adapter_manifest.json").unlink()
         make.write_manifest(folder, rank=rank, alpha=2.0 * rank)
-    assert_same(read_adapter(folder, config, name="x"), weights)
+    assert_same(parse_adapter(folder, config, name="x"), weights)

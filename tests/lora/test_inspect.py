@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.lora import reader_process
 from engine.lora.files.folder import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE
 from engine.lora.files.inspect import describe
-from engine.lora.reading import process
 from engine.main import main
 from tests.lora import make
 
@@ -140,7 +140,7 @@ def test_what_is_no_file_is_a_refusal(tmp_path: Path, name: str, kind: str) -> N
 def test_a_rank_that_serving_refuses_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
 ) -> None:
-    monkeypatch.setattr(process, "limit_this_process", lambda: lambda num_bytes: None)
+    monkeypatch.setattr(reader_process, "limit_this_process", lambda: lambda num_bytes: None)
     model, path = make.SAMPLES / "base-model", tmp_path / "adapter"
     weights = make.random_adapter(make.sample_config(), rank=rank, experts=False)
     make.write(path, make.linear_keys(weights), make.lora_config(rank=rank))

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Qwen3MoeForCausalLM
 
 from engine.lora.adapter import AdapterWeights
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from testing.models.tiny import tiny_model
 from tests.lora import make
 from tests.lora.merge import all_deltas, merge
@@ -62,7 +62,7 @@ def trained(model: nn.Module, folder: Path, swapped: bool = False, **fields: Any
 
 
 def read(folder: Path, **kwargs: Any) -> AdapterWeights:
-    return read_adapter(folder, make.config_of(base()), name="x", **kwargs)
+    return parse_adapter(folder, make.config_of(base()), name="x", **kwargs)
 
 
 def assert_equals_peft(folder: Path, expected: torch.Tensor, **kwargs: Any) -> AdapterWeights:

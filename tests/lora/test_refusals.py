@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import AdapterError, UserError
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from tests.lora import make
 from tests.lora.make import PREFIX
 from tests.lora.refuse import CONFIG, WEIGHTS, peft_tensors, refused, write_fused
@@ -77,12 +77,12 @@ def test_settings(tmp_path: Path, fields: dict[str, Any], key: str, match: str) 
 
 def test_unknown_settings_and_another_base_are_said(tmp_path: Path) -> None:
     make.write(tmp_path, peft_tensors(), make.lora_config(base_model_name_or_path="/m/Other", use_magic=True, x=None))
-    read = read_adapter(tmp_path, CONFIG, name="x", base="/models/this")
+    read = parse_adapter(tmp_path, CONFIG, name="x", base="/models/this")
     assert read.warnings == [
         "adapter_config.json has settings that are not known here: use_magic",
         "trained on '/m/Other', served on '/models/this'",
     ]
-    assert read_adapter(tmp_path, CONFIG, name="x", base="/elsewhere/other").warnings[1:] == []
+    assert parse_adapter(tmp_path, CONFIG, name="x", base="/elsewhere/other").warnings[1:] == []
 
 
 # ---- ranks and scale
@@ -95,7 +95,7 @@ def test_rank_over_the_limit(tmp_path: Path, fused: Path) -> None:
     )
     for folder in (tmp_path, fused, e):
         assert refused(folder, "rank 3 is over --max-adapter-rank 2", max_rank=2).keys
-        read_adapter(folder, CONFIG, name="x", max_rank=3)
+        parse_adapter(folder, CONFIG, name="x", max_rank=3)
 
 
 @pytest.mark.parametrize("form", ["linear", "expert", "3d"])
@@ -113,7 +113,7 @@ def test_rslora_of_per_expert_keys(tmp_path: Path, prefix: str) -> None:
     make.write(tmp_path, tensors, make.lora_config(use_rslora=True))
     assert refused(tmp_path, "use_rslora set.*give expert_scaling").keys == ["use_rslora"]
     with pytest.raises(UserError, match="expert_scaling is 'rslora', it must be one of") as caught:
-        read_adapter(tmp_path, CONFIG, name="x", expert_scaling="rslora")
+        parse_adapter(tmp_path, CONFIG, name="x", expert_scaling="rslora")
     assert caught.value.field == "expert_scaling"
 
 
@@ -246,7 +246,7 @@ def test_square_fused_3d_without_a_version(tmp_path: Path) -> None:
     tensors = {f"{key}.lora_A.weight": torch.zeros(12, 32), f"{key}.lora_B.weight": torch.zeros(32, 12)}
     folder = make.write(tmp_path, tensors, make.lora_config())
     with pytest.raises(AdapterError, match="peft_version does not say"):
-        read_adapter(folder, make.model_config(hidden_size=32), name="x")
+        parse_adapter(folder, make.model_config(hidden_size=32), name="x")
 
 
 def test_experts_in_two_forms(tmp_path: Path) -> None:

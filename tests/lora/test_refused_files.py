@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from tests.lora import make
 from tests.lora.make import PREFIX
 from tests.lora.refuse import CONFIG, WEIGHTS, peft_tensors, refused, write_fused
@@ -48,7 +48,7 @@ def test_paths(tmp_path: Path) -> None:
 def test_a_link_to_an_adapter_is_followed(tmp_path: Path) -> None:
     make.write(tmp_path / "real", peft_tensors(), make.lora_config())
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert read_adapter(tmp_path / "link", CONFIG, name="x").rank == 3
+    assert parse_adapter(tmp_path / "link", CONFIG, name="x").rank == 3
 
 
 def test_a_weight_file_that_links_to_itself(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_both_weight_files(tmp_path: Path) -> None:
     make.write(tmp_path, peft_tensors(), make.lora_config())
     (tmp_path / "adapter_model.bin").write_bytes(b"whatever")
     (tmp_path / "value_head.safetensors").write_bytes(b"whatever")
-    assert read_adapter(tmp_path, CONFIG, name="x").warnings == [
+    assert parse_adapter(tmp_path, CONFIG, name="x").warnings == [
         "adapter_model.bin was not read: adapter_model.safetensors is there too",
         "files that are no part of an adapter were not read: value_head.safetensors",
     ]
@@ -179,7 +179,7 @@ def test_manifest_that_lacks_a_layer_of_the_base(tmp_path: Path) -> None:
 
 def test_manifest_of_another_base_type_is_said(fused: Path) -> None:
     rewrite_manifest(fused, lambda m: m.update(expert_weight_format="int8", base={"model_name_or_path": "/a/Other"}))
-    read = read_adapter(fused, CONFIG, name="x", base="this")
+    read = parse_adapter(fused, CONFIG, name="x", base="this")
     assert read.warnings == ["trained on '/a/Other', served on 'this'", "trained over int8 base experts"]
 
 

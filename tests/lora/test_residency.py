@@ -16,7 +16,7 @@ from engine.lora.budget import AdapterBudget, AdapterSize
 from engine.lora.version import Loaded, LoadFailed, Residency, SlotFilled
 from scheduler.plan import SlotLoad
 from scheduler.request import AdapterKey
-from testing.readers import SharedReader
+from testing.shared_reader import SharedReader
 from tests.lora.make import lora_config, write
 from tests.lora.test_adapters import Book, InThread, adapter
 
@@ -54,6 +54,7 @@ def tight(made: Made) -> Iterator[Callable[..., Book]]:
     for book in books:
         book.check_integrity()
         book.close()
+        assert not isinstance(book.reader, InThread) or book.reader.num_open == 0
 
 
 def where(book: Book, names: str) -> list[Residency]:
@@ -63,7 +64,7 @@ def where(book: Book, names: str) -> list[Residency]:
 def test_the_least_recently_used_is_evicted_and_read_again(made: Made, tight: Callable[..., Book]) -> None:
     book = tight(2)
     keys = {name: book.loaded(name, path) for name, path in zip("abc", made.paths, strict=False)}
-    assert where(book, "abc") == [DISK, HOST, HOST] and book.num_bytes == 2 * made.size.read
+    assert where(book, "abc") == [DISK, HOST, HOST] and book.host_bytes == 2 * made.size.read
     assert book.filled(keys["b"]) == "" and where(book, "abc") == [DISK, SLOT, HOST]
     assert book.filled(keys["a"]) == ""  # c is the least recently used now
     assert where(book, "abc") == [SLOT, HOST, DISK]
@@ -75,7 +76,7 @@ def test_the_least_recently_used_is_evicted_and_read_again(made: Made, tight: Ca
     book.unload("c")
     book.take()
     book.release(keys["c"])
-    assert book.num_bytes == 2 * made.size.read
+    assert book.host_bytes == 2 * made.size.read
 
 
 def test_what_a_slot_gets_is_what_was_loaded(made: Made, tight: Callable[..., Book]) -> None:
@@ -106,7 +107,7 @@ def test_pinned_ones_stay(made: Made, tight: Callable[..., Book]) -> None:
 def test_one_alone_never_fits(made: Made, tight: Callable[..., Book]) -> None:
     book = tight(1, spare=-1)
     assert "would never fit" in str(book.fails("a", made.paths[0]))
-    assert book.num_bytes == 0 and book.infos() == []
+    assert book.host_bytes == 0 and book.infos() == []
 
 
 def test_both_versions_stay_during_a_replacement(made: Made, tight: Callable[..., Book]) -> None:
@@ -206,5 +207,5 @@ def test_any_traffic_ends(made: Made, tight: Callable[..., Book]) -> None:
         assert [book.residency(str(i)) for i in range(3)] == [SLOT] * 3
         book.check_integrity()
         keys = keys[1:] + keys[:1]
-    assert book.num_bytes == made.size.read
+    assert book.host_bytes == made.size.read
     book.close()

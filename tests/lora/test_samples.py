@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from engine.lora.adapter import AdapterWeights
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from tests.lora.make import SAMPLES, sample_config
 from tests.lora.merge import merge
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-5  # measured 2e-6; the references were made by another release o
 
 
 def read(name: str) -> AdapterWeights:
-    return read_adapter(SAMPLES / name, sample_config(), name=name, base="base")
+    return parse_adapter(SAMPLES / name, sample_config(), name=name, base="base")
 
 
 @pytest.mark.parametrize("name", ["base-model", "kt_fused_all", "kt_peft_perexpert"])

@@ -14,7 +14,7 @@ from engine.lora.adapter import AdapterWeights
 from engine.lora.files import writer
 from engine.lora.files.convert import convert
 from engine.lora.files.folder import CONFIG_FILE
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from engine.lora.files.writer import FORMS, write_adapter
 from engine.weights.open import open_model
 from testing.models.tiny import save_hf, tiny_model
@@ -39,7 +39,7 @@ def uneven(seed: int) -> AdapterWeights:
 def test_what_is_written_reads_back(tmp_path, form, make_one):
     weights = make_one()
     write_adapter(weights, tmp_path / "a", form, base="base")
-    read = read_adapter(tmp_path / "a", CONFIG, name="a", base="base")
+    read = parse_adapter(tmp_path / "a", CONFIG, name="a", base="base")
     assert read.format == {"peft": "peft-per-expert", "kt-fused": "kt-fused"}[form]
     assert read.warnings == []
     assert_same(read, weights)
@@ -53,13 +53,13 @@ def test_an_adapter_of_attention_alone(tmp_path, form):
             write_adapter(weights, tmp_path, form)
         return
     write_adapter(weights, tmp_path, form)
-    assert_same(read_adapter(tmp_path, CONFIG, name="a"), weights)
+    assert_same(parse_adapter(tmp_path, CONFIG, name="a"), weights)
 
 
 def test_bfloat16_stays_bfloat16(tmp_path):
     weights = make.random_adapter(CONFIG, dtype=torch.bfloat16)
     write_adapter(weights, tmp_path, "peft")
-    read = read_adapter(tmp_path, CONFIG, name="a")
+    read = parse_adapter(tmp_path, CONFIG, name="a")
     assert all(lora.gate_a.dtype == lora.down_b.dtype == torch.bfloat16 for lora in read.experts.values())
     assert_same(read, weights)
 
@@ -95,7 +95,7 @@ def test_ended_anywhere_the_folder_is_the_old_one_the_new_one_or_none(tmp_path, 
                 write_adapter(after, folder, form)
                 done = True
         try:
-            read = read_adapter(folder, CONFIG, name="a")
+            read = parse_adapter(folder, CONFIG, name="a")
         except AdapterError:
             seen.add("none")
         else:
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_the_old_adapter(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_sync", full)
     with pytest.raises(UserError, match=f"{tmp_path}: No space left on device"):
         write_adapter(make.random_adapter(CONFIG, seed=2), tmp_path, "kt-fused")
-    assert_same(read_adapter(tmp_path, CONFIG, name="a"), weights)
+    assert_same(parse_adapter(tmp_path, CONFIG, name="a"), weights)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -137,7 +137,7 @@ def test_every_form_that_is_read_converts(tmp_path, base, read_form, form):
     source = write_form(tmp_path / "source", read_form, weights)
     text = convert(str(source), form, str(tmp_path / "out"), str(base))
     assert form in text
-    assert_same(read_adapter(tmp_path / "out", config, name="a"), weights)
+    assert_same(parse_adapter(tmp_path / "out", config, name="a"), weights)
 
 
 def test_converting_needs_the_base_and_an_empty_folder(tmp_path, base):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.lora.reading.process import AdapterReader, ReadRequest
+from engine.lora.reader_process import ParseRequest, ReaderProcesses
 from ktserve.launcher import program
 from testing.waiting import PATIENCE_S
 from tests.lora import make
@@ -47,15 +47,15 @@ def decoys(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_reader_of_adapters(decoys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_processes(decoys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started by an engine that runs where the command was typed."""
     weights = make.random_adapter(make.model_config())
     folder = make.write(tmp_path / "adapter", make.per_expert_keys(weights), make.lora_config())
     for name in HIDDEN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(decoys)
-    reader = AdapterReader()
-    assert reader.read(ReadRequest(str(folder), "x", make.model_config())).experts
+    reader = ReaderProcesses()
+    assert reader.parse(ParseRequest(str(folder), "x", make.model_config())).take().experts
     reader.close()
 
 

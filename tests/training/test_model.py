@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peft import PeftModel
 
 from engine.errors import UserError
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
@@ -174,7 +174,7 @@ def test_some_projections_alone(folders, tmp_path):
         for lora in (m.lora("default") for m in model.modules() if hasattr(m, "lora")):
             lora.gate_lora_b.zero_(), lora.up_lora_b.zero_()
     save_adapter(model, tmp_path)
-    read = read_adapter(tmp_path, open_model(str(folders / "qwen3_moe")).config, name="a")
+    read = parse_adapter(tmp_path, open_model(str(folders / "qwen3_moe")).config, name="a")
     assert sorted(read.linears) == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     assert not read.experts[0].gate_b.any() and read.experts[0].down_b.any()
 

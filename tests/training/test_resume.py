@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from engine.errors import UserError
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
 from tests.training.models import losses
 from training.loop.progress import StopOnSignal, read_log
@@ -87,7 +87,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(config):
     files = [folder / "adapter_model.safetensors" for folder in (config.output, whole.output)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert [path.name for path in checkpoints(config.output)] == ["checkpoint-6"]
-    read = read_adapter(config.output, open_model(config.model_name_or_path).config, name="a")
+    read = parse_adapter(config.output, open_model(config.model_name_or_path).config, name="a")
     assert read.format == "peft-per-expert" and sorted(read.experts) == [0, 1]
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from engine.errors import UserError
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
 from testing.models.tiny import tiny_model
 from tests.training.models import copy_lora, losses, ours, plain
@@ -101,7 +101,7 @@ def test_preferences_move_apart(config, pairs, tmp_path):
     margins = [record["rewards/margins"] for record in read_log(config.output / "log.jsonl")]
     assert margins[0] == 0.0 and losses(config.output)[0] == pytest.approx(math.log(2), abs=1e-6)
     assert margins[-1] > 0.2
-    read = read_adapter(outcome.folders["default"], open_model(config.model_name_or_path).config, name="a")
+    read = parse_adapter(outcome.folders["default"], open_model(config.model_name_or_path).config, name="a")
     assert read.format == "kt-fused" and read.experts[0].gate_a.dtype == torch.bfloat16
 
 

@@ -9,8 +9,7 @@ import torch
 
 from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.gpu.layout import Sizes, lora_blocks
-from engine.lora.adapter import ExpertLora
-from engine.lora.ranks import padded_rank
+from engine.lora.adapter import ExpertLora, padded_rank
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from engine.experts.capabilities import ExpertPlaces
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu.layout import PROJECTIONS, Frame, Sizes, frame_of, lora_blocks
 from engine.experts.stream import on_stream
-from engine.lora.adapter import ExpertLora
-from engine.lora.ranks import padded_rank
+from engine.lora.adapter import ExpertLora, padded_rank
 from engine.weights.store import ExpertStore
 from engine.weights.tiled.convert import Packer
 

@@ -23,7 +23,7 @@ from engine.experts.gpu.products import (
     tiles_for,
 )
 from engine.experts.gpu.widened import Widened
-from engine.lora.ranks import RANK_STEP, padded_rank
+from engine.lora.adapter import RANK_STEP, padded_rank
 
 CHUNK_ROWS = 8192  # rows computed at a time: bounds the scratch memory
 WIDE_ROWS = 4096  # of a chunk, up to which a choice's result is kept in float32 before a row's are added up

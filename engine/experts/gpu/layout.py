@@ -16,8 +16,7 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.errors import ExpertBackendError, UserError
-from engine.lora.adapter import ExpertLora
-from engine.lora.ranks import padded_rank
+from engine.lora.adapter import ExpertLora, padded_rank
 from engine.weights.store import ExpertStore, WeightSource
 from engine.weights.tiled.layout import Matrix, held_as, matrix_of
 

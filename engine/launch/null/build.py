@@ -18,7 +18,7 @@ from engine.launch.null.runner import NullModel, NullRunner
 from engine.lora.adapter import AdapterWeights
 from engine.lora.adapters import Adapters
 from engine.lora.budget import AdapterSize
-from engine.lora.reading.process import ReadRequest
+from engine.lora.reader_process import ParsedAdapter, ParseRequest
 from engine.messages import FromEngine, Ready
 from engine.null import NullSettings, null_settings
 from engine.planning.plan import draft_tokens
@@ -40,8 +40,9 @@ _USED = {
 class NullReader:
     """Every folder is an adapter without weights, whether it exists or not."""
 
-    def read(self, request: ReadRequest, make_room: Callable[[AdapterSize], None]) -> AdapterWeights:
-        return AdapterWeights(request.name, "null", path=request.path)
+    def parse(self, request: ParseRequest) -> ParsedAdapter:
+        weights = AdapterWeights(request.name, "null", path=request.path)
+        return ParsedAdapter(AdapterSize(0, 0), lambda: weights, lambda: None)
 
     def close(self) -> None:
         """There is nothing to end."""

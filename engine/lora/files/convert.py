@@ -12,7 +12,7 @@ import torch
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora
 from engine.lora.files.folder import AdapterFiles
-from engine.lora.files.reader import read_adapter
+from engine.lora.files.parse import parse_adapter
 from engine.lora.files.settings import read_settings
 from engine.lora.files.writer import write_adapter
 from engine.units import format_bytes
@@ -35,7 +35,7 @@ def convert(
         named = f"names the base {base!r}, which is no path here" if base else "does not name its base"
         raise UserError(f"{path}: {named}: give --model, the base's folder or .gguf file", "model")
     config = open_model(known).config
-    weights = read_adapter(path, config, name=Path(path).name, opened=opened)
+    weights = parse_adapter(path, config, name=Path(path).name, opened=opened)
     if form == "kt-fused" and weights.experts:
         weights = _with_all_layers(weights, config.sparse_layers)
     write_adapter(weights, target, form, base=base)

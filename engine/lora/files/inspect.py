@@ -15,7 +15,7 @@ from engine.lora.files.detect import PROJECTIONS, Halves, Layout, sort_keys
 from engine.lora.files.folder import KEYS_SHOWN, AdapterFiles, Entry
 from engine.lora.files.formats.common import open_expert_scaling
 from engine.lora.files.formats.kt_fused import Manifest, read_manifest
-from engine.lora.files.reader import format_name, read_adapter, refuse_full_experts
+from engine.lora.files.parse import format_name, parse_adapter, refuse_full_experts
 from engine.lora.files.settings import SCALINGS, Settings, read_settings, scaling
 from engine.units import format_bytes
 
@@ -45,8 +45,8 @@ def describe(
 ) -> Described:
     """What is to be said of the adapter in `path`: form, rank, scale, modules, layers, experts, bytes, warnings and
     whether the base `config` can serve it, or why not. Without `config` headers, settings and manifest are checked,
-    but not the values and not the fit. `opened` as `read_adapter` has it. Raises nothing for what the folder holds: the
-    reason is part of the text."""
+    but not the values and not the fit. `opened` as `parse_adapter` has it. Raises nothing for what the folder holds:
+    the reason is part of the text."""
     name = Path(path).name or str(path)
     lines = [f"adapter    {path}"]
     error: AdapterError | None = None
@@ -62,7 +62,7 @@ def describe(
     weights = None
     if error is None and config is not None:
         try:
-            weights = read_adapter(
+            weights = parse_adapter(
                 path, config, name=name, expert_scaling=expert_scaling, max_rank=max_rank, opened=opened
             )
         except AdapterError as failed:

@@ -1,7 +1,7 @@
-"""Writes an adapter as PEFT's keys per expert or as KT's fused files: the forms that `reader` and other programs read.
+"""Writes an adapter as PEFT's keys per expert or as KT's fused files: the forms that `parse` and other programs read.
 
 Whatever ends the process, a power cut included, the folder holds the old adapter, or the new one, or none that loads:
-all files are first written beside their names, then adapter_config.json, without which no reader takes the folder, goes
+all files are first written beside their names, then adapter_config.json, without which nobody reads the folder, goes
 first and comes last.
 """
 

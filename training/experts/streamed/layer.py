@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from engine.experts.gpu.index import Index, build
 from engine.experts.gpu.layout import Frame, Sizes
-from engine.lora.ranks import padded_rank
+from engine.lora.adapter import padded_rank
 from training.experts.streamed.products import multiply, outer
 
 _BLOCK_ROWS = 16  # of the index's blocks, which nothing here reads

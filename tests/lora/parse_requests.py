@@ -1,10 +1,11 @@
-"""What the tests of the reader's processes share."""
+"""What the tests of reader processes share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from engine.lora.reading.process import Limits, ReadRequest
+from engine.lora.adapter import AdapterWeights
+from engine.lora.reader_process import Limits, ParseRequest, ReaderProcesses
 from testing.waiting import PATIENCE_S
 from tests.lora import make
 
@@ -20,5 +21,9 @@ def good(path: Path) -> Path:
     return make.write(path, tensors, make.lora_config())
 
 
-def request(path: Path | str, **options) -> ReadRequest:
-    return ReadRequest(str(path), "x", CONFIG, **options)
+def request(path: Path | str, **options) -> ParseRequest:
+    return ParseRequest(str(path), "x", CONFIG, **options)
+
+
+def read(reader: ReaderProcesses, asked: ParseRequest) -> AdapterWeights:
+    return reader.parse(asked).take()

@@ -7,7 +7,7 @@ import pytest
 import engine.experts.gpu.compute
 import engine.experts.gpu.layout
 import engine.linear.gpu
-from engine.lora.ranks import RANK_STEP, padded_rank
+from engine.lora.adapter import RANK_STEP, padded_rank
 
 
 @pytest.mark.parametrize("rank", range(1, 257))

@@ -1,6 +1,6 @@
-"""An adapter on its way from the process that read it to the engine: tensors in a sealed memory file, the rest beside.
+"""An adapter on its way from one process to another: tensors in a sealed memory file, the rest in a message beside it.
 
-The file cannot change or shrink once it is sealed, so the engine may map it and no copy is made.
+The file cannot change or shrink once it is sealed, so the receiver may map it and no copy is made.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 64
 _DIGEST_BYTES = 16
 
-_Parts = tuple[msgspec.Raw, dict[int, ExpertLora], list[str], str, bytes]  # of an adapter: `pack`
+_Parts = tuple[msgspec.Raw, dict[int, ExpertLora], list[str], str, bytes]  # of an adapter: `write_sealed`
 
 
-def pack(weights: AdapterWeights) -> tuple[bytes, int]:
+def write_sealed(weights: AdapterWeights) -> tuple[bytes, int]:
     """(all but the tensors, a sealed memory file with them). Takes `weights.experts` apart as it goes, so that little
     more than one copy exists. A digest of what the adapter computes goes with it: names of files and warnings are left
     out. OSError if the file would pass RLIMIT_FSIZE."""
@@ -56,9 +56,9 @@ def pack(weights: AdapterWeights) -> tuple[bytes, int]:
     return head, file
 
 
-def unpack(head: bytes, file: int) -> AdapterWeights:
-    """What `pack` packed; tensors are private views of the file, which may be closed. EngineError if it is not sealed
-    or does not hold what `head` says."""
+def map_sealed(head: bytes, file: int) -> AdapterWeights:
+    """What `write_sealed` wrote; tensors are private views of the file, which may be closed. EngineError if it is not
+    sealed or does not hold what `head` says."""
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise EngineError("an adapter was handed over in memory that may change")
     size = os.fstat(file).st_size

@@ -17,32 +17,32 @@ import torch
 from engine.errors import AdapterError, EngineError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
-from engine.lora.files.reader import read_adapter
-from engine.lora.reading import handover
-from engine.lora.reading.process import AdapterReader, Limits, ReadRequest
+from engine.lora.files.parse import parse_adapter
+from engine.lora.reader_process import Limits, ParseRequest, ReaderProcesses
+from engine.lora.sealed_memory import map_sealed, write_sealed
 from testing.waiting import PATIENCE_S
 from tests.lora import make
-from tests.lora.reading import CONFIG, CONFIG_FILE, MODEL_FILE, WEIGHTS, Q, good, request
+from tests.lora.parse_requests import CONFIG, CONFIG_FILE, MODEL_FILE, WEIGHTS, Q, good, read, request
 from tests.lora.test_formats import assert_same
 
 
-def test_what_is_handed_over_is_what_was_read(reader: AdapterReader, folder: Path) -> None:
-    read = reader.read(request(folder, max_rank=8))
-    direct = read_adapter(folder, CONFIG, name="x", max_rank=8)
-    assert_same(read, WEIGHTS)
-    assert (read.format, read.path, read.warnings, read.num_bytes) == (
+def test_what_is_handed_over_is_what_was_read(reader: ReaderProcesses, folder: Path) -> None:
+    got = read(reader, request(folder, max_rank=8))
+    direct = parse_adapter(folder, CONFIG, name="x", max_rank=8)
+    assert_same(got, WEIGHTS)
+    assert (got.format, got.path, got.warnings, got.num_bytes) == (
         direct.format,
         direct.path,
         direct.warnings,
         direct.num_bytes,
     )
-    assert torch.equal(read.extra_mlps[0][0].gate, direct.extra_mlps[0][0].gate)
+    assert torch.equal(got.extra_mlps[0][0].gate, direct.extra_mlps[0][0].gate)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_memory_that_was_handed_over_cannot_change(dtype: torch.dtype) -> None:
     weights = make.random_adapter(CONFIG, dtype=dtype)
-    head, file = handover.pack(make.random_adapter(CONFIG, dtype=dtype))
+    head, file = write_sealed(make.random_adapter(CONFIG, dtype=dtype))
     for change in (
         lambda: os.pwrite(file, b"x", 0),
         lambda: os.ftruncate(file, 0),
@@ -50,24 +50,24 @@ def test_memory_that_was_handed_over_cannot_change(dtype: torch.dtype) -> None:
     ):
         with pytest.raises(PermissionError):
             change()
-    read = handover.unpack(head, file)
+    mapped = map_sealed(head, file)
     os.close(file)
     for layer, lora in weights.experts.items():
-        assert torch.equal(read.experts[layer].down_b, lora.down_b) and read.experts[layer].down_b.dtype is dtype
+        assert torch.equal(mapped.experts[layer].down_b, lora.down_b) and mapped.experts[layer].down_b.dtype is dtype
 
 
 def test_an_unsealed_or_foreign_hand_over_is_refused() -> None:
-    head, sealed = handover.pack(make.random_adapter(CONFIG))
+    head, sealed = write_sealed(make.random_adapter(CONFIG))
     file = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     with pytest.raises(EngineError, match="may change"):
-        handover.unpack(head, file)
+        map_sealed(head, file)
     for wrong in (b"", b"\xc0", head[:-3]):
         with pytest.raises(EngineError, match="was not handed over"):
-            handover.unpack(wrong, sealed)
-    small, nothing = handover.pack(AdapterWeights("x", "none"))
+            map_sealed(wrong, sealed)
+    small, nothing = write_sealed(AdapterWeights("x", "none"))
     with pytest.raises(EngineError, match="was not handed over"):
-        handover.unpack(head, nothing)  # tensors beyond its end
-    assert handover.unpack(small, nothing).rank == 0
+        map_sealed(head, nothing)  # tensors beyond its end
+    assert map_sealed(small, nothing).rank == 0
 
 
 def fifo(path: Path) -> None:
@@ -100,28 +100,28 @@ KINDS = {
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, MODEL_FILE, "fused_expert_lora.safetensors", "kt_adapter_manifest.json"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_regular_files_are_read(reader: AdapterReader, folder: Path, name: str, kind: str) -> None:
+def test_only_regular_files_are_read(reader: ReaderProcesses, folder: Path, name: str, kind: str) -> None:
     (folder / name).unlink(missing_ok=True)
     KINDS[kind](folder / name)
     with pytest.raises(AdapterError, match=r"not a regular file|cannot be read|missing"):
-        reader.read(request(folder))
+        read(reader, request(folder))
 
 
-def test_links_to_files_are_followed(reader: AdapterReader, folder: Path, tmp_path: Path) -> None:
+def test_links_to_files_are_followed(reader: ReaderProcesses, folder: Path, tmp_path: Path) -> None:
     """As in a cache of the hub."""
     (tmp_path / "snapshot").mkdir()
     for file in folder.iterdir():
         (tmp_path / "snapshot" / file.name).symlink_to(file)
     (tmp_path / "link").symlink_to(tmp_path / "snapshot")
-    assert_same(reader.read(request(tmp_path / "link")), WEIGHTS)
+    assert_same(read(reader, request(tmp_path / "link")), WEIGHTS)
 
 
 @pytest.mark.parametrize(
     "path", ["~nouser-of-this-machine/x", "/" + "x" * 4095, "/" + "y/" * 5000, "/nul\0", "/dev/zero"]
 )
-def test_paths(reader: AdapterReader, path: str) -> None:
+def test_paths(reader: ReaderProcesses, path: str) -> None:
     with pytest.raises(AdapterError, match=r"cannot be opened|is not a folder"):
-        reader.read(request(path))
+        read(reader, request(path))
 
 
 def many_keys() -> bytes:
@@ -147,19 +147,19 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("content", BAD_JSON.values(), ids=BAD_JSON)
-def test_settings_that_are_no_settings(reader: AdapterReader, folder: Path, content: bytes) -> None:
+def test_settings_that_are_no_settings(reader: ReaderProcesses, folder: Path, content: bytes) -> None:
     (folder / CONFIG_FILE).write_bytes(content)
     with pytest.raises(AdapterError) as caught:
-        reader.read(request(folder))
+        read(reader, request(folder))
     reason = str(caught.value)
     assert CONFIG_FILE in reason and len(reason) < 1000 and caught.value.field == "lora_path"
     reason.encode()
 
 
-def test_a_million_keys(reader: AdapterReader, folder: Path) -> None:
+def test_a_million_keys(reader: ReaderProcesses, folder: Path) -> None:
     (folder / MODEL_FILE).write_bytes(many_keys())
     with pytest.raises(AdapterError, match=r"header of .* bytes, at most"):
-        reader.read(request(folder))
+        read(reader, request(folder))
 
 
 PATTERNS = {
@@ -174,29 +174,29 @@ PATTERNS = {
 
 @pytest.mark.parametrize("which", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("patterns", PATTERNS.values(), ids=PATTERNS)
-def test_patterns_end(reader: AdapterReader, folder: Path, which: str, patterns: dict[str, int]) -> None:
+def test_patterns_end(reader: ReaderProcesses, folder: Path, which: str, patterns: dict[str, int]) -> None:
     """Within the limit of processor time: refused, or matched if they are harmless after all."""
     (folder / CONFIG_FILE).write_text(json.dumps(make.lora_config() | {which: patterns}))
     spent = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     try:
-        reader.read(request(folder))
+        read(reader, request(folder))
     except AdapterError as error:
         assert len(str(error)) < 1000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - spent < 1.0, "not in this process"
 
 
-def test_a_pattern_that_backtracks_is_cut_off(reader: AdapterReader, folder: Path) -> None:
+def test_a_pattern_that_backtracks_is_cut_off(reader: ReaderProcesses, folder: Path) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(make.lora_config() | {"rank_pattern": {"(.|.)*(.|.)*(.|.)*!": 3}}))
     with pytest.raises(AdapterError, match="more processor time than"):
-        reader.read(request(folder))
-    assert_same(reader.read(request(good(folder.parent / "next"))), WEIGHTS)
+        read(reader, request(folder))
+    assert_same(read(reader, request(good(folder.parent / "next"))), WEIGHTS)
 
 
 def test_a_process_that_only_reads_limits_itself(folder: Path) -> None:
     """As `ktserve adapters inspect` does."""
     code = (
         "import sys\nfrom engine.lora.files.inspect import describe\nfrom tests.lora.make import model_config\n"
-        "from engine.lora.reading.process import Limits, limit_this_process\n"
+        "from engine.lora.reader_process import Limits, limit_this_process\n"
         "print(describe(sys.argv[1], model_config(), opened=limit_this_process(Limits(cpu_s=1.0))).text)"
     )
 
@@ -210,7 +210,9 @@ def test_a_process_that_only_reads_limits_itself(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_memory_is_bounded(reader: AdapterReader, folder: Path, binary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(
+    reader: ReaderProcesses, folder: Path, binary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {"x": torch.zeros(20_000_000)}
     (folder / MODEL_FILE).unlink()
     make.write(folder, tensors, make.lora_config(), binary=binary)
@@ -221,12 +223,12 @@ def test_memory_is_bounded(reader: AdapterReader, folder: Path, binary: bool, mo
     small = Limits(wall_s=PATIENCE_S, cpu_s=5.0, memory_bytes=16 << 20, memory_per_byte=0)
     monkeypatch.setattr(reader, "_limits", small)
     with pytest.raises(AdapterError, match="takes more memory than files of its size may"):
-        reader.read(ReadRequest(str(folder), "x", CONFIG if binary else config))
+        read(reader, ParseRequest(str(folder), "x", CONFIG if binary else config))
 
 
-def test_what_does_not_fit_is_refused_by_its_files(reader: AdapterReader, folder: Path) -> None:
+def test_what_does_not_fit_is_refused_by_its_files(reader: ReaderProcesses, folder: Path) -> None:
     with open(folder / MODEL_FILE, "r+b") as file:
         file.truncate(1 << 40)  # takes no room on the disk, and would take a while to read
     with pytest.raises(UserError, match="--adapter-memory") as caught:
-        reader.read(request(folder, budget=AdapterBudget(1 << 20, slots=1)))
+        read(reader, request(folder, budget=AdapterBudget(1 << 20, slots=1)))
     assert caught.value.field == "lora_path"

@@ -28,16 +28,16 @@ _PR_SET_PDEATHSIG = 1
 _BYTES = 1  # of a message that brings a socket
 
 
-class Forks:
+class ForkServer:
     """The engine's side. Starts the server when it is needed, and again if it has died, until `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._server: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def open(self) -> socket.socket:
+    def fork(self) -> socket.socket:
         """A socket to a job of its own; closing it ends the job. It ends without a word of how the job ended if the
         server or the keeper was killed. Raises OSError if no process can be started, or after `close`."""
         ours, theirs = socket.socketpair()
@@ -50,7 +50,7 @@ class Forks:
         return ours
 
     def _send(self, theirs: socket.socket) -> None:
-        if self._control is not None and self._server is not None and self._server.poll() is None:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
             with suppress(OSError):  # it has just died
                 socket.send_fds(self._control, [bytes(_BYTES)], [theirs.fileno()])
                 return
@@ -62,7 +62,7 @@ class Forks:
             raise OSError(errno.ESHUTDOWN, "no process is forked any more")
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._server = subprocess.Popen(program("adapter-readers"), stdin=theirs.fileno())
+            self._process = subprocess.Popen(program("adapter-readers"), stdin=theirs.fileno())
         return self._control
 
     def close(self) -> None:
@@ -74,10 +74,10 @@ class Forks:
     def _stop(self) -> None:
         if self._control is not None:
             self._control.close()
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
-        self._server = self._control = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._control = None
 
 
 def serve(job: Callable[[Connection], None], ended: Callable[[int], bytes]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Reads an adapter of any supported form into `AdapterWeights`, or refuses it with the reason."""
+"""Parses an adapter folder of any supported form into `AdapterWeights`, or refuses it with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.lora.files.formats.per_expert import read_per_expert
 from engine.lora.files.settings import EXPERT_SCALINGS, Settings, read_settings
 
 
-def read_adapter(
+def parse_adapter(
     path: str | Path,
     config: ModelConfig,
     *,
@@ -29,7 +29,7 @@ def read_adapter(
     base: str | None = None,
     opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> AdapterWeights:
-    """Read the adapter in folder `path` for the base that `config` describes.
+    """Parse the adapter in folder `path` for the base that `config` describes.
 
     `expert_scaling` ("alpha/r", "alpha/sqrt(r)" or "peft") counts only where the files leave it open. `max_rank` is the
     largest rank that is accepted, None any. `base` is the base model's name or path: another one in the files is a
@@ -41,7 +41,7 @@ def read_adapter(
         raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {EXPERT_SCALINGS}", "expert_scaling")
     try:
         with AdapterFiles(path, opened) as files:
-            return _read(files, config, name, expert_scaling, max_rank, base)
+            return _parse(files, config, name, expert_scaling, max_rank, base)
     except (AdapterError, ModelFileError) as error:
         keys = error.keys if isinstance(error, AdapterError) else []
         raise AdapterError(f"adapter {name!r}: {error}", keys) from error
@@ -49,7 +49,7 @@ def read_adapter(
         raise AdapterError(f"adapter {name!r} cannot be read: {error}") from error
 
 
-def _read(
+def _parse(
     files: AdapterFiles,
     config: ModelConfig,
     name: str,

@@ -1,1 +1,0 @@
-"""Adapters are read in processes of their own, and handed over."""
