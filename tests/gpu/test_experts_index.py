@@ -83,4 +83,3 @@ def test_kernel(rows: int, k: int, experts: int, step: int, kernel_device: torch
         assert int(touched) == 100 + int((index.start[1:] > index.start[:-1]).sum())
         launch(index, *given, step)
         assert int(touched) == 100 + int((index.start[1:] > index.start[:-1]).sum()), "nobody asked"
-

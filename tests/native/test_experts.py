@@ -18,7 +18,21 @@ from engine.experts.reference import ReferenceExperts
 from native import _native
 from testing.models.shapes import config
 from tests.native.blocks import QUANTISED
-from tests.native.expert_layers import BF16, F32, E, K, Layer, batch, distinct, error, expected, lora, make, run, touched
+from tests.native.expert_layers import (
+    BF16,
+    F32,
+    E,
+    K,
+    Layer,
+    batch,
+    distinct,
+    error,
+    expected,
+    lora,
+    make,
+    run,
+    touched,
+)
 from tests.native.isas import ISAS
 
 

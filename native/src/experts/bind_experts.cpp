@@ -174,7 +174,8 @@ void bind_experts(nb::module_& module) {
            "hidden"_a, "out"_a, "max_rows"_a, "top_k"_a, "bf16"_a, "touched"_a = 0,
            "Addresses of bsz int32 [1], ids int64 [max_rows, top_k] (-1: skipped), weights float32 [max_rows, top_k], "
            "slots "
-           "int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32. touched: int64 [1], to which each "
+           "int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32. touched: int64 [1], to "
+           "which each "
            "call adds how many distinct experts its rows have chosen; 0: nobody asks.")
       .def("run", &MoeTask::run, free_gil, "Computes `out`. ValueError for a bsz, id or slot out of range.");
 }
