@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.diagnostics.live import engine_stats, live
+from engine.diagnostics.live import TouchedTotals, engine_stats, live
 from engine.diagnostics.profile import StepObserver
 from engine.errors import KtserveError, UserError
 from engine.grammar.grammars import CompileFailed, Grammars
@@ -82,7 +82,7 @@ class EngineCore:
         self._drain: tuple[int, float] | None = None  # call_id, when to give up
         self._steps = 0
         self._failed_steps = 0
-        self._experts_touched = self._expert_layers = 0  # sums over the layers of steps whose experts are known
+        self._touched = TouchedTotals()
 
     # ---- messages
 
@@ -103,7 +103,7 @@ class EngineCore:
         elif isinstance(message, GetStats):
             self._send(Reply(call_id=message.call_id, ok=True, stats=self.stats()))
         elif isinstance(message, GetLive):
-            seen = live(self.scheduler, self.adapters, self.runner.model, self.read_bandwidth)
+            seen = live(self.scheduler, self.adapters, self.runner.model, self.read_bandwidth, self._touched)
             self._send(Reply(call_id=message.call_id, ok=True, live=seen))
         elif isinstance(message, Drain):
             self._drain = (message.call_id, time.monotonic() + message.timeout_s)
@@ -210,8 +210,8 @@ class EngineCore:
             **engine_stats(self.scheduler, self.adapters, self.runner.model, self.read_bandwidth),
             "steps": self._steps,
             "failed_steps": self._failed_steps,
-            "experts_touched": self._experts_touched,
-            "expert_layers": self._expert_layers,
+            "experts_touched": self._touched.experts,
+            "expert_layers": self._touched.layers,
             **(self.disk.stats() if self.disk is not None else {}),
         }
 
@@ -249,11 +249,7 @@ class EngineCore:
         self._emit(self.scheduler.commit(step.plan, tokens, now), step)
         self._steps += 1
         seconds = now - step.launched_s
-        touched = step.trace.experts_touched if step.trace else None
-        if touched:
-            self._experts_touched += sum(touched)
-            self._expert_layers += len(touched)
-        self.scheduler.observe(step.plan, seconds, sum(touched) if touched else None)
+        self.scheduler.observe(step.plan, seconds, self._touched.add(step.experts_touched))
         if self.profiler:
             self.profiler.step(step, seconds, self._schedule_s)
 

@@ -260,6 +260,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     tenant_service: dict[str, float]  # by tenant, in weighted tokens
     weight_bytes_read: int | None  # of experts' base weights; None: the expert backends do not count
     read_bandwidth: float | None = None  # of the memory they lie in, in bytes a second; None: it was not measured
+    experts_touched: int  # distinct experts of a layer in a step, summed over `expert_layers` of them
+    expert_layers: int  # layers whose experts were counted, summed over steps
     expert_choices: dict[int, list[int]]  # by layer that is counted: how often rows chose each expert
 
 

@@ -338,9 +338,10 @@ class MoeTask(Task):
         max_rows: int,
         top_k: int,
         bf16: bool,
+        touched: int = 0,
     ) -> None:
         """
-        Addresses of bsz int32 [1], ids int64 [max_rows, top_k] (-1: skipped), weights float32 [max_rows, top_k], slots int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32.
+        Addresses of bsz int32 [1], ids int64 [max_rows, top_k] (-1: skipped), weights float32 [max_rows, top_k], slots int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32. touched: int64 [1], to which each call adds how many distinct experts its rows have chosen; 0: nobody asks.
         """
 
     def run(self) -> None:

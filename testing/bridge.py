@@ -7,6 +7,7 @@ import torch
 from engine.experts.base import ExpertTask
 from engine.experts.bridge.backend import CudaBridge
 from engine.experts.capabilities import HotPart
+from engine.experts.gpu.index import add_touched
 
 
 class HostBridge(CudaBridge):
@@ -18,6 +19,7 @@ class HostBridge(CudaBridge):
         host.bsz.copy_(b.bsz)
         for name in ("ids", "weights", "slots", "hidden"):
             getattr(host, name)[:n] = getattr(b, name)[:n]
+        add_touched(channel.touched, b.bsz, b.ids, self._config.num_experts)
         if hot is not None:
             ids = host.ids[:n]
             hot.uses.add_(torch.bincount(ids[ids >= 0], minlength=hot.uses.numel()))

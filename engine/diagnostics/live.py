@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from engine.lora.adapters import Adapters
@@ -12,6 +14,23 @@ from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
 _SERVICE = "tenant_service/"
+
+
+@dataclass
+class TouchedTotals:
+    """Distinct experts of a layer in a step, summed over the `layers` of all steps whose experts are counted."""
+
+    experts: int = 0
+    layers: int = 0
+
+    def add(self, by_layer: Mapping[int, int]) -> int | None:
+        """A step's. Returns their sum; None if none of its layers is counted."""
+        if not by_layer:
+            return None
+        experts = sum(by_layer.values())
+        self.experts += experts
+        self.layers += len(by_layer)
+        return experts
 
 
 def engine_stats(
@@ -41,7 +60,9 @@ def engine_stats(
     return stats
 
 
-def live(scheduler: Scheduler, adapters: Adapters, model: Model, read_bandwidth: float | None) -> Live:
+def live(
+    scheduler: Scheduler, adapters: Adapters, model: Model, read_bandwidth: float | None, touched: TouchedTotals
+) -> Live:
     """Reads counters that are kept anyway; to be called between steps."""
     stats = scheduler.stats()
     names = {info.uid: info.name for info in adapters.infos()}
@@ -60,6 +81,8 @@ def live(scheduler: Scheduler, adapters: Adapters, model: Model, read_bandwidth:
         tenant_service={key.removeprefix(_SERVICE): value for key, value in stats.items() if key.startswith(_SERVICE)},
         weight_bytes_read=sum(each.weight_bytes_read() for each in counters) if counters else None,
         read_bandwidth=read_bandwidth,
+        experts_touched=touched.experts,
+        expert_layers=touched.layers,
         expert_choices={layer: counts for each in counters for layer, counts in each.choices().items()},
     )
 

@@ -8,6 +8,8 @@ a capability, never for a class, and offers to the outside what still holds thro
     hybrid   GpuParts (engine/experts/gpu/parts.py), HotFrames, ExpertCounters of the CPU's part, ExpertPlaces
     gpu      ExpertPlaces
     streamed ExpertCounters, ExpertPlaces      of the backend within
+
+All of them, `reference` and, on a CPU, `kt` offer TouchedExperts.
 """
 
 from __future__ import annotations
@@ -50,6 +52,20 @@ class ExpertCounters:
 
     choices: Callable[[], dict[int, list[int]]]
     weight_bytes_read: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class TouchedExperts:
+    """`counts` int64 [layers of the model]: each call of a layer adds how many distinct experts its true rows have chosen,
+    wherever these are computed. It lies where the calls run and is written in their order: who reads it on their stream
+    behind a step, and has set it to zero there before, has the step's own counts."""
+
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, layers: int, device: torch.device | None = None) -> TouchedExperts:
+        """`device`: None for the CPU."""
+        return cls(torch.zeros(layers, dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from engine.architectures.config import ModelConfig
 from engine.errors import EngineError, ExpertBackendError, ModelFileError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertCounters, ExpertPlaces, NativeTasks, PackedWeights
+from engine.experts.capabilities import ExpertCounters, ExpertPlaces, NativeTasks, PackedWeights, TouchedExperts
 from engine.files.model_file import Bytes
 from engine.lora.adapter import ExpertLora
 from engine.weights.pack_cache import PackCache, PackKey
@@ -27,9 +27,10 @@ PROJECTIONS = ("gate", "up", "down")
 
 @dataclass
 class _Call:
-    """A bound task and whether it was posted and not yet waited for."""
+    """A bound task, the count that it adds to, and whether it was posted and not yet waited for."""
 
     task: _native.MoeTask
+    touched: torch.Tensor
     posted: bool = False
 
 
@@ -103,6 +104,7 @@ class NativeExperts(ExpertBackend):
         except (ImportError, ValueError) as error:
             raise UserError(f"native experts: {error}", field="expert_backend") from error
         self._layers: dict[int, _native.ExpertLayer] = {}
+        self._touched = TouchedExperts.of(config.num_hidden_layers)
         self._cache = cache
 
     @property
@@ -125,7 +127,8 @@ class NativeExperts(ExpertBackend):
     def offers(self) -> tuple[object, ...]:
         counters = ExpertCounters(self.choices, lambda: self.weight_bytes_read)
         places = ExpertPlaces(lambda: {"CPU": self.num_bytes})
-        return NativeTasks(self.pool, self._native_task), PackedWeights(self._layers), counters, places
+        tasks = NativeTasks(self.pool, self._native_task)
+        return tasks, PackedWeights(self._layers), counters, places, self._touched
 
     def choices(self) -> dict[int, list[int]]:
         """By layer, how often rows have chosen each of its experts in all calls so far."""
@@ -220,7 +223,7 @@ class NativeExperts(ExpertBackend):
         if layer not in self._layers:
             raise ExpertBackendError(f"layer {layer} has no experts loaded (loaded: {sorted(self._layers)})")
         self._check_buffers(buffers)
-        b = buffers
+        b, touched = buffers, self._touched.counts[layer]
         try:
             task = self._native.MoeTask(
                 self._runner,
@@ -234,10 +237,11 @@ class NativeExperts(ExpertBackend):
                 max_rows=b.max_rows,
                 top_k=b.ids.shape[1],
                 bf16=b.hidden.dtype == torch.bfloat16,
+                touched=touched.data_ptr(),
             )
         except ValueError as error:
             raise ExpertBackendError(f"native experts: {error}") from error
-        return ExpertTask(layer, buffers, _Call(task))
+        return ExpertTask(layer, buffers, _Call(task, touched))
 
     def _check_buffers(self, b: ExpertBuffers) -> None:
         if b.hidden.dtype not in (torch.bfloat16, torch.float32):

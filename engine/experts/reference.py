@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from engine.errors import ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.capabilities import TouchedExperts
 from engine.lora.adapter import ExpertLora
 from engine.weights.store import ExpertStore
 
@@ -31,10 +32,17 @@ class ReferenceExperts(ExpertBackend):
         self.buffers_on = "cpu" if device.type == "cpu" else "cuda"
         self._layers: dict[int, _Weights] = {}
         self._adapters: dict[int, dict[int, ExpertLora]] = {}  # slot -> layer -> LoRA
+        self._touched = TouchedExperts.of(0)
+
+    @property
+    def offers(self) -> tuple[object, ...]:
+        return (self._touched,)
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         gate, up, down = (store.stacked(p, self.dtype).to(self.device) for p in ("gate", "up", "down"))
         self._layers[layer] = _Weights(gate, up, down)
+        if layer >= len(self._touched.counts):
+            self._touched = TouchedExperts.of(layer + 1)
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         if layers:
@@ -70,7 +78,9 @@ class ReferenceExperts(ExpertBackend):
     ) -> torch.Tensor:
         base = self._layers[layer]
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in torch.unique(ids[ids >= 0]).tolist():
+        chosen = torch.unique(ids[ids >= 0]).tolist()
+        self._touched.counts[layer] += len(chosen)
+        for expert in chosen:
             rows, choice = torch.where(ids == expert)
             groups = list(self._groups(layer, slots[rows]))
             h = x[rows]

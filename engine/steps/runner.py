@@ -34,6 +34,7 @@ from engine.steps.inputs import StepArrays, TokenCounts
 from engine.steps.orders import Step, StepLeader
 from engine.steps.prompt_logprobs import prompt_logprobs, prompt_parts, wants_prompt
 from engine.steps.sampling import PendingLogprobs, SampleRow, sample
+from engine.steps.touched import TouchedCounter
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request
 
@@ -53,6 +54,7 @@ class InFlight(Launched):
     greedy: torch.Tensor | None = None  # int64 [K] already, if all of them are greedy
     tokens: torch.Tensor | None = None  # int64 [K] on the host, valid once `arrival` has come
     arrival: Arrival | None = None
+    touched: list[torch.Tensor] = field(default_factory=list)  # of a TouchedCounter, valid once `arrival` has come
     pending: PendingLogprobs | None = None
     pending_prompts: list[tuple[str, list[PendingLogprobs]]] = field(default_factory=list)
     errors: dict[int, Exception] = field(default_factory=dict)  # by kept token: why nothing was sampled after it
@@ -82,6 +84,7 @@ class ModelRunner:
         self.seed = seed
         self.tracing = tracing
         self.executor = choose_executor(model)
+        self._touched = TouchedCounter(model)
         self.padded: PaddedDecode | None = None
         self.leader: StepLeader | None = None  # of other ranks, which run the same steps
         self.keep_all = False  # hidden states of every token, for who compares logits of whole prompts
@@ -127,6 +130,7 @@ class ModelRunner:
         with self.computing():
             slots = {row.adapter_slot for row in plan.rows} - {0}
             self.model.begin_step(plan.num_tokens, lora=bool(slots), eager=padded is None, slots=slots)
+            self._touched.begin()
             try:
                 step = self._launch(plan, padded, masks)
             except Exception as error:
@@ -134,6 +138,7 @@ class ModelRunner:
                     self.leader.lost(error)
                 self.model.check()  # says why, if an expert backend knows
                 raise
+            step.touched = self._touched.end()
         step.launched_s = launched_s
         return step
 
@@ -158,6 +163,7 @@ class ModelRunner:
         if step.arrival is not None:
             step.arrival.wait()
         self.model.check()
+        step.experts_touched = self._touched.by_layer(step.touched)
         if step.pending is not None:
             for (row, _), logprobs in zip(step.samples, step.pending.read(), strict=True):
                 if logprobs is not None:

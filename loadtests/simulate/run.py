@@ -156,8 +156,9 @@ class Simulation:
         seconds = self._cost.seconds(plan)
         self._now += seconds
         tokens = [[_word(row)] if row.samples else [] for row in plan.rows]
+        events = self._scheduler.commit(plan, tokens, self._now)
         self._scheduler.observe(plan, seconds, round(self._cost.experts(plan.num_tokens)))
-        for event in self._scheduler.commit(plan, tokens, self._now):
+        for event in events:
             seen = self._seen[event.request.request_id]
             seen.token_s += [self._now] * len(event.tokens)
             if event.kind is EventKind.FINISHED:

@@ -179,6 +179,8 @@ class FakeEngine:
             tenant_service={row.tenant: float(row.output_tokens) for row in rows},
             weight_bytes_read=self.steps << 24 if "read_bandwidth" in self.options else None,
             read_bandwidth=self.options.get("read_bandwidth"),
+            experts_touched=3 * self.steps,
+            expert_layers=2 * self.steps,
             expert_choices={0: [self.steps, 0, 1], 1: [0, 0, self.steps]},
         )
 

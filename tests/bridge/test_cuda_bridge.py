@@ -20,10 +20,10 @@ from native import _native
 from testing.bridge import HostBridge
 from testing.models.shapes import config
 from testing.waiting import comes_to_rest
-from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, error, expected, lora
+from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, distinct, error, expected, lora, touched
 
 CPU = torch.device("cpu")
-SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def test_many_steps_of_any_number_of_rows(bridge: CudaBridge, layers: list[Layer
         b.bsz[0] = rows = number % 7
         outs = step(bridge, tasks)
         assert [len(out) for out in outs] == [rows] * 3
+        assert touched(bridge) == [distinct(b)] * 3 + [0]
         if rows:
             assert error(outs[0], wanted[:rows]) < 0.025
     assert (b.out[6:] == 7).all()

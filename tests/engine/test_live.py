@@ -58,6 +58,9 @@ def test_native_experts_count_each_choice_of_each_token(folder):
     assert seen.weight_bytes_read is not None and seen.weight_bytes_read > 0
     assert seen.read_bandwidth is not None and seen.read_bandwidth > 0
     stats = engine.core.stats()
+    assert stats["experts_touched"] == seen.experts_touched and stats["expert_layers"] == seen.expert_layers
+    assert seen.expert_layers == stats["steps"] * len(config.sparse_layers)
+    assert config.num_experts_per_tok <= seen.experts_touched / seen.expert_layers <= config.num_experts
     assert stats["expert_read_bytes"] == seen.weight_bytes_read
     assert stats["memory_read_bandwidth"] == seen.read_bandwidth
     assert any("memory is read at" in note for note in engine.core.runner.notes)

@@ -16,10 +16,10 @@ from engine.experts.bridge.backend import CudaBridge
 from engine.experts.native import NativeExperts
 from native.topology import make_pool
 from testing.models.shapes import config
-from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, error, expected
+from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, distinct, error, expected, touched
 
 pytestmark = pytest.mark.gpu
-SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=4)
 LAYERS = 4
 
 
@@ -78,7 +78,7 @@ def test_a_graph_serves_any_rows_without_growth(bridge: CudaBridge, layers: list
     there = ExpertBuffers.allocate(34, K, H, BF16, device=torch.device("cuda"))
     tasks = [bridge.bind(layer, there) for layer in range(LAYERS)]
     graph, outs = captured(bridge, tasks)
-    before = None
+    before, _ = None, touched(bridge)
     for number in range(1200):
         if number % 100 == 0:
             rows = (number // 100 * 7) % 33
@@ -91,6 +91,7 @@ def test_a_graph_serves_any_rows_without_growth(bridge: CudaBridge, layers: list
             if number == 200:
                 before = (threading.active_count(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         replay(bridge, graph)
+        assert touched(bridge) == [distinct(there)] * LAYERS
         if number % 100 == 0 and rows:
             for layer, out in zip(layers, outs, strict=True):
                 assert error(out[:rows].cpu(), expected(layer, b, {})) < 0.008

@@ -10,7 +10,7 @@ from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.experts.gpu.backend import GpuExperts
 from engine.experts.reference import ReferenceExperts
 from testing.models.shapes import config
-from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, lora
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, lora, touched
 
 SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
 DTYPE = BF16 if torch.cuda.is_available() else F32  # the interpreter has no bf16
@@ -42,6 +42,7 @@ def compare(
     gpu.wait(task)
     gpu.check()
     reference.post(reference.bind(layer, b))
+    assert touched(gpu)[layer] == touched(reference)[layer] == distinct(b)
     want = b.out[:rows].float()
     return float((there.out[:rows].cpu().float() - want).abs().mean() / want.abs().mean())
 

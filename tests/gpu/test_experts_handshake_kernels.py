@@ -33,12 +33,15 @@ def test_rows_words_and_failures(n: int, kernel_device: torch.device, monkeypatc
     place = torch.full((3, E), -1, dtype=torch.int32)
     place[1:, 2] = 0
     uses, counter, posted = torch.zeros(E, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.zeros(1).long()
+    chosen, touched, distinct = torch.zeros(E, dtype=torch.int64), torch.tensor(0), 0
     for number in (1, 2, 3):
         k.post_kernel[(PROGRAMS,)](
-            bsz, ids, weights, slots, hidden, *host, place, uses, counter, posted,
+            bsz, ids, weights, slots, hidden, *host, place, uses, counter, posted, chosen, touched,
             H=H, K=K, KP=4, E=E, BLOCK=64, PROGRAMS=PROGRAMS, HYBRID=True,
         )  # fmt: skip
         assert int(posted) == number
+        distinct += torch.unique(ids[:n]).numel()
+        assert int(touched) == distinct
     there = ids.clone()
     there[place[slots.long()[:, None], ids] >= 0] = -1
     for got, sent in zip(host[1:], (there, weights, slots, hidden), strict=True):

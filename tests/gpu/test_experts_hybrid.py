@@ -16,7 +16,7 @@ from native import _native
 from testing.bridge import HostBridge
 from testing.models.shapes import config
 from tests.gpu.test_experts_gpu import fill
-from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora, touched
 
 pytestmark = pytest.mark.gpu
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
@@ -64,6 +64,7 @@ def test_equals_the_cpu(kernel_device: torch.device, frames: int, kinds: tuple[s
         with torch.cuda.graph(graph):
             forward()
         replay = graph.replay
+    touched(hybrid)
     steps = 40 if kernel_device.type == "cuda" else 14
     for step in range(steps):
         if step == 4:
@@ -77,6 +78,7 @@ def test_equals_the_cpu(kernel_device: torch.device, frames: int, kinds: tuple[s
         if kernel_device.type == "cuda":
             torch.cuda.synchronize()
         hybrid.check()
+        assert touched(hybrid) == [distinct(b)] * 2, "each once, wherever it is computed"
         for layer, out in zip(layers, outs, strict=True):
             assert error(out[:9].cpu(), expected(layer, b, adapters)) < bound
     assert hybrid.mover.resident == min(frames, 2 * E) or hybrid.mover.memory.lora_frames > 0

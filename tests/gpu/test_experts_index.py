@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.gpu.index import Index, build, most_blocks
+from engine.experts.gpu.index import Index, add_touched, build, most_blocks
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,16 @@ def test_plain_form(rows: int, experts: int, step: int, seed: int, skew: bool, d
     check(index, bsz, ids, slots, place, step)
 
 
+@settings(max_examples=40)
+@given(rows=st.integers(0, 20), bsz=st.integers(0, 25), experts=st.integers(2, 9), seed=st.integers(0, 99))
+def test_distinct_experts_of_many_choices(rows: int, bsz: int, experts: int, seed: int) -> None:
+    """Ids of no expert (-1), or past the experts, are another's to refuse."""
+    ids = torch.randint(-1, experts + 2, (rows, 3), generator=torch.Generator().manual_seed(seed))
+    touched = torch.tensor(7)
+    add_touched(touched, torch.tensor([bsz], dtype=torch.int32), ids, experts)
+    assert int(touched) == 7 + len({e for e in ids[:bsz].flatten().tolist() if 0 <= e < experts})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "rows,k,experts,step", [(1, 8, 128, 16), (5, 2, 3, 2), (32, 8, 128, 16), (60, 3, 11, 16), (200, 8, 16, 64)]
@@ -66,9 +76,10 @@ def test_kernel(rows: int, k: int, experts: int, step: int, kernel_device: torch
     for seed, bsz in [(0, rows), (1, rows // 2), (2, 0), (3, rows + 7)]:
         ids, slots, place = batch(rows, k, experts, seed, skew=seed == 1)
         index = Index.allocate(rows + 3, k, experts, 1, kernel_device)
-        launch(
-            index,
-            *(t.to(kernel_device) for t in (torch.tensor([bsz], dtype=torch.int32), ids, slots, place)),
-            step,
-        )
+        given = [t.to(kernel_device) for t in (torch.tensor([bsz], dtype=torch.int32), ids, slots, place)]
+        touched = torch.tensor(100, device=kernel_device)
+        launch(index, *given, step, touched)
         check(index, min(bsz, rows), ids, slots, place, step)
+        assert int(touched) == 100 + int((index.start[1:] > index.start[:-1]).sum())
+        launch(index, *given, step)
+        assert int(touched) == 100 + int((index.start[1:] > index.start[:-1]).sum()), "nobody asked"

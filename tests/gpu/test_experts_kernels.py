@@ -10,7 +10,7 @@ from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu.layout import Sizes, lora_blocks
 from engine.lora.adapter import ExpertLora
 from tests.gpu.frames import frames_of
-from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora
 
 SIZES = Sizes(E, K, H, I)
 DTYPES = [F32, BF16] if torch.cuda.is_available() else [F32]  # the interpreter has no bf16
@@ -34,7 +34,8 @@ def tables(
         address[slot] = (keep[-1].data_ptr() + torch.arange(E) * step) * present
         slots.ranks[slot] = -(-adapter.rank // 16) * 16
         slots.scales[0, slot] = torch.tensor([adapter.gate_scale, adapter.up_scale, adapter.down_scale])
-    return LayerTables(frames, place.to(device), address.to(device), frame), slots, keep
+    touched = torch.zeros((), dtype=torch.int64, device=device)
+    return LayerTables(frames, place.to(device), address.to(device), frame, touched), slots, keep
 
 
 @pytest.mark.gpu
@@ -48,11 +49,12 @@ def test_weights_are_read_once_per_expert_whatever_the_number_of_adapters(
     table, slots, _keep = tables(layer, adapters, F32, list(range(E)), kernel_device)
     b = batch(16, F32, slots=list(range(count + 1)))
     b.ids[16:] = 0
-    distinct = len(b.ids[:16].unique())
+    wanted = distinct(b)
     for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
         setattr(b, name, getattr(b, name).to(kernel_device))
     compute.run(b, table, slots, 0, b.out, lora=count > 0)
-    assert compute.weight_passes() == distinct  # an expert's rows fit one block
+    assert compute.weight_passes() == wanted  # an expert's rows fit one block
+    assert table.touched is not None and int(table.touched) == wanted
 
 
 @pytest.mark.gpu
@@ -69,6 +71,7 @@ def test_right_with_and_without_adapters(
     adapters[2].gate_b[3] = adapters[2].up_b[3] = adapters[2].down_b[3] = 0
     compute = GpuCompute(SIZES, dtype, kernel_device, max_rows=rows + 2, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, adapters, dtype, list(here), kernel_device)
+    counted = 0
     for slot_list in (None, [0, 1, 2, 5]):
         b = batch(rows, dtype, slots=slot_list)
         b.ids[0, 1] = -1
@@ -82,3 +85,5 @@ def test_right_with_and_without_adapters(
         compute.run(b, table, slots, 0, b.out, lora=slot_list is not None)
         assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < (2e-6 if dtype == F32 else 0.008)
         assert (b.out[rows:] == 7).all()
+        counted += distinct(want)
+        assert table.touched is not None and int(table.touched) == counted

@@ -20,7 +20,7 @@ from native import _native
 from testing.bridge import HostBridge
 from testing.models.shapes import config
 from tests.gpu.test_experts_gpu import fill
-from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora, touched
 
 LAYERS = 3
 CONFIG = config(
@@ -75,6 +75,7 @@ def test_equals_the_cpu(kernel_device: torch.device, hybrid: bool, kinds: tuple[
         if kernel_device.type == "cuda":
             torch.cuda.synchronize()
         streamed.check()
+        assert touched(streamed) == [distinct(b)] * LAYERS
         for layer, out in zip(layers, outs, strict=True):
             assert error(out.cpu(), expected(layer, b, adapters)) < bound
     streamed.close()

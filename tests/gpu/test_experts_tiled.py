@@ -13,7 +13,7 @@ from engine.weights.tiled.layout import has_tiles
 from native import _native
 from tests.gpu.test_experts_kernels import tables
 from tests.native.blocks import QUANTISED
-from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, error, expected, lora
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora
 
 SIZES = Sizes(E, K, H, I)
 GPU = torch.cuda.is_available()
@@ -94,6 +94,8 @@ def test_single_choices(
             setattr(b, name, getattr(b, name).to(kernel_device))
         experts.run(b, table, slots, 0, b.out, lora=False)
         assert experts.weight_passes() == int((want.ids[:rows] >= 0).sum())
+        assert table.touched is not None and int(table.touched) == distinct(want)
+        table.touched.zero_()
         if rows:
             assert error(b.out[:rows].cpu(), expected(layer, want, {})) < INTEGER_BOUND
         assert (b.out[rows:] == 7).all()

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.experts.base import ExpertBuffers, ExpertTask
+from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.capabilities import TouchedExperts, needed
 from engine.experts.native import NativeExperts
 from engine.lora.adapter import ExpertLora
 from engine.weights.store import ExpertStore, WeightTensor
@@ -71,6 +72,20 @@ def batch(
     b.bsz[0] = rows
     b.out[:] = 7
     return b
+
+
+def distinct(b: ExpertBuffers) -> int:
+    """Of the experts that the true rows have chosen."""
+    ids = b.ids[: int(b.bsz)]
+    return torch.unique(ids[ids >= 0]).numel()
+
+
+def touched(backend: ExpertBackend) -> list[int]:
+    """What it has counted since the last call, by layer."""
+    counts = needed(backend, TouchedExperts).counts
+    seen: list[int] = counts.tolist()
+    counts.zero_()
+    return seen
 
 
 def expected(layer: Layer, b: ExpertBuffers, adapters: dict[int, ExpertLora]) -> torch.Tensor:

@@ -8,14 +8,31 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.errors import EngineError, ExpertBackendError, UserError
 from engine.experts.base import ExpertBuffers
 from engine.experts.native import NativeExperts
+from engine.experts.reference import ReferenceExperts
 from native import _native
 from testing.models.shapes import config
 from tests.native.blocks import QUANTISED
-from tests.native.expert_layers import BF16, F32, E, K, Layer, batch, error, expected, lora, make, run
+from tests.native.expert_layers import (
+    BF16,
+    F32,
+    E,
+    K,
+    Layer,
+    batch,
+    distinct,
+    error,
+    expected,
+    lora,
+    make,
+    run,
+    touched,
+)
 from tests.native.isas import ISAS
 
 
@@ -95,6 +112,58 @@ def test_many_rows(pool: object, kinds: tuple[str, ...], isa: str) -> None:
     assert torch.equal(run(fast, fast.bind(0, few)), run(exact, exact.bind(0, few)))
     b.hidden[70:] = 100  # the other rows' values never show
     assert torch.equal(run(fast, fast.bind(0, b))[:70], got[:70])
+
+
+@pytest.fixture(scope="module")
+def small(pool: object) -> tuple[NativeExperts, ReferenceExperts]:
+    """A small layer in both, with adapters in slots 1 and 2."""
+    layer = Layer("F32", hidden=32, inner=32)
+    native, reference = make(pool, layer, F32), ReferenceExperts(F32, torch.device("cpu"))
+    reference.load_layer(0, layer.store)
+    for slot in (1, 2):
+        for backend in (native, reference):
+            backend.set_adapter(slot, {0: lora(4 * slot, slot, F32, 32, 32)})
+    return native, reference
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from([0, 1, 2, 7, 40]), st.integers(0, 3), st.integers(0, 10**6)), min_size=1, max_size=4
+    )
+)
+def test_distinct_experts_are_those_of_the_true_rows(
+    small: tuple[NativeExperts, ReferenceExperts], calls: list[tuple[int, int, int]]
+) -> None:
+    """Of any routing, with adapters mixed, choices that are skipped, an expert twice in a row, and padding rows."""
+    native, reference = small
+    for rows, experts, seed in calls:
+        g = torch.Generator().manual_seed(seed)
+        b = batch(rows, F32, seed, slots=[0, 1, 2], hidden=32)
+        b.ids[:rows] = torch.randint(-1, 1 + 2 * experts, (rows, K), generator=g)
+        run(native, native.bind(0, b))
+        reference.post(reference.bind(0, b))
+        assert touched(native) == [distinct(b), 0]
+        assert touched(reference) == [distinct(b)]
+
+
+def test_an_expert_counts_once_in_a_call_that_is_computed_in_parts(
+    small: tuple[NativeExperts, ReferenceExperts],
+) -> None:
+    """And one that is chosen in the last part alone counts too."""
+    b = batch(9000, F32, hidden=32)
+    b.ids[:9000] = torch.tensor([0, 3, 5])
+    b.ids[8999, 0] = 7
+    run(small[0], small[0].bind(0, b))
+    assert touched(small[0]) == [4, 0]
+
+
+def test_a_call_that_is_refused_counts_nothing(small: tuple[NativeExperts, ReferenceExperts]) -> None:
+    b = batch(4, F32, hidden=32)
+    b.ids[3, 0] = E
+    with pytest.raises(ExpertBackendError, match="ids: 8"):
+        run(small[0], small[0].bind(0, b))
+    assert touched(small[0]) == [0, 0]
 
 
 def test_down_in_slices(pool: object) -> None:

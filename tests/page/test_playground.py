@@ -204,6 +204,9 @@ def test_live_shows_the_batch_and_the_experts(page: Browser) -> None:
     page.click("#tab-live")
     page.until(lambda: page.text("#rows").count("gated") == 1, "the running request is not shown")
     page.until(lambda: "2 layers of 3 experts" in page.text("#expert-text"), "the experts are not shown")
+    page.until(
+        lambda: "touches 1.5 experts of a layer" in page.text("#touched-text"), "the experts of a step are not shown"
+    )
     page.until(lambda: page.text("#decode-rate") not in ("–", "0"), "there is no rate")
     page.until(lambda: page.text("#bytes-rate") not in ("–", "0"), "there is no rate of bytes")
     page.until(lambda: page.text("#bytes-share").endswith("% of 4"), "nor its share of what memory can do")

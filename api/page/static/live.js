@@ -117,7 +117,11 @@ export class Live {
   showExperts() {
     const now = this.samples.at(-1);
     if (!now) return;
-    const before = document.querySelector('[name="period"]:checked').value === "recent" ? this.recent.expert_choices : {};
+    const since = document.querySelector('[name="period"]:checked').value === "recent" ? this.recent : null;
+    const before = since?.expert_choices ?? {};
     this.map.show(Object.entries(now.expert_choices).map(([layer, counts]) => [Number(layer), counts.map((count, e) => count - (before[layer]?.[e] ?? 0))]));
+    const layers = now.expert_layers - (since?.expert_layers ?? 0);
+    const touched = now.experts_touched - (since?.experts_touched ?? 0);
+    $("touched-text").textContent = layers ? `A step touches ${(touched / layers).toFixed(1)} experts of a layer on average.` : "";
   }
 }

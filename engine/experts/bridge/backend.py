@@ -25,6 +25,7 @@ from engine.experts.capabilities import (
     NativeTasks,
     PackedWeights,
     PartialTasks,
+    TouchedExperts,
     needed,
 )
 from engine.experts.stream import on_stream
@@ -42,6 +43,8 @@ class Channel:
     host: ExpertBuffers
     inner: ExpertTask
     counter: torch.Tensor  # int64 [2] on the device: programs that have posted; the answer, for the wait's programs
+    chosen: torch.Tensor  # int64 [E] there: the number of the last post in which a row has chosen the expert
+    touched: torch.Tensor  # int64 [] there, the layer's: posts add their distinct experts
 
 
 class CudaBridge(ExpertBackend):
@@ -63,6 +66,7 @@ class CudaBridge(ExpertBackend):
         self._inner = inner
         self._native = needed(inner, NativeTasks)
         self._config = config
+        self._touched = TouchedExperts.of(config.num_hidden_layers, device)
         self._timeout_s = timeout_s
         self._on_gpu = device.type == "cuda"
         native: Any = importlib.import_module("native._native")
@@ -78,7 +82,8 @@ class CudaBridge(ExpertBackend):
     @property
     def offers(self) -> tuple[object, ...]:
         inner = (self._inner.capability(kind) for kind in (PackedWeights, ExpertCounters, ExpertPlaces))
-        return PartialTasks(self.post_part, self.wait_part), *(offered for offered in inner if offered is not None)
+        own = PartialTasks(self.post_part, self.wait_part), self._touched
+        return *own, *(offered for offered in inner if offered is not None)
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         self._inner.load_layer(layer, store)
@@ -102,7 +107,9 @@ class CudaBridge(ExpertBackend):
                 raise ExpertBackendError(f"bridge: {error}") from error
             self._layers.append(f"layer {layer}")
             counter = torch.zeros(2, dtype=torch.int64, device=self.device)
-            self._tasks[key] = ExpertTask(layer, buffers, Channel(number, host, inner, counter))
+            chosen = torch.zeros(self._config.num_experts, dtype=torch.int64, device=self.device)
+            channel = Channel(number, host, inner, counter, chosen, self._touched.counts[layer])
+            self._tasks[key] = ExpertTask(layer, buffers, channel)
         return self._tasks[key]
 
     def _pinned(self, b: ExpertBuffers) -> ExpertBuffers:
@@ -148,7 +155,7 @@ class CudaBridge(ExpertBackend):
         k.post_kernel[(programs,)](
             b.bsz, b.ids, b.weights, b.slots, b.hidden, c.host.bsz, c.host.ids, c.host.weights, c.host.slots,
             c.host.hidden, b.ids if hot is None else hot.place, b.ids if hot is None else hot.uses,
-            c.counter, self._words[0, c.number :],
+            c.counter, self._words[0, c.number :], c.chosen, c.touched,
             H=h, K=top_k, KP=_power(top_k), E=self._config.num_experts, BLOCK=min(2048, _power(h)), PROGRAMS=programs,
             HYBRID=hot is not None, num_warps=4,
         )  # fmt: skip

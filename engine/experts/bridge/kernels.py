@@ -67,10 +67,11 @@ def _now_ns(after):
 
 @triton.jit
 def copy_inputs(
-    row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses,
+    row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses, chosen, number,
     H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, HYBRID: tl.constexpr,
 ):  # fmt: skip
-    """One row into host memory. HYBRID: experts that `place` [slots, E] puts on the GPU become -1; uses are counted."""
+    """One row into host memory. HYBRID: experts that `place` [slots, E] puts on the GPU become -1; uses are counted.
+    Returns how many experts no row of the post `number` had chosen before, and writes it to `chosen` [E] for them."""
     at = tl.arange(0, BLOCK)
     for start in range(0, H, BLOCK):
         values = tl.load(hidden + row * H + start + at, mask=start + at < H, other=0)
@@ -78,30 +79,36 @@ def copy_inputs(
     slot = tl.load(slots + row)
     j = tl.arange(0, KP)
     expert = tl.load(ids + row * K + j, mask=j < K, other=-1)
+    valid = (j < K) & (expert >= 0) & (expert < E)  # the pool says what is wrong with others
+    last = tl.atomic_xchg(chosen + expert, tl.full([KP], 0, tl.int64) + number, mask=valid, sem="relaxed")
     if HYBRID:
-        valid = (j < K) & (expert >= 0)
         tl.atomic_add(uses + expert, 1, mask=valid, sem="relaxed")
         frame = tl.load(place + slot * E + expert, mask=valid, other=-1)
         expert = tl.where(frame >= 0, -1, expert)
     tl.store(host_ids + row * K + j, expert, mask=j < K)
     tl.store(host_weights + row * K + j, tl.load(weights + row * K + j, mask=j < K, other=0), mask=j < K)
     tl.store(host_slots + row, slot)
+    return tl.sum((valid & (last != number)).to(tl.int64), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["touched"])
 def post_kernel(
     bsz, ids, weights, slots, hidden, host_bsz, host_ids, host_weights, host_slots, host_hidden, place, uses,
-    counter, posted,
+    counter, posted, chosen, touched,
     H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, HYBRID: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     n = tl.load(bsz)
+    number = tl.load(counter) // PROGRAMS + 1  # until all programs have added theirs
+    distinct = tl.full([], 0, tl.int64)
     for row in range(pid, n, PROGRAMS):
-        copy_inputs(
-            row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses,
-            H, K, KP, E, BLOCK, HYBRID,
+        distinct += copy_inputs(
+            row, ids, weights, slots, hidden, host_ids, host_weights, host_slots, host_hidden, place, uses, chosen,
+            number, H, K, KP, E, BLOCK, HYBRID,
         )  # fmt: skip
+    if distinct > 0:
+        tl.atomic_add(touched, distinct, sem="relaxed")
     if pid == 0:
         tl.store(host_bsz, n)
     tl.debug_barrier()  # all threads' copies lie before the one atomic of the program

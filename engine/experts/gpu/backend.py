@@ -10,7 +10,7 @@ import torch
 from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertPlaces
+from engine.experts.capabilities import ExpertPlaces, TouchedExperts
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu.layout import PROJECTIONS, Frame, Sizes, frame_of, lora_blocks
 from engine.experts.stream import on_stream
@@ -50,13 +50,14 @@ class GpuExperts(ExpertBackend):
             self._sizes, dtype, device, max_rows=max_rows, max_rank=max_rank, max_slots=max_slots
         )
         self._slots = SlotTables.allocate(len(self._numbers), max_slots + 1, device)
+        self._touched = TouchedExperts.of(config.num_hidden_layers, device)
         self._layers: dict[int, LayerTables] = {}
         self._blocks: dict[tuple[int, int], torch.Tensor] = {}  # (layer, slot): LoRA that tables point to
         self._lora = True
 
     @property
     def offers(self) -> tuple[object, ...]:
-        return (ExpertPlaces(lambda: {"GPU": self.num_bytes}),)
+        return ExpertPlaces(lambda: {"GPU": self.num_bytes}), self._touched
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +70,7 @@ class GpuExperts(ExpertBackend):
         slots, experts = self._compute.max_slots, self._sizes.experts
         place = torch.arange(experts, dtype=torch.int32, device=self._device).repeat(slots, 1)
         address = torch.zeros(slots, experts, dtype=torch.int64, device=self._device)
-        self._layers[layer] = LayerTables(frames, place, address, frame)
+        self._layers[layer] = LayerTables(frames, place, address, frame, self._touched.counts[layer])
 
     @torch.inference_mode(False)
     def _frames(self, store: ExpertStore, frame: Frame) -> torch.Tensor:

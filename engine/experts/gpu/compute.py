@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
-from engine.experts.gpu.index import MOST_CHOICES, Index, build, most_blocks
+from engine.experts.gpu.index import MOST_CHOICES, Index, add_touched, build, most_blocks
 from engine.experts.gpu.layout import Frame, Sizes
 from engine.experts.gpu.products import (
     LEAST_BLOCK_ROWS,
@@ -40,6 +40,7 @@ class LayerTables:
     place: torch.Tensor  # int32 [slots, E]: frame of an expert for rows of a slot, -1 if another backend computes it
     lora_address: torch.Tensor  # int64 [slots, E]: an expert's LoRA block, 0 if it has none
     frame: Frame | None = None  # what a frame holds; None: plain numbers of the model's dtype
+    touched: torch.Tensor | None = None  # int64 []: calls add their distinct experts, of which none is elsewhere
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ class GpuCompute:
     ) -> None:
         """out [M, H] = the rows' experts that `layer.place` holds. `number`: the layer's row in the slot tables.
         `lora`: whether any row may have an adapter."""
-        rows = b.launch_rows
+        rows, touched = b.launch_rows, layer.touched
+        if touched is not None and (rows > self.rows or rows * self.sizes.top_k > MOST_CHOICES):
+            add_touched(touched, b.bsz, b.ids[:rows], self.sizes.experts)
+            touched = None  # done for all chunks
         for first in range(0, rows, self.rows):
             last = min(first + self.rows, rows)
             bsz = b.bsz if first == 0 else (b.bsz - first).clamp(min=0)
@@ -118,18 +122,28 @@ class GpuCompute:
                 b.hidden[first:last],
                 out[first:last],
             )
-            self._run(part, layer, slots, number, lora)
+            self._run(part, layer, slots, number, lora, touched)
 
-    def _run(self, b: ExpertBuffers, layer: LayerTables, slots: SlotTables, number: int, lora: bool) -> None:
+    def _run(
+        self,
+        b: ExpertBuffers,
+        layer: LayerTables,
+        slots: SlotTables,
+        number: int,
+        lora: bool,
+        touched: torch.Tensor | None,
+    ) -> None:
         from engine.experts.gpu import index_kernel, kernels
 
         s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
         self._by_choice = None
         if not lora and (single := choice_products(layer.frame, layer.frames, tiles, self.dtype, s)):
-            self._run_choices(b, layer, *single)
+            self._run_choices(b, layer, *single, touched)
             return
-        fill = build if b.ids.numel() > MOST_CHOICES else index_kernel.launch
-        fill(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
+        if b.ids.numel() > MOST_CHOICES:
+            build(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
+        else:
+            index_kernel.launch(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm, touched)
         tables = (index.order, index.start, index.block_expert, index.block_first, index.num_blocks)
         blocks = most_blocks(b.ids.numel(), s.experts, tiles.bm)
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
@@ -175,14 +189,18 @@ class GpuCompute:
             num_warps=4,
         )
 
-    def _run_choices(self, b: ExpertBuffers, layer: LayerTables, gate_up: Product, down: Product) -> None:
+    def _run_choices(
+        self, b: ExpertBuffers, layer: LayerTables, gate_up: Product, down: Product, touched: torch.Tensor | None
+    ) -> None:
         s = self.sizes
         self._by_choice = b, layer.place
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
         tables = (b.bsz, b.ids, b.slots, layer.place)
         gate_up.kernel[gate_up.grid(b.ids.numel(), s.inner)](
-            *tables, b.hidden, gate_up.frames, self._h, **common, BN=gate_up.columns, **gate_up.constants
-        )
+            *tables, b.bsz if touched is None else touched, b.hidden, gate_up.frames, self._h,
+            **common, EP=1 << (s.experts - 1).bit_length(), COUNT=touched is not None, BN=gate_up.columns,
+            **gate_up.constants,
+        )  # fmt: skip
         down.kernel[down.grid(b.max_rows, s.hidden)](
             *tables, self._h, b.weights, down.frames, b.out,
             **common, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,

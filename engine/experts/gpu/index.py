@@ -46,6 +46,15 @@ def most_blocks(choices: int, experts: int, block_rows: int) -> int:
     return min(choices, experts + choices // block_rows)
 
 
+def add_touched(touched: torch.Tensor, bsz: torch.Tensor, ids: torch.Tensor, experts: int) -> None:
+    """Add to `touched` int64 [] how many of the experts the rows < bsz of ids [M, k] have chosen, as the kernels do for
+    fewer choices; no host synchronisation."""
+    row = torch.arange(len(ids), device=ids.device)
+    chosen = torch.where((row < bsz)[:, None] & (ids >= 0) & (ids < experts), ids, experts).flatten()
+    seen = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).index_fill_(0, chosen, 1)
+    touched.add_(seen[:experts].sum())
+
+
 def build(
     index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
 ) -> None:

@@ -29,12 +29,13 @@ def choices(at, n, ids, slots, place, K: tl.constexpr, E: tl.constexpr):
     return tl.where(frame >= 0, expert, E), slot
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "touched"])
 def index_kernel(
-    bsz, rows, ids, slots, place, order, start, block_expert, block_first, num_blocks,
-    K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
+    bsz, rows, ids, slots, place, order, start, block_expert, block_first, num_blocks, touched,
+    K: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (E,). EP: a power of two above E. `rows`: of the batch at most, whatever bsz says."""
+    """Grid (E,). EP: a power of two above E. `rows`: of the batch at most, whatever bsz says. COUNT: `touched` int64 []
+    grows by how many experts have a choice."""
     e = tl.program_id(0)
     n = tl.minimum(tl.load(bsz), rows) * K
     experts = tl.arange(0, EP)
@@ -52,6 +53,9 @@ def index_kernel(
     tl.store(start + e + 1, begin + count)
     if e == 0:
         tl.store(start, 0)
+        if COUNT:
+            distinct = tl.sum(((counts > 0) & (experts < E)).to(tl.int64), 0)
+            tl.store(touched, tl.load(touched) + distinct)
     if e == E - 1:
         tl.store(num_blocks, first_block + mine)
     for block in range(mine):
@@ -71,13 +75,22 @@ def index_kernel(
 
 
 def launch(
-    index: Index, bsz: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor, place: torch.Tensor, block_rows: int
+    index: Index,
+    bsz: torch.Tensor,
+    ids: torch.Tensor,
+    slots: torch.Tensor,
+    place: torch.Tensor,
+    block_rows: int,
+    touched: torch.Tensor | None = None,
 ) -> None:
-    """As `build`; any number of choices, though many are slow."""
+    """As `build`; any number of choices, though many are slow. `touched` int64 []: grows by how many experts have a
+    choice that is computed."""
     rows, top_k = ids.shape
     experts = place.shape[1]
     chunk = min(max(triton.next_power_of_2(rows * top_k), _LEAST_CHUNK), _MOST_CHUNK)
     index_kernel[(experts,)](
         bsz, rows, ids, slots, place, index.order, index.start, index.block_expert, index.block_first, index.num_blocks,
-        K=top_k, E=experts, EP=triton.next_power_of_2(experts + 1), STEP=block_rows, CHUNK=chunk, num_warps=_WARPS,
+        bsz if touched is None else touched,
+        K=top_k, E=experts, EP=triton.next_power_of_2(experts + 1), STEP=block_rows, CHUNK=chunk,
+        COUNT=touched is not None, num_warps=_WARPS,
     )  # fmt: skip

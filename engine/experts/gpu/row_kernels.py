@@ -3,7 +3,8 @@
     gate_up_choices   h = silu(gate x) * (up x)                                   grid (choices, tiles of MID)
     down_choices      out = sum of w (down h) in the order of a row's choices     grid (rows, tiles of H)
 
-Experts that several rows chose are read as often. Of tiles, rows' values are int8 by groups in all products
+Experts that several rows chose are read as often, and count once: COUNT adds a step's distinct experts to `touched`
+int64 []. Of tiles, rows' values are int8 by groups in all products
 (engine/weights/tiled/dots.py); `W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes. Plain
 numbers (`plain_*`, FRAME in values) are multiplied in float32.
 """
@@ -26,16 +27,31 @@ def _frame(bsz, ids, slots, place, choice, K: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def _count(touched, ids, choice, E: tl.constexpr, EP: tl.constexpr):
+    """Add one if no choice before has this one's expert. There are no more choices than experts: EP, a power of two
+    from E on, covers them."""
+    before = tl.arange(0, EP)
+    others = tl.load(ids + before, mask=before < choice, other=-1)
+    same = tl.sum((others == tl.load(ids + choice)).to(tl.int32), 0)
+    if same == 0:
+        tl.atomic_add(touched, 1, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["touched"])
 def gate_up_choices(
-    bsz, ids, slots, place, x, frames, h,
+    bsz, ids, slots, place, touched, x, frames, h,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
     row = choice // K
     frame = _frame(bsz, ids, slots, place, choice, K, E)
     if frame < 0:
         return
+    if COUNT:
+        if tl.program_id(1) == 0:
+            _count(touched, ids, choice, E, EP)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     one = tl.arange(0, 1)
     xs = x + row.to(tl.int64) * H + one
@@ -75,16 +91,19 @@ def down_choices(
     tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["touched"])
 def plain_gate_up_choices(
-    bsz, ids, slots, place, x, frames, h,
+    bsz, ids, slots, place, touched, x, frames, h,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
     frame = _frame(bsz, ids, slots, place, choice, K, E)
     if frame < 0:
         return
+    if COUNT:
+        if tl.program_id(1) == 0:
+            _count(touched, ids, choice, E, EP)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     xs_at = x + (choice // K).to(tl.int64) * H + k

@@ -25,6 +25,7 @@ from engine.experts.capabilities import (
     HotPart,
     PackedWeights,
     PartialTasks,
+    TouchedExperts,
     needed,
 )
 from engine.experts.gpu.compute import LayerTables
@@ -116,10 +117,10 @@ class HybridExperts(ExpertBackend):
 
     @property
     def offers(self) -> tuple[object, ...]:
-        counters = self._inner.capability(ExpertCounters)
+        inner = (self._inner.capability(kind) for kind in (ExpertCounters, TouchedExperts))
         places = ExpertPlaces(self._bytes_by_device, lambda: (self.mover.num_choices, self.mover.num_hits))
         hot = HotFrames(self._frames, lambda layer: self.mover.frames_of(self._numbers[layer]))
-        return self.parts, places, hot, *(() if counters is None else (counters,))
+        return self.parts, places, hot, *(offered for offered in inner if offered is not None)
 
     def _bytes_by_device(self) -> dict[str, int]:
         places = self._inner.capability(ExpertPlaces)

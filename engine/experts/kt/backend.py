@@ -13,11 +13,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
+from engine.experts.capabilities import TouchedExperts
 from engine.experts.kt import guard, process
 from engine.experts.kt.process import kt_available
 from engine.experts.kt.weights import bf16_pointer, block_pointer, ggml_number
@@ -73,6 +75,7 @@ class KtExperts(ExpertBackend):
         self.max_rows = max_rows
         self._closed = False
         self.methods: dict[int, str] = {}  # by layer, as chosen
+        self._touched = TouchedExperts.of(config.num_hidden_layers)
         self._modules: dict[int, Any] = {}
         self._tasks: dict[tuple[int, int], ExpertTask] = {}
         self._keep: list[Any] = []  # what kt_kernel keeps pointers to
@@ -84,6 +87,10 @@ class KtExperts(ExpertBackend):
         except RuntimeError as e:
             process.release_claim()
             raise ExpertBackendError(f"kt_kernel's pool of {self.threads} threads: {e}") from e
+
+    @property
+    def offers(self) -> tuple[object, ...]:
+        return (self._touched,)
 
     def _make_pool(self, node: int) -> Any:
         wanted = self._ext.WorkerPoolConfig()
@@ -188,6 +195,8 @@ class KtExperts(ExpertBackend):
             call.hidden[:rows].copy_(task.buffers.hidden[:rows])
         self._pool.submit(call.task)
         call.rows = rows
+        chosen = np.bincount(call.ids[:rows].ravel() + 1)[1:]  # -1 is skipped
+        self._touched.counts[task.layer] += int(np.count_nonzero(chosen))
 
     def _wrong(self, task: ExpertTask, rows: int) -> str | None:
         if not 0 <= rows <= task.buffers.max_rows:

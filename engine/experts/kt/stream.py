@@ -19,6 +19,11 @@ class KtStreamExperts(KtExperts):
 
     follows_stream = True
 
+    @property
+    def offers(self) -> tuple[object, ...]:
+        """Nothing: who would count experts cannot look at a stream's rows."""
+        return ()
+
     def post(self, task: ExpertTask, stream: Any = None) -> None:
         if stream is None:
             super().post(task)

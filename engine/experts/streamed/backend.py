@@ -16,7 +16,14 @@ import torch
 from engine.architectures.config import ModelConfig
 from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertCounters, ExpertPlaces, HotFrames, PackedWeights, needed
+from engine.experts.capabilities import (
+    ExpertCounters,
+    ExpertPlaces,
+    HotFrames,
+    PackedWeights,
+    TouchedExperts,
+    needed,
+)
 from engine.experts.gpu.compute import LayerTables, SlotTables
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.parts import GpuParts
@@ -84,6 +91,7 @@ class StreamedExperts(ExpertBackend):
         )
         self._sizes, self._compute = parts.sizes, parts.compute
         self._source, self._adapters = parts.source, parts.adapters
+        self._touched = needed(inner, TouchedExperts)  # which counts in steps that are not streamed
         self._max_slots = max_slots
         self._slots = SlotTables.allocate(len(self._order), max_slots + 1, device)
         self._layers = LayerStream(
@@ -98,7 +106,7 @@ class StreamedExperts(ExpertBackend):
     @property
     def offers(self) -> tuple[object, ...]:
         inner = (self._inner.capability(kind) for kind in (ExpertCounters, ExpertPlaces))
-        return tuple(offered for offered in inner if offered is not None)
+        return self._touched, *(offered for offered in inner if offered is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -161,7 +169,8 @@ class StreamedExperts(ExpertBackend):
             if number + 1 < len(self._order):
                 self._layers.fetch(self._order[number + 1])
             beside = self._buffers[self._layers.number(task.layer)]
-            tables = LayerTables(frames, beside.place, beside.address, self._layers.frame(task.layer))
+            frame, touched = self._layers.frame(task.layer), self._touched.counts[task.layer]
+            tables = LayerTables(frames, beside.place, beside.address, frame, touched)
             b = task.buffers
             self._compute.run(b, tables, self._slots, number, b.out, lora=self._lora)
             self._layers.release(task.layer)

@@ -84,14 +84,14 @@ void dequantise(const ExpertLayer& layer, int projection, int64_t expert, uintpt
 
 MoeTask make_task(std::shared_ptr<MoeRunner> runner, std::shared_ptr<ExpertLayer> layer, uintptr_t bsz, uintptr_t ids,
                   uintptr_t weights, uintptr_t slots, uintptr_t hidden, uintptr_t out, int64_t max_rows, int64_t top_k,
-                  bool bf16) {
+                  bool bf16, uintptr_t touched) {
   if (max_rows < 1) throw std::invalid_argument("max_rows: " + std::to_string(max_rows) + "; at least 1");
   if (top_k < 1 || top_k > kMostTopK) {
     throw std::invalid_argument("top_k: " + std::to_string(top_k) + "; allowed are 1 to " + std::to_string(kMostTopK));
   }
   return {std::move(runner), std::move(layer),
           MoeBuffers{at<const int32_t>(bsz), at<const int64_t>(ids), at<const float>(weights), at<const int32_t>(slots),
-                     at<const void>(hidden), at<void>(out), max_rows, top_k, bf16}};
+                     at<const void>(hidden), at<void>(out), max_rows, top_k, bf16, at<int64_t>(touched)}};
 }
 
 }  // namespace
@@ -171,10 +171,12 @@ void bind_experts(nb::module_& module) {
 
   nb::class_<MoeTask, Task>(module, "MoeTask", "A layer over a set of buffers; replayed with whatever bsz says.")
       .def(nb::new_(&make_task), "runner"_a, "layer"_a, nb::kw_only(), "bsz"_a, "ids"_a, "weights"_a, "slots"_a,
-           "hidden"_a, "out"_a, "max_rows"_a, "top_k"_a, "bf16"_a,
+           "hidden"_a, "out"_a, "max_rows"_a, "top_k"_a, "bf16"_a, "touched"_a = 0,
            "Addresses of bsz int32 [1], ids int64 [max_rows, top_k] (-1: skipped), weights float32 [max_rows, top_k], "
            "slots "
-           "int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32.")
+           "int32 [max_rows] (0: base), hidden and out [max_rows, hidden] in bf16 or float32. touched: int64 [1], to "
+           "which each "
+           "call adds how many distinct experts its rows have chosen; 0: nobody asks.")
       .def("run", &MoeTask::run, free_gil, "Computes `out`. ValueError for a bsz, id or slot out of range.");
 }
 

@@ -69,6 +69,7 @@ void MoeRunner::forward(const ExpertLayer& layer, const MoeBuffers& buffers) {
   const int64_t rows = *buffers.bsz;
   check(layer, buffers, rows);
   if (rows == 0) return;
+  touched_.assign(static_cast<size_t>(layer.shape().experts), 0);
   pool_.begin_step();
   try {
     const int64_t most = chunk_rows(kernels_.isa);
@@ -80,12 +81,16 @@ void MoeRunner::forward(const ExpertLayer& layer, const MoeBuffers& buffers) {
     throw;
   }
   pool_.end_step();
+  if (buffers.touched != nullptr) *buffers.touched += std::count(touched_.begin(), touched_.end(), 1);
 }
 
 void MoeRunner::run(const ExpertLayer& layer, const MoeBuffers& b, int64_t rows) {
   batch_.begin(layer, {b.ids, b.weights, b.slots, rows, b.top_k, layer.shape().experts});
   for (int64_t e = 0; e < layer.shape().experts; ++e) {
-    if (const int64_t chosen = batch_.routed().count(e)) layer.count_choices(e, chosen);
+    const int64_t chosen = batch_.routed().count(e);
+    if (chosen == 0) continue;
+    layer.count_choices(e, chosen);
+    touched_[static_cast<size_t>(e)] = 1;
   }
   pack_hidden(b);
   if (batch_.has_adapters()) lora_a(false);

@@ -39,6 +39,8 @@ struct MoeBuffers {
   int64_t max_rows;
   int64_t top_k;
   bool bf16;
+  // Each call adds how many distinct experts its rows have chosen; null: nobody asks.
+  int64_t* touched = nullptr;
 };
 
 // Computes tasks on a pool, one at a time; holds the scratch memory that they share.
@@ -86,6 +88,7 @@ class MoeRunner {
   bool deterministic_;
   mutable std::mutex running_;
   MoeBatch batch_;
+  std::vector<uint8_t> touched_;   // by expert: whether a row of the call has chosen it
   std::vector<Counter> counters_;  // by worker
 };
 
