@@ -198,15 +198,14 @@ class Loader:
             self._outcomes.append(LoadEnded(job, weights))
 
     def _failed(self, job: LoadJob, error: Exception) -> None:
-        name = job.version.name
         if self._closed:
-            error = EngineError(f"adapter {name!r}: the engine ends")
+            error = EngineError(f"adapter {job.version.name!r}: the engine ends")
         elif isinstance(error, ReaderLostError) and not job.retried:
             job.retried = True
             self._parse()
             return
         elif not isinstance(error, KtserveError):
-            error = EngineError(f"adapter {name!r} not read: {type(error).__name__}: {error}")
+            error = EngineError(f"adapter {job.version.name!r} not read: {type(error).__name__}: {error}")
         self._outcomes.append(LoadEnded(job, error))
 
     # ---- room for it
