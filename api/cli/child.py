@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from api.client.launch import engine_command, sampling_defaults, text_settings, with_demo
+from api.cli.launch import engine_command, sampling_defaults, text_settings, with_demo
 from api.client.process import child_environment
 from api.config import ServeConfig
 from api.prepare.prompts import tokenizer_of

@@ -8,10 +8,12 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.http.bodies.values import REQUEST_ID
+from api.bodies.values import REQUEST_ID
+from api.config import ServeConfig
 from api.logs import current_request
 from api.tracing import current_trace
 
@@ -77,3 +79,17 @@ class RequestNotes:
 
         path = _SERVER.sub("", scope["path"], 1) or "/" if not scope["path"].startswith("/") else scope["path"]
         await self._app({**scope, "method": method, "path": path, "state": state}, receive, with_notes)
+
+
+def with_headers(app: ASGIApp, config: ServeConfig) -> ASGIApp:
+    """The application with what every answer carries, faults included."""
+    app = RequestNotes(app)
+    if not config.cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=config.cors_origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "warnings", "retry-after"],
+    )

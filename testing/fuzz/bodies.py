@@ -10,17 +10,12 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from api.http.bodies.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from api.http.bodies.dialects import (
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-    ResponsesRequest,
-)
-from api.http.bodies.generation import ChatRequest, CompletionRequest
-from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
-from api.http.routes.batches import BatchRequest
+from api.bodies.generation import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from api.dialects.anthropic.bodies import MessagesRequest
+from api.dialects.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from api.dialects.responses.bodies import ResponsesRequest
+from api.endpoints.batches import BatchRequest
+from api.endpoints.loading import LoadAdapterRequest, UnloadAdapterRequest
 from testing.fuzz.mutate import mutated
 
 _Good = dict[str, Any]
