@@ -21,7 +21,7 @@ from api.batches.service import Batches
 from api.cli.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
 from api.config import ServeConfig
 from api.endpoints.application import create_app
-from api.http.notes import RequestNotes
+from api.http.middleware import RequestNotes
 from api.http.server import Server, check_origins, check_reach, connections_of, listen, repeated, url_of
 from api.http.service import Service
 from api.prepare.pool import PromptPool

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from api.bodies.body import Body, Field, Status
 from api.bodies.fields import CHAT, COMPLETION, GENERATION
 from api.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
-from api.dialects.anthropic import bodies as anthropic
+from api.dialects.anthropic import requests as anthropic
 from api.dialects.common.content import SchemaFormat
-from api.dialects.ollama import bodies as ollama
-from api.dialects.responses import bodies as responses
+from api.dialects.ollama import requests as ollama
+from api.dialects.responses import requests as responses
 
 
 class Table(NamedTuple):

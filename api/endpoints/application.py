@@ -13,16 +13,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
-from api.dialects.anthropic import formatter as anthropic
-from api.dialects.anthropic import routes as messages
-from api.dialects.ollama import formatter as ollama_forms
+from api.dialects.anthropic import routes as anthropic
 from api.dialects.ollama import routes as ollama
 from api.dialects.openai import chat, completions
 from api.dialects.responses import routes as responses
 from api.endpoints import batches, files, models, page, system
 from api.endpoints.openapi import document
 from api.errors import ApiError
-from api.http.caller import Callers
+from api.http.middleware import Callers
 from api.http.service import Service
 from api.http.wire import ClientGoneError, as_api_error, json_response
 from api.version import project_version
@@ -42,7 +40,7 @@ class Application(FastAPI):
         self.add_middleware(Callers, service=service)
         self._direct: dict[tuple[str, str], Callable[[Request], Awaitable[Response]]] = {}
         self._callers = Callers(self._answer, service)
-        for family in (chat, completions, responses, messages, ollama):
+        for family in (chat, completions, responses, anthropic, ollama):
             routes = family.router().routes
             self.routes.extend(routes)
             for route in filter(_takes_the_request_alone, routes):
@@ -117,7 +115,7 @@ def error_response(error: Exception, path: str) -> Response:
     if path.startswith("/v1/messages"):
         body = anthropic.error_body(api_error)
     elif path.startswith("/api/"):
-        body = ollama_forms.error_body(api_error)
+        body = ollama.error_body(api_error)
     else:
         body = api_error.body()
     return json_response(body, api_error.status, api_error.headers())

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from api.bodies.generation import ChatOptions, CompletionOptions
 from api.http.answers.generation import Answers
 from api.http.answers.streaming import ResponseFormatter
-from api.http.caller import caller_of
 from api.http.fast import delivery
-from api.http.notes import answer_id
+from api.http.middleware import answer_id, caller_of
 from api.http.service import Service
 from api.http.wire import json_response, until_gone
 from api.prepare.job import Prepared

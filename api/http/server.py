@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from api.config import ServeConfig
 from api.http.connections import Config, Connections
-from api.http.notes import with_headers
+from api.http.middleware import with_headers
 from api.http.service import Service
 from engine.errors import UserError
 

@@ -18,15 +18,13 @@ from api.batches.service import Batches
 from api.bodies.generation import ChatOptions, CompletionOptions
 from api.bodies.sampling import check_vocabulary, sampling_params
 from api.client.client import EngineClient
-from api.client.stream import Inbox
 from api.config import ServeConfig
 from api.errors import ApiError, bad_request
 from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
-from api.http.caller import caller_of
-from api.http.fast.inbox import new_inbox
+from api.http.fast.delivery import new_inbox
 from api.http.metrics import Metrics
-from api.http.notes import UnknownFields, note
+from api.http.middleware import UnknownFields, caller_of, note
 from api.http.wire import Bodies, until_gone
 from api.prepare.job import Job, Kind, Prepared
 from api.prepare.pool import PromptPool
@@ -206,7 +204,9 @@ class Service:
                         usage=self.usage,
                         tracing=self.tracing,
                     )
-                    answers.add(self._submit_one(answers.inbox, body, message, limit, stops, layout, meter))
+                    open_request = self.client.submit(message, answers.inbox)
+                    output, dropped = self._output(body, stops, layout), limit == 0
+                    answers.add(Choice(open_request, output, meter, prompt_tokens=len(prompt), drop_output=dropped))
         except BaseException:  # whatever stopped one, its siblings must not run on unread
             answers.abort()
             for ticket in tickets:  # those of the answers have ended
@@ -256,25 +256,6 @@ class Service:
             priority=priority,
             timeout_s=None if tenant.background else self.config.request_timeout_s,
             background=tenant.background,
-        )
-
-    def _submit_one(
-        self,
-        inbox: Inbox,
-        body: ChatOptions | CompletionOptions,
-        message: m.Submit,
-        limit: int,
-        stops: StopStrings | None,
-        layout: Layout | None,
-        meter: Meter,
-    ) -> Choice:
-        request = self.client.submit(message, inbox)
-        return Choice(
-            request,
-            self._output(body, stops, layout),
-            meter,
-            prompt_tokens=len(message.prompt),
-            drop_output=limit == 0,
         )
 
     def _output(

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from api.bodies.generation import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from api.dialects.anthropic.bodies import MessagesRequest
-from api.dialects.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from api.dialects.responses.bodies import ResponsesRequest
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from api.dialects.responses.requests import ResponsesRequest
 from api.endpoints.batches import BatchRequest
-from api.endpoints.loading import LoadAdapterRequest, UnloadAdapterRequest
+from api.endpoints.models import LoadAdapterRequest, UnloadAdapterRequest
 from testing.fuzz.mutate import mutated
 
 _Good = dict[str, Any]

@@ -7,10 +7,10 @@ from typing import Any
 
 from api.bodies.body import Body
 from api.bodies.generation import ChatRequest, CompletionRequest, SamplingFields, StreamOptions
-from api.dialects.anthropic.bodies import MessagesRequest, OutputConfig, Thinking
+from api.dialects.anthropic.requests import MessagesRequest, OutputConfig, Thinking
 from api.dialects.common.content import SchemaFormat
-from api.dialects.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, OllamaShowRequest
-from api.dialects.responses.bodies import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
+from api.dialects.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, OllamaShowRequest
+from api.dialects.responses.requests import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]

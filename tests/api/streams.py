@@ -10,7 +10,7 @@ from api.client.stream import OpenRequest
 from api.http.answers.generation import Answers, Choice, Update
 from api.http.answers.meter import Meter
 from api.http.answers.streaming import ResponseFormatter
-from api.http.fast.inbox import new_inbox
+from api.http.fast.delivery import new_inbox
 from api.http.metrics import Metrics
 from api.text.detokenize import ByteDetokenizer, Pieces
 from api.text.output import Output

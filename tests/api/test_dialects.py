@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from api.bodies.parsing import parse
 from api.dialects.anthropic import requests as messages_form
-from api.dialects.anthropic.bodies import MessagesRequest
-from api.dialects.anthropic.formatter import MessagesFormatter
-from api.dialects.common.blocks import Blocks, Change, Kind
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.anthropic.routes import MessagesFormatter
+from api.dialects.common.blocks import BlockKind, Blocks, Change
 from api.dialects.ollama import requests as ollama_form
-from api.dialects.ollama.bodies import OllamaChatRequest
-from api.dialects.responses.formatter import ResponsesFormatter
+from api.dialects.ollama.requests import OllamaChatRequest
+from api.dialects.responses.routes import ResponsesFormatter
 from api.errors import ApiError
 from api.http.answers.generation import Update
 from api.text.calls.definitions import MAX_TOOLS
@@ -232,7 +232,7 @@ def test_blocks_open_and_close_in_order(runs: list[tuple[str, list[str]]]) -> No
             open_block = None
     assert open_block is None
     assert [texts[block.index] for block in blocks.all] == [block.text for block in blocks.all]
-    for kind, sort in (("text", Kind.TEXT), ("reasoning", Kind.REASONING), ("call", Kind.CALL)):
+    for kind, sort in (("text", BlockKind.TEXT), ("reasoning", BlockKind.REASONING), ("call", BlockKind.CALL)):
         expected = "".join(part for name, parts in runs if name == kind for part in parts)
         assert "".join(block.text for block in blocks.all if block.kind is sort) == expected
     assert len(blocks.calls) == sum(kind == "call" for kind, _ in runs)

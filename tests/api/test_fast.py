@@ -1,12 +1,14 @@
-"""Streams over a connection that takes chunks: when events are written, and what they look like."""
+"""The fast path of answers: when events are written, what they look like, and that the plain way has the same bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +16,17 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from api.bodies.generation import ChatOptions, CompletionOptions, StreamOptions
 from api.client.stream import EngineUnavailable
+from api.dialects.anthropic.routes import MessagesFormatter
+from api.dialects.ollama.routes import OllamaFormatter
 from api.dialects.openai.chat import ChatFormatter
 from api.dialects.openai.completions import CompletionFormatter
+from api.dialects.responses.routes import ResponsesFormatter
+from api.errors import ApiError
+from api.http import fast
 from api.http.answers import streaming
 from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import ResponseFormatter
+from api.http.fast import delivery
 from api.http.fast.chunks import chunks_of, offer_chunks
 from api.http.fast.delivery import ChunkStream
 from api.text.deltas import Reasoning, Text
@@ -56,6 +64,15 @@ class Wire:
         while not self.written or self.written[-1] != last:
             self.wrote.clear()
             await self.wrote.wait()
+
+    async def until_longer(self, count: int) -> None:
+        while len(self.written) <= count:
+            self.wrote.clear()
+            await self.wrote.wait()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(each.partition(b" ")[2] for each in self.written)
 
 
 @asynccontextmanager
@@ -211,3 +228,81 @@ def test_events_of_text_alone_are_those_of_the_encoder(texts: list[str], usage: 
             choice = {"index": index, "delta": shown, "logprobs": None, "finish_reason": None}
             expected = streaming.event({**CHAT, "object": "chat.completion.chunk", **more, "choices": [choice]})
             assert chat_formatter.update(index, Update([delta], [1])) == expected
+
+
+USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
+FORMATTERS: dict[str, tuple[int, Callable[[Answers], ResponseFormatter]]] = {  # with the number of choices
+    "chat": (2, lambda answers: ChatFormatter(None, ChatOptions(n=2), [1], answers, CHAT)),
+    "chat with usage": (
+        2,
+        lambda answers: ChatFormatter(None, ChatOptions(n=2, stream=True, stream_options=USAGE), [1], answers, CHAT),
+    ),
+    "completions": (
+        2,
+        lambda answers: CompletionFormatter(None, CompletionOptions(n=2), [[1]], [], answers, COMPLETION),
+    ),
+    "responses": (1, lambda answers: ResponsesFormatter(dict(CHAT), answers, None)),
+    "messages": (1, lambda answers: MessagesFormatter("msg_1", "m", answers)),
+    "ollama": (1, lambda answers: OllamaFormatter("m", answers, "message")),
+}
+STEPS = st.lists(st.lists(st.tuples(st.integers(0, 1), st.text(min_size=1)), min_size=1, max_size=4), max_size=5)
+CLOCK = re.compile(rb'"(created_at|total_duration|eval_duration)":("[^"]*"|[0-9]+)')  # of Ollama's lines
+
+
+class Delivered(NamedTuple):
+    streamed: bytes
+    chunks: int
+    gathered: Any
+
+
+async def delivered(form: str, steps: list[list[tuple[int, str]]], ending: str) -> Delivered:
+    """A response as a stream and as a whole; each step's tokens come once those before have been written."""
+    n, make = FORMATTERS[form]
+
+    def end(answers: Answers) -> None:
+        if ending == "died":
+            answers.inbox.fail(EngineUnavailable("it died"))
+        for index in range(n):
+            last = finished(index) if ending == "finished" else m.Failed(request_id=str(index), message="why")
+            answers.inbox.put(last)
+
+    answers, _ = answers_of(n)
+    begun = bool(make(answers).begin())
+    wire, never = Wire(), asyncio.get_running_loop().create_future()
+    scope = {"type": "http", "http_version": "1.1", "method": "POST"}
+    offer_chunks(scope, wire, wire.flow)  # type: ignore[arg-type]
+    stream = asyncio.create_task(ChunkStream(answers, make(answers))(scope, lambda: never, wire.send))
+    await wire.until_longer(begun)
+    for step in steps:
+        count = len(wire.written)
+        for index, text in step:
+            answers.inbox.put(tokens(index % n, text))
+        await wire.until_longer(count)
+    end(answers)
+    await stream
+
+    answers, _ = answers_of(n)
+    whole = asyncio.create_task(delivery.whole(answers))
+    for step in steps:
+        for index, text in step:
+            answers.inbox.put(tokens(index % n, text))
+        await asyncio.sleep(0)
+    end(answers)
+    try:
+        gathered = make(answers).whole(await whole)
+    except (ApiError, EngineError) as error:
+        gathered = str(error)
+    chunks = sum(each.startswith(b"chunk ") for each in wire.written)
+    return Delivered(CLOCK.sub(b"", wire.body), chunks, CLOCK.sub(b"", msgspec.json.encode(gathered)))
+
+
+@pytest.mark.parametrize("form", list(FORMATTERS))
+@settings(max_examples=25, deadline=None)
+@given(steps=STEPS, ending=st.sampled_from(["finished", "failed", "died"]))
+def test_the_plain_way_gives_the_same_bytes(form: str, steps: list[list[tuple[int, str]]], ending: str) -> None:
+    quick = run(delivered(form, steps, ending))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "ENABLED", False)
+        plain = run(delivered(form, steps, ending))
+    assert (quick.streamed, quick.gathered) == (plain.streamed, plain.gathered)
+    assert (quick.chunks, plain.chunks) == (len(steps), 0)

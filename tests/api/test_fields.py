@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from api.bodies.body import Body, Field, Status, fields_of, names_of
 from api.bodies.generation import ChatRequest, CompletionRequest
 from api.bodies.parsing import Notes, parse
-from api.dialects.anthropic.bodies import MessagesRequest
-from api.dialects.ollama.bodies import OllamaChatRequest
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.ollama.requests import OllamaChatRequest
 from api.dialects.reference import PAGE, updated
-from api.dialects.responses.bodies import ResponsesRequest
+from api.dialects.responses.requests import ResponsesRequest
 from api.errors import ApiError
 from tests.api.changes import CHANGES, KINDS, LEAST, PARTS, PATHS, THOUGHT, body
 from tests.api.conftest import Running, serving

@@ -21,8 +21,8 @@ from schemathesis.specs.openapi.checks import (
 from api.bodies.generation import ChatRequest, CompletionRequest
 from api.bodies.parsing import Notes, parse
 from api.bodies.schema import body_schema
-from api.dialects.anthropic.bodies import MessagesRequest
-from api.dialects.responses.bodies import ResponsesRequest
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.responses.requests import ResponsesRequest
 from api.errors import ApiError
 from testing.waiting import PATIENCE_S
 from tests.api.changes import CHANGES, body

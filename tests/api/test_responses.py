@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from api.bodies.parsing import parse
 from api.dialects.anthropic import requests as messages_form
-from api.dialects.anthropic.bodies import MessagesRequest
+from api.dialects.anthropic.requests import MessagesRequest
 from api.dialects.ollama import requests as ollama_form
-from api.dialects.ollama.bodies import OllamaChatRequest
+from api.dialects.ollama.requests import OllamaChatRequest
 from api.dialects.responses import requests as responses_form
-from api.dialects.responses.bodies import ResponsesRequest
+from api.dialects.responses.requests import ResponsesRequest
 from api.dialects.responses.store import ResponseStore, Stored
 from api.errors import ApiError
 from tests.api.conftest import Running, serving

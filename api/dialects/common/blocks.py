@@ -12,7 +12,7 @@ import msgspec
 from api.text.deltas import Delta, Reasoning, Text, ToolArguments, ToolStart
 
 
-class Kind(Enum):
+class BlockKind(Enum):
     TEXT = "text"
     REASONING = "reasoning"
     CALL = "call"
@@ -29,7 +29,7 @@ class Block:
     """`text`: of a call, its arguments' JSON. `scores`: log-probabilities of a text's tokens."""
 
     index: int
-    kind: Kind
+    kind: BlockKind
     text: str = ""
     call_id: str = ""
     name: str = ""
@@ -56,11 +56,11 @@ class Blocks:
         for delta in deltas:
             match delta:
                 case ToolStart():
-                    yield from self._begin(Block(len(self.all), Kind.CALL, "", delta.id, delta.name))
+                    yield from self._begin(Block(len(self.all), BlockKind.CALL, "", delta.id, delta.name))
                 case ToolArguments():
                     yield from self._add(delta.text)
                 case Text() | Reasoning():
-                    kind = Kind.TEXT if isinstance(delta, Text) else Kind.REASONING
+                    kind = BlockKind.TEXT if isinstance(delta, Text) else BlockKind.REASONING
                     if not self._open or self.all[-1].kind is not kind:
                         yield from self._begin(Block(len(self.all), kind))
                     yield from self._add(delta.text)
@@ -72,7 +72,7 @@ class Blocks:
 
     @property
     def calls(self) -> list[Block]:
-        return [block for block in self.all if block.kind is Kind.CALL]
+        return [block for block in self.all if block.kind is BlockKind.CALL]
 
     def _begin(self, block: Block) -> Iterator[tuple[Change, Block, str]]:
         yield from self.finish()

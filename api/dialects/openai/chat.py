@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from api.bodies.generation import ChatOptions, ChatRequest
 from api.bodies.schema import described
+from api.dialects.common.logprobs import chat_logprobs, prompt_logprobs
 from api.http.answers.generation import Answers, Update
-from api.http.answers.logprobs import chat_logprobs, prompt_logprobs
 from api.http.answers.streaming import ResponseFormatter, event
 from api.http.fast.template import EventTemplate
 from api.http.handling import head_of, open_chat, respond, service_of, tenant_of

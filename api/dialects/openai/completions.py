@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from api.bodies.generation import CompletionOptions, CompletionRequest
 from api.bodies.schema import described
+from api.dialects.common.logprobs import completion_logprobs, prompt_logprobs
 from api.http.answers.generation import Answers, Update
-from api.http.answers.logprobs import completion_logprobs, prompt_logprobs
 from api.http.answers.streaming import ResponseFormatter, event
 from api.http.fast.template import EventTemplate
 from api.http.handling import head_of, respond, service_of, tenant_of
@@ -126,9 +126,6 @@ class CompletionFormatter(ResponseFormatter):
 
     def _text_event(self, index: int, text: str) -> bytes:
         return self._chunk(self._choice(index, Update([Text(text)]), first=False))
-
-    def begin(self) -> bytes:
-        return b""
 
     def update(self, index: int, update: Update) -> bytes:
         if self._text_alone and update.finish_reason is None:

@@ -38,8 +38,8 @@ class ResponseFormatter(ABC):
     def whole(self, choices: Sequence[Update]) -> Any:
         """The response's body, to be written as JSON."""
 
-    @abstractmethod
-    def begin(self) -> bytes: ...
+    def begin(self) -> bytes:
+        return b""
 
     @abstractmethod
     def update(self, index: int, update: Update) -> bytes:

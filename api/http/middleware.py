@@ -1,4 +1,4 @@
-"""What goes with every answer: the request's id, and notes about fields that had no effect."""
+"""What goes with every request and answer: who asks, the request's id, what is left of limits, notes about fields."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import logging
 import re
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.batches.call import TENANT
 from api.bodies.values import REQUEST_ID
 from api.config import ServeConfig
+from api.errors import ApiError
 from api.logs import current_request
+from api.tenants.keys import Keys, authorization_of
+from api.tenants.limits import Limits
+from api.tenants.record import Tenant
 from api.tracing import current_trace
 
 log = logging.getLogger("ktserve")
@@ -93,3 +99,43 @@ def with_headers(app: ASGIApp, config: ServeConfig) -> ASGIApp:
         allow_headers=["*"],
         expose_headers=["x-request-id", "warnings", "retry-after"],
     )
+
+
+class _Tenants(Protocol):
+    keys: Keys
+    limits: Limits
+
+
+class Callers:
+    """ASGI middleware. A wrong key is an error only where a route asks for the caller."""
+
+    def __init__(self, app: ASGIApp, service: _Tenants) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        caller: Tenant | ApiError
+        try:
+            caller = scope.get(TENANT) or await self._service.keys.identify(authorization_of(Headers(scope=scope)))
+        except ApiError as error:
+            caller = error
+        scope.setdefault("state", {})["caller"] = caller
+
+        async def with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start" and isinstance(caller, Tenant):
+                headers = MutableHeaders(scope=message)
+                for name, value in self._service.limits.headers(caller).items():
+                    headers[name] = value
+            await send(message)
+
+        return await self._app(scope, receive, with_limits)
+
+
+def caller_of(scope: Scope) -> Tenant:
+    """Raises ApiError 401."""
+    caller = scope["state"]["caller"]
+    if isinstance(caller, Tenant):
+        return caller
+    raise caller
