@@ -203,7 +203,7 @@ def check(server: Running, timings: Path, bodies: Iterator[tuple[str, str, bytes
             assert response.status_code == 200 or len(response.text) < 1500, name
             seen.add(response.status_code)
     settled(server)
-    assert memory(server) < 1.5 * before
+    assert memory(server) < before + 3.5 * LIMIT
     assert ask(server, CHAT, chat(message('"ab"'))).status_code == 200
     return seen
 
