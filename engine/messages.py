@@ -1,7 +1,7 @@
 """The wire between the api and the engine: msgspec structs over a pair of ZMQ DEALER sockets (ipc, engine binds).
 
-Each message is a msgpack frame; what a step of the engine says is one frame together (`Several`). A request's id is
-made by the api and never reused. The engine answers each `Submit` with any number of `Tokens` and exactly one of
+Each message is a msgpack frame; what a step of the engine says is one frame together (`MessageBatch`). A request's id
+is made by the api and never reused. The engine answers each `Submit` with any number of `Tokens` and exactly one of
 `Finished`, `Refused`, `Cancelled`, `Failed`; each other call with exactly one `Reply` of the same `call_id`.
 """
 
@@ -286,7 +286,7 @@ class Reply(_Message, frozen=True):
 FromEngine = Loading | Ready | FatalError | Tokens | Finished | Refused | Cancelled | Failed | AdapterMoved | Reply
 
 
-class Several(_Message, frozen=True):
+class MessageBatch(_Message, frozen=True):
     """What a step of the engine said, in order: one frame costs the api less than many."""
 
     messages: list[FromEngine]
@@ -294,10 +294,10 @@ class Several(_Message, frozen=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-_decode_frame = msgspec.msgpack.Decoder(FromEngine | Several).decode
+_decode_frame = msgspec.msgpack.Decoder(FromEngine | MessageBatch).decode
 
 
 def decode_from_engine(frame: bytes) -> list[FromEngine]:
     """The messages of a frame. Raises msgspec.DecodeError."""
     message = _decode_frame(frame)
-    return message.messages if isinstance(message, Several) else [message]
+    return message.messages if isinstance(message, MessageBatch) else [message]

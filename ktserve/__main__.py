@@ -58,9 +58,10 @@ def _run() -> int:
 
         return engine(arguments)
     if program == ["prompts"]:
+        from api.dialects.forms import FORMS
         from api.prepare.process import main as prompts
 
-        prompts(arguments)
+        prompts(arguments, FORMS)
     if program == ["training-plan"]:
         from training.memory.main import main as training_plan
 

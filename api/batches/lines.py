@@ -9,8 +9,8 @@ from types import TracebackType
 import msgspec
 
 from api.batches.records import LineError
+from api.bodies.parsing import why_no_json
 from api.errors import shortened
-from api.http.fields.parsing import why_no_json
 
 MAX_ERRORS = 50  # that are listed; a file with more is not read on
 _MAX_CUSTOM_ID = 512

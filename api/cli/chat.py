@@ -10,15 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
+from api.bodies.generation import ChatOptions
+from api.bodies.sampling import sampling_params
 from api.cli.keyboard import Keyboard
+from api.cli.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
 from api.client.client import EngineClient
-from api.client.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
 from api.client.stream import Inbox
 from api.config import ServeConfig
 from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
-from api.http.bodies.generation import ChatOptions
-from api.http.bodies.sampling import sampling_params
 from api.http.metrics import Metrics
 from api.prepare.prompts import tokenizer_of
 from api.text.output import Output

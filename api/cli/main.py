@@ -207,7 +207,7 @@ def _chat(args: argparse.Namespace, console: Console) -> int:
 
 
 def _train(args: argparse.Namespace, console: Console) -> int:
-    from api.cli.train import train
+    from api.cli.child import train
 
     where = {"publish": args.publish, "admin_key": args.admin_key, "admin_key_file": args.admin_key_file}
     return train(args.file, args.overrides, resume=args.resume, **where)

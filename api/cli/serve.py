@@ -18,11 +18,11 @@ from rich.console import Console
 
 from api.batches.runner import Runner
 from api.batches.service import Batches
-from api.client.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
+from api.cli.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
 from api.config import ServeConfig
-from api.http.application import create_app
-from api.http.notes import RequestNotes
-from api.http.server import Server, check_origins, check_reach, connections_of, listen, often, url_of
+from api.endpoints.application import create_app
+from api.http.middleware import RequestNotes
+from api.http.server import Server, check_origins, check_reach, connections_of, listen, repeated, url_of
 from api.http.service import Service
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import tokenizer_of
@@ -75,7 +75,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         server = Server(app, service, connections)
         if config.data_dir is not None:
             service.batches = await Batches.open(config, config.data_dir)
-        serving = asyncio.create_task(server.serve(sockets=often(bound)))
+        serving = asyncio.create_task(server.serve(sockets=repeated(bound)))
         try:
             await prompts.start()
             ready = await _started(start_engine(client, console), serving)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import math
 from collections.abc import Callable, Sequence
 
@@ -30,19 +29,16 @@ class Inbox:
         self._error: EngineUnavailable | None = None
         self._closed = False
         self._waiter: asyncio.Future[None] | None = None
-        self._listener: Callable[[], bool] | None = None  # called in place of the waiter
-        self._context: contextvars.Context | None = None  # the listener's
-        self._called = False
         self._give_up_s = 0.0  # when the reader wants to go on without an event, in the loop's time
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, event: Event) -> None:
         self._events.append(event)
-        self._wake()
+        self._arrived()
 
     def fail(self, error: EngineUnavailable) -> None:
         self._error = error
-        self._wake()
+        self._end_wait()
 
     def close(self) -> None:
         """The reader wants no more: it gets nothing from now on, without waiting."""
@@ -50,17 +46,13 @@ class Inbox:
         self._events.clear()
         if self._timer is not None:
             self._timer.cancel()
-        self._wake()
+        self._end_wait()
 
-    async def take(self, timeout_s: float | None = None, listener: Callable[[], bool] | None = None) -> list[Event]:
+    async def take(self, timeout_s: float | None = None) -> list[Event]:
         """All that has come since the last call, at least one event; none after `timeout_s` or if the inbox is closed.
-        Raises EngineUnavailable, after the events before it, if the engine died.
-
-        `listener` is called instead of ending the wait, once for all that comes in one turn of the event loop: it may
-        `drain` the inbox, and says whether to wait on. What it raises is raised here. For a token this costs a
-        fraction of waking a task."""
+        Raises EngineUnavailable, after the events before it, if the engine died."""
         if not (self._events or self._error or self._closed):
-            await self._wait(timeout_s, listener)
+            await self._wait(timeout_s)
         if self._error is not None and not self._events and not self._closed:
             raise self._error
         return self.drain()
@@ -70,12 +62,9 @@ class Inbox:
         events, self._events = self._events, []
         return events
 
-    async def _wait(self, timeout_s: float | None, listener: Callable[[], bool] | None) -> None:
+    async def _wait(self, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        self._listener = listener
-        if listener is not None and self._context is None:
-            self._context = contextvars.copy_context()
         if timeout_s is not None:
             self._give_up_s = loop.time() + timeout_s
             self._set_timer(loop)
@@ -84,7 +73,7 @@ class Inbox:
         try:
             await self._waiter
         finally:
-            self._waiter = self._listener = None
+            self._waiter = None
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         """One timer serves many waits: set and cancelled for every event, timers would cost more than events."""
@@ -103,27 +92,9 @@ class Inbox:
         else:
             self._set_timer(loop)
 
-    def _wake(self) -> None:
-        if self._waiter is None:
-            return
-        if self._listener is None or self._error is not None or self._closed:
-            self._end_wait()
-        elif not self._called:
-            self._called = True
-            self._waiter.get_loop().call_soon(self._tell, context=self._context)
-
-    def _tell(self) -> None:
-        self._called = False
-        if self._waiter is None or self._waiter.done() or self._listener is None:
-            return  # the reader goes on, and takes what has come
-        try:
-            waits_on = self._listener()
-        except Exception as error:  # noqa: BLE001 - raised where the reader waits
-            if not self._waiter.done():
-                self._waiter.set_exception(error)
-        else:
-            if not waits_on:
-                self._end_wait()
+    def _arrived(self) -> None:
+        """An event has come."""
+        self._end_wait()
 
     def _end_wait(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -21,7 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from api.errors import ApiError
-from api.http.chunks import offer_chunks
+from api.http.fast.chunks import offer_chunks
 
 log = logging.getLogger("ktserve")
 _TLS_HANDSHAKE = b"\x16\x03"

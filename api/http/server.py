@@ -16,8 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.config import ServeConfig
-from api.http.application import with_headers
 from api.http.connections import Config, Connections
+from api.http.middleware import with_headers
 from api.http.service import Service
 from engine.errors import UserError
 
@@ -84,7 +84,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def often(bound: socket.socket) -> list[socket.socket]:
+def repeated(bound: socket.socket) -> list[socket.socket]:
     """The same socket several times: uvloop takes one connection of each in a turn of the event loop, and in a busy
     server, whose turns are long, new clients would wait for a turn each."""
     return [bound, *(bound.dup() for _ in range(_ACCEPTED_IN_A_TURN - 1))]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,18 +15,16 @@ from starlette.requests import Request
 
 from api.batches.call import TENANT
 from api.batches.service import Batches
+from api.bodies.generation import ChatOptions, CompletionOptions
+from api.bodies.sampling import check_vocabulary, sampling_params
 from api.client.client import EngineClient
-from api.client.stream import Inbox
 from api.config import ServeConfig
 from api.errors import ApiError, bad_request
 from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
-from api.http.answers.stored import ResponseStore
-from api.http.bodies.generation import ChatOptions, CompletionOptions
-from api.http.bodies.sampling import check_vocabulary, sampling_params
-from api.http.caller import caller_of
+from api.http.fast.delivery import new_inbox
 from api.http.metrics import Metrics
-from api.http.notes import UnknownFields, note
+from api.http.middleware import UnknownFields, caller_of, note
 from api.http.wire import Bodies, until_gone
 from api.prepare.job import Job, Kind, Prepared
 from api.prepare.pool import PromptPool
@@ -62,7 +61,6 @@ class Service:
     tracing: Tracing | None = None
     bodies: Bodies = field(init=False)
     small_bodies: Bodies = field(init=False)  # of requests that are parsed here
-    responses: ResponseStore = field(default_factory=ResponseStore)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
     batches: Batches | None = None  # with --data-dir
@@ -140,17 +138,16 @@ class Service:
 
     # ---- prompts
 
-    async def prepare(self, kind: Kind, request: Request) -> Prepared:
-        """The request's body, checked, its prompts as token ids. Raises ApiError; ClientGoneError, and stops the
-        work, if the client goes away."""
+    async def prepare(self, kind: Kind, request: Request, history: Callable[[str], bytes] | None = None) -> Prepared:
+        """The request's body, checked, its prompts as token ids. `history` gives JSON of the messages of the response
+        that a body goes on with. Raises ApiError; ClientGoneError, and stops the work, if the client goes away."""
         length = caller_of(request.scope).context(self.ready.max_model_len)
         job = Job(kind, self.ready.vocab_size, length)
         async with self.bodies.read(request) as raw:
             prepared = await self._prepared(job, raw, request)
-            if prepared.previous is not None:
-                tenant = caller_of(request.scope).name
-                before = self.responses.find(tenant, prepared.previous, "previous_response_id")
-                prepared = await self._prepared(msgspec.structs.replace(job, history=before.messages), raw, request)
+            if prepared.previous is not None and history is not None:
+                job = msgspec.structs.replace(job, history=history(prepared.previous))
+                prepared = await self._prepared(job, raw, request)
         self.unknown_fields.log(prepared.unknown)
         note(request, prepared.unknown, prepared.unused)
         return prepared
@@ -186,7 +183,7 @@ class Service:
         priority = _priority(body, tenant)
         tickets = self._admitted(body, tenant, prompts, limits)
         waiting = iter(tickets)
-        answers = Answers(Inbox(), body.candidates)
+        answers = Answers(new_inbox(), body.candidates)
         reading = prepared.reading
         layout = None if reading is None else reading.layout
         try:
@@ -207,7 +204,9 @@ class Service:
                         usage=self.usage,
                         tracing=self.tracing,
                     )
-                    answers.add(self._submit_one(answers.inbox, body, message, limit, stops, layout, meter))
+                    open_request = self.client.submit(message, answers.inbox)
+                    output, dropped = self._output(body, stops, layout), limit == 0
+                    answers.add(Choice(open_request, output, meter, prompt_tokens=len(prompt), drop_output=dropped))
         except BaseException:  # whatever stopped one, its siblings must not run on unread
             answers.abort()
             for ticket in tickets:  # those of the answers have ended
@@ -257,25 +256,6 @@ class Service:
             priority=priority,
             timeout_s=None if tenant.background else self.config.request_timeout_s,
             background=tenant.background,
-        )
-
-    def _submit_one(
-        self,
-        inbox: Inbox,
-        body: ChatOptions | CompletionOptions,
-        message: m.Submit,
-        limit: int,
-        stops: StopStrings | None,
-        layout: Layout | None,
-        meter: Meter,
-    ) -> Choice:
-        request = self.client.submit(message, inbox)
-        return Choice(
-            request,
-            self._output(body, stops, layout),
-            meter,
-            prompt_tokens=len(message.prompt),
-            drop_output=limit == 0,
         )
 
     def _output(

@@ -1,8 +1,9 @@
-"""HTTP pieces: bounded bodies, JSON, and work that stops when the client goes away."""
+"""Parts of HTTP: bounded bodies, JSON, and work that stops when the client goes away."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -15,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from api.client.stream import EngineUnavailable
 from api.errors import ApiError, shortened
-from api.prepare.memory import give_back
 from engine.errors import EngineError, UserError
 
 _T = TypeVar("_T")
@@ -92,7 +92,7 @@ class Bodies:
     def release(self, num_bytes: int) -> None:
         """What has been freed."""
         self._left += num_bytes
-        give_back()
+        _release_memory()
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         _check_type(request)
@@ -119,6 +119,13 @@ class Bodies:
             raise too_large
 
 
+def _release_memory() -> None:
+    """Return freed memory to the system (glibc keeps it otherwise)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _check_type(request: Request) -> None:
     """Raises ApiError 415 for a type of body that a page of any origin may send without asking first. `curl -d` names
     one too, and Ollama's users send it."""
@@ -136,25 +143,25 @@ def check_encoding(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-class Pieces(Response):
-    """JSON in pieces, sent one by one so that others are served in between; large ones count as `bodies` that are held
+class ChunkedResponse(Response):
+    """JSON in chunks, sent one by one so that others are served in between; large ones count as `bodies` that are held
     until they have been sent. Raises ApiError 503 for too many."""
 
-    def __init__(self, pieces: list[bytes], bodies: Bodies) -> None:
-        size = sum(map(len, pieces))
+    def __init__(self, chunks: list[bytes], bodies: Bodies) -> None:
+        size = sum(map(len, chunks))
         super().__init__(headers={"content-length": str(size)}, media_type="application/json")
-        self._pieces, self._bodies, self._held = pieces, bodies, size if size > _SMALL_BODY else 0
+        self._chunks, self._bodies, self._held = chunks, bodies, size if size > _SMALL_BODY else 0
         bodies.hold(self._held)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._pieces.clear()
+            self._chunks.clear()
             if self._held:
                 self._bodies.release(self._held)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from api.bodies.generation import ChatRequest
+from api.bodies.parsing import Notes
 from api.errors import bad_request
-from api.http.bodies.generation import ChatRequest
-from api.http.fields.parsing import Notes
 from api.text.calls.definitions import ToolUse, parameters_of
 from api.text.calls.formats import HERMES, ToolFormat, format_named, format_of
 from api.text.calls.grammars import grammar_of

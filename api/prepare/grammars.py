@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 
+from api.bodies.structured import StructuredOutput, grammar_of
 from api.errors import ApiError, bad_request
-from api.http.bodies.structured import StructuredOutput, grammar_of
 from api.text.calls.definitions import ToolUse
 from engine.errors import UserError
 from engine.grammar.compile import check

@@ -15,15 +15,15 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from api.errors import ApiError
-from api.prepare.job import LENGTH, Declined, Job, Prepared, TextSettings, decode_job, encode
-from api.prepare.prompts import Preparer, tokenizer_of
+from api.prepare.job import LENGTH, Declined, Job, Kind, Prepared, TextSettings, decode_job, encode
+from api.prepare.prompts import Form, Preparer, tokenizer_of
 from engine.errors import UserError
 
 log = logging.getLogger("ktserve")
@@ -31,12 +31,13 @@ _READ_AT_ONCE = 2**16  # bytes
 MEMORY_LIMIT_BYTES = 2**30  # beyond what the loaded tokenizer takes
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
-    """Serve until killed (the api's end kills it)."""
+def main(arguments: Sequence[str], forms: Mapping[Kind, Form]) -> NoReturn:
+    """Serve until killed (the api's end kills it). `forms`: as `Preparer` takes them."""
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     address, settings = arguments[0], msgspec.json.decode(arguments[1], type=TextSettings)
     preparer = Preparer(
         tokenizer_of(settings),
+        forms,
         trust_control_tokens=settings.trust_control_tokens,
         unknown_fields=settings.unknown_fields,
         tool_format=settings.tool_format,

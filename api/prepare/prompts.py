@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from api.bodies.body import Body
+from api.bodies.generation import (
+    ChatOptions,
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from api.bodies.parsing import Notes, parse, parse_object
+from api.bodies.sampling import check_vocabulary
+from api.bodies.values import MAX_CHOICES
 from api.errors import ApiError, bad_request
-from api.http.bodies.dialects import MessagesRequest, OllamaChatRequest, OllamaGenerateRequest, ResponsesRequest
-from api.http.bodies.generation import ChatOptions, ChatRequest, CompletionOptions, CompletionRequest
-from api.http.bodies.sampling import check_vocabulary
-from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
-from api.http.bodies.values import MAX_CHOICES, Body
-from api.http.dialects import anthropic, ollama, responses
-from api.http.dialects.content import in_words, renamed
-from api.http.fields.parsing import Notes, parse, parse_object
 from api.prepare.chat import Chats
 from api.prepare.grammars import Grammars
 from api.prepare.job import Job, Kind, Prepared, Reading, TextSettings
@@ -34,15 +38,17 @@ def tokenizer_of(settings: TextSettings) -> Tokenizer | None:
     return load_tokenizer(Path(settings.model), Path(gguf) if gguf else None, Path(template) if template else None)
 
 
+Form = Callable[["Preparer", Job, bytes, Notes], Prepared]
 _MAX_ANSWER_BYTES = 64 << 20  # of /tokenize and /detokenize
 
 
 class Preparer:
-    """`tokenizer` None: prompts are token ids."""
+    """`tokenizer` None: prompts are token ids. `forms`: of the kinds that are neither OpenAI's nor of tokens."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
+        forms: Mapping[Kind, Form],
         *,
         trust_control_tokens: bool,
         unknown_fields: str = "reject",
@@ -50,6 +56,7 @@ class Preparer:
         reasoning_format: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
+        self._forms = forms
         self._unknown_fields = unknown_fields
         self._grammars = Grammars()
         self._chats: Chats | None = None
@@ -72,20 +79,8 @@ class Preparer:
         match job.kind:
             case Kind.CHAT:
                 return self._chat(parse(ChatRequest, raw, notes), job, notes)
-            case Kind.MESSAGES:
-                return self._chat_of(anthropic.chat_of(parse(MessagesRequest, raw, notes)), job, notes, anthropic.WORDS)
-            case Kind.RESPONSES:
-                return self._response(parse(ResponsesRequest, raw, notes), job, notes)
-            case Kind.OLLAMA_CHAT:
-                return self._chat_of(ollama.chat_of(parse(OllamaChatRequest, raw, notes)), job, notes, ollama.WORDS)
-            case Kind.OLLAMA_GENERATE:
-                body = parse(OllamaGenerateRequest, raw, notes)
-                if not body.raw:
-                    return self._chat_of(ollama.chat_of(body), job, notes, ollama.WORDS)
-                prepared = self._completion(parse_object(CompletionRequest, ollama.completion_of(body)), job)
-                return msgspec.structs.replace(prepared, is_raw=True)
             case Kind.COMPLETION:
-                return self._completion(parse(CompletionRequest, raw, notes), job)
+                return self.completion(parse(CompletionRequest, raw, notes), job)
             case Kind.TOKENIZE:
                 return self._tokenize(parse(TokenizeRequest, raw, notes), notes)
             case Kind.DETOKENIZE:
@@ -94,8 +89,10 @@ class Preparer:
                 check_vocabulary(given.tokens, job.vocab_size, "tokens")
                 text = tokenizer.decode(given.tokens, skip_special_tokens=False)
                 return Prepared(_model(given.model), answer=_answer(text, "tokens"))
+            case kind:
+                return self._forms[kind](self, job, raw, notes)
 
-    def _chat_of(self, content: dict[str, Any], job: Job, notes: Notes, words: Mapping[str, str]) -> Prepared:
+    def chat_of(self, content: dict[str, Any], job: Job, notes: Notes, words: Mapping[str, str]) -> Prepared:
         """Of a request in another form, as a chat's. `words`: what that form calls a chat's fields."""
         if isinstance(name := content.get("model"), str):
             content["model"] = name.removesuffix(":latest")
@@ -103,22 +100,13 @@ class Preparer:
         try:
             prepared = self._chat(parse_object(ChatRequest, content), job, own)
         except ApiError as error:
-            raise in_words(error, words) from None
+            raise _in_words(error, words) from None
         notes.unknown += own.unknown
-        notes.unused += [renamed(name, words) for name in own.unused]
+        notes.unused += [_renamed(name, words) for name in own.unused]
         if prepared.grammar is None:
             return prepared
-        grammar = msgspec.structs.replace(prepared.grammar, field=renamed(prepared.grammar.field, words))
+        grammar = msgspec.structs.replace(prepared.grammar, field=_renamed(prepared.grammar.field, words))
         return msgspec.structs.replace(prepared, grammar=grammar)
-
-    def _response(self, body: ResponsesRequest, job: Job, notes: Notes) -> Prepared:
-        if body.previous_response_id is not None and job.history is None:
-            return Prepared(b"", previous=body.previous_response_id)
-        history = [] if job.history is None else msgspec.json.decode(job.history)
-        prepared = self._chat_of(responses.chat_of(body, history), job, notes, responses.WORDS)
-        messages = msgspec.json.encode([*history, *responses.messages_of(body)])
-        head = body.model_dump_json(by_alias=True, exclude=responses.NOT_REPEATED).encode()
-        return msgspec.structs.replace(prepared, messages=messages, head=head)
 
     def _needed(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -153,7 +141,7 @@ class Preparer:
             _check_length(tokenizer, rendered.text, job, "messages")
         return tokenizer.encode_rendered(rendered)
 
-    def _completion(self, body: CompletionRequest, job: Job) -> Prepared:
+    def completion(self, body: CompletionRequest, job: Job) -> Prepared:
         given: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if isinstance(given[0], int):
             given = [given]
@@ -232,6 +220,23 @@ def _truncated(ids: list[int], body: ChatRequest | CompletionRequest, job: Job) 
     if keep is None:
         return ids
     return ids[-keep:] if body.truncation_side == "left" else ids[:keep]
+
+
+def _renamed(field: str, words: Mapping[str, str]) -> str:
+    """A chat's field in the words of another form; the first of them that fits."""
+    for name, other in words.items():
+        if field == name or field.startswith((f"{name}.", f"{name}[")):
+            return other + field.removeprefix(name)
+    return field
+
+
+def _in_words(error: ApiError, words: Mapping[str, str]) -> ApiError:
+    """The error of a chat, of the request in another form that became it."""
+    if error.param is None:
+        return error
+    param = _renamed(error.param, words)
+    message = error.message.replace(error.param, param)
+    return ApiError(error.status, message, param=param, code=error.code, retry_after_s=error.retry_after_s)
 
 
 def _last_said(body: ChatRequest) -> str:

@@ -41,7 +41,7 @@ class Keys:
         before: Keys | None = None,
     ) -> None:
         """`in_file`: keys of --api-keys-file. `before`: the keys until now; those of the command line are theirs, and
-        what has been checked is not checked again. Requests under way keep the tenant they have."""
+        what has been checked is not checked again. Requests in flight keep the tenant they have."""
         numbered = enumerate((*api_keys, *in_file), 1)
         parsed = [_parse(value, number) for number, value in numbered]
         self._given = parsed[: len(api_keys)] if before is None else before._given

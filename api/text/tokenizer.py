@@ -167,10 +167,6 @@ class Tokenizer:
         special = sorted(self._backend.get_added_tokens_decoder())
         return SetVocabulary(tokens=tokens, special=special, definition=self._backend.to_str())
 
-    def token_text(self, token: int) -> str:
-        """One token alone, U+FFFD where it is not whole characters."""
-        return self.token_bytes(token).decode(errors="replace")
-
     def detokenizer(self, *, skip_special_tokens: bool, shown: Iterable[str] = ()) -> Detokenizer:
         """`shown`: control tokens that are not skipped."""
         key = skip_special_tokens, frozenset(shown)

@@ -111,14 +111,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--out", type=Path, help="JSON")
     args = parser.parse_args()
-    from benchmarks.cpu.state import commit, versions
+    from benchmarks.cpu.state import commit, describe_machine, versions
     from benchmarks.models.make import Shape, model_path, write_model
 
     with tempfile.TemporaryDirectory(prefix="ktserve-turns-") as temporary:
         folder = args.models or Path(temporary)
-        results: dict[str, Any] = {"commit": commit(), "versions": versions(), "layers": args.layers, "threads": args.threads, "rows": {}}
+        results: dict[str, Any] = {
+            "commit": commit(),
+            "machine": describe_machine(args.threads),
+            "versions": versions(None),
+            "layers": args.layers,
+            "rows": {},
+        }
+            "commit": commit(),
+            "machine": describe_machine(args.threads),
+            "versions": versions(None),
+            "layers": args.layers,
+            "threads": args.threads,
+            "rows": {},
+        }
         for mix in args.types:
-            model = model_path(folder, args.layers, mix)
+            model = Path(model_path(folder, args.layers, mix))
             if not model.exists():
                 write_model(model, Shape(layers=args.layers), mix)
             results["rows"][mix] = compare(args.before.resolve(), model, mix, args)

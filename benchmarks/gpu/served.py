@@ -37,7 +37,7 @@ from benchmarks.models.random import QWEN3_30B_A3B
 from engine.config import EngineConfig
 from engine.device import Arrival
 from engine.launch.assemble import build
-from engine.messages import Abort, Failed, FromEngine, Refused, Several, Submit, Tokens, encode
+from engine.messages import Abort, Failed, FromEngine, MessageBatch, Refused, Submit, Tokens, encode
 from scheduler.request import SamplingParams
 
 CONTEXT = 512  # tokens of a stream's prompt
@@ -73,7 +73,7 @@ class Served:
         """As the engine's process does it: what a step says is one frame."""
         self.core.step()
         said, self._said = self._said, []
-        encode(Several(messages=said))
+        encode(MessageBatch(messages=said))
         self._steps.append((time.perf_counter(), said))
 
     def read(self) -> None:

@@ -21,9 +21,9 @@ from engine.messages import (
     FatalError,
     FromEngine,
     Loading,
+    MessageBatch,
     Ready,
     Reply,
-    Several,
     Shutdown,
     ToEngine,
     decode_to_engine,
@@ -84,7 +84,7 @@ class EngineProcess:
     def _flush(self) -> None:
         if self._unsent:
             messages, self._unsent = self._unsent, []
-            self._socket.send(encode(messages[0] if len(messages) == 1 else Several(messages=messages)))
+            self._socket.send(encode(messages[0] if len(messages) == 1 else MessageBatch(messages=messages)))
 
     def _loop(self, core: EngineCore) -> None:
         gc.collect()

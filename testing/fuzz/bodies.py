@@ -10,17 +10,12 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from api.http.bodies.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from api.http.bodies.dialects import (
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-    ResponsesRequest,
-)
-from api.http.bodies.generation import ChatRequest, CompletionRequest
-from api.http.bodies.tokenize import DetokenizeRequest, TokenizeRequest
-from api.http.routes.batches import BatchRequest
+from api.bodies.generation import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from api.dialects.responses.requests import ResponsesRequest
+from api.endpoints.batches import BatchRequest
+from api.endpoints.models import LoadAdapterRequest, UnloadAdapterRequest
 from testing.fuzz.mutate import mutated
 
 _Good = dict[str, Any]

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from api.http.bodies.dialects import (
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaOptions,
-    OllamaShowRequest,
-    OutputConfig,
-    ReasoningConfig,
-    ResponsesRequest,
-    SchemaFormat,
-    TextConfig,
-    TextFormat,
-    Thinking,
-)
-from api.http.bodies.generation import ChatRequest, CompletionRequest, SamplingFields, StreamOptions
-from api.http.bodies.values import Body
+from api.bodies.body import Body
+from api.bodies.generation import ChatRequest, CompletionRequest, SamplingFields, StreamOptions
+from api.dialects.anthropic.requests import MessagesRequest, OutputConfig, Thinking
+from api.dialects.common.content import SchemaFormat
+from api.dialects.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, OllamaShowRequest
+from api.dialects.responses.requests import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
@@ -40,6 +31,7 @@ LEAST_PARTS: dict[type[Body], dict[str, Any]] = {
     **{kind: {} for kind in (OutputConfig, ReasoningConfig, TextConfig, StreamOptions, OllamaOptions)},
     OllamaShowRequest: {},
 }
+KINDS = {**LEAST, **LEAST_PARTS}
 PATHS = {
     ChatRequest: "/v1/chat/completions",
     CompletionRequest: "/v1/completions",
@@ -229,3 +221,7 @@ PARTS: dict[type[Body], dict[str, _Part]] = {
         presence_penalty=1, frequency_penalty=1,
     ),
 }  # fmt: skip
+
+
+def body(kind: type[Body], **fields: Any) -> bytes:
+    return json.dumps({**KINDS[kind], **fields}).encode()

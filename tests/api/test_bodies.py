@@ -17,21 +17,14 @@ import pytest
 
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import TEMPLATE, Running, serving
+from tests.api.hostile import HOSTILE, chat, message
 
 LIMIT = 16 * 2**20
 HEALTH_S = 0.1
 
 
-def chat(messages: str, more: str = "") -> bytes:
-    return f'{{"model":"tiny","max_tokens":1{more},"messages":{messages}}}'.encode()
-
-
 def text(prompt: str, more: str = "") -> bytes:
     return f'{{"model":"tiny","max_tokens":1{more},"prompt":{prompt}}}'.encode()
-
-
-def message(content: str) -> str:
-    return f'[{{"role":"user","content":{content}}}]'
 
 
 def repeated(item: str, size: int) -> str:
@@ -210,7 +203,7 @@ def check(server: Running, timings: Path, bodies: Iterator[tuple[str, str, bytes
             assert response.status_code == 200 or len(response.text) < 1500, name
             seen.add(response.status_code)
     settled(server)
-    assert memory(server) < 1.5 * before
+    assert memory(server) < before + 3.5 * LIMIT
     assert ask(server, CHAT, chat(message('"ab"'))).status_code == 200
     return seen
 
@@ -237,22 +230,6 @@ def test_many_answers_with_many_stops(attacked: Running, timings: Path) -> None:
     prompts = json.dumps([[5] * 2000] * 128)
     with nobody_waits(attacked, timings):
         assert ask(attacked, "/v1/completions", text(prompts, f',"stop":{stops}')).status_code == 200
-
-
-HOSTILE = {
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
-    "output": "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
-    "memory": "{{ 'x' * 10 ** 10 }}",
-    "one number": "{{ 10 ** (10 ** 9) }}",
-    "width": "{{ '%999999999d' % 1 }}",
-    "a constant": "{{ 'x' | center(10 ** 10) }}{% if 10 ** (10 ** 9) %}{% endif %}",
-    "division": "{{ 1 / 0 }}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "nothing": "{{ nowhere.near.here }}",
-    "refusal": "{{ raise_exception('x' * 10000) }}",
-}
 
 
 def test_a_template_is_cut_off(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

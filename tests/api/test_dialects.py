@@ -14,14 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.bodies.parsing import parse
+from api.dialects.anthropic import requests as messages_form
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.anthropic.routes import MessagesFormatter
+from api.dialects.common.blocks import BlockKind, Blocks, Change
+from api.dialects.ollama import requests as ollama_form
+from api.dialects.ollama.requests import OllamaChatRequest
+from api.dialects.responses.routes import ResponsesFormatter
 from api.errors import ApiError
 from api.http.answers.generation import Update
-from api.http.bodies.dialects import MessagesRequest, OllamaChatRequest
-from api.http.dialects import anthropic as messages_form
-from api.http.dialects import ollama as ollama_form
-from api.http.dialects.blocks import Blocks, Change, Kind
-from api.http.dialects.responses import ResponsesFront
-from api.http.fields.parsing import parse
 from api.text.calls.definitions import MAX_TOOLS
 from api.text.deltas import Reasoning, Text, ToolArguments, ToolStart
 from testing.waiting import PATIENCE_S
@@ -230,7 +232,7 @@ def test_blocks_open_and_close_in_order(runs: list[tuple[str, list[str]]]) -> No
             open_block = None
     assert open_block is None
     assert [texts[block.index] for block in blocks.all] == [block.text for block in blocks.all]
-    for kind, sort in (("text", Kind.TEXT), ("reasoning", Kind.REASONING), ("call", Kind.CALL)):
+    for kind, sort in (("text", BlockKind.TEXT), ("reasoning", BlockKind.REASONING), ("call", BlockKind.CALL)):
         expected = "".join(part for name, parts in runs if name == kind for part in parts)
         assert "".join(block.text for block in blocks.all if block.kind is sort) == expected
     assert len(blocks.calls) == sum(kind == "call" for kind, _ in runs)
@@ -251,23 +253,23 @@ def test_a_streamed_call_is_what_the_clients_put_together() -> None:
     deltas = [Reasoning("hm"), Text("a"), ToolStart(0, "c0", "f"), ToolArguments(0, '{"x":'), ToolArguments(0, " 1}")]
     last = Update(deltas, finish_reason="tool_calls")
 
-    def served(front: Any, library: Any) -> Any:
-        content = front.begin() + front.update(0, last) + front.end()
+    def served(formatter: Any, library: Any) -> Any:
+        content = formatter.begin() + formatter.update(0, last) + formatter.end()
 
         def answer(request: Any) -> Any:
             return library.Response(200, content=content, headers={"content-type": "text/event-stream"})
 
         return library.Client(transport=library.MockTransport(answer))
 
-    front = messages_form.MessagesFront("msg_1", "m", _Answers())  # type: ignore[arg-type]
-    claude = anthropic.Anthropic(api_key="x", http_client=served(front, httpx2))
+    formatter = MessagesFormatter("msg_1", "m", _Answers())  # type: ignore[arg-type]
+    claude = anthropic.Anthropic(api_key="x", http_client=served(formatter, httpx2))
     with claude.messages.stream(model="m", max_tokens=9, messages=USER) as stream:
         message = stream.get_final_message()
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     assert message.content[2].input == {"x": 1} and message.stop_reason == "tool_use"  # type: ignore[union-attr]
     kept: list[Any] = []
     head = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"}
-    response = ResponsesFront(head, _Answers(), None, lambda *given: kept.append(given))  # type: ignore[arg-type]
+    response = ResponsesFormatter(head, _Answers(), None, lambda *given: kept.append(given))  # type: ignore[arg-type]
     client = openai.OpenAI(api_key="x", http_client=served(response, httpx))
     *_, end = client.responses.create(model="m", input="x", stream=True)
     assert [item.type for item in end.response.output] == ["reasoning", "message", "function_call"]  # type: ignore[union-attr]

@@ -11,19 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.bodies.body import Body, Field, Status, fields_of, names_of
+from api.bodies.generation import ChatRequest, CompletionRequest
+from api.bodies.parsing import Notes, parse
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.ollama.requests import OllamaChatRequest
+from api.dialects.reference import PAGE, updated
+from api.dialects.responses.requests import ResponsesRequest
 from api.errors import ApiError
-from api.http.bodies.dialects import MessagesRequest, OllamaChatRequest, ResponsesRequest
-from api.http.bodies.generation import ChatRequest, CompletionRequest
-from api.http.bodies.values import Body
-from api.http.fields.field import Field, Status
-from api.http.fields.parsing import Notes, parse
-from api.http.fields.reference import PAGE, updated
-from api.http.fields.tables import fields_of, names_of
-from tests.api.changes import CHANGES, LEAST, LEAST_PARTS, PARTS, PATHS, THOUGHT
+from tests.api.changes import CHANGES, KINDS, LEAST, PARTS, PATHS, THOUGHT, body
 from tests.api.conftest import Running, serving
 
 NEWS = ("created", "created_at", "total_duration", "eval_duration")  # what differs between equal answers
-KINDS = {**LEAST, **LEAST_PARTS}
 ALIASED = {  # fields with aliases that are no numbers
     **dict.fromkeys(("model", "request_id", "cache_salt"), str),
     **dict.fromkeys(("include_stop_str_in_output", "return_token_ids"), bool),
@@ -38,10 +37,6 @@ def lines(*statuses: Status, kinds: Iterable[type[Body]] = KINDS) -> list[Any]:
         for field in fields_of(kind).values()
         if field.status in statuses
     ]
-
-
-def body(kind: type[Body], **fields: Any) -> bytes:
-    return json.dumps({**KINDS[kind], **fields}).encode()
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -107,7 +102,7 @@ def test_lists_may_be_as_long_as_the_page_says(kind: type[Body]) -> None:
 
 def test_the_page_is_current() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == updated(page), "run python -m api.http.fields.reference"
+    assert page == updated(page), "run python -m api.dialects.reference"
     assert page.count("| supported |") > 40
 
 

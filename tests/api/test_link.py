@@ -49,7 +49,7 @@ def linked(frames: list[bytes]) -> Iterator[tuple[EngineLink, zmq.Socket[bytes]]
     context.destroy(linger=0)
 
 
-MANY = [m.encode(m.Several(messages=list(WORDS))), *map(m.encode, WORDS * 9)]
+MANY = [m.encode(m.MessageBatch(messages=list(WORDS))), *map(m.encode, WORDS * 9)]
 
 
 @pytest.mark.parametrize(

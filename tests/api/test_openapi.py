@@ -18,15 +18,15 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from api.bodies.generation import ChatRequest, CompletionRequest
+from api.bodies.parsing import Notes, parse
+from api.bodies.schema import body_schema
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.responses.requests import ResponsesRequest
 from api.errors import ApiError
-from api.http.bodies.dialects import MessagesRequest, ResponsesRequest
-from api.http.bodies.generation import ChatRequest, CompletionRequest
-from api.http.fields.parsing import Notes, parse
-from api.http.openapi import body_schema
 from testing.waiting import PATIENCE_S
-from tests.api.changes import CHANGES
+from tests.api.changes import CHANGES, body
 from tests.api.conftest import Running
-from tests.api.test_fields import body
 
 CHECKS = [not_a_server_error, content_type_conformance, status_code_conformance, response_schema_conformance]
 

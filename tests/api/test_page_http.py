@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.http.routes.page import STATIC
+from api.endpoints.page import STATIC
 from testing.waiting import eventually
 from tests.api.conftest import Running, serving
 

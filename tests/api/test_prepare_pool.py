@@ -15,7 +15,7 @@ from api.prepare.pool import PromptPool
 from api.prepare.prompts import unpacked
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import TEMPLATE
-from tests.api.test_bodies import HOSTILE, chat, message
+from tests.api.hostile import HOSTILE, chat, message
 
 JOB = Job(Kind.CHAT, 1000, 4096)
 ENDLESS = chat(message('"loops"'))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.bodies.generation import ChatRequest, CompletionRequest
+from api.bodies.parsing import parse
+from api.bodies.sampling import derived_seed, sampling_params
 from api.errors import ApiError
-from api.http.bodies.generation import ChatRequest, CompletionRequest
-from api.http.bodies.sampling import derived_seed, sampling_params
-from api.http.fields.parsing import parse
 from api.text.messages import normalise
 from engine.messages import Submit, encode
 

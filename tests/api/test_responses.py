@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.bodies.parsing import parse
+from api.dialects.anthropic import requests as messages_form
+from api.dialects.anthropic.requests import MessagesRequest
+from api.dialects.ollama import requests as ollama_form
+from api.dialects.ollama.requests import OllamaChatRequest
+from api.dialects.responses import requests as responses_form
+from api.dialects.responses.requests import ResponsesRequest
+from api.dialects.responses.store import ResponseStore, Stored
 from api.errors import ApiError
-from api.http.answers.stored import ResponseStore, Stored
-from api.http.bodies.dialects import MessagesRequest, OllamaChatRequest, ResponsesRequest
-from api.http.dialects import anthropic as messages_form
-from api.http.dialects import ollama as ollama_form
-from api.http.dialects import responses as responses_form
-from api.http.fields.parsing import parse
 from tests.api.conftest import Running, serving
 
 USER: Any = [{"role": "user", "content": "hello wörld"}]

@@ -20,8 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.http.answers.meter import Meter
-from api.http.metrics import UNLOADED, Metrics
-from api.http.series import Histogram
+from api.http.metrics import UNLOADED, Histogram, Metrics
 from api.tenants.usage import UsageLog
 from scheduler.scheduler import Scheduler
 from testing.waiting import eventually

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from api.bodies.generation import ChatRequest
+from api.bodies.parsing import parse
+from api.bodies.sampling import sampling_params
 from api.errors import ApiError
-from api.http.bodies.generation import ChatRequest
-from api.http.bodies.sampling import sampling_params
-from api.http.fields.parsing import parse
 from engine.messages import Cancelled, Failed, Finished, Refused, Submit, decode_to_engine, encode
 from testing.harness import Harness, Result
 from testing.models.tiny import tiny_model

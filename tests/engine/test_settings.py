@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from api.cli.launch import text_settings
 from api.cli.main import _settings, build_parser, main
 from api.cli.options import settings_of
-from api.client.launch import text_settings
 from api.config import ServeConfig
 from demo.paths import demo_model
 from engine.config import EngineConfig, check_settings

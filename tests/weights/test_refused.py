@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from api.client.launch import sampling_defaults
+from api.cli.launch import sampling_defaults
 from api.config import ServeConfig
 from api.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig

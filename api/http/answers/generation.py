@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -157,7 +157,7 @@ class Answers:
         self._n = n
         self.choices: list[Choice] = []
         self._index: dict[str, int] = {}
-        self._ahead: list[tuple[int, Update]] = []  # taken by `begun`
+        self._ahead: list[tuple[int, Update]] = []  # taken already, for the next `take`
         self._error: Exception | None = None  # to raise after them
 
     def add(self, choice: Choice) -> None:
@@ -179,17 +179,15 @@ class Answers:
         """Wait until something has come. Raises what `take` would if that is an error."""
         self._ahead = await self.take(timeout_s)
 
-    async def take(
-        self, timeout_s: float | None = None, listener: Callable[[], bool] | None = None
-    ) -> list[tuple[int, Update]]:
+    async def take(self, timeout_s: float | None = None) -> list[tuple[int, Update]]:
         """(number of the choice, update) of each choice that has news; empty after `timeout_s` or if aborted. Raises
         ApiError if a request was refused, cancelled or failed, EngineUnavailable if the engine died; what came before
-        is delivered first. `listener`: as Inbox.take has it; it takes with `take_now`."""
+        is delivered first."""
         if self._ahead:
             updates, self._ahead = self._ahead, []
             return updates
         if self._error is None:
-            updates = await self._next(timeout_s, listener)
+            updates = await self._next(timeout_s)
             if updates or self._error is None:
                 return updates
         error, self._error = self._error, None
@@ -199,13 +197,18 @@ class Answers:
         """The same of what has come. Raises nothing: the next `take` does, if `failed`."""
         return self._updates(self.inbox.drain())
 
+    def take_ahead(self) -> bool:
+        """Take what has come, for the next `take`. False if it is time to: there is no more to come."""
+        self._ahead += self.take_now()
+        return self._error is None and not all(map(_is_done, self.choices))
+
     @property
     def failed(self) -> bool:
         return self._error is not None
 
-    async def _next(self, timeout_s: float | None, listener: Callable[[], bool] | None) -> list[tuple[int, Update]]:
+    async def _next(self, timeout_s: float | None) -> list[tuple[int, Update]]:
         try:
-            events = await self.inbox.take(timeout_s, listener)
+            events = await self.inbox.take(timeout_s)
         except EngineUnavailable as error:
             for choice in self.choices:
                 choice.leave("unavailable")
@@ -229,17 +232,9 @@ class Answers:
     async def whole(self) -> list[Update]:
         """Each choice as one update."""
         parts: list[list[Update]] = [[] for _ in self.choices]
-
-        def collect(updates: Sequence[tuple[int, Update]]) -> None:
-            for index, update in updates:
-                parts[index].append(update)
-
-        def listener() -> bool:
-            collect(self.take_now())
-            return not (self.failed or self.done)
-
         while not self.done:
-            collect(await self.take(listener=listener))
+            for index, update in await self.take():
+                parts[index].append(update)
         return [_sum(updates) for updates in parts]
 
     def usage(self, *, told: bool = True) -> dict[str, Any]:

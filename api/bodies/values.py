@@ -1,0 +1,98 @@
+"""What the fields of bodies hold, with the range of every number. What becomes of each field is in `Body.FIELDS`.
+
+The ranges are what sampling can compute in float32 and int64: a temperature of 1e-40 or a top_p of 1e-50 would
+underflow to zero on the way.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from api.errors import shortened
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_MESSAGES = 8192
+MAX_TOKEN_IDS = 2**18
+MIN_TEMPERATURE = 1e-6
+MIN_TOP_P = 1e-6
+REQUEST_ID = "^[!-~]{1,128}$"  # what may stand in a header
+INT64 = 2**63
+INT32 = 2**31
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+NUMBER = "^-?[0-9]{1,20}([.][0-9]{1,20})?([eE][+-]?[0-9]{1,3})?$"
+
+
+def _integer(value: Any) -> Any:
+    """Numbers as some clients write them: 8.0, "8"."""
+    value = _number(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, str) or re.fullmatch(NUMBER, value) is None:
+        return value
+    return int(value) if value.lstrip("-").isdecimal() else float(value)
+
+
+Integer = BeforeValidator(_integer)
+Number = BeforeValidator(_number)
+
+
+def _objects(value: Any) -> Any:
+    """By hand, because a wrong list would be one complaint for each of its elements."""
+    if isinstance(value, list):
+        for i, message in enumerate(value[: MAX_MESSAGES + 1]):
+            if not isinstance(message, dict):
+                raise ValueError(f"[{i}] is not an object but {shortened(message)}")
+    return value
+
+
+Messages = Annotated[list[dict[str, Any]], BeforeValidator(_objects), Field(min_length=1, max_length=MAX_MESSAGES)]
+_Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+def _one_kind(value: Any) -> Any:
+    """By hand, for the same reason: a union would check a wrong list once for each of its members."""
+    if isinstance(value, str):
+        return value
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if kinds not in ({str}, {int}, {list}) or (kinds == {list} and any(set(map(type, ids)) - {int} for ids in value)):
+        raise ValueError("a text, a list of token ids, or a list of either is expected")
+    return value
+
+
+Prompts = Annotated[_Prompts, PlainValidator(_one_kind, json_schema_input_type=_Prompts)]
+
+
+def _one_stop(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def not_zero(count: int) -> int:
+    if count == 0:
+        raise ValueError("-1 or a number from 1 is expected")
+    return count
+
+
+def _not_tiny(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 2 is expected")
+    return temperature
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2), Number]
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_tiny), Number]
+Count = Annotated[int, Field(ge=0, lt=INT32), Integer]
+PositiveCount = Annotated[int, Field(ge=1, lt=INT32), Integer]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Integer]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), Integer]
+TokenId = Annotated[int, Field(ge=0, lt=INT32)]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+_Stops = list[StopString]
+_StopList = Annotated[_Stops, Field(max_length=16)]
+Stops = Annotated[_StopList, BeforeValidator(_one_stop, json_schema_input_type=StopString | _StopList)]
+RequestId = Annotated[str, Field(pattern=REQUEST_ID)]

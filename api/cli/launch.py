@@ -1,0 +1,173 @@
+"""From settings to a running engine with its tokenizer: what `serve` and `chat` share."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from api.bodies.generation import ChatOptions
+from api.bodies.parsing import readable
+from api.client.client import EngineClient
+from api.client.process import ENGINE_COMMAND
+from api.config import ServeConfig
+from api.prepare.job import TextSettings
+from engine.config import EngineConfig
+from engine.errors import UserError
+from engine.files.json_file import read_json
+from engine.messages import Loading, Ready
+from engine.null import is_null, null_settings
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def with_demo(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """Without a model, the demo in the repository and its adapters are served; the lines say so. The null engine speaks
+    the demo's vocabulary if no other is named."""
+    from demo.paths import demo_adapters, demo_model
+
+    if is_null(config.model):
+        null_settings(config.model)
+        config.gguf = config.gguf or str(demo_model())
+    if config.model:
+        return config, []
+
+    try:
+        config.model = str(demo_model())
+        adapters = [f"{name}={path}" for name, path in demo_adapters().items()]
+    except FileNotFoundError as error:
+        raise UserError(f"no --model was given, and the demo model cannot be served: {error}", "model") from None
+    config.served_model_name = config.served_model_name or "demo"
+    config.adapters = [*adapters, *config.adapters]
+    return config, [f"no --model: serving the demo model, {config.model}"]
+
+
+def engine_command(serve: ServeConfig) -> tuple[str, ...]:
+    """What starts the engine process: --engine-command in words, or our own. Raises UserError."""
+    if serve.engine_command is None:
+        return ENGINE_COMMAND
+    try:
+        command = tuple(shlex.split(serve.engine_command))
+    except ValueError as error:
+        raise UserError(f"--engine-command: {error}", "engine_command") from None
+    if not command:
+        raise UserError("--engine-command is empty", "engine_command")
+    return command
+
+
+def text_settings(engine: EngineConfig, serve: ServeConfig) -> TextSettings:
+    """Where the tokenizer is. Raises UserError if there is no such place."""
+    model = gguf = None
+    for name in ("tokenizer", "chat_template") if serve.skip_tokenizer else ():
+        if getattr(serve, name):
+            raise UserError(f"--{name.replace('_', '-')} with --skip-tokenizer: one or the other", name)
+    if not serve.skip_tokenizer and serve.tokenizer:
+        model = str(existing(serve.tokenizer, "tokenizer"))
+    elif not serve.skip_tokenizer:
+        gguf = str(existing(engine.gguf, "gguf")) if engine.gguf else None
+        if is_null(engine.model):
+            model, gguf = gguf, None
+        else:
+            model = str(existing(engine.model, "model"))
+    return TextSettings(
+        model,
+        gguf,
+        serve.chat_template,
+        trust_control_tokens=serve.trust_control_tokens,
+        unknown_fields=serve.unknown_fields,
+        tool_format=serve.tool_format,
+        reasoning_format=serve.reasoning_format,
+        cpu_limit_s=serve.prompt_cpu_limit_s,
+    )
+
+
+def existing(path: str, field: str) -> Path:
+    if not os.path.exists(path):
+        raise UserError(f"--{field} {path[:200]}: no such file or folder", field)
+    return Path(path)
+
+
+def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[str, Any], list[str]]:
+    """The sampling settings that the model's author recommends (generation_config.json), and a line about them."""
+    if serve.generation_config == "none" or (serve.generation_config == "auto" and is_null(engine.model)):
+        return {}, []
+    if serve.generation_config == "auto":
+        model = Path(engine.model)
+        path = (model if model.is_dir() else model.parent) / "generation_config.json"
+        if not os.path.isfile(path):  # False for a folder that may not be looked into: the engine refuses that
+            return {}, []
+    else:
+        path = existing(serve.generation_config, "generation-config")
+        path = path / "generation_config.json" if path.is_dir() else path
+    content = read_json(path)
+    defaults = {name: content[name] for name in _DEFAULTS if content.get(name) is not None}
+    if content.get("do_sample") is False:
+        defaults = {"temperature": 0.0, **{k: v for k, v in defaults.items() if k == "repetition_penalty"}}
+    try:
+        ChatOptions.model_validate({"model": "", **defaults})
+    except ValidationError as error:
+        raise UserError(f"{path}: {readable(error, content)}", "generation_config") from None
+    if not defaults:
+        return {}, []
+    shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    return defaults, [f"sampling defaults from {path.name}: {shown} (--generation-config none: off)"]
+
+
+class LoadingBar:
+    """Progress on stderr while the model loads: a bar on a terminal, elsewhere a line as each stage begins."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._console = console
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> LoadingBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def update(self, loading: Loading) -> None:
+        if loading.stage not in self._tasks:
+            self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
+            if not self._console.is_terminal:
+                self._console.print(f"{loading.stage} ...", style="dim")
+        self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
+
+
+def make_client(engine: EngineConfig, serve: ServeConfig) -> EngineClient:
+    """A client whose engine has not been started. Raises UserError."""
+    try:
+        return EngineClient(
+            engine,
+            command=engine_command(serve),
+            max_restarts=serve.max_restarts,
+            hang_s=serve.engine_hang_s or None,
+        )
+    except OSError as error:
+        raise UserError(f"the temporary folder {tempfile.gettempdir()}: {error.strerror}; set TMPDIR") from None
+
+
+async def start_engine(client: EngineClient, console: Console) -> Ready:
+    """Start the engine, with its progress on the console. Raises UserError or EngineError; the caller shuts down."""
+    with LoadingBar(console) as bar:
+        client.on_loading = bar.update
+        try:
+            return await client.start()
+        finally:
+            client.on_loading = None

@@ -1,0 +1,84 @@
+"""What the requests of other forms share: text out of lists of parts, with errors that name the place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from api.bodies.body import Body, no_op, supported
+from api.bodies.structured import Schema
+from api.errors import ApiError, bad_request, shortened
+
+
+class SchemaFormat(Body):
+    """What the output is to be."""
+
+    FIELDS = (
+        supported("type", "`json_schema`; `json_object`: any object; `text`: anything"),
+        supported("schema", "what the output follows"),
+        no_op("name", "the schema says all"),
+        no_op("description", "the schema says all"),
+        no_op("strict", "a schema always holds"),
+    )
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> SchemaFormat:
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise ValueError(f"a schema belongs to type 'json_schema' alone, got type {self.type!r}")
+        return self
+
+
+def text_in(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """A text, or the joined texts of parts of the given kinds. Raises ApiError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{where}: a text or a list of parts is expected, got {shortened(content)}", where)
+    return "".join(part_text(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
+
+
+def part_text(part: Any, where: str, kinds: Sequence[str]) -> str:
+    """The text of a part of one of the given kinds. Raises ApiError."""
+    kind = kind_of(part, where)
+    if kind not in kinds:
+        raise unsupported(where, kind, kinds)
+    if not isinstance(part.get("text"), str):
+        raise bad_request(f"{where}.text: a text is expected", f"{where}.text")
+    return str(part["text"])
+
+
+def kind_of(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise bad_request(f'{where}: an object with a "type" is expected, got {shortened(part)}', where)
+    return str(part["type"])
+
+
+def string_in(part: dict[str, Any], key: str, where: str) -> str:
+    if not isinstance(part.get(key), str):
+        raise bad_request(f"{where}.{key}: a text is expected", f"{where}.{key}")
+    return str(part[key])
+
+
+def response_format(wanted: SchemaFormat | None) -> dict[str, Any] | None:
+    """What a chat request calls it."""
+    if wanted is None or wanted.type == "text":
+        return None
+    schema = {"json_schema": {"schema": wanted.schema_}} if wanted.type == "json_schema" else {}
+    return {"type": wanted.type, **schema}
+
+
+def continuation(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Fields of a chat whose last message, if it is a text of the assistant's, is the beginning of the answer."""
+    last = messages[-1]
+    begun = last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls")
+    return {"add_generation_prompt": False, "continue_final_message": True} if begun else {}
+
+
+def unsupported(where: str, kind: str, kinds: Sequence[str]) -> ApiError:
+    expected = " or ".join(map(repr, kinds))
+    return bad_request(f"{where}: {shortened(kind)} is not supported, only {expected}", where, "unsupported_field")

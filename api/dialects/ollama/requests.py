@@ -1,0 +1,222 @@
+"""What Ollama's clients send: bodies, what becomes of each field, and the chat or completion that they become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from api.bodies.body import Body, alias, no_op, refused, supported
+from api.bodies.generation import CompletionRequest
+from api.bodies.parsing import Notes, parse, parse_object
+from api.bodies.tools import Definitions, Effort
+from api.bodies.values import INT32, INT64, MIN_TOP_P, Integer, Messages, Number, Penalty, Stops, Temperature
+from api.dialects.common.content import continuation
+from api.errors import bad_request
+from api.prepare.job import Job, Prepared
+from api.prepare.prompts import Preparer
+
+WORDS = {  # of a chat's fields
+    "enable_thinking": "think",
+    "reasoning_effort": "think",
+    "response_format.json_schema.schema": "format",
+    "response_format": "format",
+    "max_tokens": "options.num_predict",
+    "stop": "options.stop",
+}
+_OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+
+
+class OllamaOptions(Body):
+    FIELDS = (
+        supported("temperature", "0: greedy"),
+        supported("top_p", "1: off"),
+        supported("top_k", "0 or -1: off"),
+        supported("min_p", "0: off"),
+        supported("seed", "see above"),
+        supported("num_predict", "most tokens of output; below 0: what fits"),
+        supported("stop", "a text or a list"),
+        supported("repeat_penalty", "see `repetition_penalty`"),
+        supported("presence_penalty", "see above"),
+        supported("frequency_penalty", "see above"),
+        no_op("num_ctx", "the context is the server's"),
+        no_op("num_batch", "batches are the server's"),
+        no_op("num_gpu", "placement is the server's"),
+        no_op("num_thread", "threads are the server's"),
+        no_op("main_gpu", "placement is the server's"),
+        no_op("use_mmap", "memory is the server's"),
+        no_op("numa", "memory is the server's"),
+        no_op("num_keep", "the context is not shifted"),
+        no_op("low_vram", "memory is the server's"),
+        no_op("f16_kv", "memory is the server's"),
+        no_op("use_mlock", "memory is the server's"),
+        no_op("logits_all", "there is no such answer"),
+        no_op("vocab_only", "there is no such answer", False),
+        no_op("embedding_only", "there is no such answer", False),
+        no_op("mirostat_tau", "there is no such sampler to set"),
+        no_op("mirostat_eta", "there is no such sampler to set"),
+        refused("typical_p", "no such filter", 1.0),
+        refused("repeat_last_n", "penalties look at all tokens", -1),
+        refused("mirostat", "no such sampler", 0),
+        refused("tfs_z", "no such filter", 1.0),
+        refused("penalize_newline", "penalties look at all tokens", True),
+    )
+
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), Number] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64), Integer] | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=INT32), Integer] | None = None
+    stop: Stops = Field(default=[])
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10), Number] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+_COMMON = (
+    supported("model", "as everywhere; `:latest` at its end is left out"),
+    supported("stream", "true unless given: a line of JSON each"),
+    supported("format", '`"json"` or a JSON schema'),
+    supported("think", "true or false: see `enable_thinking`; a text: see `reasoning_effort`"),
+    supported("options", "its fields are below"),
+    no_op("keep_alive", "the model stays"),
+    refused("logprobs", "/v1/chat/completions gives log-probabilities", False),
+    refused("top_logprobs", "/v1/chat/completions gives log-probabilities", 0),
+)
+
+
+class _OllamaRequest(Body):
+    model: str | None = None
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Effort | None = None
+    options: OllamaOptions | None = None
+
+
+class OllamaChatRequest(_OllamaRequest):
+    FIELDS = (
+        *_COMMON,
+        supported("messages", "without images; the answer goes on with an assistant's text at the end"),
+        supported("tools", "functions"),
+    )
+
+    messages: Messages
+    tools: Definitions = Field(default=[])
+
+
+class OllamaGenerateRequest(_OllamaRequest):
+    FIELDS = (
+        *_COMMON,
+        supported("prompt", "a user's message, or the whole prompt if `raw`"),
+        supported("system", "the first message"),
+        supported("raw", "no chat template"),
+        refused("images", "the model reads text only", []),
+        refused("width", "the model writes text only"),
+        refused("height", "the model writes text only"),
+        refused("steps", "the model writes text only"),
+        refused("suffix", "the model does not fill in the middle", ""),
+        refused("template", "the server's template is used (`--chat-template`)", ""),
+        refused("context", "send the messages to /api/chat", []),
+    )
+
+    prompt: Annotated[str, Field(min_length=1)]
+    system: str | None = None
+    raw: bool = False
+
+
+class OllamaShowRequest(Body):
+    FIELDS = (
+        supported("model", "as everywhere"),
+        alias("name", "model"),
+        no_op("verbose", "there is no more to show"),
+    )
+
+    model: str | None = None
+
+
+def prepare_chat(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
+    return prompts.chat_of(chat_of(parse(OllamaChatRequest, raw, notes)), job, notes, WORDS)
+
+
+def prepare_generate(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
+    body = parse(OllamaGenerateRequest, raw, notes)
+    if not body.raw:
+        return prompts.chat_of(chat_of(body), job, notes, WORDS)
+    prepared = prompts.completion(parse_object(CompletionRequest, completion_of(body)), job)
+    return msgspec.structs.replace(prepared, is_raw=True)
+
+
+def chat_of(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
+    """The same as a chat request. Raises ApiError that names the place."""
+    chat = {"model": body.model, "stream": body.stream, **_options(body.options)}
+    if isinstance(body.think, str):
+        chat["reasoning_effort"] = body.think
+    elif body.think is not None:
+        chat["enable_thinking"] = body.think
+    if body.format == "json":
+        chat["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, dict):
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "format", "schema": body.format}}
+    if isinstance(body, OllamaGenerateRequest):
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        chat["messages"] = [*system, {"role": "user", "content": body.prompt}]
+    else:
+        chat["messages"] = _messages(body.messages)
+        chat |= continuation(chat["messages"])
+        if body.tools:
+            chat["tools"] = body.tools
+    return chat
+
+
+def completion_of(body: OllamaGenerateRequest) -> dict[str, Any]:
+    """Of a raw prompt; without `num_predict` the output has the rest of the context, up to a bound."""
+    if body.system or body.think is not None or body.format not in (None, ""):
+        raise bad_request("raw: no system, think or format goes with it", "raw")
+    return {"model": body.model, "stream": body.stream, "prompt": body.prompt, **_options(body.options)}
+
+
+def _options(options: OllamaOptions | None) -> dict[str, Any]:
+    given = {} if options is None else options.model_dump(exclude_unset=True)
+    if given.get("num_predict", 0) < 0:  # as much as fits
+        del given["num_predict"]
+    return {_OPTIONS.get(name, name): value for name, value in given.items() if value is not None}
+
+
+def _messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Their calls have no ids: a result belongs to the first call of its tool that has none."""
+    result, open_calls, count = [], list[tuple[str, str]](), 0
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if message.get("images"):
+            raise bad_request(f"{where}.images: the model reads text only", f"{where}.images", "unsupported_field")
+        own = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+        if message.get("thinking"):
+            own["reasoning_content"] = message["thinking"]
+        if isinstance(calls := message.get("tool_calls"), list):
+            own["tool_calls"] = []
+            for call in calls:
+                name, arguments = _called(call, f"{where}.tool_calls")
+                count += 1
+                open_calls.append((name, f"call_{count}"))
+                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                own["tool_calls"].append({"id": f"call_{count}", "type": "function", "function": function})
+        if message.get("role") == "tool":
+            asked = message.get("tool_name")
+            found = next((each for each in open_calls if asked in (None, each[0])), None)
+            if found is None:
+                raise bad_request(f"{where}: no call of this tool precedes its result", where)
+            open_calls.remove(found)
+            own["tool_call_id"] = found[1]
+        result.append(own)
+    return result
+
+
+def _called(call: Any, where: str) -> tuple[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request(f'{where}: {{"function": {{"name", "arguments"}}}} is expected', where)
+    return function["name"], function.get("arguments", {})

@@ -1,0 +1,113 @@
+"""The tables of docs/api.md, made from the tables of fields: `python -m api.dialects.reference` rewrites them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from api.bodies.body import Body, Field, Status
+from api.bodies.fields import CHAT, COMPLETION, GENERATION
+from api.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
+from api.dialects.anthropic import requests as anthropic
+from api.dialects.common.content import SchemaFormat
+from api.dialects.ollama import requests as ollama
+from api.dialects.responses import requests as responses
+
+
+class Table(NamedTuple):
+    """`name`: as docs/api.md marks it. `kind`: a body, or a part of one. `fields`: those to show, if not all."""
+
+    name: str
+    kind: type[Body]
+    fields: Sequence[Field] = ()
+
+
+TABLES = (
+    Table("every generating endpoint", ChatRequest, GENERATION),
+    Table("/v1/chat/completions", ChatRequest, CHAT),
+    Table("/v1/completions", CompletionRequest, COMPLETION),
+    Table("stream_options", StreamOptions),
+    Table("/v1/responses", responses.ResponsesRequest),
+    Table("reasoning", responses.ReasoningConfig),
+    Table("text", responses.TextConfig),
+    Table("text.format", responses.TextFormat),
+    Table("/v1/messages", anthropic.MessagesRequest),
+    Table("thinking", anthropic.Thinking),
+    Table("output_config", anthropic.OutputConfig),
+    Table("output_config.format", SchemaFormat),
+    Table("/api/chat", ollama.OllamaChatRequest),
+    Table("/api/generate", ollama.OllamaGenerateRequest),
+    Table("options", ollama.OllamaOptions),
+    Table("/api/show", ollama.OllamaShowRequest),
+)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+_BOUNDS = (
+    ("minimum", " from {}"),
+    ("maximum", " to {}"),
+    ("exclusiveMaximum", " below {}"),
+    ("maxLength", " of at most {} characters"),
+    ("minItems", ", at least {}"),
+    ("maxItems", ", at most {}"),
+    ("maxProperties", " of at most {} fields"),
+)
+
+
+def tables() -> dict[str, str]:
+    """Markdown of each table by its name."""
+    return {table.name: _table(table) for table in TABLES}
+
+
+def updated(page: str) -> str:
+    """The page with the tables between its markers written again. Raises KeyError for a marker of no table."""
+    made = tables()
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{made[match[2]]}\n{match[3]}"
+
+    return re.sub(r"(<!-- fields: (.+?) -->)\n.*?\n?(<!-- end -->)", replaced, page, flags=re.DOTALL)
+
+
+def _table(table: Table) -> str:
+    properties = table.kind.model_json_schema()["properties"]
+    order = list(Status)
+    rows = sorted(table.fields or table.kind.FIELDS, key=lambda field: order.index(field.status))
+    lines = ["| field | | takes | |", "|---|---|---|---|"]
+    for field in rows:
+        takes = _type(properties[field.name]) if field.status is Status.SUPPORTED else _values(field)
+        lines.append(f"| `{field.name}` | {field.status.value} | {takes} | {field.note} |")
+    return "\n".join(lines)
+
+
+def _values(field: Field) -> str:
+    if not field.values:
+        return {Status.NO_OP: "anything", Status.REFUSED: "nothing"}.get(field.status, "")
+    return "only " + ", ".join(f"`{json.dumps(value)}`" for value in field.values)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "$ref" in schema:
+        return "object"
+    if "enum" in schema:
+        return " or ".join(f"`{json.dumps(one)}`" for one in schema["enum"])
+    kind = schema.get("type", "anything")
+    if isinstance(kind, list):
+        return " or ".join(kind)
+    text = f"list of {_type(schema['items'])}" if "items" in schema else str(kind)
+    return text + "".join(form.format(_shown(schema[key])) for key, form in _BOUNDS if key in schema)
+
+
+def _shown(bound: float) -> str:
+    power = bound.bit_length() - 1 if isinstance(bound, int) else 0
+    if power >= 31 and bound == 1 << power:
+        return f"2^{power}"
+    return f"-2^{(-bound).bit_length() - 1}" if isinstance(bound, int) and bound < -(2**31) else f"{bound:g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

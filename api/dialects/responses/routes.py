@@ -1,0 +1,256 @@
+"""POST /v1/responses and /v1/responses/input_tokens; GET and DELETE of those kept; answers as items and events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies.generation import ChatOptions
+from api.bodies.schema import described
+from api.dialects.common.blocks import Block, BlockKind, Blocks, Change
+from api.dialects.common.logprobs import chat_logprobs
+from api.dialects.responses.requests import ResponsesRequest
+from api.dialects.responses.store import ResponseStore, Stored
+from api.errors import ApiError, bad_request
+from api.http.answers.generation import Answers, Update
+from api.http.answers.streaming import ResponseFormatter
+from api.http.handling import model_of, open_chat, respond, service_of, tenant_of
+from api.http.middleware import answer_id
+from api.http.wire import json_response
+from api.prepare.job import Kind, Prepared
+from api.prepare.prompts import TOKEN_BYTES
+from api.text.tokenizer import Tokenizer
+
+Keep = Callable[[dict[str, Any], dict[str, Any]], None]
+_PREFIX = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+
+
+def router() -> APIRouter:
+    routes, kept = APIRouter(), ResponseStore()
+
+    async def prepared_of(request: Request) -> Prepared:
+        tenant = tenant_of(request).name
+
+        def history(response_id: str) -> bytes:
+            return kept.find(tenant, response_id, "previous_response_id").messages
+
+        return await service_of(request).prepare(Kind.RESPONSES, request, history)
+
+    @routes.post("/v1/responses", openapi_extra=described(ResponsesRequest))
+    async def create_response(request: Request) -> Response:
+        service, tenant = service_of(request), tenant_of(request)
+        prepared = await prepared_of(request)
+        body, answers = await open_chat(request, prepared)
+        head = _head(msgspec.json.decode(prepared.head), answer_id(request, "resp_", None), model_of(request, body))
+
+        def keep(written: dict[str, Any], message: dict[str, Any]) -> None:
+            messages = [*msgspec.json.decode(prepared.messages), message]
+            stored = Stored(tenant.name, msgspec.json.encode(written), msgspec.json.encode(messages))
+            kept.keep(head["id"], stored)
+
+        formatter = ResponsesFormatter(head, answers, service.tokenizer, keep if head["store"] else None)
+        return await respond(request, answers, formatter, stream=body.stream)
+
+    @routes.post("/v1/responses/input_tokens", openapi_extra=described(ResponsesRequest))
+    async def count_tokens(request: Request) -> Response:
+        service, tenant = service_of(request), tenant_of(request)
+        prepared = await prepared_of(request)
+        service.adapter(tenant, ChatOptions.model_validate_json(prepared.options).model)
+        counted = len(prepared.prompts[0]) // TOKEN_BYTES
+        return json_response({"object": "response.input_tokens", "input_tokens": counted})
+
+    @routes.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(request: Request, response_id: str) -> Response:
+        kept.find(tenant_of(request).name, response_id)
+        raise bad_request("Cannot cancel a synchronous response.", "response_id")
+
+    @routes.get("/v1/responses/{response_id}")
+    async def get_response(request: Request, response_id: str) -> Response:
+        stored = kept.find(tenant_of(request).name, response_id)
+        return Response(stored.body, media_type="application/json")
+
+    @routes.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        kept.delete(tenant_of(request).name, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    return routes
+
+
+def _head(asked: dict[str, Any], response_id: str, model: str) -> dict[str, Any]:
+    """What a response says beside its output: what was asked, and what everybody gets."""
+    return {
+        **asked,
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "background": False,
+        "truncation": "disabled",
+    }
+
+
+class ResponsesFormatter(ResponseFormatter):
+    """`head`: the response without what comes of the answer. `tokenizer` names the tokens of log-probabilities. `keep`
+    is given the whole response and the assistant's message at the end."""
+
+    close: ClassVar[bytes] = b""
+
+    def __init__(
+        self, head: dict[str, Any], answers: Answers, tokenizer: Tokenizer | None, keep: Keep | None = None
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._unscored: list[tuple[int, dict[str, Any]]] = []  # those of tokens whose text is yet to come
+        self._keep = keep
+        self._answers = answers
+        self._blocks = Blocks()
+        self._reason: str | None = None
+        self._sequence = 0
+
+    def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
+        for _ in self._changes(choices[0]):
+            pass
+        return self._ended()
+
+    def _changes(self, update: Update | None) -> Iterator[tuple[Change, Block, str, list[dict[str, Any]]]]:
+        """What an update (None: the end) does to the blocks, with the log-probabilities that belong to it."""
+        if update is None:
+            changes = self._blocks.finish()
+        else:
+            self._reason = update.finish_reason or self._reason
+            changes = self._blocks.push(update.deltas)
+            if update.logprobs is not None:
+                scores = chat_logprobs(self._tokenizer, update.logprobs)["content"]
+                self._unscored += zip(update.said, scores, strict=True)
+        for what, block, text in changes:
+            yield what, block, text, self._scores(block) if what is not Change.START else []
+
+    def _scores(self, block: Block) -> list[dict[str, Any]]:
+        """Of a text's tokens that have come since it was last asked about."""
+        if block.kind is not BlockKind.TEXT:
+            return []
+        calls = len(self._blocks.calls)
+        mine = [score for before, score in self._unscored if before == calls]
+        self._unscored = [(before, score) for before, score in self._unscored if before > calls]
+        block.scores += mine
+        return mine
+
+    def _ended(self) -> dict[str, Any]:
+        response = self._response()
+        if self._keep is not None:
+            self._keep(response, _message(self._blocks))
+        return response
+
+    def _response(self) -> dict[str, Any]:
+        usage = self._answers.usage()
+        cut = self._reason == "length"
+        return {
+            **self._head,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [self._item(block, "completed") for block in self._blocks.all],
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": usage["completion_tokens_details"],
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIX[block.kind]}_{self._head['id'].removeprefix('resp_')}_{block.index}"
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        done = status == "completed"
+        match block.kind:
+            case BlockKind.TEXT:
+                return {**item, "type": "message", "role": "assistant", "content": [_part(block)] if done else []}
+            case BlockKind.REASONING:
+                return {**item, "type": "reasoning", "summary": [], "content": [_part(block)] if done else []}
+            case BlockKind.CALL:
+                called = {"call_id": block.call_id, "name": block.name, "arguments": block.text if done else ""}
+                return {**item, "type": "function_call", **called}
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        body = msgspec.json.encode({"type": kind, "sequence_number": self._sequence, **data})
+        self._sequence += 1
+        return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+    def begin(self) -> bytes:
+        response = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def update(self, index: int, update: Update) -> bytes:
+        return b"".join(self._change(*change) for change in self._changes(update))
+
+    def end(self) -> bytes:
+        last = b"".join(self._change(*change) for change in self._changes(None))
+        response = self._ended()
+        return last + self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: ApiError) -> bytes:
+        details = {"code": error.code or "server_error", "message": error.message}
+        response = {**self._head, "status": "failed", "error": details, "incomplete_details": None, "output": []}
+        return self._event("response.failed", response=response)
+
+    def _change(self, what: Change, block: Block, text: str, scores: list[dict[str, Any]]) -> bytes:
+        at = {"item_id": self._item_id(block), "output_index": block.index}
+        in_part = {**at, "content_index": 0}
+        kind = _STREAMS[block.kind]
+        if what is Change.MORE:
+            more: dict[str, Any] = {"logprobs": scores} if block.kind is BlockKind.TEXT else {}
+            return self._event(f"{kind}.delta", delta=text, **(at if block.kind is BlockKind.CALL else in_part), **more)
+        if what is Change.START:
+            item = self._item(block, "in_progress")
+            started = self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind is BlockKind.CALL:
+                return started
+            empty = _part(Block(block.index, block.kind))
+            return started + self._event("response.content_part.added", part=empty, **in_part)
+        item = self._item(block, "completed")
+        if block.kind is BlockKind.CALL:
+            done = self._event(f"{kind}.done", name=block.name, arguments=block.text, **at)
+        else:
+            scored: dict[str, Any] = {"logprobs": block.scores} if block.kind is BlockKind.TEXT else {}
+            done = self._event(f"{kind}.done", text=block.text, **in_part, **scored)
+            done += self._event("response.content_part.done", part=_part(block), **in_part)
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+
+_STREAMS = {
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.CALL: "response.function_call_arguments",
+}
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.scores}
+
+
+def _message(blocks: Blocks) -> dict[str, Any]:
+    """The assistant's message, as a following request repeats it."""
+    text = "".join(block.text for block in blocks.all if block.kind is BlockKind.TEXT)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning := "".join(block.text for block in blocks.all if block.kind is BlockKind.REASONING):
+        message["reasoning_content"] = reasoning
+    if blocks.calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+            for call in blocks.calls
+        ]
+    return message

@@ -1,0 +1,1 @@
+"""The HTTP application, and the endpoints that belong to no dialect."""

@@ -1,0 +1,70 @@
+"""The OpenAPI document: what every endpoint takes and may answer, and the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+_OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+_WITHOUT_BODY = {"/ping"}
+_HEALTH = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+
+
+def document(app: FastAPI, *, keys: bool, reject_unknown: bool) -> dict[str, Any]:
+    """`keys`: every endpoint but a few asks for one. `reject_unknown`: unknown fields are a 400."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            _complete(path, operation, reject_unknown=reject_unknown)
+    schemes = {"bearer": {"type": "http", "scheme": "bearer"}}
+    schemes["header"] = {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
+    schema.setdefault("components", {})["securitySchemes"] = schemes
+    schema["security"] = [{"bearer": []}, {"header": []}, *([] if keys else [{}])]
+    return schema
+
+
+def _complete(path: str, operation: dict[str, Any], *, reject_unknown: bool) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)  # the framework's own; ours are 400
+    if path in _WITHOUT_BODY:
+        responses.update({"200": {"description": "served"}, "503": {"description": "not now"}})
+        return
+    error = _ANTHROPIC_ERROR if path.startswith("/v1/messages") else _OPENAI_ERROR
+    error = _OLLAMA_ERROR if path.startswith("/api/") else error
+    for status, description in (("4XX", "the request is wrong, or not now"), ("5XX", "the server cannot")):
+        responses[status] = {"description": description, "content": {"application/json": {"schema": error}}}
+    if path == "/health":
+        responses["503"] = {"description": "not ready", "content": {"application/json": {"schema": _HEALTH}}}
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body is not None and body.get("additionalProperties") is True and reject_unknown:
+        body["additionalProperties"] = False

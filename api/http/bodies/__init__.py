@@ -1,1 +1,0 @@
-"""What clients may send: one model of each body."""

@@ -1,1 +1,0 @@
-"""The endpoints that generate, each in its form over one core."""
