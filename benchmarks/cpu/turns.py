@@ -123,15 +123,8 @@ def main() -> None:
             "layers": args.layers,
             "rows": {},
         }
-            "commit": commit(),
-            "machine": describe_machine(args.threads),
-            "versions": versions(None),
-            "layers": args.layers,
-            "threads": args.threads,
-            "rows": {},
-        }
         for mix in args.types:
-            model = Path(model_path(folder, args.layers, mix))
+            model = model_path(folder, args.layers, mix)
             if not model.exists():
                 write_model(model, Shape(layers=args.layers), mix)
             results["rows"][mix] = compare(args.before.resolve(), model, mix, args)
