@@ -124,10 +124,10 @@ def main() -> None:
             "rows": {},
         }
         for mix in args.types:
-            model = model_path(folder, args.layers, mix)
-            if not model.exists():
-                write_model(model, Shape(layers=args.layers), mix)
-            results["rows"][mix] = compare(args.before.resolve(), model, mix, args)
+            path = model_path(folder, args.layers, mix)
+            if not path.exists():
+                write_model(path, Shape(layers=args.layers), mix)
+            results["rows"][mix] = compare(args.before.resolve(), path, mix, args)
     if args.out:
         args.out.write_text(json.dumps(results, indent=2) + "\n")
 
