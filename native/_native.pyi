@@ -495,7 +495,7 @@ def peak_operations(pool: WorkerPool, type: str, repeats: int = 5, isa: str = ""
     Operations per second of all workers on registers: 'f32', 'bf16' or 'int8'.
     """
 
-class Routing:
+class Router:
     """How rows choose and weight their experts, from logits."""
 
     def __init__(
@@ -604,7 +604,7 @@ class Ops:
         stride: int,
         rows: int,
         experts: int,
-        routing: Routing,
+        router: Router,
         ids: int,
         weights: int,
         is_bf16: bool,
@@ -681,8 +681,8 @@ class SparsePart(MlpPart):
 
     def __init__(
         self,
-        router: PackedLinear,
-        routing: Routing,
+        gate: PackedLinear,
+        router: Router,
         memory: ExpertMemory,
         experts: Task | None,
         *,

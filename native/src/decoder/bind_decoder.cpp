@@ -68,11 +68,11 @@ static void bind_parts(nb::module_& module) {
   nb::class_<SparsePart, MlpPart>(module, "SparsePart", "A router, its experts, and perhaps a shared expert.")
       .def(
           "__init__",
-          [](SparsePart* self, const PackedLinear& router, const Routing& routing, const ExpertMemory& memory,
+          [](SparsePart* self, const PackedLinear& gate, const Router& router, const ExpertMemory& memory,
              const Task* experts, const DensePart* shared, const PackedLinear* shared_gate) {
-            new (self) SparsePart(router, routing, memory, experts, {shared, shared_gate});
+            new (self) SparsePart(gate, router, memory, experts, {shared, shared_gate});
           },
-          "router"_a, "routing"_a, "memory"_a, "experts"_a.none(), nb::kw_only(), "shared"_a.none() = nb::none(),
+          "gate"_a, "router"_a, "memory"_a, "experts"_a.none(), nb::kw_only(), "shared"_a.none() = nb::none(),
           "shared_gate"_a.none() = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
           nb::keep_alive<1, 7>(),
           "experts: bound to the memory; None: they are computed elsewhere, and only Decoder.attend can be called. "

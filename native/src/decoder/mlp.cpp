@@ -35,25 +35,25 @@ const void* DensePart::output(Workspace& work, const PartRows& rows, const void*
   return delta;
 }
 
-SparsePart::SparsePart(const PackedLinear& router, const Routing& routing, const ExpertMemory& memory,
-                       const Task* experts, const SharedExpert& shared)
-    : router_(router), routing_(routing), memory_(memory), experts_(experts), shared_(shared) {
-  routing.check(router.n());
+SparsePart::SparsePart(const PackedLinear& gate, const Router& router, const ExpertMemory& memory, const Task* experts,
+                       const SharedExpert& shared)
+    : gate_(gate), router_(router), memory_(memory), experts_(experts), shared_(shared) {
+  router.check(gate.n());
   if (shared.gate == nullptr) return;
   if (shared.mlp == nullptr) throw std::invalid_argument("shared_gate: allowed beside a shared expert");
-  require_shape("shared_expert_gate", *shared.gate, 1, router.k());
+  require_shape("shared_expert_gate", *shared.gate, 1, gate.k());
 }
 
 void SparsePart::check(const Workspace& work) const {
-  require_shape("router", router_, -1, work.hidden);
+  require_shape("router", gate_, -1, work.hidden);
   if (shared_.mlp != nullptr) shared_.mlp->check(work);
 }
 
 void SparsePart::route(Workspace& work, const PartRows& rows, const void* x) const {
   require(rows.tokens <= memory_.max_rows, "tokens", rows.tokens, "the experts' " + std::to_string(memory_.max_rows));
-  const float* logits = work.logits(router_, x, rows);
-  const auto experts = static_cast<int>(router_.n());
-  work.ops.router_topk({logits, experts, rows.tokens, experts, routing_, memory_.ids, memory_.weights}, false);
+  const float* logits = work.logits(gate_, x, rows);
+  const auto experts = static_cast<int>(gate_.n());
+  work.ops.router_topk({logits, experts, rows.tokens, experts, router_, memory_.ids, memory_.weights}, false);
 }
 
 void SparsePart::run_experts(Workspace& work, const PartRows& rows) const {

@@ -39,9 +39,9 @@ struct SharedExpert {
 
 class SparsePart : public MlpPart {
  public:
-  // `experts`: bound to the memory; null: they are computed elsewhere. Throws std::invalid_argument for a routing that
-  // does not fit the router.
-  SparsePart(const PackedLinear& router, const Routing& routing, const ExpertMemory& memory, const Task* experts,
+  // `experts`: bound to the memory; null: they are computed elsewhere. Throws std::invalid_argument for a router
+  // that does not fit its gate.
+  SparsePart(const PackedLinear& gate, const Router& router, const ExpertMemory& memory, const Task* experts,
              const SharedExpert& shared);
 
   void check(const Workspace& work) const override;
@@ -49,14 +49,14 @@ class SparsePart : public MlpPart {
   void* input() const override { return memory_.hidden; }
   int64_t max_rows() const override { return memory_.max_rows; }
   void route(Workspace& work, const PartRows& rows, const void* x) const override;
-  Chosen chosen() const override { return {memory_.ids, routing_.top_k}; }
+  Chosen chosen() const override { return {memory_.ids, router_.top_k}; }
   const void* output(Workspace& work, const PartRows& rows, const void* x) const override;
 
  private:
   void run_experts(Workspace& work, const PartRows& rows) const;
 
-  const PackedLinear& router_;
-  Routing routing_;
+  const PackedLinear& gate_;  // to the logits of all experts
+  Router router_;
   ExpertMemory memory_;
   const Task* experts_;
   SharedExpert shared_;

@@ -40,19 +40,19 @@ void bind_ops(nb::module_& module) {
       },
       "pool"_a, "type"_a, "repeats"_a = 5, "isa"_a = "", release(),
       "Operations per second of all workers on registers: 'f32', 'bf16' or 'int8'.");
-  nb::class_<Routing>(module, "Routing", "How rows choose and weight their experts, from logits.")
+  nb::class_<Router>(module, "Router", "How rows choose and weight their experts, from logits.")
       .def(
           "__init__",
-          [](Routing* self, int top_k, const std::string& score, Address bias, int groups, int top_groups,
+          [](Router* self, int top_k, const std::string& score, Address bias, int groups, int top_groups,
              const std::string& group_score, std::optional<float> normalise, float scale) {
-            new (self) Routing{top_k,
-                               score_of(score),
-                               at<const float>(bias),
-                               groups,
-                               top_groups,
-                               group_score_of(group_score),
-                               normalise,
-                               scale};
+            new (self) Router{top_k,
+                              score_of(score),
+                              at<const float>(bias),
+                              groups,
+                              top_groups,
+                              group_score_of(group_score),
+                              normalise,
+                              scale};
           },
           "top_k"_a, nb::kw_only(), "score"_a = "softmax", "bias"_a = 0, "groups"_a = 1, "top_groups"_a = 1,
           "group_score"_a = "max", "normalise"_a = nb::none(), "scale"_a = 1.0f,
@@ -115,13 +115,12 @@ void bind_ops(nb::module_& module) {
           "dim"_a, "is_bf16"_a, release(), "out = base + sigmoid(gate) x, by row; gate 0: base + x.")
       .def(
           "router_topk",
-          [](const Ops& ops, Address logits, int64_t stride, int64_t rows, int experts, const Routing& routing,
+          [](const Ops& ops, Address logits, int64_t stride, int64_t rows, int experts, const Router& router,
              Address ids, Address weights, bool is_bf16) {
             ops.router_topk(
-                {at<const void>(logits), stride, rows, experts, routing, at<int64_t>(ids), at<float>(weights)},
-                is_bf16);
+                {at<const void>(logits), stride, rows, experts, router, at<int64_t>(ids), at<float>(weights)}, is_bf16);
           },
-          nb::kw_only(), "logits"_a, "stride"_a, "rows"_a, "experts"_a, "routing"_a, "ids"_a, "weights"_a, "is_bf16"_a,
+          nb::kw_only(), "logits"_a, "stride"_a, "rows"_a, "experts"_a, "router"_a, "ids"_a, "weights"_a, "is_bf16"_a,
           release(), "From logits [rows, experts]: ids int64 and weights float32 [rows, top_k], by falling s + bias.")
       .def(
           "embed",

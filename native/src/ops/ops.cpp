@@ -86,8 +86,8 @@ void Ops::add_gated(const AddGated& g, bool is_bf16) const {
 
 void Ops::router_topk(const RouterTopK& r, bool is_bf16) const {
   require(r.rows >= 0, "rows", r.rows, "0 or more");
-  r.routing.check(r.experts);
-  const auto scores = r.routing.score == Score::softmax ? kernels_.softmax[is_bf16] : kernels_.sigmoid[is_bf16];
+  r.router.check(r.experts);
+  const auto scores = r.router.score == Score::softmax ? kernels_.softmax[is_bf16] : kernels_.sigmoid[is_bf16];
   split(r.rows, r.experts * 16, [&](int64_t begin, int64_t end) { route_rows(r, scores, is_bf16, begin, end); });
 }
 

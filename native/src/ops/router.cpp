@@ -48,18 +48,18 @@ float score_of(GroupScore kind, const float* choice, int experts) {
   return kind == GroupScore::max || experts == 1 ? first : first + second;
 }
 
-void drop_groups(const Routing& routing, int experts, float* choice, Queue& queue) {
-  const int size = experts / routing.groups;
+void drop_groups(const Router& router, int experts, float* choice, Queue& queue) {
+  const int size = experts / router.groups;
   float scores[kMaxExperts];
-  for (int g = 0; g < routing.groups; ++g) scores[g] = score_of(routing.group_score, choice + g * size, size);
-  select_topk(scores, routing.groups, routing.top_groups, queue);
-  for (int j = routing.top_groups; j < routing.groups; ++j)
+  for (int g = 0; g < router.groups; ++g) scores[g] = score_of(router.group_score, choice + g * size, size);
+  select_topk(scores, router.groups, router.top_groups, queue);
+  for (int j = router.top_groups; j < router.groups; ++j)
     std::fill_n(choice + queue[static_cast<size_t>(j)].second * size, size, kNever);
 }
 
 }  // namespace
 
-void Routing::check(int64_t experts) const {
+void Router::check(int64_t experts) const {
   using std::to_string;
   require(experts >= 1 && experts <= kMaxExperts, "experts", to_string(experts), "1 to " + to_string(kMaxExperts));
   require(top_k >= 1 && top_k <= experts, "top_k", to_string(top_k), "1 to the number of experts");
@@ -74,27 +74,27 @@ void Routing::check(int64_t experts) const {
 
 void route_rows(const RouterTopK& r, void (*scores)(const void* logits, float* out, int64_t n), bool is_bf16,
                 int64_t begin, int64_t end) {
-  const Routing& routing = r.routing;
-  const bool grouped = routing.top_groups < routing.groups;
-  const int top_k = routing.top_k;
+  const Router& router = r.router;
+  const bool grouped = router.top_groups < router.groups;
+  const int top_k = router.top_k;
   float s[kMaxExperts], biased[kMaxExperts];
   Queue queue;
   for (int64_t row = begin; row < end; ++row) {
     scores(static_cast<const char*>(r.logits) + row * r.stride * (is_bf16 ? 2 : 4), s, r.experts);
     const float* choice = s;
-    if (routing.bias != nullptr || grouped) {
-      for (int i = 0; i < r.experts; ++i) biased[i] = routing.bias == nullptr ? s[i] : s[i] + routing.bias[i];
-      if (grouped) drop_groups(routing, r.experts, biased, queue);
+    if (router.bias != nullptr || grouped) {
+      for (int i = 0; i < r.experts; ++i) biased[i] = router.bias == nullptr ? s[i] : s[i] + router.bias[i];
+      if (grouped) drop_groups(router, r.experts, biased, queue);
       choice = biased;
     }
     select_topk(choice, r.experts, top_k, queue);
     float total = 0.0f;
     for (int j = 0; j < top_k; ++j) total += s[queue[static_cast<size_t>(j)].second];
-    const float divisor = routing.normalise ? total + *routing.normalise : 1.0f;
+    const float divisor = router.normalise ? total + *router.normalise : 1.0f;
     for (int j = 0; j < top_k; ++j) {
       const int64_t id = queue[static_cast<size_t>(j)].second;
       r.ids[row * top_k + j] = id;
-      r.weights[row * top_k + j] = s[id] / divisor * routing.scale;
+      r.weights[row * top_k + j] = s[id] / divisor * router.scale;
     }
   }
 }

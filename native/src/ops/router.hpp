@@ -14,14 +14,14 @@ namespace ktserve {
 enum class Score { softmax, sigmoid };
 enum class GroupScore { max, top2 };
 
-struct Routing {
+struct Router {
   int top_k = 1;
   Score score = Score::softmax;
   const float* bias = nullptr;  // [experts], or null
   int groups = 1;               // of experts that follow each other
   int top_groups = 1;
   GroupScore group_score = GroupScore::max;
-  std::optional<float> normalise;
+  std::optional<float> normalise = std::nullopt;
   float scale = 1;
 
   // Throws std::invalid_argument unless so many experts can be routed so.
@@ -33,7 +33,7 @@ struct RouterTopK {
   int64_t stride;
   int64_t rows;
   int experts;
-  Routing routing;
+  Router router;
   int64_t* ids;    // [rows, top_k], by falling c
   float* weights;  // [rows, top_k]
 };

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -112,7 +113,7 @@ struct Model {
         experts, world.layer,
         {&bsz, ids.data(), weights.data(), expert_slots.data(), in.data(), out.data(), tokens, kTopK, false});
     const ExpertMemory memory{&bsz, ids.data(), weights.data(), expert_slots.data(), in.data(), out.data(), tokens};
-    Routing softmax{kTopK}, sigmoid{kTopK, Score::sigmoid, bias.data(), 3, 2, GroupScore::top2, 1e-20f, 2.5f};
+    Router softmax{kTopK}, sigmoid{kTopK, Score::sigmoid, bias.data(), 3, 2, GroupScore::top2, 1e-20f, 2.5f};
     softmax.normalise = 0.0f;
     const DensePart first(*dense.gate, *dense.up, *dense.down), beside(*shared.gate, *shared.up, *shared.down);
     const SparsePart second(*router, softmax, memory, &task, {&beside, shared_gate});
@@ -221,22 +222,22 @@ KTSERVE_TEST(parts_that_do_not_fit_are_refused) {
   refused("shared_gate", [&] { SparsePart(*model.router, {}, memory, nullptr, {nullptr, model.shared_gate}); });
   refused("shared_expert_gate: [50, 64]; allowed is [1, 64]",
           [&] { SparsePart(*model.router, {}, memory, nullptr, {&beside, model.head}); });
-  const auto routed = [&](const Routing& routing) { SparsePart(*model.router, routing, memory, nullptr, {}); };
-  Routing routing;
-  refused("top_k: 7", [&] { routed({7}); });
-  routing.groups = 4;
-  refused("groups: 4; allowed is a divisor of the number of experts", [&] { routed(routing); });
-  routing.groups = 3;
-  routing.top_k = 3;
-  refused("top_k: 3; allowed is 1 to the 2 experts of top_groups groups", [&] { routed(routing); });
-  routing.top_groups = 4;
-  refused("top_groups: 4; allowed is 1 to the number of groups", [&] { routed(routing); });
-  routing.top_groups = 2;
-  routing.normalise = -1.0f;
-  refused("normalise: -1", [&] { routed(routing); });
-  routing.normalise.reset();
-  routing.scale = INFINITY;
-  refused("scale: inf", [&] { routed(routing); });
+  const auto routed = [&](const Router& router_of) { SparsePart(*model.router, router_of, memory, nullptr, {}); };
+  Router router;
+  refused("top_k: 7", [&] { routed(Router{7}); });
+  router.groups = 4;
+  refused("groups: 4; allowed is a divisor of the number of experts", [&] { routed(router); });
+  router.groups = 3;
+  router.top_k = 3;
+  refused("top_k: 3; allowed is 1 to the 2 experts of top_groups groups", [&] { routed(router); });
+  router.top_groups = 4;
+  refused("top_groups: 4; allowed is 1 to the number of groups", [&] { routed(router); });
+  router.top_groups = 2;
+  router.normalise = -1.0f;
+  refused("normalise: -1", [&] { routed(router); });
+  router.normalise.reset();
+  router.scale = INFINITY;
+  refused("scale: inf", [&] { routed(router); });
 
   const GroupedQueryPart good = attention(rotation, h.k, QkNorm::none);
   const SparsePart elsewhere(*model.router, {}, memory, nullptr, {});

@@ -67,19 +67,19 @@ void rotations(const Ops& ops, Random& random) {
   }
 }
 
-Routing draw_routing(int experts, const std::vector<float>& bias, Random& random) {
-  Routing routing;
-  routing.groups = static_cast<int>(1 + random.below(8));
-  while (experts % routing.groups != 0) --routing.groups;
-  routing.top_groups = static_cast<int>(1 + random.below(routing.groups));
-  const int left = experts / routing.groups * routing.top_groups;
-  routing.top_k = static_cast<int>(1 + random.below(std::min(left, 10)));
-  routing.score = random.below(2) ? Score::sigmoid : Score::softmax;
-  routing.group_score = random.below(2) ? GroupScore::top2 : GroupScore::max;
-  if (random.below(2)) routing.bias = bias.data();
-  if (random.below(2)) routing.normalise = random.below(2) ? 0.0f : 0.25f;
-  if (random.below(2)) routing.scale = 2.5f;
-  return routing;
+Router draw_router(int experts, const std::vector<float>& bias, Random& random) {
+  Router router;
+  router.groups = static_cast<int>(1 + random.below(8));
+  while (experts % router.groups != 0) --router.groups;
+  router.top_groups = static_cast<int>(1 + random.below(router.groups));
+  const int left = experts / router.groups * router.top_groups;
+  router.top_k = static_cast<int>(1 + random.below(std::min(left, 10)));
+  router.score = random.below(2) ? Score::sigmoid : Score::softmax;
+  router.group_score = random.below(2) ? GroupScore::top2 : GroupScore::max;
+  if (random.below(2)) router.bias = bias.data();
+  if (random.below(2)) router.normalise = random.below(2) ? 0.0f : 0.25f;
+  if (random.below(2)) router.scale = 2.5f;
+  return router;
 }
 
 // The least choice that may be taken, by the words of ops/router.hpp.
@@ -87,28 +87,28 @@ void routes(const Ops& ops, Random& random) {
   const int64_t rows = 1 + random.below(60);
   const int experts = static_cast<int>(1 + random.below(200));
   const std::vector<float> logits = draw(rows * experts, random, 3), bias = draw(experts, random);
-  const Routing routing = draw_routing(experts, bias, random);
-  const int top_k = routing.top_k, size = experts / routing.groups;
+  const Router router = draw_router(experts, bias, random);
+  const int top_k = router.top_k, size = experts / router.groups;
   std::vector<float> weights(static_cast<size_t>(rows * top_k));
   std::vector<int64_t> ids(static_cast<size_t>(rows * top_k));
-  ops.router_topk({logits.data(), experts, rows, experts, routing, ids.data(), weights.data()}, false);
+  ops.router_topk({logits.data(), experts, rows, experts, router, ids.data(), weights.data()}, false);
   for (int64_t r = 0; r < rows; ++r) {
     const float* x = &logits[static_cast<size_t>(r * experts)];
     std::vector<double> s(static_cast<size_t>(experts)), choice, group_scores;
     double total = 0, sum = 0;
     for (int e = 0; e < experts; ++e) total += std::exp(double{x[e]});
     for (size_t e = 0; e < s.size(); ++e) {
-      s[e] = routing.score == Score::sigmoid ? 1 / (1 + std::exp(-double{x[e]})) : std::exp(double{x[e]}) / total;
-      choice.push_back(s[e] + (routing.bias == nullptr ? 0 : bias[e]));
+      s[e] = router.score == Score::sigmoid ? 1 / (1 + std::exp(-double{x[e]})) : std::exp(double{x[e]}) / total;
+      choice.push_back(s[e] + (router.bias == nullptr ? 0 : bias[e]));
     }
-    for (int g = 0; g < routing.groups; ++g) {
+    for (int g = 0; g < router.groups; ++g) {
       std::vector<double> group(choice.begin() + g * size, choice.begin() + (g + 1) * size);
       std::sort(group.rbegin(), group.rend());
-      group_scores.push_back(group[0] + (routing.group_score == GroupScore::top2 && size > 1 ? group[1] : 0));
+      group_scores.push_back(group[0] + (router.group_score == GroupScore::top2 && size > 1 ? group[1] : 0));
     }
     std::vector<double> sorted = group_scores;
     std::sort(sorted.rbegin(), sorted.rend());
-    const double worst = sorted[static_cast<size_t>(routing.top_groups - 1)] - 1e-5;
+    const double worst = sorted[static_cast<size_t>(router.top_groups - 1)] - 1e-5;
     for (size_t e = 0; e < s.size(); ++e)
       if (group_scores[e / static_cast<size_t>(size)] < worst) choice[e] = -INFINITY;
     sorted = choice;
@@ -120,9 +120,9 @@ void routes(const Ops& ops, Random& random) {
       close(static_cast<float>(choice[at(j)]), sorted[static_cast<size_t>(j)], "choice");
       sum += s[at(j)];
     }
-    const double divisor = routing.normalise ? sum + double{*routing.normalise} : 1;
+    const double divisor = router.normalise ? sum + double{*router.normalise} : 1;
     for (int j = 0; j < top_k; ++j)
-      close(weights[static_cast<size_t>(r * top_k + j)], s[at(j)] / divisor * double{routing.scale}, "weight");
+      close(weights[static_cast<size_t>(r * top_k + j)], s[at(j)] / divisor * double{router.scale}, "weight");
   }
 }
 
