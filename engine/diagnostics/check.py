@@ -20,7 +20,7 @@ from engine.experts.reference import ReferenceExperts
 from engine.linear.embedding import TableEmbedding
 from engine.linear.reference import ReferenceLinearBackend
 from engine.model.causal_lm import CausalLM
-from engine.model.layers import Layer
+from engine.model.layers import Layer, SharedExpert
 from engine.model.load import Backends, Loader
 from engine.model.step import StepInput
 from engine.ops.base import TorchOps
@@ -217,7 +217,8 @@ def _run_layer(loader: Loader, layer: Layer, hidden: torch.Tensor, config: Model
         if layer.index in model.sparse and (shared := model.sparse[layer.index].shared):
             x = ops.add_rms_norm(table.clone(), None, layer.post_norm)
             values, gate = shared.output(ops, x, None)
-            observe(f"model.layers.{layer.index}.mlp.shared_expert", ops.add_gated(torch.zeros_like(x), values, gate))
+            added = SharedExpert.add(ops, torch.zeros_like(x), values, gate)
+            observe(f"model.layers.{layer.index}.mlp.shared_expert", added)
         batch = _layout(n, device)
         model.begin_step(n, lora=False, eager=True)
         model.plan(batch)

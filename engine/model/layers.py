@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.linear.base import Linear, LoraBatch
@@ -59,25 +60,31 @@ class DenseMlp(Mlp):
 
 @dataclass
 class SharedExpert:
-    """An expert that takes every token, behind a sigmoid gate, which is computed in float32."""
+    """An expert that takes every token, behind a sigmoid gate in float32 if it has one."""
 
     mlp: DenseMlp
-    gate: Linear
+    gate: Linear | None
 
-    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [T, H] and the gate's logits, float32 [T, 1]: what `Ops.add_gated` adds."""
-        return self.mlp.output(ops, x, lora, None), self.gate(x.float(), lora)
+    def output(self, ops: Ops, x: torch.Tensor, lora: LoraBatch | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Values [T, H] and the gate's logits, float32 [T, 1]: what `add` adds."""
+        return self.mlp.output(ops, x, lora, None), None if self.gate is None else self.gate(x.float(), lora)
+
+    @staticmethod
+    def add(ops: Ops, base: torch.Tensor, values: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """To base [T, H]; a fresh tensor."""
+        return base + values if gate is None else ops.add_gated(base, values, gate)
 
 
 @dataclass
 class SparseMlp(Mlp):
-    """`normalise`: a token's weights are divided by their sum; `extra` holds adapters' own dense MLPs by slot; the
-    router's weight is kept in float32."""
+    """`gate` computes the router's logits, in float32; `bias` float32 [E], where the router has one. `extra` holds
+    adapters' own dense MLPs by slot."""
 
-    router: Linear
+    router: Router
+    gate: Linear
     backend: ExpertBackend
     task: ExpertTask
-    normalise: bool
+    bias: torch.Tensor | None = None
     shared: SharedExpert | None = None
     extra: dict[int, list[ExtraMlp]] = field(default_factory=dict)
 
@@ -90,11 +97,12 @@ class SparseMlp(Mlp):
         if not here:
             x, weights, ids = (torch.empty_like(part, device=device) for part in (x, weights, ids))
         into = x, weights, ids
-        router = None if step.lora is not None or step.observe is not None else self.router.plain
-        if router is None or not ops.norm_route(residual, delta, layer.post_norm, router, self.normalise, into):
+        alone = step.lora is None and step.observe is None and self.router.plain
+        gate, normalise = self.gate.plain if alone else None, self.router.normalise is not None
+        if gate is None or not ops.norm_route(residual, delta, layer.post_norm, gate, normalise, into):
             ops.add_rms_norm(residual, delta, layer.post_norm, x)
-            logits = self.router(x.float(), step.lora)
-            ops.route(logits, ids.shape[1], self.normalise, (weights, ids))
+            logits = self.gate(x.float(), step.lora)
+            ops.route(logits, ids.shape[1], self.router, self.bias, (weights, ids))
             if step.observe is not None:
                 step.observe(f"model.layers.{layer.index}.mlp.gate", logits)
         if not here:
@@ -120,7 +128,7 @@ class SparseMlp(Mlp):
             trace.ids.append(b.ids[:n].clone())
         out = b.out[:n].to(x.device, non_blocking=on_stream)
         out = out if extra is None else out + extra
-        return out if shared is None else ops.add_gated(out, *shared)
+        return out if shared is None else SharedExpert.add(ops, out, *shared)
 
     def _extra(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         """The mean of an adapter's own dense MLPs, for its rows; None if no row has any."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Linear, LinearBackend, LoraBatch
@@ -148,9 +149,10 @@ class Loader:
         backend = self.backends.experts(layer)
         backend.load_layer(layer, self.source.experts(layer))
         task = backend.bind(layer, self.buffers(backend))
-        router = self.linear(f"{name}.gate", self.backends.router)
+        gate = self.linear(f"{name}.gate", self.backends.router)
         shared = self._shared(name) if self.source.config.shared_expert_intermediate_size else None
-        return SparseMlp(router, backend, task, self.source.config.norm_topk_prob, shared)
+        router = Router(normalise=0.0 if self.source.config.norm_topk_prob else None)
+        return SparseMlp(router, gate, backend, task, shared=shared)
 
     def _shared(self, name: str) -> SharedExpert:
         gate = self.linear(f"{name}.shared_expert_gate", self.backends.router)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import KvPlaces
 from engine.ops.greedy import NOT_FINITE, greedy_tokens, largest
 from engine.ops.rope import Rope
@@ -57,9 +58,15 @@ class Ops(Protocol):
         """base + sigmoid(gate) x: base, x [T, H], gate float32 [T, 1] -> [T, H], a fresh tensor."""
 
     def route(
-        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits float32 [T, E] -> weights float32 [T, k], expert ids int64 [T, k]; `out`: where they go."""
+        """logits float32 [T, E] -> weights float32 [T, k], expert ids int64 [T, k]; `bias` float32 [E]: of the choice,
+        where the router has one; `out`: where they go."""
 
     def norm_route(
         self,
@@ -183,14 +190,45 @@ class TorchOps(PlainOps):
         return (base + torch.sigmoid(gate) * x).to(base.dtype)
 
     def route(
-        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), top_k, dim=-1)
-        if normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, ids = route(logits, top_k, router, bias)
         return (weights, ids) if out is None else (out[0].copy_(weights), out[1].copy_(ids))
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * weight
+
+
+def route(
+    logits: torch.Tensor, top_k: int, router: Router, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Ops.route` of any router, in torch."""
+    logits = logits.float()
+    scores = F.softmax(logits, dim=-1) if router.score == "softmax" else torch.sigmoid(logits)
+    if router.plain:
+        weights, ids = torch.topk(scores, top_k, dim=-1)
+    else:
+        choice = scores if bias is None else scores + bias
+        if router.groups > 1:
+            choice = _of_best_groups(choice, router)
+        ids = torch.topk(choice, top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+    if router.normalise is not None:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + router.normalise)
+    return (weights if router.scale == 1.0 else weights * router.scale), ids
+
+
+def _of_best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
+    """choice [T, E], -inf for experts of groups that are not among the best."""
+    grouped = choice.view(len(choice), router.groups, -1)
+    counted = 1 if router.group_score == "max" else min(2, grouped.shape[-1])
+    best = grouped.topk(counted, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
+    kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import KvPlaces
+from engine.ops.base import route
 from engine.ops.greedy import NOT_FINITE
 from engine.ops.rope import Rope
 
@@ -82,13 +84,21 @@ class GpuOps:
         return out
 
     def route(
-        self, logits: torch.Tensor, top_k: int, normalise: bool, out: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of equal probabilities the lower expert comes first."""
+        if not router.plain:
+            weights, ids = route(logits, top_k, router, bias)
+            return (weights, ids) if out is None else (out[0].copy_(weights), out[1].copy_(ids))
         if out is None:
             weights = torch.empty((logits.shape[0], top_k), dtype=torch.float32, device=logits.device)
             out = weights, torch.empty_like(weights, dtype=torch.int64)
-        self._kernels.route(logits, normalise, *out)
+        self._kernels.route(logits, router.normalise is not None, *out)
         return out
 
     def norm_route(
@@ -107,7 +117,7 @@ class GpuOps:
                 return False
             self.add_rms_norm(residual, delta, weight, x)
             logits = torch.mm(x, narrow.T, out_dtype=torch.float32)  # the same products, added in float32
-            self.route(logits, ids.shape[1], normalise, (weights, ids))
+            self._kernels.route(logits, normalise, weights, ids)
             return True
         self._router(residual, delta, weight, self.eps, router, normalise, out)
         return True

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts import mlp
 from engine.attention.base import KvPlaces
 from engine.ops.greedy import NOT_FINITE, greedy_tokens
 from tests.gpu.test_kernels import DTYPES, EPS, close, oracle
@@ -38,7 +39,7 @@ def test_norm_and_route(kernel_device, dtype, rows, dim, experts, k, normalise):
         close(out[0], ops.add_rms_norm(theirs, delta, gain))
         if dtype == torch.float32 or kernel_device.type == "cuda":  # the interpreter does not round to the nearest bf16
             assert torch.equal(ours, theirs)
-        weights, ids = ops.route(out[0].float() @ router.T, k, normalise)
+        weights, ids = ops.route(out[0].float() @ router.T, k, mlp.Router(normalise=0.0 if normalise else None))
         assert torch.equal(out[2], ids)
         close(out[1], weights)
         assert not route._arrived.any()
@@ -68,7 +69,7 @@ def test_routers_of_many_rows_are_multiplied_in_bf16_where_that_loses_nothing(ex
         if exact:
             close(out[0], plain.add_rms_norm(theirs, delta, gain))
             assert torch.equal(ours, theirs)
-            weights, ids = plain.route(out[0].float() @ router.T, 6, True)
+            weights, ids = plain.route(out[0].float() @ router.T, 6, mlp.Router())
             assert torch.equal(out[2], ids)
             close(out[1], weights)
         else:

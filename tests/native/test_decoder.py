@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
 from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBuffers
+from engine.experts.reference import ReferenceExperts
 from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
@@ -34,9 +36,17 @@ from testing.harness import Harness
 from testing.models.shapes import config
 from testing.models.tiny import FAMILIES
 from tests.engine.test_lora_serving import Family
+from tests.native.batches import batch, batch_of
 from tests.native.isas import ISAS
 
 POOL = _native.WorkerPool([[0, 1, 2]])
+
+
+class Elsewhere(ReferenceExperts):
+    """Experts that are not native."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, torch.device("cpu"))
 
 
 class Parts:
@@ -72,7 +82,7 @@ class Parts:
         nothing: Any = None
         mlp: SparseMlp | DenseMlp = DenseMlp(nothing, nothing, nothing)
         if sparse:
-            mlp = SparseMlp(self.linear(m.num_experts, hidden, self.router), nothing, nothing, True)
+            mlp = SparseMlp(Router(), self.linear(m.num_experts, hidden, self.router), Elsewhere(), nothing)
         q_proj, k_proj, v_proj, o_proj = linears
         return Layer(
             index=index,
@@ -103,19 +113,7 @@ class Parts:
         x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
         if not isinstance(layer.mlp, SparseMlp):
             return [residual, x]
-        return [residual, x, *self.ops.route(layer.mlp.router(x.float(), lora), m.num_experts_per_tok, True)]
-
-
-def batch_of(rows: list[tuple[int, int]]) -> BatchLayout:
-    """(new tokens, context) of each row; blocks in order."""
-    starts, tables, used = [0], [], 0
-    for tokens, context in rows:
-        starts.append(starts[-1] + tokens)
-        count = -(-context // 16)
-        tables.append(tuple(range(used, used + count)))
-        used += count
-    positions = torch.cat([torch.arange(context - tokens, context) for tokens, context in rows])
-    return BatchLayout(starts, [c for _, c in rows], tables, positions, torch.zeros(starts[-1], dtype=torch.int64))
+        return [residual, x, *self.ops.route(layer.mlp.gate(x.float(), lora), m.num_experts_per_tok, Router())]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -174,11 +172,6 @@ def test_equals_its_parts(
 
 DENSE = pytest.mark.parametrize("dense", [[], [1], [2], [0, 1, 2]], ids=str)
 IDS = torch.arange(25) * 5 % 128
-
-
-def batch() -> BatchLayout:
-    """Prefill, a first token, a decode row, a later chunk."""
-    return batch_of([(5, 5), (1, 1), (1, 30), (18, 35)])
 
 
 @pytest.fixture(scope="module")
@@ -288,23 +281,16 @@ def test_a_step_before_the_head_is_known_is_refused() -> None:
     parts = Parts(config(), torch.bfloat16)
     with pytest.raises(EngineError, match="only if every part is native"):
         parts.decoder().run(torch.zeros(2, 64).bfloat16(), batch_of([(2, 2)]), None, None, greedy=False, trace=None)
+    assert not parts.decoder().complete(parts.layers[0].input_norm, parts.linear(128, 64))
     kernel = parts.decoder()._kernel
     names = ("tokens", "residual", "positions", "slots", "keep", "kept", "hidden", "greedy", "seen")
     nothing = dict.fromkeys(names, 0)
     with pytest.raises(ValueError, match="run: allowed behind set_head"):
         kernel.run(**nothing)
-    with pytest.raises(ValueError, match="dense MLP: allowed in layers without a router"):
-        kernel.set_dense(0, *[parts.linear(64, 64).packed] * 3)
-    with pytest.raises(ValueError, match=r"up_proj: \[32, 64\]; allowed is \[64, 64\]"):
-        kernel.set_dense(1, *[parts.linear(n, 64).packed for n in (64, 32, 64)])
-    memory = dict.fromkeys(("bsz", "ids", "weights", "slots", "hidden", "out", "max_rows"), 0)
-    shared = [parts.linear(n, k).packed for n, k in ((96, 64), (96, 64), (64, 96))]
-    with pytest.raises(ValueError, match="shared expert: allowed in layers with a router"):
-        kernel.set_shared(1, *shared, parts.linear(32, 64).packed)
-    with pytest.raises(ValueError, match=r"shared_expert_gate: \[32, 64\]; allowed is \[1, 64\]"):
-        kernel.set_shared(0, *shared, parts.linear(32, 64).packed)
-    kernel.set_head(0, parts.linear(128, 64).packed, **memory)
-    with pytest.raises(ValueError, match="layer 0: no MLP; allowed is run behind set_experts or set_dense"):
+    with pytest.raises(ValueError, match=r"lm_head: \[128, 32\]; allowed is \[any, 64\]"):
+        kernel.set_head(0, parts.linear(128, 32).packed)
+    kernel.set_head(0, parts.linear(128, 64).packed)
+    with pytest.raises(ValueError, match="layer 0: no MLP; allowed is run where every layer has one"):
         kernel.run(**nothing)
 
 
