@@ -82,7 +82,7 @@ Router draw_router(int experts, const std::vector<float>& bias, Random& random) 
   return router;
 }
 
-// The least choice that may be taken, by the words of ops/router.hpp.
+// Against what ops/router.hpp says, in double; a group that is kept may come out a little below the last.
 void routes(const Ops& ops, Random& random) {
   const int64_t rows = 1 + random.below(60);
   const int experts = static_cast<int>(1 + random.below(200));
