@@ -496,6 +496,25 @@ def peak_operations(pool: WorkerPool, type: str, repeats: int = 5, isa: str = ""
     Operations per second of all workers on registers: 'f32', 'bf16' or 'int8'.
     """
 
+class Router:
+    """How rows choose and weight their experts, from logits."""
+
+    def __init__(
+        self,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        bias: int = 0,
+        groups: int = 1,
+        top_groups: int = 1,
+        group_score: str = "max",
+        normalise: float | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """
+        s = softmax or sigmoid of the logits; the top_k largest of s + bias are chosen. bias: float32 [experts], which must outlive what uses it, or 0. Of several groups of experts only the top_groups best take part, by the largest (max) or the sum of the two largest (top2) of s + bias. Weights are s, divided by their sum + normalise unless that is None, times scale.
+        """
+
 class Ops:
     """
     Row operations over a pool. Addresses and strides (in elements); bf16 or float32.
@@ -540,11 +559,12 @@ class Ops:
         heads: int,
         kv_heads: int,
         head_dim: int,
+        rotary_dim: int,
         eps: float,
         is_bf16: bool,
     ) -> None:
         """
-        In place: QK-norm and rotation of q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim]. Weights [head_dim]; cos, sin float32 [table_rows, head_dim / 2]; positions int64 [tokens].
+        In place: QK-norm and rotation of q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim], of whose heads the first rotary_dim values are rotated. Weights [head_dim], or 0: no norm; cos, sin float32 [table_rows, rotary_dim / 2]; positions int64 [tokens].
         """
 
     def silu_mul(
@@ -576,7 +596,7 @@ class Ops:
         dim: int,
         is_bf16: bool,
     ) -> None:
-        """out = base + sigmoid(gate) x, by row."""
+        """out = base + sigmoid(gate) x, by row; gate 0: base + x."""
 
     def router_topk(
         self,
@@ -585,14 +605,13 @@ class Ops:
         stride: int,
         rows: int,
         experts: int,
-        top_k: int,
-        renormalise: bool,
+        router: Router,
         ids: int,
         weights: int,
         is_bf16: bool,
     ) -> None:
         """
-        ids int64 and weights float32 [rows, top_k]: the largest of softmax(logits [rows, experts]), falling; renormalise: divided by their sum.
+        From logits [rows, experts]: ids int64 and weights float32 [rows, top_k], by falling s + bias.
         """
 
     def embed(
@@ -610,10 +629,70 @@ class Ops:
 class ExpertsFailed(RuntimeError):
     pass
 
-class Rotation:
-    """Tables of cosines and sines, float32 [rows, head_dim / 2]."""
+class AttentionPart:
+    """An attention of a layer, from normalised rows on."""
 
-    def __init__(self, cos: int, sin: int, rows: int) -> None: ...
+class MlpPart:
+    """An MLP of a layer, from normalised rows on."""
+
+class Rotation:
+    """
+    Tables of cosines and sines, float32 [rows, dim / 2], which must outlive what uses them. The first dim values of a head are rotated.
+    """
+
+    def __init__(self, cos: int, sin: int, *, rows: int, dim: int) -> None: ...
+
+class GroupedQueryPart(AttentionPart):
+    """Grouped-query attention with the heads of its PagedAttention."""
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        layer: int,
+        rotation: Rotation,
+        *,
+        q: PackedLinear,
+        k: PackedLinear,
+        v: PackedLinear,
+        o: PackedLinear,
+        qk_norm: str = "none",
+        q_norm: int = 0,
+        k_norm: int = 0,
+    ) -> None:
+        """
+        layer: of the attention's. qk_norm: none, head (weights [head_dim]) or whole (of all heads at once: [heads * head_dim] and [kv_heads * head_dim]); addresses of weights, which must outlive the part. ValueError for sizes that do not fit.
+        """
+
+class DensePart(MlpPart):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None:
+        """ValueError for sizes that do not fit."""
+
+class ExpertMemory:
+    """What experts read and write; it must outlive what uses it."""
+
+    def __init__(self, *, bsz: int, ids: int, weights: int, slots: int, hidden: int, out: int, max_rows: int) -> None:
+        """
+        Addresses: bsz int32 [1], ids int64 [max_rows, top_k], weights float32 [max_rows, top_k], slots int32 [max_rows], hidden and out [max_rows, hidden].
+        """
+
+class SparsePart(MlpPart):
+    """A router, its experts, and perhaps a shared expert."""
+
+    def __init__(
+        self,
+        gate: PackedLinear,
+        router: Router,
+        memory: ExpertMemory,
+        experts: Task | None,
+        *,
+        shared: DensePart | None = None,
+        shared_gate: PackedLinear | None = None,
+    ) -> None:
+        """
+        experts: bound to the memory; None: they are computed elsewhere, and only Decoder.attend can be called. shared: an expert for every row, times sigmoid(shared_gate x) unless that is None. ValueError for sizes that do not fit.
+        """
 
 class Decoder:
     """
@@ -621,70 +700,17 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        ops: Ops,
-        linear: LinearRunner,
-        attention: PagedAttention,
-        rotation: Rotation,
-        *,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        top_k: int,
-        normalise: bool,
-        eps: float,
-        is_bf16: bool,
-        weight_bf16: bool,
+        self, ops: Ops, linear: LinearRunner, *, hidden: int, eps: float, is_bf16: bool, weight_bf16: bool
     ) -> None:
+        """is_bf16: activations, weight_bf16: norm weights; float32 otherwise."""
+
+    def add_layer(self, input_norm: int, attention: AttentionPart, post_norm: int, mlp: MlpPart | None) -> None:
         """
-        normalise: the top-k weights are divided by their sum. is_bf16: activations, weight_bf16: norm weights; float32 otherwise. ValueError for sizes that do not fit.
+        The next layer. Addresses of norm weights [hidden], which must outlive the decoder. mlp: None where it is computed elsewhere, and only attend can be called. ValueError for a part that does not fit.
         """
 
-    def add_layer(
-        self,
-        *,
-        input_norm: int,
-        post_norm: int,
-        q_norm: int,
-        k_norm: int,
-        q: PackedLinear,
-        k: PackedLinear,
-        v: PackedLinear,
-        o: PackedLinear,
-        router: PackedLinear | None,
-    ) -> None:
-        """
-        The next layer. Addresses of norm weights [hidden] and [head_dim], which must outlive the decoder; projections. router: None in a layer without experts. ValueError for a projection whose size does not fit.
-        """
-
-    def set_experts(self, layer: int, experts: Task) -> None:
-        """A layer's experts, bound to the memory that set_head names."""
-
-    def set_dense(self, layer: int, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None:
-        """The MLP of a layer without a router."""
-
-    def set_shared(
-        self, layer: int, gate: PackedLinear, up: PackedLinear, down: PackedLinear, expert_gate: PackedLinear
-    ) -> None:
-        """The shared expert beside a layer's experts."""
-
-    def set_head(
-        self,
-        final_norm: int,
-        lm_head: PackedLinear,
-        *,
-        bsz: int,
-        ids: int,
-        weights: int,
-        slots: int,
-        hidden: int,
-        out: int,
-        max_rows: int,
-    ) -> None:
-        """
-        What follows the layers, and the memory that every layer's experts read and write: bsz int32 [1], ids int64 [max_rows, top_k], weights float32 [max_rows, top_k], slots int32 [max_rows], hidden and out [max_rows, hidden].
-        """
+    def set_head(self, final_norm: int, lm_head: PackedLinear) -> None:
+        """What follows the layers."""
 
     def attend(
         self,
@@ -697,11 +723,9 @@ class Decoder:
         positions: int,
         slots: int,
         hidden: int,
-        ids: int,
-        weights: int,
     ) -> None:
         """
-        The attention half of a layer: residual [tokens, hidden] += delta (0: nothing), then the attention; hidden [tokens, hidden], normalised, and with a router ids int64 and weights float32 [tokens, top_k]. positions: int64 [tokens]; slots: int32 [tokens], 0: base rows only. delta_stride in elements.
+        The attention half of a layer: residual [tokens, hidden] += delta (0: nothing), then the attention; hidden [tokens, hidden], normalised. Experts' ids and weights go into their memory. positions: int64 [tokens]; slots: int32 [tokens], 0: base rows only. delta_stride in elements.
         """
 
     def run(

@@ -17,31 +17,26 @@ from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLinear, slots_address
 from engine.model.attention import GroupedQueryAttention
 from engine.model.causal_lm import Layer
-from engine.model.mlp import DenseMlp, SparseMlp
+from engine.model.mlp import DenseMlp, Mlp, SparseMlp
 from engine.model.step import Trace
 from engine.ops.base import Ops
-from engine.ops.native import NativeOps
+from engine.ops.native import NativeOps, native_router
 
 if TYPE_CHECKING:
     from native import _native
 
 
 def all_native(layers: Sequence[Layer], ops: Ops) -> bool:
-    """Whether NativeDecoder can run these layers: one native attention, native projections and routers throughout."""
+    """Whether NativeDecoder can run these layers: native attention, projections and routers throughout."""
 
     def native(layer: Layer) -> bool:
         held = layer.attention
-        if not isinstance(held, GroupedQueryAttention) or held.spec.qk_norm == "whole":
+        if not isinstance(held, GroupedQueryAttention) or not isinstance(held.backend, NativeAttention):
             return False
         linears = [held.q, held.k, held.v, held.o]
         if isinstance(layer.mlp, SparseMlp):
             linears.append(layer.mlp.gate)
-            if not layer.mlp.router.plain:
-                return False
-        same = isinstance(held.backend, NativeAttention) and held.backend is layers[0].attention.backend
-        return (
-            same and held.rope.dim == held.spec.head_dim and all(isinstance(linear, NativeLinear) for linear in linears)
-        )
+        return all(isinstance(each, NativeLinear) for each in linears)
 
     return isinstance(ops, NativeOps) and bool(layers) and all(native(layer) for layer in layers)
 
@@ -58,72 +53,102 @@ class NativeDecoder:
         self, config: ModelConfig, ops: Ops, layers: Sequence[Layer], buffers: ExpertBuffers, dtype: torch.dtype
     ) -> None:
         held = layers[0].attention
-        attention, first = held.backend, held.q if isinstance(held, GroupedQueryAttention) else None
-        if not (
-            all_native(layers, ops)
-            and isinstance(ops, NativeOps)
-            and isinstance(attention, NativeAttention)
-            and isinstance(held, GroupedQueryAttention)
-            and isinstance(first, NativeLinear)
-        ):
+        first = held.q if isinstance(held, GroupedQueryAttention) else None
+        if not (all_native(layers, ops) and isinstance(ops, NativeOps) and isinstance(first, NativeLinear)):
             raise EngineError("the native decoder needs native attention, projections, routers and operations")
-        if attention.dtype != dtype:
-            raise EngineError(f"the native decoder computes in {dtype}, its attention in {attention.dtype}")
-        weight_dtype = layers[0].input_norm.dtype
+        from native import _native
+
+        self._native = _native
         self._layers = list(layers)  # keeps the weights' memory alive
         self._buffers = buffers
         self._dtype = dtype
-        self._rope = held.rope
+        self._weight_dtype = layers[0].input_norm.dtype
         self._hidden_size = config.hidden_size
-        from native import _native
-
-        self._failed = _native.ExpertsFailed
         self._kernel = _native.Decoder(
             ops.kernel,
             first.runner,
-            attention.kernel,
-            _native.Rotation(self._rope.cos.data_ptr(), self._rope.sin.data_ptr(), self._rope.cos.shape[0]),
             hidden=config.hidden_size,
-            heads=held.spec.heads,
-            kv_heads=held.spec.kv_heads,
-            head_dim=held.spec.head_dim,
-            top_k=config.num_experts_per_tok,
-            normalise=config.experts is not None and config.experts.router.normalise is not None,
             eps=config.rms_norm_eps,
             is_bf16=dtype == torch.bfloat16,
-            weight_bf16=weight_dtype == torch.bfloat16,
+            weight_bf16=self._weight_dtype == torch.bfloat16,
         )
-        self._weight_dtype = weight_dtype
-        self._completed = False
         self._sparse = [isinstance(layer.mlp, SparseMlp) for layer in layers]
         self._top_k = config.num_experts_per_tok
+        self._mlps_native = True
+        self._completed = False
+        self._memory = _native.ExpertMemory(
+            bsz=buffers.bsz.data_ptr(),
+            ids=buffers.ids.data_ptr(),
+            weights=buffers.weights.data_ptr(),
+            slots=buffers.slots.data_ptr(),
+            hidden=buffers.hidden.data_ptr(),
+            out=buffers.out.data_ptr(),
+            max_rows=buffers.max_rows,
+        )
         for index, layer in enumerate(layers):
-            one = layer.attention
-            if not isinstance(one, GroupedQueryAttention):
-                raise EngineError(f"layer {index}: the native decoder needs grouped-query attention")
-            norms = (layer.input_norm, layer.post_norm, one.q_norm, one.k_norm)
-            if any(t is not None and (t.dtype != weight_dtype or not t.is_contiguous()) for t in norms):
-                raise EngineError(f"layer {index}: norm weights must be contiguous and all {weight_dtype}")
-            router = _packed(layer.mlp.gate) if isinstance(layer.mlp, SparseMlp) else None
-            packed = _packed(one.q, one.k, one.v, one.o)
-            if packed is None:
-                raise EngineError(f"layer {index}: the native decoder needs native projections")
-            input_norm, post_norm, q_norm, k_norm = (0 if t is None else t.data_ptr() for t in norms)
-            q, k, v, o = packed
+            self._check_norms(index, layer.input_norm, layer.post_norm)
             try:
                 self._kernel.add_layer(
-                    input_norm=input_norm,
-                    post_norm=post_norm,
-                    q_norm=q_norm,
-                    k_norm=k_norm,
-                    q=q,
-                    k=k,
-                    v=v,
-                    o=o,
-                    router=router[0] if router else None,
+                    layer.input_norm.data_ptr(),
+                    self._attention(layer),
+                    layer.post_norm.data_ptr(),
+                    self._mlp(layer.mlp),
                 )
             except ValueError as error:
                 raise EngineError(f"layer {index}: {error}") from error
+
+    def _check_norms(self, layer: int, *norms: torch.Tensor | None) -> None:
+        if any(t is not None and (t.dtype != self._weight_dtype or not t.is_contiguous()) for t in norms):
+            raise EngineError(f"layer {layer}: norm weights must be contiguous and all {self._weight_dtype}")
+
+    def _attention(self, layer: Layer) -> _native.AttentionPart:
+        held = layer.attention
+        packed = _packed(held.q, held.k, held.v, held.o) if isinstance(held, GroupedQueryAttention) else None
+        if not (isinstance(held, GroupedQueryAttention) and isinstance(held.backend, NativeAttention) and packed):
+            raise EngineError(f"layer {layer.index}: the native decoder needs native attention and projections")
+        backend, rope = held.backend, held.rope
+        if backend.dtype != self._dtype:
+            raise EngineError(f"the native decoder computes in {self._dtype}, its attention in {backend.dtype}")
+        self._check_norms(layer.index, held.q_norm, held.k_norm)
+        q, k, v, o = packed
+        return self._native.GroupedQueryPart(
+            backend.kernel,
+            backend.places_of[layer.index],
+            self._native.Rotation(rope.cos.data_ptr(), rope.sin.data_ptr(), rows=rope.cos.shape[0], dim=rope.dim),
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            qk_norm=held.spec.qk_norm,
+            q_norm=0 if held.q_norm is None else held.q_norm.data_ptr(),
+            k_norm=0 if held.k_norm is None else held.k_norm.data_ptr(),
+        )
+
+    def _mlp(self, mlp: Mlp) -> _native.MlpPart | None:
+        """None, or without experts, where not all that it needs is native: then `complete` is false."""
+        if isinstance(mlp, SparseMlp):
+            return self._routed(mlp)
+        part = self._dense(mlp) if isinstance(mlp, DenseMlp) else None
+        self._mlps_native &= part is not None
+        return part
+
+    def _dense(self, mlp: DenseMlp) -> _native.DensePart | None:
+        packed = _packed(mlp.gate, mlp.up, mlp.down)
+        return None if packed is None else self._native.DensePart(*packed)
+
+    def _routed(self, mlp: SparseMlp) -> _native.SparsePart:
+        gate, tasks = mlp.gate, mlp.backend.capability(NativeTasks)
+        if not isinstance(gate, NativeLinear):
+            raise EngineError("the native decoder needs native routers")
+        router = native_router(mlp.router, gate.out_features, self._top_k, mlp.bias)
+        own = None if mlp.shared is None else mlp.shared.gate
+        shared = None if mlp.shared is None else self._dense(mlp.shared.mlp)
+        native = (shared is not None or mlp.shared is None) and (own is None or isinstance(own, NativeLinear))
+        if tasks is None or mlp.task.buffers is not self._buffers or not native:
+            self._mlps_native = False
+            return self._native.SparsePart(gate.packed, router, self._memory, None)
+        task, shared_gate = tasks.native_task(mlp.task), own.packed if isinstance(own, NativeLinear) else None
+        return self._native.SparsePart(gate.packed, router, self._memory, task, shared=shared, shared_gate=shared_gate)
 
     def attend(
         self,
@@ -153,8 +178,6 @@ class NativeDecoder:
                 positions=batch.positions.data_ptr(),
                 slots=slots_address(lora, tokens),
                 hidden=hidden.data_ptr(),
-                ids=buffers.ids.data_ptr(),
-                weights=buffers.weights.data_ptr(),
             )
         except ValueError as error:
             raise EngineError(f"layer {index}: {error}") from error
@@ -162,43 +185,10 @@ class NativeDecoder:
 
     def complete(self, final_norm: torch.Tensor, lm_head: Linear) -> bool:
         """Whether `run` can be called: every layer's MLP or experts and the head are native."""
-        if not isinstance(lm_head, NativeLinear) or final_norm.dtype != self._weight_dtype:
+        if not self._mlps_native or not isinstance(lm_head, NativeLinear) or final_norm.dtype != self._weight_dtype:
             return False
-        for index, layer in enumerate(self._layers):
-            mlp = layer.mlp
-            if isinstance(mlp, SparseMlp):
-                tasks = mlp.backend.capability(NativeTasks)
-                if tasks is None or mlp.task.buffers is not self._buffers:
-                    return False
-                self._kernel.set_experts(index, tasks.native_task(mlp.task))
-                if mlp.shared is not None:
-                    dense = mlp.shared.mlp
-                    if mlp.shared.gate is None:
-                        return False
-                    shared = _packed(dense.gate, dense.up, dense.down, mlp.shared.gate)
-                    if shared is None:
-                        return False
-                    self._kernel.set_shared(index, *shared)
-            elif isinstance(mlp, DenseMlp):
-                linears = _packed(mlp.gate, mlp.up, mlp.down)
-                if linears is None:
-                    return False
-                self._kernel.set_dense(index, *linears)
-            else:
-                return False
-        b = self._buffers
         self._held = (final_norm, lm_head)  # keeps their memory alive
-        self._kernel.set_head(
-            final_norm.data_ptr(),
-            lm_head.packed,
-            bsz=b.bsz.data_ptr(),
-            ids=b.ids.data_ptr(),
-            weights=b.weights.data_ptr(),
-            slots=b.slots.data_ptr(),
-            hidden=b.hidden.data_ptr(),
-            out=b.out.data_ptr(),
-            max_rows=b.max_rows if any(self._sparse) else 0,
-        )
+        self._kernel.set_head(final_norm.data_ptr(), lm_head.packed)
         self._completed = True
         return True
 
@@ -239,7 +229,7 @@ class NativeDecoder:
                 greedy=0 if chosen is None else chosen.data_ptr(),
                 seen=0 if seen is None else seen.data_ptr(),
             )
-        except self._failed as error:
+        except self._native.ExpertsFailed as error:
             raise ExpertBackendError(str(error)) from error
         except ValueError as error:
             raise EngineError(f"native decoder: {error}") from error

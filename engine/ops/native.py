@@ -94,7 +94,8 @@ class NativeOps(PlainOps):
         rope: Rope,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In place; q and k are also returned. They may be slices of one tensor."""
+        """In place; q and k are also returned. They may be slices of one tensor. Of a head as many values are rotated
+        as the tables are made for."""
         tokens, heads, dim = q.shape
         bf16 = _heads("q", q, q.dtype, tokens, dim)
         _heads("k", k, q.dtype, tokens, dim)
@@ -105,8 +106,8 @@ class NativeOps(PlainOps):
         cos, sin = rope.cos, rope.sin
         if positions.shape[0] != tokens:
             raise EngineError(f"positions: {positions.shape[0]}; wanted one for each of {tokens} tokens")
-        if cos.shape[1] * 2 != dim:
-            raise EngineError(f"head_dim: {dim}; the rotation's tables are made for {cos.shape[1] * 2}")
+        if rope.dim > dim:
+            raise EngineError(f"head_dim: {dim}; the rotation's tables are made for {rope.dim} or more")
         try:
             self.kernel.qk_norm_rope(
                 q=q.data_ptr(),
@@ -124,6 +125,7 @@ class NativeOps(PlainOps):
                 heads=heads,
                 kv_heads=k.shape[1],
                 head_dim=dim,
+                rotary_dim=rope.dim,
                 eps=self.eps,
                 is_bf16=bf16,
             )
@@ -182,7 +184,7 @@ class NativeOps(PlainOps):
         bias: torch.Tensor | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Softmax in float32, then the top k in torch.topk's order, also among equal probabilities."""
+        """In float32; experts and groups in torch.topk's order, also among equals."""
         rows, experts = logits.shape
         bf16 = _rows("logits", logits, logits.dtype, experts)
         if out is None:
@@ -196,8 +198,7 @@ class NativeOps(PlainOps):
                 stride=logits.stride(0),
                 rows=rows,
                 experts=experts,
-                top_k=top_k,
-                renormalise=router.normalise is not None,
+                router=native_router(router, experts, top_k, bias),
                 ids=ids.data_ptr(),
                 weights=weights.data_ptr(),
                 is_bf16=bf16,
@@ -205,6 +206,28 @@ class NativeOps(PlainOps):
         except ValueError as error:
             raise EngineError(f"route: {error}") from error
         return weights, ids
+
+
+def native_router(router: Router, experts: int, top_k: int, bias: torch.Tensor | None) -> _native.Router:
+    """What the kernels take of a router. `bias`: float32 [experts], which must outlive it, where the router has one."""
+    from native import _native
+
+    if (bias is not None) != router.bias:
+        raise EngineError(
+            f"bias: {'one' if bias is not None else 'none'}; the router has {'one' if router.bias else 'none'}"
+        )
+    if bias is not None:
+        _given("bias", bias, torch.float32, (experts,))
+    return _native.Router(
+        top_k,
+        score=router.score,
+        bias=0 if bias is None else bias.data_ptr(),
+        groups=router.groups,
+        top_groups=router.top_groups,
+        group_score=router.group_score,
+        normalise=router.normalise,
+        scale=router.scale,
+    )
 
 
 def _rows(name: str, t: torch.Tensor, dtype: torch.dtype, dim: int) -> bool:

@@ -14,15 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import Router
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
 from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBuffers
+from engine.experts.reference import ReferenceExperts
 from engine.linear.base import LoraBatch
 from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
 from engine.lora.adapter import LoraPair
-from engine.model.layers import DenseMlp, Layer, SparseMlp
+from engine.model.attention import GroupedQueryAttention
+from engine.model.causal_lm import Layer
+from engine.model.mlp import DenseMlp, SparseMlp
 from engine.model.native_decoder import NativeDecoder, all_native
 from engine.model.native_executor import NativeExecutor
 from engine.model.step import Executor, StepInput, StepOutput, Trace, Want
@@ -34,9 +38,17 @@ from testing.harness import Harness
 from testing.models.shapes import config
 from testing.models.tiny import FAMILIES
 from tests.engine.test_lora_serving import Family
+from tests.native.batches import batch, batch_of
 from tests.native.isas import ISAS
 
 POOL = _native.WorkerPool([[0, 1, 2]])
+
+
+class Elsewhere(ReferenceExperts):
+    """Experts that are not native."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, torch.device("cpu"))
 
 
 class Parts:
@@ -50,8 +62,9 @@ class Parts:
         self.random = torch.Generator().manual_seed(7)
         self.backend = NativeLinearBackend(dtype, POOL, isa, plain=weights)
         self.router = NativeLinearBackend(torch.float32, POOL, isa)
-        self.ops = NativeOps(1e-6, Rope(model, 512, torch.device("cpu")), POOL, isa)
-        self.attention = NativeAttention(model, 32, dtype, POOL, isa, kv_dtype=weights)
+        self.ops, self.spec = NativeOps(1e-6, POOL, isa), model.layers[0].attention
+        self.rope = Rope(self.spec.rotation, 512, torch.device("cpu"))
+        self.attention = NativeAttention(self.spec, [0, 1], 32, dtype, POOL, isa, kv_dtype=weights)
         self.layers = [self.layer(0, sparse=True), self.layer(1, sparse=False)]
         self.buffers = ExpertBuffers.allocate(64, model.num_experts_per_tok, model.hidden_size, dtype)
 
@@ -66,28 +79,28 @@ class Parts:
 
     def layer(self, index: int, sparse: bool) -> Layer:
         m = self.model
-        hidden, q, kv = m.hidden_size, m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        hidden, q, kv, dim = m.hidden_size, self.spec.q_width, self.spec.kv_width, self.spec.head_dim
         linears = [self.linear(n, hidden) for n in (q, kv, kv)] + [self.linear(hidden, q)]
-        norms = [self.draw(n).to(self.dtype) for n in (hidden, m.head_dim, m.head_dim, hidden)]
+        norms = [self.draw(n).to(self.dtype) for n in (hidden, dim, dim, hidden)]
         nothing: Any = None
         mlp: SparseMlp | DenseMlp = DenseMlp(nothing, nothing, nothing)
         if sparse:
-            mlp = SparseMlp(self.linear(m.num_experts, hidden, self.router), nothing, nothing, True)
+            mlp = SparseMlp(index, Router(), self.linear(m.num_experts, hidden, self.router), Elsewhere(), nothing)
         q_proj, k_proj, v_proj, o_proj = linears
-        return Layer(
-            index=index,
-            input_norm=norms[0],
+        attention = GroupedQueryAttention(
+            spec=self.spec,
+            layer=index,
             q=q_proj,
             k=k_proj,
             v=v_proj,
-            joined=self.backend.join(linears[:3]),
             o=o_proj,
             q_norm=norms[1],
             k_norm=norms[2],
-            attention=self.attention,
-            post_norm=norms[3],
-            mlp=mlp,
+            rope=self.rope,
+            backend=self.attention,
+            joined=self.backend.join(linears[:3]),
         )
+        return Layer(index, norms[0], attention, norms[3], mlp)
 
     def decoder(self) -> NativeDecoder:
         return NativeDecoder(self.model, self.ops, self.layers, self.buffers, self.dtype)
@@ -97,25 +110,14 @@ class Parts:
     ) -> list[torch.Tensor]:
         layer, m = self.layers[index], self.model
         x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
-        q, k, v = (part.view(len(x), -1, m.head_dim) for part in layer.qkv(x, lora))
-        q, k = self.ops.qk_norm_rope(q, k, layer.q_norm, layer.k_norm, batch.positions)
-        delta = layer.o(self.attention.forward(index, q, k, v).flatten(1), lora)
+        held: Any = layer.attention
+        q, k, v = (part.view(len(x), -1, self.spec.head_dim) for part in held.joined(x, lora))
+        q, k = self.ops.qk_norm_rope(q, k, held.q_norm, held.k_norm, self.rope, batch.positions)
+        delta = held.o(self.attention.forward(index, q, k, v).flatten(1), lora)
         x = self.ops.add_rms_norm(residual, delta, layer.post_norm)
         if not isinstance(layer.mlp, SparseMlp):
             return [residual, x]
-        return [residual, x, *self.ops.route(layer.mlp.router(x.float(), lora), m.num_experts_per_tok, True)]
-
-
-def batch_of(rows: list[tuple[int, int]]) -> BatchLayout:
-    """(new tokens, context) of each row; blocks in order."""
-    starts, tables, used = [0], [], 0
-    for tokens, context in rows:
-        starts.append(starts[-1] + tokens)
-        count = -(-context // 16)
-        tables.append(tuple(range(used, used + count)))
-        used += count
-    positions = torch.cat([torch.arange(context - tokens, context) for tokens, context in rows])
-    return BatchLayout(starts, [c for _, c in rows], tables, positions, torch.zeros(starts[-1], dtype=torch.int64))
+        return [residual, x, *self.ops.route(layer.mlp.gate(x.float(), lora), m.num_experts_per_tok, Router())]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -174,11 +176,6 @@ def test_equals_its_parts(
 
 DENSE = pytest.mark.parametrize("dense", [[], [1], [2], [0, 1, 2]], ids=str)
 IDS = torch.arange(25) * 5 % 128
-
-
-def batch() -> BatchLayout:
-    """Prefill, a first token, a decode row, a later chunk."""
-    return batch_of([(5, 5), (1, 1), (1, 30), (18, 35)])
 
 
 @pytest.fixture(scope="module")
@@ -288,23 +285,16 @@ def test_a_step_before_the_head_is_known_is_refused() -> None:
     parts = Parts(config(), torch.bfloat16)
     with pytest.raises(EngineError, match="only if every part is native"):
         parts.decoder().run(torch.zeros(2, 64).bfloat16(), batch_of([(2, 2)]), None, None, greedy=False, trace=None)
+    assert not parts.decoder().complete(parts.layers[0].input_norm, parts.linear(128, 64))
     kernel = parts.decoder()._kernel
     names = ("tokens", "residual", "positions", "slots", "keep", "kept", "hidden", "greedy", "seen")
     nothing = dict.fromkeys(names, 0)
     with pytest.raises(ValueError, match="run: allowed behind set_head"):
         kernel.run(**nothing)
-    with pytest.raises(ValueError, match="dense MLP: allowed in layers without a router"):
-        kernel.set_dense(0, *[parts.linear(64, 64).packed] * 3)
-    with pytest.raises(ValueError, match=r"up_proj: \[32, 64\]; allowed is \[64, 64\]"):
-        kernel.set_dense(1, *[parts.linear(n, 64).packed for n in (64, 32, 64)])
-    memory = dict.fromkeys(("bsz", "ids", "weights", "slots", "hidden", "out", "max_rows"), 0)
-    shared = [parts.linear(n, k).packed for n, k in ((96, 64), (96, 64), (64, 96))]
-    with pytest.raises(ValueError, match="shared expert: allowed in layers with a router"):
-        kernel.set_shared(1, *shared, parts.linear(32, 64).packed)
-    with pytest.raises(ValueError, match=r"shared_expert_gate: \[32, 64\]; allowed is \[1, 64\]"):
-        kernel.set_shared(0, *shared, parts.linear(32, 64).packed)
-    kernel.set_head(0, parts.linear(128, 64).packed, **memory)
-    with pytest.raises(ValueError, match="layer 0: no MLP; allowed is run behind set_experts or set_dense"):
+    with pytest.raises(ValueError, match=r"lm_head: \[128, 32\]; allowed is \[any, 64\]"):
+        kernel.set_head(0, parts.linear(128, 32).packed)
+    kernel.set_head(0, parts.linear(128, 64).packed)
+    with pytest.raises(ValueError, match="layer 0: no MLP; allowed is run where every layer has one"):
         kernel.run(**nothing)
 
 

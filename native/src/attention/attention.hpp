@@ -88,6 +88,7 @@ class PagedAttention {
   int64_t tokens() const { return tokens_; }
   size_t cache_bytes() const { return cache_bytes_; }
   const char* cache() const { return cache_; }
+  const AttentionShape& shape() const { return shape_; }
   bool bf16_rows() const { return row_bytes_ == 2; }
   bool bf16_products() const { return shape_.kv != KvType::float32 && kernels_.bf16_products; }
 

@@ -1,38 +1,18 @@
 #include "ops/ops.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
-#include <vector>
 
 namespace ktserve {
 namespace {
 
 constexpr int64_t kItemElements = 4096;    // two microseconds or so
 constexpr int64_t kInlineElements = 8192;  // so few take no longer than waking the pool saves
-constexpr int kMaxExperts = 1024;
 
 void require(bool holds, const char* name, int64_t value, const char* allowed) {
   if (!holds) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + "; allowed is " + allowed);
-}
-
-// The k largest of n, in the order in which torch.topk puts them on a CPU, also among equals: the same
-// standard-library algorithms on the same pairs (aten/src/ATen/native/TopKImpl.h). NaN counts as the largest.
-void select_topk(const float* p, int n, int k, std::vector<std::pair<float, int64_t>>& queue) {
-  queue.resize(static_cast<size_t>(n));
-  for (int i = 0; i < n; ++i) queue[static_cast<size_t>(i)] = {p[i], i};
-  const auto before = [](const std::pair<float, int64_t>& x, const std::pair<float, int64_t>& y) {
-    return (std::isnan(x.first) && !std::isnan(y.first)) || x.first > y.first;
-  };
-  if (static_cast<int64_t>(k) * 64 <= n) {
-    std::partial_sort(queue.begin(), queue.begin() + k, queue.end(), before);
-  } else {
-    std::nth_element(queue.begin(), queue.begin() + k - 1, queue.end(), before);
-    std::sort(queue.begin(), queue.begin() + k - 1, before);
-  }
 }
 
 bool finite(const char* values, int64_t place, bool is_bf16) {
@@ -77,7 +57,9 @@ void Ops::qk_norm_rope(const QkNormRope& r, bool is_bf16) const {
   require(r.kv_heads >= 1, "kv_heads", r.kv_heads, "1 or more");
   if ((r.q_weight == nullptr) != (r.k_weight == nullptr))
     throw std::invalid_argument("q_weight, k_weight: one is null; allowed is a norm of both or of neither");
-  require(r.head_dim >= 2 && r.head_dim % 2 == 0, "head_dim", r.head_dim, "an even number");
+  require(r.head_dim >= 2, "head_dim", r.head_dim, "2 or more");
+  require(r.rotary_dim >= 2 && r.rotary_dim % 2 == 0 && r.rotary_dim <= r.head_dim, "rotary_dim", r.rotary_dim,
+          "an even number from 2 to head_dim");
   for (int64_t t = 0; t < r.tokens; ++t) {
     if (r.positions[t] >= 0 && r.positions[t] < r.table_rows) continue;
     throw std::invalid_argument("positions: " + std::to_string(r.positions[t]) + " of token " + std::to_string(t) +
@@ -104,24 +86,9 @@ void Ops::add_gated(const AddGated& g, bool is_bf16) const {
 
 void Ops::router_topk(const RouterTopK& r, bool is_bf16) const {
   require(r.rows >= 0, "rows", r.rows, "0 or more");
-  require(r.experts >= 1 && r.experts <= kMaxExperts, "experts", r.experts, "1 to 1024");
-  require(r.top_k >= 1 && r.top_k <= r.experts, "top_k", r.top_k, "1 to the number of experts");
-  const int64_t bytes = is_bf16 ? 2 : 4;
-  split(r.rows, r.experts * 16, [&](int64_t begin, int64_t end) {
-    float p[kMaxExperts];
-    std::vector<std::pair<float, int64_t>> queue;
-    for (int64_t row = begin; row < end; ++row) {
-      kernels_.softmax[is_bf16](static_cast<const char*>(r.logits) + row * r.stride * bytes, p, r.experts);
-      select_topk(p, r.experts, r.top_k, queue);
-      float total = 0.0f;
-      for (int j = 0; j < r.top_k; ++j) total += queue[static_cast<size_t>(j)].first;
-      for (int j = 0; j < r.top_k; ++j) {
-        const auto& [weight, id] = queue[static_cast<size_t>(j)];
-        r.ids[row * r.top_k + j] = id;
-        r.weights[row * r.top_k + j] = r.renormalise ? weight / total : weight;
-      }
-    }
-  });
+  r.router.check(r.experts);
+  const auto scores = r.router.score == Score::softmax ? kernels_.softmax[is_bf16] : kernels_.sigmoid[is_bf16];
+  split(r.rows, r.experts * 16, [&](int64_t begin, int64_t end) { route_rows(r, scores, is_bf16, begin, end); });
 }
 
 void Ops::embed(const Embed& e, int64_t element_bytes) const {

@@ -4,21 +4,11 @@
 #pragma once
 
 #include "ops/ops_kernels.hpp"
+#include "ops/router.hpp"
 #include "runtime/isa.hpp"
 #include "runtime/pool.hpp"
 
 namespace ktserve {
-
-struct RouterTopK {
-  const void* logits;  // [rows, experts]
-  int64_t stride;
-  int64_t rows;
-  int experts;
-  int top_k;
-  bool renormalise;  // weights of a row are divided by their sum
-  int64_t* ids;      // [rows, top_k], by falling weight
-  float* weights;    // [rows, top_k]
-};
 
 struct Embed {
   const int64_t* ids;

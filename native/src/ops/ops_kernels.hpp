@@ -29,14 +29,15 @@ struct QkNormRope {  // in place
   const void* q_weight;  // head_dim; both null: no norm
   const void* k_weight;
   bool weight_bf16;
-  const float* cos;  // [positions, head_dim / 2]
+  const float* cos;  // [positions, rotary_dim / 2]
   const float* sin;
   const int64_t* positions;  // per token
   int64_t table_rows;
   int64_t tokens;
   int heads;
   int kv_heads;
-  int head_dim;  // even
+  int head_dim;
+  int rotary_dim;  // even: the first values of a head, which are rotated
   float eps;
 };
 
@@ -51,12 +52,12 @@ struct SiluMul {
   int64_t dim;
 };
 
-struct AddGated {  // out = base + sigmoid(gate) x
+struct AddGated {  // out = base + sigmoid(gate) x, or base + x
   const void* base;
   int64_t base_stride;
   const void* x;
   int64_t x_stride;
-  const float* gate;  // one per row
+  const float* gate;  // one per row, or null
   void* out;          // may be base or x
   int64_t out_stride;
   int64_t rows;
@@ -70,6 +71,7 @@ struct OpsKernels {
   void (*silu_mul[2])(const SiluMul&, int64_t begin, int64_t end);
   void (*add_gated[2])(const AddGated&, int64_t begin, int64_t end);
   void (*softmax[2])(const void* x, float* out, int64_t n);  // one row
+  void (*sigmoid[2])(const void* x, float* out, int64_t n);  // one row
   int64_t (*largest[2])(const void* x, int64_t n);           // first place of a row's largest value, or of its NaN
 };
 

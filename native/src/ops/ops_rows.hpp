@@ -2,7 +2,7 @@
 // Everything is computed in float32 and rounded once, when it is stored. A row is read twice at most:
 //
 //   norm           x (+ residual) -> [ . . . . ] 4 sums of squares -> 1/rms -> x * rms * weight
-//   q, k heads     [ first half | second half ] -> 1/rms -> (a cos - b sin | b cos + a sin), NeoX style
+//   q, k heads     [ first half | second half | rest ] -> 1/rms -> (a cos - b sin | b cos + a sin | rest), NeoX style
 //
 // Tails shorter than a vector are masked loads and stores of the same code.
 #pragma once
@@ -58,7 +58,7 @@ inline void rotate(T* head, int half, int i, F16 a, F16 b, const float* cos, con
 
 template <class T>
 inline void rope_head(const QkNormRope& r, T* head, const void* weight, const float* cos, const float* sin) {
-  const int half = r.head_dim / 2;
+  const int half = r.rotary_dim / 2;
   if (weight == nullptr) {
     for (int i = 0; i < half; i += 16)
       rotate(head, half, i, load_some(head + i, half - i), load_some(head + half + i, half - i), cos, sin);
@@ -71,6 +71,10 @@ inline void rope_head(const QkNormRope& r, T* head, const void* weight, const fl
     squares = fma(a, a, squares);
     squares = fma(b, b, squares);
   }
+  for (int i = r.rotary_dim; i < r.head_dim; i += 16) {
+    const F16 rest = load_some(head + i, r.head_dim - i);
+    squares = fma(rest, rest, squares);
+  }
   const F16 scale = set16(inverse_rms(sum(squares), r.head_dim, r.eps));
   for (int i = 0; i < half; i += 16) {
     const int left = half - i;
@@ -78,12 +82,17 @@ inline void rope_head(const QkNormRope& r, T* head, const void* weight, const fl
     const F16 b = mul(mul(load_some(head + half + i, left), scale), load_weight(weight, r.weight_bf16, half + i, left));
     rotate(head, half, i, a, b, cos, sin);
   }
+  for (int i = r.rotary_dim; i < r.head_dim; i += 16) {
+    const int left = r.head_dim - i;
+    const F16 rest = mul(mul(load_some(head + i, left), scale), load_weight(weight, r.weight_bf16, i, left));
+    store_some(head + i, rest, left);
+  }
 }
 
 template <class T>
 void qk_norm_rope_rows(const QkNormRope& r, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
-    const int64_t entry = r.positions[t] * (r.head_dim / 2);
+    const int64_t entry = r.positions[t] * (r.rotary_dim / 2);
     T* q = static_cast<T*>(r.q) + t * r.q_stride;
     T* k = static_cast<T*>(r.k) + t * r.k_stride;
     for (int h = 0; h < r.heads; ++h) rope_head(r, q + h * r.head_dim, r.q_weight, r.cos + entry, r.sin + entry);
@@ -106,12 +115,11 @@ void silu_mul_rows(const SiluMul& s, int64_t begin, int64_t end) {
 
 template <class T>
 void add_gated_rows(const AddGated& g, int64_t begin, int64_t end) {
-  const F16 one = set16(1.0f);
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(g.x) + row * g.x_stride;
     const T* base = static_cast<const T*>(g.base) + row * g.base_stride;
     T* out = static_cast<T*>(g.out) + row * g.out_stride;
-    const F16 gate = div(one, add(one, exp16(sub(zero16(), set16(g.gate[row])))));
+    const F16 gate = g.gate == nullptr ? set16(1.0f) : sigmoid16(set16(g.gate[row]));
     for (int64_t i = 0; i < g.dim; i += 16) {
       const int64_t left = g.dim - i;
       store_some(out + i, fma(load_some(x + i, left), gate, load_some(base + i, left)), left);
@@ -136,6 +144,12 @@ void softmax_row(const void* x, float* out, int64_t n) {
   }
   const F16 divisor = set16(sum(total));
   for (int64_t i = 0; i < n; i += 16) store_some(out + i, div(load_some(out + i, n - i), divisor), n - i);
+}
+
+template <class T>
+void sigmoid_row(const void* x, float* out, int64_t n) {
+  const T* in = static_cast<const T*>(x);
+  for (int64_t i = 0; i < n; i += 16) store_some(out + i, sigmoid16(load_some(in + i, n - i)), n - i);
 }
 
 // The row is read in chunks for its largest value; only the first chunk that has it is looked through for the place.
@@ -169,6 +183,7 @@ int64_t largest_place(const void* x, int64_t n) {
 constexpr OpsKernels kOps = {
     {norm_rows<float>, norm_rows<bf16>},         {qk_norm_rope_rows<float>, qk_norm_rope_rows<bf16>},
     {silu_mul_rows<float>, silu_mul_rows<bf16>}, {add_gated_rows<float>, add_gated_rows<bf16>},
-    {softmax_row<float>, softmax_row<bf16>},     {largest_place<float>, largest_place<bf16>}};
+    {softmax_row<float>, softmax_row<bf16>},     {sigmoid_row<float>, sigmoid_row<bf16>},
+    {largest_place<float>, largest_place<bf16>}};
 
 }  // namespace ktserve::KT_SIMD

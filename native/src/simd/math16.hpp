@@ -78,6 +78,11 @@ inline void convert(const From* from, int64_t n, To* to) {
                     __attribute__((always_inline)) { store_some(to + i, load_some(from + i, left), left); });
 }
 
+inline F16 sigmoid16(F16 x) {
+  const F16 one = set16(1.0f);
+  return div(one, add(one, exp16(sub(zero16(), x))));
+}
+
 // x / (1 + e^-x); 0 for very negative x.
 inline F16 silu16(F16 x) {
   return div(x, add(set16(1.0f), exp16(sub(zero16(), x))));
