@@ -56,9 +56,9 @@ class ExpertCounters:
 
 @dataclass(frozen=True)
 class TouchedExperts:
-    """`counts` int64 [layers of the model]: each call of a layer adds how many distinct experts its true rows have chosen,
-    wherever these are computed. It lies where the calls run and is written in their order: who reads it on their stream
-    behind a step, and has set it to zero there before, has the step's own counts."""
+    """`counts` int64 [layers of the model]: each call of a layer adds how many distinct experts its true rows have
+    chosen, wherever these are computed. It lies where the calls run and is written in their order: who reads it on
+    their stream behind a step, and has set it to zero there before, has the step's own counts."""
 
     counts: torch.Tensor
 

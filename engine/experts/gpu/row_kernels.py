@@ -49,7 +49,7 @@ def gate_up_choices(
     frame = _frame(bsz, ids, slots, place, choice, K, E)
     if frame < 0:
         return
-    if COUNT:
+    if COUNT:  # noqa: SIM102 - decided when it is compiled
         if tl.program_id(1) == 0:
             _count(touched, ids, choice, E, EP)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -101,7 +101,7 @@ def plain_gate_up_choices(
     frame = _frame(bsz, ids, slots, place, choice, K, E)
     if frame < 0:
         return
-    if COUNT:
+    if COUNT:  # noqa: SIM102 - decided when it is compiled
         if tl.program_id(1) == 0:
             _count(touched, ids, choice, E, EP)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
