@@ -79,6 +79,34 @@ KTSERVE_TEST(moe_rows_are_independent) {
   }
 }
 
+// In parts of a call, too, and without what is skipped or behind bsz.
+KTSERVE_TEST(moe_counts_distinct_experts) {
+  Random random(8);
+  World world(9, 32, 32, Format::f32, 1, random);
+  MoeRunner runner(world.pool, test::isas()[0], false);
+  int64_t touched = 100;
+  int64_t want = 100;
+  for (int64_t rows : {1, 3, 40, 5000}) {
+    Batch batch(world, rows, 2, random);
+    batch.bsz = static_cast<int32_t>(rows - rows / 3);
+    for (int64_t& id : batch.ids) {
+      if (id == 8) id = 4;
+    }
+    if (rows > 1) batch.ids[static_cast<size_t>(2 * batch.bsz)] = 8;
+    MoeBuffers buffers = batch.buffers();
+    runner.forward(world.layer, buffers);
+    CHECK(touched == want);  // nobody asked
+    buffers.touched = &touched;
+    runner.forward(world.layer, buffers);
+    std::vector<bool> chosen(9);
+    for (int64_t i = 0; i < 2 * batch.bsz; ++i) {
+      if (batch.ids[static_cast<size_t>(i)] >= 0) chosen[static_cast<size_t>(batch.ids[static_cast<size_t>(i)])] = true;
+    }
+    want += std::count(chosen.begin(), chosen.end(), true);
+    CHECK(touched == want);
+  }
+}
+
 // Enough rows for dot_dequantised: near what the deterministic runner gives, the same in every run, with any pool, and
 // for any values of the other rows.
 KTSERVE_TEST(moe_many_rows) {
