@@ -8,6 +8,7 @@ from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel, config_of_gguf
 from engine.architectures.hf import Defaults, config_of_hf
+from engine.architectures.names import StoredNames
 from engine.architectures.numbers import Numbers
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Router, Sparse
@@ -15,6 +16,14 @@ from engine.errors import ModelFileError
 from rules import Family, named_after
 
 _NAME, _GGUF = "mixtral", "llama"
+_STORED = StoredNames(
+    (
+        ("block_sparse_moe", "mlp"),
+        ("experts.*.w1", "experts.*.gate_proj"),
+        ("experts.*.w2", "experts.*.down_proj"),
+        ("experts.*.w3", "experts.*.up_proj"),
+    )
+)
 _DEFAULTS = Defaults(
     vocab_size=32000,
     hidden_size=4096,
@@ -64,12 +73,7 @@ MIXTRAL = Architecture(
     read_hf=_read_hf,
     read_gguf=_read_gguf,
     lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS),
-    stored_names=(
-        (r"\.block_sparse_moe\b", ".mlp"),
-        (r"\.experts\.(\d+)\.w1\b", r".experts.\1.gate_proj"),
-        (r"\.experts\.(\d+)\.w2\b", r".experts.\1.down_proj"),
-        (r"\.experts\.(\d+)\.w3\b", r".experts.\1.up_proj"),
-    ),
+    stored_names=_STORED,
     rules=Family(
         classes={name: kind for name, kind in named_after("Mixtral").items() if kind != "mlp"},
         packages=("transformers.models.mixtral.modeling_mixtral", "ktransformers.models.modeling_mixtral"),
