@@ -78,5 +78,6 @@ MIXTRAL = Architecture(
         classes={name: kind for name, kind in named_after("Mixtral").items() if kind != "mlp"},
         packages=("transformers.models.mixtral.modeling_mixtral", "ktransformers.models.modeling_mixtral"),
         operators={"ktransformers.operators.experts.KMistralSparseMoEBlock": "moe_block"},
+        stored_name=_STORED.stored,
     ),
 )
