@@ -62,7 +62,8 @@ def _layers(n: Numbers) -> tuple[LayerSpec, ...]:
     attention = GroupedQuery(
         n.num_attention_heads, n.num_key_value_heads, n.head_dim, n.rotation, paired_rows=True
     )  # fmt: skip
-    sparse = Sparse(n.num_experts, n.num_experts_per_tok, n.moe_intermediate_size, Router())
+    width = n.moe_intermediate_size
+    sparse = Sparse(n.num_experts, n.num_experts_per_tok, width, Router(), size="intermediate_size")
     return n.layers(attention, sparse)
 
 
