@@ -55,6 +55,8 @@ def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
 def _read_gguf(file: GGUFModel) -> ModelConfig:
     if file.fields.get("expert_count") in (None, 0):
         raise ModelFileError(f"{file.where}: a dense llama model; those with experts can be served", "model")
+    if not file.fields.boolean("expert_weights_norm", True):
+        raise file.fields.error("expert_weights_norm", "is false; weights of chosen experts are normalised here")
     return config_of_gguf(file, architecture=_NAME, norm_topk_prob=True, layers=_layers, divided=False)
 
 
