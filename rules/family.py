@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 KINDS = ("model", "layer", "attention", "moe_block", "experts", "mlp", "norm", "rope", "linear", "embedding")
@@ -17,12 +17,14 @@ _EXPERTS_AS_LIST = "ModuleList"
 class Family:
     """`classes` maps a module class to its kind (one of KINDS), by its last word; `packages` are where rules may say
     that it lies. `aliases` map other names, with or without a package, to one of the classes. `operators` are
-    KTransformers' classes for this family alone, and the kind that each replaces."""
+    KTransformers' classes for this family alone, and the kind that each replaces. `stored_name`: what the family's
+    files and KTransformers call a module."""
 
     classes: Mapping[str, str]
     packages: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     operators: Mapping[str, str] = field(default_factory=dict)
+    stored_name: Callable[[str], str] = str
 
     def kind(self, module_class: str) -> str:
         """The kind of a canonical class."""

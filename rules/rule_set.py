@@ -28,10 +28,10 @@ class Rule:
     recursive: bool
     choice: Choice
 
-    def matches(self, module_name: str, module_class: str) -> bool:
+    def matches(self, module_name: str, stored_name: str, module_class: str) -> bool:
         if self.module_class not in (None, ANY_CLASS, module_class):
             return False
-        return self.name is None or self.name.search(module_name) is not None
+        return self.name is None or self.name.search(_meant(self.name.pattern, module_name, stored_name)) is not None
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class RuleSet:
         if canonical is None or canonical == ANY_CLASS:
             allowed = self.family.matchable
             raise RulesError(f"{module_name} is of the unknown class {module_class}", file=self.file, allowed=allowed)
-        kind = self.family.kind(canonical)
+        kind, stored = self.family.kind(canonical), self.family.stored_name(module_name)
         for rule in self.rules:
-            if rule.matches(module_name, canonical):
+            if rule.matches(module_name, stored, canonical):
                 if kind not in rule.kinds:
                     raise rule.raw.error(
                         f"{rule.raw.replace_class.value} cannot replace {module_name} ({canonical})",
@@ -68,6 +68,16 @@ class RuleSet:
         `recursive: false` of the modules above it."""
         rule = self.find(module_name, module_class)
         return rule.choice if rule else None
+
+
+def _meant(pattern: str, name: str, stored: str) -> str:
+    """The name that a rule speaks of: a module's name here if the pattern has words of it that the stored one lacks,
+    and none of the stored one's own. Matching both would turn exclusions, `(?!.*mlp)`, into matches."""
+    if name == stored:
+        return name
+    here, there = set(name.split(".")), set(stored.split("."))
+    words = set(re.findall(r"\w+", re.sub(r"\\.", " ", pattern)))
+    return name if words & (here - there) and not words & (there - here) else stored
 
 
 def builtin_names() -> list[str]:

@@ -63,7 +63,7 @@ def build_parser() -> Parser:
     """All subcommands. `args.run` is what the chosen one calls with the arguments."""
     parser = Parser(
         prog="ktserve",
-        description="Serve Qwen3-MoE or Qwen2-MoE and many adapters side by side.",
+        description="Serve Qwen3-MoE, Qwen2-MoE or Mixtral and many adapters side by side.",
         epilog=_EPILOG,
         formatter_class=_RAW,
     )

@@ -7,13 +7,13 @@ the parts in it, never the family's name.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
+from engine.architectures.names import AS_HERE, StoredNames
 from rules import Family
 
 
@@ -28,14 +28,15 @@ class Architecture:
     read_gguf: Callable[[GGUFModel], ModelConfig]  # raises ModelFileError
     lora_targets: tuple[str, ...]  # modules of a layer that an adapter may change, besides routed experts
     rules: Family  # its module classes, as rules and KTransformers name them
-    # (regular expression, replacement): what safetensors and adapters call modules that have other names here
-    stored_names: tuple[tuple[str, str], ...] = field(default=())
+    stored_names: StoredNames = AS_HERE
 
     def canonical(self, stored: str) -> str:
         """The name here of a tensor or module that safetensors or an adapter store under another one."""
-        for pattern, replacement in self.stored_names:
-            stored = re.sub(pattern, replacement, stored)
-        return stored
+        return self.stored_names.canonical(stored)
+
+    def stored(self, canonical: str) -> str:
+        """What the family's files call a tensor or module that is named `canonical` here."""
+        return self.stored_names.stored(canonical)
 
     def module_classes(self, config: ModelConfig) -> list[tuple[str, str]]:
         """(name, class) of every module that a rule may place, parents before children."""

@@ -8,6 +8,7 @@ from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel, config_of_gguf
 from engine.architectures.hf import Defaults, config_of_hf
+from engine.architectures.names import StoredNames
 from engine.architectures.numbers import Numbers
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Router, Sparse
@@ -15,6 +16,14 @@ from engine.errors import ModelFileError
 from rules import Family, named_after
 
 _NAME, _GGUF = "mixtral", "llama"
+_STORED = StoredNames(
+    (
+        ("block_sparse_moe", "mlp"),
+        ("experts.*.w1", "experts.*.gate_proj"),
+        ("experts.*.w2", "experts.*.down_proj"),
+        ("experts.*.w3", "experts.*.up_proj"),
+    )
+)
 _DEFAULTS = Defaults(
     vocab_size=32000,
     hidden_size=4096,
@@ -46,6 +55,8 @@ def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
 def _read_gguf(file: GGUFModel) -> ModelConfig:
     if file.fields.get("expert_count") in (None, 0):
         raise ModelFileError(f"{file.where}: a dense llama model; those with experts can be served", "model")
+    if not file.fields.boolean("expert_weights_norm", True):
+        raise file.fields.error("expert_weights_norm", "is false; weights of chosen experts are normalised here")
     return config_of_gguf(file, architecture=_NAME, norm_topk_prob=True, layers=_layers, divided=False)
 
 
@@ -53,7 +64,8 @@ def _layers(n: Numbers) -> tuple[LayerSpec, ...]:
     attention = GroupedQuery(
         n.num_attention_heads, n.num_key_value_heads, n.head_dim, n.rotation, paired_rows=True
     )  # fmt: skip
-    sparse = Sparse(n.num_experts, n.num_experts_per_tok, n.moe_intermediate_size, Router())
+    width = n.moe_intermediate_size
+    sparse = Sparse(n.num_experts, n.num_experts_per_tok, width, Router(), size="intermediate_size")
     return n.layers(attention, sparse)
 
 
@@ -64,15 +76,11 @@ MIXTRAL = Architecture(
     read_hf=_read_hf,
     read_gguf=_read_gguf,
     lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS),
-    stored_names=(
-        (r"\.block_sparse_moe\b", ".mlp"),
-        (r"\.experts\.(\d+)\.w1\b", r".experts.\1.gate_proj"),
-        (r"\.experts\.(\d+)\.w2\b", r".experts.\1.down_proj"),
-        (r"\.experts\.(\d+)\.w3\b", r".experts.\1.up_proj"),
-    ),
+    stored_names=_STORED,
     rules=Family(
         classes={name: kind for name, kind in named_after("Mixtral").items() if kind != "mlp"},
         packages=("transformers.models.mixtral.modeling_mixtral", "ktransformers.models.modeling_mixtral"),
         operators={"ktransformers.operators.experts.KMistralSparseMoEBlock": "moe_block"},
+        stored_name=_STORED.stored,
     ),
 )

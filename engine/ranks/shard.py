@@ -194,4 +194,5 @@ def _parts(config: ModelConfig, experts: bool, step: int) -> Iterator[Divided]:
     """What is divided."""
     for layer in config.layers:
         yield from layer.attention.divided(step)
-        yield from (held for held in layer.mlp.divided(step) if experts or held.name != "moe_intermediate_size")
+        whole = layer.mlp.size if isinstance(layer.mlp, Sparse) and not experts else None
+        yield from (held for held in layer.mlp.divided(step) if held.name != whole)

@@ -43,7 +43,7 @@ class GGUFSource(WeightSource):
         return name in self._dense
 
     def experts(self, layer: int) -> ExpertStore:
-        if not self.config.is_sparse(layer):
+        if layer not in self.config.sparse_layers:
             raise KeyError(f"layer {layer} has no routed experts")
         if self._single(layer):
             gate, up, down = (self._single_experts(layer, projection) for projection in _PROJECTIONS)

@@ -57,7 +57,7 @@ def _vocabulary() -> list[str]:
 
 def _gguf_seeds() -> list[Files]:
     seeds = []
-    for family, kind in (("qwen3_moe", "Q8_0"), ("qwen2_moe", "F32"), ("qwen3_moe", "Q4_K")):
+    for family, kind in (("qwen3_moe", "Q8_0"), ("qwen2_moe", "F32"), ("mixtral", "Q8_0"), ("qwen3_moe", "Q4_K")):
         tokens, size = _vocabulary(), 256 if kind == "Q4_K" else 32
         metadata = {
             "tokenizer.ggml.model": "gpt2",
@@ -79,9 +79,14 @@ def _gguf_seeds() -> list[Files]:
 
 def _safetensors_seeds() -> list[Files]:
     seeds = []
-    for options in ({}, {"fused": True}, {"sharded": True}):
+    for family, options in (
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"fused": True}),
+        ("qwen3_moe", {"sharded": True}),
+        ("mixtral", {}),
+    ):
         with TemporaryDirectory() as folder:
-            model = tiny_model(0, hidden_size=32, moe_intermediate_size=32, num_experts=2)
+            model = tiny_model(0, family=family, hidden_size=32, moe_intermediate_size=32, num_experts=2)
             save_hf(model, Path(folder), **options)
             seeds.append(_content(Path(folder)))
     return seeds

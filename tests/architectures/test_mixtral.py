@@ -93,6 +93,12 @@ def test_a_dense_llama_is_no_mixtral(tmp_path: Path) -> None:
         open_model(str(tmp_path / "m.gguf"))
 
 
+def test_experts_that_are_not_normalised_are_no_mixtral(tmp_path: Path) -> None:
+    save_gguf(tiny(), tmp_path / "m.gguf", metadata={"llama.expert_weights_norm": False})
+    with pytest.raises(ModelFileError, match=r"llama.expert_weights_norm is false"):
+        open_model(str(tmp_path / "m.gguf"))
+
+
 # ---- files
 
 
@@ -130,6 +136,25 @@ def test_a_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ModelFileError, match="are one: leave one of them out"):
         open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("block_sparse_moe.experts.3.w2.weight", lambda t: t[1:].clone(), "has shape"),
+        ("block_sparse_moe.experts.3.w2.weight", lambda t: t.bfloat16(), "has type"),
+        ("block_sparse_moe.gate.weight", lambda t: t[1:].clone(), "has shape"),
+        ("block_sparse_moe.gate.odd", None, "tensor"),
+    ],
+)
+def test_errors_name_tensors_as_they_are_stored(tmp_path: Path, name: str, change, said: str) -> None:
+    save_hf(tiny(1), tmp_path)
+    stored, name = load_file(tmp_path / "model.safetensors"), f"model.layers.0.{name}"
+    stored[name] = torch.zeros(1) if change is None else change(stored[name])
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=rf"{name}\b") as caught:
+        open_model(str(tmp_path))
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])

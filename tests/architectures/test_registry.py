@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import engine.architectures.registry as registry
+from engine.architectures.names import StoredNames
 from engine.architectures.registry import architectures, config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
 from engine.lora.files.formats.linears import linear_sizes
@@ -43,6 +46,23 @@ def test_an_unknown_family_is_refused_with_those_that_work(kind: object) -> None
         assert f"{family.model_class} ({family.name})" in str(caught.value) and family.gguf in str(stored.value)
 
 
+def test_names_that_cannot_be_turned_round_are_refused() -> None:
+    with pytest.raises(ValueError, match="must have as many"):
+        StoredNames((("experts.*.w1", "experts.gate_proj"),))
+
+
+WORDS = st.lists(st.sampled_from(["a", "b", "ab", "x", "7", "12"]), min_size=1, max_size=6).map(".".join)
+
+
+@given(WORDS)
+def test_whole_words_are_renamed_and_named_back(name: str) -> None:
+    names = StoredNames((("a", "here"), ("b.*.x", "inner.*.last.word")))
+    renamed = names.canonical(name)
+    assert names.stored(renamed) == name
+    assert renamed.split(".").count("ab") == name.split(".").count("ab")
+    assert "a" not in renamed.split(".") and not re.search(r"(^|\.)b\.\d+\.x(\.|$)", renamed)
+
+
 def test_families_are_told_apart() -> None:
     for read in (lambda f: f.name, lambda f: f.gguf, lambda f: f.model_class):
         assert len({read(family) for family in architectures()}) == len(architectures())
@@ -67,6 +87,8 @@ def test_modules_are_those_of_transformers(family: registry.Architecture) -> Non
                 assert linear_sizes(config, at) == module.shape[::-1]
     assert ours == {name: shape for name, shape in theirs.items() if name.startswith("model.layers.")}
     assert targets == set(family.lora_targets)
+    for name in [*ours, *(f"model.layers.1.mlp.experts.12.{part}_proj.weight" for part in ("gate", "up", "down"))]:
+        assert family.canonical(family.stored(name)) == name == family.canonical(name)
     names = [name for name, _ in family.module_classes(config)]
     assert len(set(names)) == len(names)
     assert all(name.rpartition(".")[0] in {*names[:at], "model.layers", ""} for at, name in enumerate(names))

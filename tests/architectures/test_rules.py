@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.registry import architectures
 from rules import Machine, RulesError, parse_rule_set, place
@@ -46,6 +47,78 @@ def test_a_file_of_ktransformers_for_qwen2_moe() -> None:
     for module in ("mlp.shared_expert.up_proj", "mlp.shared_expert_gate", "self_attn.q_proj"):
         assert choices[f"model.layers.0.{module}"].backend == "native"
     assert choices["model"].rule_index == 3
+
+
+# The shape of KTransformers' file for Mixtral: what it says of modules under the names of the model's files
+MIXTRAL_FILE = r"""
+- match: {class: ktransformers.models.modeling_mixtral.MixtralRotaryEmbedding}
+  replace:
+    class: ktransformers.operators.RoPE.RotaryEmbedding
+    kwargs: {generate_device: DEVICE, prefill_device: DEVICE}
+- match: {name: '^model\.layers\.(?!.*block_sparse_moe\.gate).*$', class: torch.nn.Linear}
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs: {generate_device: DEVICE, prefill_device: DEVICE, generate_op: KLinearTorch, prefill_op: KLinearTorch}
+- match:
+    name: '^model\.layers\..*\.block_sparse_moe$'
+    class: ktransformers.models.modeling_mixtral.MixtralSparseMoeBlock
+  replace:
+    class: ktransformers.operators.experts.KMistralSparseMoEBlock
+    kwargs: {generate_device: DEVICE, prefill_device: DEVICE}
+- match: {name: '^model\.layers\..*\.block_sparse_moe\.experts$'}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {generate_device: cpu, generate_op: KExpertsCPU, prefill_device: DEVICE, prefill_op: KExpertsTorch,
+             out_device: DEVICE}
+  recursive: false
+- match: {name: '^model.embed_tokens'}
+  replace: {class: default, kwargs: {generate_device: cpu, prefill_device: cpu}}
+- match: {name: '^model\.layers\..*\.'}
+  replace: {class: default, kwargs: {generate_device: DEVICE, prefill_device: DEVICE}}
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("ours", [False, True], ids=["stored names", "our names"])
+def test_a_file_of_ktransformers_for_mixtral(device: str, ours: bool) -> None:
+    """A file that says `mlp` means the same."""
+    text = MIXTRAL_FILE.replace("DEVICE", device).replace("block_sparse_moe", "mlp" if ours else "block_sparse_moe")
+    rule_set = parse_rule_set(text.encode(), "x.yaml", MIXTRAL.rules)
+    machine = Machine(gpu=device == "cuda", native=True, flashinfer=True)
+    modules = MIXTRAL.module_classes(config(architecture="mixtral", qk_norm=False))
+    choices = place(rule_set, modules, machine)
+    rules = {name.removeprefix("model.layers.1."): choice.rule_index for name, choice in choices.items()}
+    wanted = {"model.rotary_emb": 0, "self_attn.q_proj": 1, "mlp": 2, "mlp.experts": 3, "model.embed_tokens": 4}
+    wanted |= {"mlp.gate": 5, "self_attn": 5, "input_layernorm": 5, "lm_head": -1, "model.layers.1": -1}
+    assert {name: rules[name] for name in wanted} == wanted
+    experts = choices["model.layers.0.mlp.experts"]
+    assert (experts.backend, experts.device, experts.prefill_device) == ("native", "cpu", "cpu")
+    assert choices["model.layers.0.self_attn.q_proj"].backend == ("gpu" if device == "cuda" else "reference")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        (r"\.mlp\.experts$", ["mlp.experts"]),
+        (r"\.block_sparse_moe\.experts$", ["mlp.experts"]),
+        (r"\b(mlp|block_sparse_moe)$", ["mlp"]),
+        (r"_moe\b.gate$", ["mlp.gate"]),
+        (r"layers.0.(?!.*mlp)(?!.*norm)", ["self_attn"]),
+        (r"layers.0.(?!.*block_sparse_moe)(?!.*norm)", ["self_attn"]),
+        (r"layers.0.(?!.*sparse)(?!.*norm)", ["self_attn"]),
+        (r"layers.0.(?!(mlp|block_sparse_moe|self_attn))", ["input_layernorm", "post_attention_layernorm"]),
+    ],
+)
+def test_a_rule_speaks_of_one_of_a_modules_names(pattern: str, matched: list[str]) -> None:
+    text = f"- {{match: {{name: '{pattern}'}}, replace: {{class: default}}}}"
+    rule_set = parse_rule_set(text.encode(), "x.yaml", MIXTRAL.rules)
+    modules = MIXTRAL.module_classes(config(architecture="mixtral", qk_norm=False))
+    found = [
+        name.removeprefix("model.layers.0.")
+        for name, kind in modules
+        if name.startswith("model.layers.0.") and not name.endswith("_proj") and rule_set.find(name, kind)
+    ]
+    assert found == matched
 
 
 @pytest.mark.parametrize("family", architectures(), ids=lambda family: family.name)

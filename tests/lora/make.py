@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,11 @@ def write(
     if fused is not None:
         save_file({key: t.contiguous().clone() for key, t in fused.items()}, folder / "fused_expert_lora.safetensors")
     return folder
+
+
+def named(tensors: dict[str, torch.Tensor], name: Callable[[str], str]) -> dict[str, torch.Tensor]:
+    """The same tensors under other names."""
+    return {name(key): tensor for key, tensor in tensors.items()}
 
 
 def linear_keys(weights: AdapterWeights, prefix: str = PREFIX) -> dict[str, torch.Tensor]:

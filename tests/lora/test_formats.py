@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ def assert_same(read: AdapterWeights, expected: AdapterWeights, tolerance: float
         torch.testing.assert_close(got[name], delta, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def write_form(folder: Path, form: str, weights: AdapterWeights) -> Path:
-    """Write `weights` (rank 3, alpha 6) in the form of that letter."""
+def write_form(folder: Path, form: str, weights: AdapterWeights, name: Callable[[str], str] = str) -> Path:
+    """Write `weights` (rank 3, alpha 6) in the form of that letter, with keys that `name` renames."""
     prefix = "" if form == "D" else make.PREFIX
     tensors = make.linear_keys(weights, prefix) | make.extra_keys(weights, prefix)
     if form.startswith("A"):
-        make.write(folder, tensors, make.lora_config(), fused=make.fused_keys(weights))
+        make.write(folder, make.named(tensors, name), make.lora_config(), fused=make.fused_keys(weights))
         if form == "A":
             make.write_manifest(folder)
         return folder
@@ -42,9 +43,9 @@ def write_form(folder: Path, form: str, weights: AdapterWeights) -> Path:
         doubled = {r".*\.gate_up_proj": 6}
         fields: dict[str, Any] = {"rank_pattern": doubled, "alpha_pattern": {r".*\.gate_up_proj": 12}}
         tensors |= make.fused_3d_keys(weights, swapped=form == "E 0.18")
-        return make.write(folder, tensors, make.lora_config(**fields))
+        return make.write(folder, make.named(tensors, name), make.lora_config(**fields))
     tensors |= make.per_expert_keys(weights, prefix)
-    return make.write(folder, tensors, make.lora_config(), binary=form == "B bin")
+    return make.write(folder, make.named(tensors, name), make.lora_config(), binary=form == "B bin")
 
 
 FORMS = {

@@ -101,10 +101,16 @@ def test_ranks_answer_as_one_does(family, alone, ranks, config):
     assert len({tuple(r.tokens) for r in got}) > 3
 
 
-def test_a_shared_expert_and_a_tied_head_are_divided(tmp_path):
-    model = tiny_model(
-        5, family="qwen2_moe", num_attention_heads=2, shared_expert_intermediate_size=64, tie_word_embeddings=True
-    )
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("qwen2_moe", {"num_attention_heads": 2, "shared_expert_intermediate_size": 64, "tie_word_embeddings": True}),
+        ("mixtral", {}),
+    ],
+)
+def test_other_families_are_divided(tmp_path, family, shape):
+    """A shared expert and a tied head; experts that are as wide as a dense layer would be."""
+    model = tiny_model(5, family=family, **shape)
     save_hf(model, tmp_path)
     asked = prompts(2, [4, 21])
     engine = Harness(tmp_path, tensor_parallel=2)

@@ -35,8 +35,12 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def test_parts_make_the_whole(tmp_path):
-    model = tiny_model(3, num_hidden_layers=1, num_key_value_heads=2, hidden_size=64, moe_intermediate_size=64)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_parts_make_the_whole(tmp_path, family):
+    """Rows of q and k too that a file has in another order."""
+    model = tiny_model(
+        3, family=family, num_hidden_layers=1, num_key_value_heads=2, hidden_size=64, moe_intermediate_size=64
+    )
     save_hf(model, tmp_path / "hf")
     save_gguf(model, tmp_path / "model.gguf", expert_type="Q8_0", dense_type="Q4_0")
     for path in (tmp_path / "hf", tmp_path / "model.gguf"):
@@ -102,6 +106,14 @@ def test_a_step_arrives_as_it_was_told():
         np.testing.assert_array_equal(getattr(got.arrays, name), getattr(arrays, name))
     assert [list(table) for table in got.arrays.block_tables] == [[4, 5], [7]]
     assert not got.arrays.ids.any() and (got.arrays.sources == -1).all()
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "moe_intermediate_size"), ("mixtral", "intermediate_size")])
+def test_a_width_of_experts_is_named_as_the_configuration_names_it(tmp_path, family, name):
+    save_hf(tiny_model(family=family, moe_intermediate_size=63, num_hidden_layers=1), tmp_path)
+    settings = EngineConfig(model=str(tmp_path), device="cpu", rules="reference", tensor_parallel=2)
+    with pytest.raises(UserError, match=rf"--tensor-parallel 2: {name} is 63; allowed for this model are 1$"):
+        plan_engine(settings)
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,19 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="package")
-def chat_model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("chat-model")
-    save_hf(tiny_model(vocab_size=2048), folder)
+def save_chat_model(folder: Path, **shape) -> Path:
+    """A tiny model with the demo's tokenizer and template."""
+    save_hf(tiny_model(vocab_size=2048, **shape), folder)
     tokenizer = load_tokenizer(demo_model())
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": tokenizer.template.source, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@pytest.fixture(scope="package")
+def chat_model(tmp_path_factory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("chat-model"))
 
 
 def _write(path: Path, rows: list[dict]) -> Path:

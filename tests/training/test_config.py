@@ -29,6 +29,22 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
     return read
 
 
+@pytest.mark.parametrize(
+    ("targets", "wanted"),
+    [
+        ("w1,w2,w3", ("gate_proj", "down_proj", "up_proj")),
+        ("[q_proj, w2]", ("q_proj", "down_proj")),
+        ("w1, gate_proj", "lora_target names one thing twice"),
+    ],
+)
+def test_mixtrals_names_of_projections_are_the_others(load, targets, wanted) -> None:  # type: ignore[no-untyped-def]
+    if isinstance(wanted, str):
+        with pytest.raises(ConfigError, match=wanted):
+            load(f"lora_target: {targets}\n")
+    else:
+        assert load(f"lora_target: {targets}\n").lora_target == wanted
+
+
 def test_a_llama_factory_file_with_both_spellings_of_kt(load) -> None:  # type: ignore[no-untyped-def]
     config = load(
         """\

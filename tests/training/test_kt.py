@@ -179,10 +179,11 @@ def test_alpha_is_twice_the_rank_and_nothing_is_wrapped_twice():
         wrap_moe_layers_with_amx(model, arguments)
 
 
-def test_a_gguf_and_a_folder_of_another_family(tmp_path):
-    save_gguf(tiny_model(), tmp_path / "m.gguf", "F32", "F32")
-    model = load_kt_model(None, replace(CONFIG, model_name_or_path=str(tmp_path / "m.gguf")), CONFIG)
-    torch.testing.assert_close(model(IDS).logits, tiny_model()(IDS).logits, rtol=1e-4, atol=1e-4)
+def test_gguf_files_and_a_folder_of_another_family(tmp_path):
+    for family in ("qwen3_moe", "mixtral"):
+        save_gguf(tiny_model(family=family), tmp_path / "m.gguf", "F32", "F32")
+        model = load_kt_model(None, replace(CONFIG, model_name_or_path=str(tmp_path / "m.gguf")), CONFIG)
+        torch.testing.assert_close(model(IDS).logits, tiny_model(family=family)(IDS).logits, rtol=1e-4, atol=1e-4)
     other = model_of("deepseek_v3")
     want = other(IDS).logits
     other.save_pretrained(tmp_path / "v3")

@@ -11,13 +11,13 @@ from peft import PeftModel
 from engine.errors import UserError
 from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.layer import lora_config
 from training.loop.save import save_adapter
 from training.model import checkpoint_layers, load_model
 
-FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 IDS = torch.randint(2, 128, (2, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, 11:] = 0
@@ -27,12 +27,12 @@ SEEN = MASK.bool()
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for family in ("qwen3_moe", "qwen2_moe"):
+    for family in FAMILIES:
         save_hf(tiny_model(family=family), root / family)
     return root
 
 
-@FAMILIES
+@EACH_FAMILY
 @torch.no_grad()
 def test_the_base_equals_transformers(folders, tmp_path, family):
     model = tiny_model(family=family)
@@ -78,7 +78,7 @@ def test_loss_and_gradients_equal_stock_peft(folders):
                     torch.testing.assert_close(got[expert], want, rtol=1e-4, atol=1e-7)
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_nothing_else_is_trained_and_everything_gets_a_gradient(folders, family):
     model = draw_b(ours(folders / family))
     checkpoint_layers(model)

@@ -19,7 +19,7 @@ from demo.paths import demo_model
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.limits import Memory
 from engine.weights.open import open_model
-from testing.models.tiny import tiny_model
+from testing.models.tiny import FAMILIES, tiny_model
 from training.config import TrainConfig, load_config
 from training.memory.costs import Run, dense_lora, layer_bytes, lora_parameters
 from training.memory.main import main as child
@@ -40,7 +40,7 @@ def _tiny(family: str, **more: Any) -> Any:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
-    for family in ("qwen3_moe", "qwen2_moe"):
+    for family in FAMILIES:
         folders[family] = tmp_path_factory.mktemp(family)
         _tiny(family).save_pretrained(folders[family])
     return folders
@@ -88,6 +88,8 @@ def _saved(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
         ("qwen3_moe", {"flash_attn": "disabled"}),
         ("qwen2_moe", {"bf16": True}),
         ("qwen2_moe", {}),
+        ("mixtral", {}),
+        ("mixtral", {"bf16": True, "packing": True}),
     ],
 )
 def test_activations_are_what_autograd_keeps(models: dict[str, Path], family: str, settings: dict[str, Any]) -> None:
@@ -114,7 +116,7 @@ def test_activations_are_what_autograd_keeps(models: dict[str, Path], family: st
 
 
 def test_lora_parameters_are_pefts(models: dict[str, Path]) -> None:
-    for family, targets in (("qwen3_moe", ("all",)), ("qwen2_moe", ("k_proj", "up_proj"))):
+    for family, targets in (("qwen3_moe", ("all",)), ("qwen2_moe", ("k_proj", "up_proj")), ("mixtral", ("all",))):
         config = _config(models[family], lora_rank=4, lora_target=targets)
         sizes = open_model(config.model_name_or_path).config
         dense, trained, frozen = lora_parameters(sizes, config)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors import safe_open
 
+from engine.memory.limits import Memory
 from engine.messages import Finished
 from testing.harness import Harness
-from testing.models.tiny import save_hf, tiny_model
+from testing.models.tiny import FAMILIES, save_hf, tiny_model
+from tests.training.conftest import save_chat_model
 from tests.training.models import draw_b, ours
-from training.config import TrainConfig
+from training import run
+from training.config import TrainConfig, load_config
 from training.kernels import expert_maker
 from training.loop.save import save_adapter
+from training.memory.plan import plan_training
 
 CONFIG = TrainConfig(kt_num_threads=1)
 IDS = torch.randint(2, 128, (1, 21), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.parametrize("form", ["peft", "kt-fused"])
 @torch.no_grad()
-def test_evaluation_logits_are_those_of_the_server(tmp_path, form):
-    """Base and adapter in one batch, float32."""
-    save_hf(tiny_model(), tmp_path / "model")
-    model = draw_b(ours(tmp_path / "model", expert_maker(CONFIG)))
-    save_adapter(model, tmp_path / "adapter", form)
-    want = {"a": model(IDS).logits[0].log_softmax(-1)}
+def evaluated(model) -> dict[str | None, torch.Tensor]:
+    """Log-probabilities [length, vocabulary] of a PEFT model with its adapter, and without."""
+    found = {"a": model(IDS).logits[0].log_softmax(-1)}
     with model.disable_adapter():
-        want[None] = model(IDS).logits[0].log_softmax(-1)
-    assert (want["a"] - want[None]).abs().mean() > 0.05
-    harness = Harness(tmp_path / "model")
-    harness.adapter("a", tmp_path / "adapter")
+        found[None] = model(IDS).logits[0].log_softmax(-1)
+    return found
+
+
+def expect_served(want: dict[str | None, torch.Tensor], model: Path, adapter: Path) -> None:
+    """Base and adapter in one batch, float32."""
+    harness = Harness(model)
+    harness.adapter("a", adapter)
     requests = {name: harness.submit(IDS[0].tolist(), name, max_tokens=1, prompt_logprobs=5) for name in (None, "a")}
     harness.run()
     for name, request in requests.items():
@@ -39,3 +46,37 @@ def test_evaluation_logits_are_those_of_the_server(tmp_path, form):
             for token in (found.chosen, *found.top):
                 assert abs(token.logprob - float(want[name][position, token.token])) < 2e-5
     harness.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", ["peft", "kt-fused"])
+def test_evaluation_logits_are_those_of_the_server(tmp_path, form, family):
+    save_hf(tiny_model(family=family), tmp_path / "model")
+    model = draw_b(ours(tmp_path / "model", expert_maker(CONFIG)))
+    save_adapter(model, tmp_path / "adapter", form)
+    want = evaluated(model)
+    assert (want["a"] - want[None]).abs().mean() > 0.05
+    expect_served(want, tmp_path / "model", tmp_path / "adapter")
+
+
+def test_two_steps_of_mixtral_are_served(config, tmp_path, monkeypatch):
+    """Planned and trained by its own names for projections; the files have its own names for modules."""
+    folder = save_chat_model(tmp_path / "model", family="mixtral")
+    given = [f"model_name_or_path={folder}", "lora_target=q_proj,w1,w2,w3", "max_steps=2", "save_strategy=no"]
+    (tmp_path / "c.yaml").write_text(
+        f"dataset: {config.dataset[0]}\noutput_dir: {tmp_path / 'out'}\nlora_rank: 4\nlearning_rate: 0.02\n"
+        "cutoff_len: 64\ndevice: cpu\nplot_loss: false\n"
+    )
+    config = load_config(tmp_path / "c.yaml", given)
+    assert plan_training(config, Memory("CPU", 1 << 50, 1 << 50)).items
+    want = {}
+    monkeypatch.setattr(run, "save_adapter", lambda m, *a, **k: (want.update(evaluated(m)), save_adapter(m, *a, **k)))
+    run.train(config)
+    assert (want["a"] - want[None]).abs().mean() > 0.01
+    with safe_open(tmp_path / "out/adapter_model.safetensors", "pt") as file:
+        keys = set(file.keys())
+    at = "base_model.model.model.layers.1"
+    modules = ["self_attn.q_proj", *(f"block_sparse_moe.experts.7.w{n}" for n in (1, 2, 3))]
+    assert {f"{at}.{module}.lora_{half}.weight" for module in modules for half in "AB"} <= keys
+    assert all("q_proj" in key or "block_sparse_moe.experts" in key for key in keys)
+    expect_served(want, folder, tmp_path / "out")

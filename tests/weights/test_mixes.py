@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.memory.items import Kind
 from engine.weights.open import open_model
 from native import available
 from testing.models.tiny import save_gguf, tiny_model
@@ -39,7 +40,7 @@ def test_no_tensor_is_widened(mix: str, tmp_path: Path) -> None:
     made = plan(source, backend="native", linear_backend="native")
     assert not [note for note in made.notes if "dequantised" in note]
     stored = sum(source.experts(layer).num_bytes for layer in range(2))
-    assert size(made, "experts") <= 1.05 * stored
+    assert size(made, Kind.EXPERTS) <= 1.05 * stored
     dense = [source.tensor(name) for name in source.names()]
     pages = 4096 * sum(len(tensor.shape) == 2 for tensor in dense)  # each matrix ends its own; a wider one would exceed
-    assert size(made, "dense") <= 1.05 * sum(tensor.num_bytes for tensor in dense) + pages
+    assert size(made, Kind.WEIGHTS) <= 1.05 * sum(tensor.num_bytes for tensor in dense) + pages

@@ -12,6 +12,7 @@ from typing import Any
 _LARGE = 1 << 31
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")  # of shared experts and dense layers too
+TARGET_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's own names
 
 
 def setting(
@@ -102,7 +103,7 @@ class TrainConfig:
     lora_target: tuple[str, ...] = setting(
         ("all",),
         "projections with LoRA, of attention and experts alike (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-        "down_proj); all: every one",
+        "down_proj; w1, w3, w2 are other names for the last three); all: every one",
         "Method",
     )
     pref_beta: float = setting(0.1, "DPO's beta", "Method", limits=(1e-6, 100.0))

@@ -15,7 +15,7 @@ from typing import Any
 from training.config.checks import EXCLUSIVE, check_adapters, check_run, check_written
 from training.config.document import Settings, Value, parse_override, read_settings
 from training.config.errors import ConfigError
-from training.config.fields import KT_FIELDS, PATHS, PER_ADAPTER, TrainConfig
+from training.config.fields import KT_FIELDS, PATHS, PER_ADAPTER, TARGET_ALIASES, TrainConfig
 from training.config.others import NO_OPS, REFUSED
 
 _FIELDS: Mapping[str, Field[Any]] = {f.name: f for f in fields(TrainConfig)}
@@ -227,7 +227,7 @@ def _converted(name: str, key: str, value: Value) -> Any:
     if optional:
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) is tuple:
-        return _words(key, value)
+        return _words(key, value, TARGET_ALIASES if name == "lora_target" else {})
     if value.data is None or (name == "max_steps" and value.data == "-1"):
         if optional:
             return None
@@ -267,7 +267,7 @@ def _scalar(kind: type, text: str) -> Any:
         return None
 
 
-def _words(key: str, value: Value) -> tuple[str, ...]:
+def _words(key: str, value: Value, aliases: Mapping[str, str]) -> tuple[str, ...]:
     """A list, or words between commas."""
     items: list[str | None]
     if isinstance(value.data, list):
@@ -278,7 +278,7 @@ def _words(key: str, value: Value) -> tuple[str, ...]:
         items = [None] if value.data is not None else []
     if not all(items):
         raise value.error(f"{key}: a list of names is expected, or names between commas", key)
-    words = tuple(item for item in items if item)
+    words = tuple(aliases.get(item, item) for item in items if item)
     if len(set(words)) != len(words):
         raise value.error(f"{key} names one thing twice", key)
     return words

@@ -41,7 +41,7 @@ _OF_MODEL = (
     "kt_weight_path", "kt_num_gpu_experts", "kt_optimize_rule", "kt_train_mode",
 )  # fmt: skip
 _OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout")
-_OURS = ("qwen3_moe", "qwen2_moe")  # read into their packed form, from a folder or a GGUF file
+_OURS = ("qwen3_moe", "qwen2_moe", "mixtral")  # read into their packed form, from a folder or a GGUF file
 
 
 def init_cpu_infer(model_args: Any = None) -> _native.WorkerPool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from engine.architectures.registry import architectures
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
 from engine.lora.files.writer import write_adapter
 from training.layer import ExpertsLoraLayer
@@ -41,7 +43,9 @@ def save_adapter(
     experts: torch.dtype | None = None,
 ) -> None:
     """Writes `adapter` of a PEFT model in a form that is served: `peft` or `kt-fused`. UserError if that fails."""
-    write_adapter(adapter_weights(model, adapter, experts), folder, form, base=base)
+    config: Any = model.config  # of transformers
+    stored = next(family.stored for family in architectures() if family.name == config.model_type)
+    write_adapter(adapter_weights(model, adapter, experts), folder, form, base=base, stored=stored)
 
 
 def _expert_lora(layer: ExpertsLoraLayer, adapter: str, dtype: torch.dtype) -> ExpertLora:

@@ -24,7 +24,7 @@ class Module:
     gguf: str = ""
     shape: Shape = ()  # of the weight in C order, [out, in] of a projection; () if there is none
     bias: bool = False
-    rows: Literal["", "rotary_pairs"] = ""  # GGUF's order of the rows, where it is another (`engine.weights.gguf_rows`)
+    rows: Literal["", "rotary_pairs"] = ""  # GGUF's order of the rows, where it is another (`engine.weights.gguf`)
     head_rows: int = 0  # rows of a head, where `rows` speaks of heads
 
 

@@ -98,13 +98,15 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Sparse:
-    """`experts` SwiGLU MLPs, `intermediate` values wide, of which a router chooses `top_k` for each token."""
+    """`experts` SwiGLU MLPs, `intermediate` values wide, of which a router chooses `top_k` for each token. `size`: how
+    configurations call their width."""
 
     experts: int
     top_k: int
     intermediate: int
     router: Router = Router()
     shared: SharedExpert | None = None
+    size: str = "moe_intermediate_size"
 
     TARGETS: ClassVar[tuple[str, ...]] = ("mlp.gate",)
 
@@ -128,7 +130,7 @@ class Sparse:
         return 2 * self.top_k * (self.intermediate + hidden)
 
     def divided(self, step: int) -> Iterator[Divided]:
-        yield Divided("moe_intermediate_size", self.intermediate, step)
+        yield Divided(self.size, self.intermediate, step)
         if self.shared is not None:
             yield from self.shared.mlp.divided(step)
 

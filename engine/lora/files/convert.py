@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from engine.architectures.registry import architecture_of
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora
 from engine.lora.files.folder import AdapterFiles
@@ -38,7 +39,7 @@ def convert(
     weights = parse_adapter(path, config, name=Path(path).name, opened=opened)
     if form == "kt-fused" and weights.experts:
         weights = _with_all_layers(weights, config.sparse_layers)
-    write_adapter(weights, target, form, base=base)
+    write_adapter(weights, target, form, base=base, stored=architecture_of(config).stored)
     lines = [f"warning: {text}" for text in weights.warnings]
     return "\n".join([*lines, f"{path} ({weights.format}) -> {out} ({form}), {format_bytes(weights.num_bytes)}"])
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError
 from engine.lora.files.folder import EXTRA_FILE, FUSED_FILE, AdapterFiles, Entry, refusal
@@ -73,15 +74,15 @@ class Layout:
         yield from (halves for projections in self.kt_fused.values() for halves in projections.values())
 
 
-def sort_keys(files: AdapterFiles, targets: Collection[str]) -> Layout:
-    """Give every tensor its place; `targets` are a layer's modules, besides routed experts, that may have LoRA.
-    AdapterError lists keys that have none, come twice or lack their partner."""
+def sort_keys(files: AdapterFiles, families: Collection[Architecture]) -> Layout:
+    """Give each tensor its place; keys name modules as one of `families` does, here or in its files. AdapterError lists
+    keys that have none, come twice or lack their partner."""
     layout = Layout()
     main = files.main or {}
     layout.prefixed = not main or any(key.startswith(PREFIX) for key in main)
     leftovers, twice = [], []
     for entry in main.values():
-        placed = _place(layout, entry, targets)
+        placed = _place(layout, entry, families)
         if placed is None:
             leftovers.append(entry.key)
         elif not placed:
@@ -91,12 +92,15 @@ def sort_keys(files: AdapterFiles, targets: Collection[str]) -> Layout:
     for entry in (files.fused or {}).values():
         if not _place_fused(layout, entry):
             leftovers.append(entry.key)
-    shadowed = [key for key in files.extra or {} if key in main]
-    if shadowed:
-        files.warnings.append(f"{len(shadowed)} tensors of {EXTRA_FILE} count instead of those in {files.main_file}")
+    extra = Layout()
     for entry in (files.extra or {}).values():
-        if not _place_extra(layout, entry, again=True):
+        placed = next((p for f in families if (p := _place_extra(extra, entry, f)) is not None), None)
+        if placed is None:
             leftovers.append(entry.key)
+        elif not placed:
+            twice.append(entry.key)
+    if shadowed := _put_over(layout, extra):
+        files.warnings.append(f"{shadowed} tensors of {EXTRA_FILE} count instead of those in {files.main_file}")
     _refuse_leftovers(leftovers)
     if twice:
         raise refusal("the same tensor is there twice", twice)
@@ -131,10 +135,14 @@ def check_places(layout: Layout, config: ModelConfig) -> None:
         raise refusal(f"experts that the base does not have (it has {len(experts)})", wrong)
 
 
-def _place(layout: Layout, entry: Entry, targets: Collection[str]) -> bool | None:
+def _place(layout: Layout, entry: Entry, families: Collection[Architecture]) -> bool | None:
     """True: placed; False: its place is taken; None: it has none."""
-    key = entry.key.removeprefix(PREFIX)
-    if (match := _LINEAR.fullmatch(key)) and match[2] in targets:
+    return next((p for f in families if (p := _place_in(layout, entry, f)) is not None), None)
+
+
+def _place_in(layout: Layout, entry: Entry, family: Architecture) -> bool | None:
+    key = _canonical(entry, family)
+    if (match := _LINEAR.fullmatch(key)) and match[2] in family.lora_targets:
         module = f"model.layers.{int(match[1])}.{match[2]}"
         return _put(layout.linears.setdefault(module, Halves()), match[3], entry)
     if match := _EXPERT.fullmatch(key):
@@ -142,18 +150,30 @@ def _place(layout: Layout, entry: Entry, targets: Collection[str]) -> bool | Non
         return _put(projections.setdefault(match[3], Halves()), match[4], entry)
     if match := _FUSED_3D.fullmatch(key):
         return _put(layout.fused_3d.setdefault(int(match[1]), {}).setdefault(match[2], Halves()), match[3], entry)
-    return _place_extra(layout, entry, again=False)
+    return _place_extra(layout, entry, family)
 
 
-def _place_extra(layout: Layout, entry: Entry, again: bool) -> bool | None:
-    match = _EXTRA.fullmatch(entry.key.removeprefix(PREFIX))
+def _place_extra(layout: Layout, entry: Entry, family: Architecture) -> bool | None:
+    match = _EXTRA.fullmatch(_canonical(entry, family))
     if match is None:
         return None
     projections = layout.extra.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})
-    if match[3] in projections and not again:
-        return False
-    projections[match[3]] = entry  # the file of its own comes last and counts
-    return True
+    return projections.setdefault(match[3], entry) is entry
+
+
+def _put_over(layout: Layout, extra: Layout) -> int:
+    """Let the extra MLPs of the file of their own count; how many tensors they replace."""
+    replaced = 0
+    for layer, mlps in extra.extra.items():
+        for index, projections in mlps.items():
+            held = layout.extra.setdefault(layer, {}).setdefault(index, {})
+            replaced += len(held.keys() & projections.keys())
+            held.update(projections)
+    return replaced
+
+
+def _canonical(entry: Entry, family: Architecture) -> str:
+    return family.canonical(entry.key.removeprefix(PREFIX))
 
 
 def _place_fused(layout: Layout, entry: Entry) -> bool:

@@ -73,7 +73,7 @@ def describe(
 
 def _folder(files: AdapterFiles, lines: list[str], config: ModelConfig | None) -> AdapterError | None:
     """Add what the folder tells; every part is read even if another is refused. The first refusal."""
-    families = architectures() if config is None else [architecture_of(config)]
+    families = architectures() if config is None else (architecture_of(config),)
     errors: list[AdapterError] = []
     settings: Settings | None = None
     layout: Layout | None = None
@@ -83,11 +83,11 @@ def _folder(files: AdapterFiles, lines: list[str], config: ModelConfig | None) -
     except AdapterError as error:
         errors.append(error)
     try:
-        settings = read_settings(files)
+        settings = read_settings(files, families)
     except AdapterError as error:
         errors.append(error)
     try:
-        layout = sort_keys(files, {target for family in families for target in family.lora_targets})
+        layout = sort_keys(files, families)
     except AdapterError as error:
         errors.append(error)
     try:

@@ -58,8 +58,9 @@ def _parse(
     base: str | None,
 ) -> AdapterWeights:
     refuse_full_experts(files)
-    settings = read_settings(files)
-    layout = sort_keys(files, architecture_of(config).lora_targets)
+    families = (architecture_of(config),)
+    settings = read_settings(files, families)
+    layout = sort_keys(files, families)
     check_places(layout, config)
     manifest = read_manifest(files)
     reading = Reading(config, settings, expert_scaling, max_rank, [*files.warnings, *settings.warnings])

@@ -6,10 +6,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from engine.architectures.base import Architecture
 from engine.errors import AdapterError, ModelFileError
 from engine.files.regular import read_at
 from engine.lora.files.folder import CONFIG_FILE, AdapterFiles, brief, shown
@@ -77,7 +78,8 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Settings:
-    """`of` answers for one module; the patterns are PEFT's."""
+    """`of` answers for one module; the patterns are PEFT's. `families` are those that the base may be of: patterns
+    are matched with a module's name here and with the names that their files have for it."""
 
     rank: int
     alpha: float
@@ -87,28 +89,30 @@ class Settings:
     target_parameters: tuple[str, ...] = ()
     base: str | None = None
     peft_version: str | None = None
+    families: tuple[Architecture, ...] = ()
     warnings: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
 
     def of(self, module: str) -> tuple[int, float]:
         """(rank, alpha) of a module, named as in the model ("model.layers.0.self_attn.q_proj")."""
-        rank_key, alpha_key = match_pattern(self.rank_pattern, module), match_pattern(self.alpha_pattern, module)
+        rank_key, alpha_key = self.match(self.rank_pattern, module), self.match(self.alpha_pattern, module)
         self.used.update(key for key in (rank_key, alpha_key) if key is not None)
         rank = self.rank if rank_key is None else self.rank_pattern[rank_key]
         alpha = self.alpha if alpha_key is None else self.alpha_pattern[alpha_key]
         return rank, alpha
 
+    def names(self, module: str) -> tuple[str, ...]:
+        """The module's name here first."""
+        return tuple(dict.fromkeys((module, *(family.stored(module) for family in self.families))))
+
+    def match(self, patterns: Iterable[str], module: str) -> str | None:
+        """PEFT's rule: the first pattern, in file order, that matches the whole of a name or its end after a dot."""
+        names = self.names(module)
+        return next((key for key in patterns if any(re.match(rf"(.*\.)?({key})$", name) for name in names)), None)
+
     @property
     def unused_patterns(self) -> list[str]:
         return [key for key in {**self.rank_pattern, **self.alpha_pattern} if key not in self.used]
-
-
-def match_pattern(patterns: Mapping[str, object], module: str) -> str | None:
-    """PEFT's rule: the first key, in file order, that matches the module's whole name or its end after a dot."""
-    for key in patterns:
-        if re.match(rf"(.*\.)?({key})$", module):
-            return key
-    return None
 
 
 def scaling(alpha: float, rank: int, kind: str) -> float:
@@ -133,8 +137,8 @@ def read_json(files: AdapterFiles, name: str) -> dict[str, Any]:
     return content
 
 
-def read_settings(files: AdapterFiles) -> Settings:
-    """Parse and check adapter_config.json."""
+def read_settings(files: AdapterFiles, families: tuple[Architecture, ...] = ()) -> Settings:
+    """Parse and check adapter_config.json. `families` as `Settings` has them."""
     content = read_json(files, CONFIG_FILE)
     _refuse(content)
     patterns = {}
@@ -156,6 +160,7 @@ def read_settings(files: AdapterFiles) -> Settings:
         target_parameters=tuple(targets),
         base=_text(content.get("base_model_name_or_path")),
         peft_version=_text(content.get("peft_version")),
+        families=families,
         warnings=[f"{CONFIG_FILE} has settings that are not known here: {shown(unknown)}"] if unknown else [],
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,16 @@ _MODEL_FILE = ADAPTER_FILES[0]
 Tensors = dict[str, torch.Tensor]
 
 
-def write_adapter(weights: AdapterWeights, folder: Path, form: str, *, base: str | None = None) -> None:
+def write_adapter(
+    weights: AdapterWeights,
+    folder: Path,
+    form: str,
+    *,
+    base: str | None = None,
+    stored: Callable[[str], str] = str,
+) -> None:
     """Replaces whatever adapter `folder` holds; other files stay. `base`: the base model's name or path, for the files.
+    `stored`: what the files of the base's family call a module (`Architecture.stored`), as PEFT expects it.
 
     Pairs get one rank (the largest; shorter ones are padded with zeros) and one scale (theirs if they have one, else 1
     with each scale multiplied into B in float32), so the files need no patterns. UserError for extra MLPs, for a form
@@ -50,12 +58,13 @@ def write_adapter(weights: AdapterWeights, folder: Path, form: str, *, base: str
     scale = _common_scale(weights)
     linears = {name: _pair(pair, rank, scale) for name, pair in weights.linears.items()}
     experts = {layer: dict(_expert_pairs(lora, rank, scale)) for layer, lora in weights.experts.items()}
-    files = {_MODEL_FILE: _peft_keys(linears, experts if form == "peft" else {})}
+    files = {_MODEL_FILE: _peft_keys(linears, experts if form == "peft" else {}, stored)}
     if form == "kt-fused":
         files[FUSED_FILE] = _fused_keys(experts)
-    targets = sorted({name.rpartition(".")[2] for name in linears})
+    targets = sorted({stored(name).rpartition(".")[2] for name in linears})
     if experts and form == "peft":
-        targets += [f"{name}_proj" for name in PROJECTIONS if f"{name}_proj" not in targets]
+        last = [stored(_expert(0, 0, name)).rpartition(".")[2] for name in PROJECTIONS]
+        targets += [name for name in last if name not in targets]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, files, _config(rank, scale, targets, base), base)
@@ -84,18 +93,23 @@ def _expert_pairs(lora: ExpertLora, rank: int, scale: float) -> Iterator[tuple[s
     yield "down", _pair(LoraPair(lora.down_a, lora.down_b, lora.down_scale), rank, scale)
 
 
-def _peft_keys(linears: dict[str, LoraPair], experts: dict[int, dict[str, LoraPair]]) -> Tensors:
+def _peft_keys(
+    linears: dict[str, LoraPair], experts: dict[int, dict[str, LoraPair]], stored: Callable[[str], str]
+) -> Tensors:
     pairs = dict(linears)
     for layer, projections in experts.items():
         for name, pair in projections.items():
             for e in range(pair.a.shape[0]):
-                module = f"model.layers.{layer}.mlp.experts.{e}.{name}_proj"
-                pairs[module] = LoraPair(pair.a[e], pair.b[e], pair.scale)
+                pairs[_expert(layer, e, name)] = LoraPair(pair.a[e], pair.b[e], pair.scale)
     tensors = {}
     for module, pair in pairs.items():
-        tensors[f"{_PREFIX}{module}.lora_A.weight"] = _own(pair.a)
-        tensors[f"{_PREFIX}{module}.lora_B.weight"] = _own(pair.b)
+        tensors[f"{_PREFIX}{stored(module)}.lora_A.weight"] = _own(pair.a)
+        tensors[f"{_PREFIX}{stored(module)}.lora_B.weight"] = _own(pair.b)
     return tensors
+
+
+def _expert(layer: int, expert: int, projection: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
 
 
 def _fused_keys(experts: dict[int, dict[str, LoraPair]]) -> Tensors:

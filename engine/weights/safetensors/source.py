@@ -55,7 +55,7 @@ class SafetensorsSource(WeightSource):
         return name in self._dense
 
     def experts(self, layer: int) -> ExpertStore:
-        if not self.config.is_sparse(layer):
+        if layer not in self.config.sparse_layers:
             raise KeyError(f"layer {layer} has no routed experts")
         if self._fused(layer):
             gate, up = split_gate_up(self._stored(_fused_name(layer, "gate_up")))
@@ -99,7 +99,8 @@ class SafetensorsSource(WeightSource):
         return _fused_name(layer, "gate_up") in self._weights
 
     def _check(self) -> None:
-        found = {n: Found(held.shape, held.type, held.path) for n, held in self._weights.items()}
+        """Names in errors are those of the files."""
+        found = {self._names[n]: Found(held.shape, held.type, held.path) for n, held in self._weights.items()}
         needed = {tensor.name: tensor.shape for tensor in self._dense.values()}
         for layer in self.config.sparse_layers:
             experts = self.config.num_experts
@@ -110,11 +111,10 @@ class SafetensorsSource(WeightSource):
                 shapes = {p: expert_shape(self.config, p) for p in _PROJECTIONS}
                 needed |= {_expert_name(layer, i, p): shapes[p] for i in range(experts) for p in _PROJECTIONS}
         for name, shape in needed.items():
-            require(name, shape, found, self.folder)
+            require(self._names.get(name, name), shape, found, self.folder)
         for layer in self.config.sparse_layers:
             self._check_types(layer, found)
-        extra = {n for n in found.keys() - needed.keys() if not _DERIVED.fullmatch(n)}
-        names = {self._names[name] for name in extra}
+        names = {self._names[n] for n in self._weights.keys() - needed.keys() if not _DERIVED.fullmatch(n)}
         refuse_extra(names - zero_biases(self._files, names), self.folder)
 
     def _check_types(self, layer: int, found: dict[str, Found]) -> None:
@@ -122,12 +122,13 @@ class SafetensorsSource(WeightSource):
         if self._fused(layer):
             return
         for projection in _PROJECTIONS:
-            first = found[_expert_name(layer, 0, projection)]
-            for index in range(1, self.config.num_experts):
-                other = found[_expert_name(layer, index, projection)]
+            names = [self._names[_expert_name(layer, i, projection)] for i in range(self.config.num_experts)]
+            first = found[names[0]]
+            for name in names[1:]:
+                other = found[name]
                 if other.type != first.type:
                     raise ModelFileError(
-                        f"{other.path}: tensor {_expert_name(layer, index, projection)} has type {other.type}, "
+                        f"{other.path}: tensor {name} has type {other.type}, "
                         f"expert 0 has {first.type}; the experts of a layer must be of one type",
                         "model",
                     )

@@ -8,6 +8,7 @@ from engine.architectures.base import Architecture
 from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
+from engine.architectures.names import StoredNames
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Dense, Router, SharedExpert, Sparse
 from engine.architectures.parts.rotation import Rotation
@@ -51,10 +52,12 @@ TOY = Architecture(
     read_hf=_read_hf,
     read_gguf=_read_gguf,
     lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS, *Dense.TARGETS, *SharedExpert.TARGETS[:3]),
-    stored_names=(
-        (r"^blocks\.(\d+)\.", r"model.layers.\1."),
-        (r"\.mix\.([qkvo])\b", r".self_attn.\1_proj"),
-        (r"\.mix\.([qk])_gain\b", r".self_attn.\1_norm"),
+    stored_names=StoredNames(
+        (
+            ("blocks.*", "model.layers.*"),
+            *((f"mix.{part}", f"self_attn.{part}_proj") for part in "qkvo"),
+            *((f"mix.{part}_gain", f"self_attn.{part}_norm") for part in "qk"),
+        )
     ),
     rules=Family(classes=named_after("Toy"), packages=("toy_family",)),
 )

@@ -24,7 +24,7 @@ from engine.lora.files.folder import (
     shown,
 )
 from engine.lora.files.formats.common import Reading, Stack, assemble, missing, require_rank
-from engine.lora.files.settings import ALPHAS, is_alpha, match_pattern, read_json
+from engine.lora.files.settings import ALPHAS, is_alpha, read_json
 
 _CHUNK = 1 << 20
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
@@ -128,7 +128,7 @@ def _stack(reading: Reading, projection: str, halves: Halves, alpha: float) -> S
 def _refuse_expert_patterns(reading: Reading) -> None:
     names = [f"model.layers.0.mlp.experts.0.{projection}_proj" for projection in PROJECTIONS]
     patterns = {**reading.settings.rank_pattern, **reading.settings.alpha_pattern}
-    hit = sorted({key for name in names if (key := match_pattern(patterns, name)) is not None})
+    hit = sorted({key for name in names if (key := reading.settings.match(patterns, name)) is not None})
     if hit:
         raise refusal(f"patterns that match experts, in an adapter with {FUSED_FILE} and no manifest", hit)
 

@@ -37,7 +37,7 @@ def _pair(reading: Reading, module: str, halves: Halves) -> LoraPair:
     try:
         sizes = linear_sizes(reading.config, module)
     except AdapterError as error:
-        raise AdapterError(str(error), [a.key, b.key]) from error
+        raise refusal(str(error), [a.key, b.key]) from error
     rank = check_pair(a, b, *sizes)
     reading.check_rank(rank, [a.key])
     expected, alpha = reading.settings.of(_pattern_name(reading, module))
@@ -48,8 +48,8 @@ def _pair(reading: Reading, module: str, halves: Halves) -> LoraPair:
 def _pattern_name(reading: Reading, module: str) -> str:
     """PEFT matches patterns with a parameter's name where the parameter was targeted, as newer routers are."""
     parameter = f"{module}.weight"
-    targets = reading.settings.target_parameters
-    return parameter if any(f".{parameter}".endswith(f".{target}") for target in targets) else module
+    targets, names = reading.settings.target_parameters, reading.settings.names(parameter)
+    return parameter if any(f".{name}".endswith(f".{target}") for name in names for target in targets) else module
 
 
 def _extra_layer(hidden: int, mlps: dict[int, dict[str, Entry]]) -> list[ExtraMlp]:
