@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
@@ -20,7 +20,7 @@ from training.config import TrainConfig
 from training.data import Dataset, PackedDataset, build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
-from training.layer import lora_config
+from training.layer import lora_config, with_lora
 from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.meter import Meter, make_meter
 from training.loop.progress import Progress, StopOnSignal, draw_curve
@@ -199,7 +199,7 @@ def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Da
         PackingCollator(PAD, attention, _dtype(config)) if isinstance(rows, PackedDataset) else PaddingCollator(PAD)
     )
     arguments = on_one_gpu(TrainingArguments(**common_arguments(config, device)))
-    return Run(get_peft_model(base, lora), arguments, data_collator=collator, **data)
+    return Run(with_lora(base, lora), arguments, data_collator=collator, **data)
 
 
 def _dtype(config: TrainConfig) -> torch.dtype:

@@ -53,7 +53,8 @@ class ExpertLora(nn.Module):
 
     def place(self, device: torch.device) -> None:
         for parameter in self.parameters():
-            parameter.data = parameter.data.to(device)
+            if not parameter.is_meta:  # values are still to be read
+                parameter.data = parameter.data.to(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertLora:
         """The matrices stay where `place` has put them, and float32: trainers send whole models to one device."""
@@ -116,9 +117,10 @@ class TrainableExperts(ABC):
         if missing := set(slots.tolist()) - {0, *loras}:
             raise ValueError(f"slots: {min(missing)} has no LoRA; allowed are 0 and {sorted(loras)}")
         for slot, lora in loras.items():
-            self._check_lora(slot, lora)
+            self.check_lora(slot, lora)
 
-    def _check_lora(self, slot: int, lora: ExpertLora) -> None:
+    def check_lora(self, slot: int, lora: ExpertLora) -> None:
+        """ValueError if it does not fit these experts."""
         if not 1 <= slot <= 65535:
             raise ValueError(f"slot: {slot}; allowed for a LoRA are 1 to 65535")
         e, r, h, i = self.num_experts, lora.rank, self.hidden_size, self.intermediate_size

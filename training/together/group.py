@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, set_seed
 
@@ -24,7 +24,7 @@ from training.config import TrainConfig
 from training.data import IGNORED, Dataset, PackedDataset
 from training.data.build import Item
 from training.data.collate import PackingCollator, PaddingCollator
-from training.layer import RowsLinear, lora_config
+from training.layer import RowsLinear, lora_config, with_lora
 from training.loop.meter import Meter
 from training.loop.progress import StopOnSignal
 from training.loop.resume import STATE, TrainingError, check_identity, seal, written
@@ -187,7 +187,7 @@ def _with_adapters(config: TrainConfig, base: PreTrainedModel) -> PeftModel:
     ]
     rows = batch_rows(base)
     set_seed(config.seed)
-    model = get_peft_model(base, configs[0], adapter_name=_key(0))
+    model = with_lora(base, configs[0], _key(0))
     for i, each in enumerate(configs[1:], 1):
         set_seed(config.seed)
         model.add_adapter(_key(i), each)
