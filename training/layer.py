@@ -236,7 +236,8 @@ def _stack_experts(layer: ExpertsLoraLayer, state: dict[str, torch.Tensor], pref
             place = layer.adapter_of(name), f"{projection}_lora_{half.lower()}"
             found.setdefault(place, {})[int(expert)] = state.pop(key)
     for (adapter, name), experts in found.items():
-        stacked = layer.lora(adapter).get_parameter(name).detach().to("cpu", torch.float32, copy=True)
+        held = layer.lora(adapter).get_parameter(name).detach()
+        stacked = torch.zeros(held.shape) if held.is_meta else held.to("cpu", torch.float32, copy=True)
         for expert, value in experts.items():
             if expert >= len(stacked) or value.shape != stacked.shape[1:]:
                 wanted = f"{len(stacked)} experts of {tuple(stacked.shape[1:])}"

@@ -22,6 +22,7 @@ from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
 from training.layer import lora_config, with_lora
 from training.loop.arguments import common_arguments, on_one_gpu
+from training.loop.load import load_adapter, started
 from training.loop.meter import Meter, make_meter
 from training.loop.progress import Progress, StopOnSignal, draw_curve
 from training.loop.resume import NO_CHECKPOINT, STATE, EarlyStop, TrainingError, check_identity, identity, opened
@@ -47,6 +48,7 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     output, stop = config.output, stop or StopOnSignal()
     checkpoint = _begin(config, output)
     record = {} if checkpoint is None else opened(checkpoint)
+    config, begun = started(config)
     plan_training(config).check(config.force_memory_plan)
     if config.adapters:
         return _train_together(config, checkpoint, stop)
@@ -61,6 +63,9 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     trainer = _trainer(config, load_base(config), rows, held)
     trainer.remove_callback(PrinterCallback)
     trainer.about, trainer.meter = about, _meter(config, trainer.model)
+    if begun is not None:
+        load_adapter(trainer.model, begun)
+        print(f"goes on with {begun.path}: rank {config.lora_rank}, alpha {config.lora_alpha:g}", flush=True)
     if checkpoint is not None:
         trainer.go_on(record["unlogged"])  # before the log is cut to the checkpoint's steps
     trainer.add_callback(Progress(output, trainer.meter))

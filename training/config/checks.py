@@ -120,6 +120,7 @@ ALONE: Mapping[str, object] = {
     "eval_dataset": (),
     "val_size": 0.0,
     "early_stopping_steps": None,
+    "adapter_name_or_path": None,
 }
 
 

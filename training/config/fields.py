@@ -112,6 +112,12 @@ class TrainConfig:
         0.0, "probability that a preference is the wrong way round; with pref_loss sigmoid", "Method",
         limits=(0.0, 0.499),
     )  # fmt: skip
+    adapter_name_or_path: str | None = setting(
+        None,
+        "folder of a finished adapter, in any form that is served, which training goes on with: its rank, scale and "
+        "targets are taken, whatever lora_rank, lora_alpha and lora_target say",
+        "Method",
+    )
     adapters: tuple[TrainConfig, ...] = setting(
         (),
         "several adapters, trained in one batch over one pass of the base weights: a list of mappings with `name` and "
@@ -242,4 +248,7 @@ class TrainConfig:
 
 KT_FIELDS = tuple(f.name for f in fields(TrainConfig) if f.name.startswith("kt_"))
 PER_ADAPTER = tuple(f.name for f in fields(TrainConfig) if f.metadata["per_adapter"])
-PATHS = ("model_name_or_path", "kt_weight_path", "dataset_dir", "output_dir", "resume_from_checkpoint", "template")
+PATHS = (
+    "model_name_or_path", "kt_weight_path", "adapter_name_or_path", "dataset_dir", "output_dir",
+    "resume_from_checkpoint", "template",
+)  # fmt: skip

@@ -72,7 +72,7 @@ REFUSED: Mapping[str, str] = {
     "additional_target": _FROZEN,
     "modules_to_save": _FROZEN,
     "freeze_trainable_layers": _FROZEN,
-    "adapter_name_or_path": "training begins with a new adapter; resume_from_checkpoint goes on with one",
+    "create_new_adapter": "an adapter is never merged into the base: leave it out to go on with adapter_name_or_path",
     "ref_model": "the reference is the same frozen base without the adapter: leave it out",
     "reward_model": "stage is sft or dpo: leave it out",
     "deepspeed": _ONE_PROCESS,
