@@ -54,6 +54,7 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
         return _train_together(config, checkpoint, stop)
     rows, held = build_datasets(config, load_tokenizer(config))
     about = identity(config, rows)
+    _check_reporters(config)
     if checkpoint is not None:
         if "run" not in record:
             message = "is a checkpoint of several adapters: resume with the `adapters` that it is of"
@@ -185,6 +186,13 @@ def _begin(config: TrainConfig, output: Path) -> Path | None:
             "output_dir",
         )
     return None
+
+
+def _check_reporters(config: TrainConfig) -> None:
+    """UserError for a package that `report_to` needs."""
+    for name in config.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name} needs the package {name}: pip install {name}", "report_to")
 
 
 def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Dataset | None) -> Run:

@@ -7,6 +7,7 @@ missing, or None, has the default that a file's has; what is outside its limits,
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from training.config import ConfigError, TrainConfig
 from training.config.load import read_values
 from training.experts.base import TrainableExperts
 from training.experts.native import trainable_layers
-from training.kernels import expert_maker, packing, worker_pool
+from training.kernels import expert_maker, packing, threads_note, worker_pool
 from training.kt.errors import KTAMXConfigError, KTAMXModelNotSupportedError, KTAMXNotAvailableError
 from training.kt.families import Family, family_of, get_moe_arch_config
 from training.kt.wrapper import LoraSize, MOELayerWrapper
@@ -32,6 +33,7 @@ from training.model import load_model, mark_packed
 if TYPE_CHECKING:
     from native import _native
 
+_log = logging.getLogger("training.kt")
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _OF_MODEL = (
     "model_name_or_path", "bf16", "kt_backend", "kt_num_threads", "kt_tp_enabled", "kt_cpu_activation",
@@ -44,6 +46,8 @@ _OURS = ("qwen3_moe", "qwen2_moe")  # read into their packed form, from a folder
 def init_cpu_infer(model_args: Any = None) -> _native.WorkerPool:
     """The threads that compute experts. KTAMXConfigError, KTAMXNotAvailableError."""
     settings = _settings(model_args)
+    if (lowered := threads_note(settings.kt_num_threads)) is not None:
+        _log.warning("%s", lowered)
     try:
         return worker_pool(settings.kt_num_threads, per_node=settings.kt_tp_enabled)
     except ImportError as error:

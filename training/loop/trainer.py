@@ -79,7 +79,8 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
                 super()._save_checkpoint(model, trial)
                 self._name_best(output)
                 self.state.save_to_json(str(stage / name / STATE))
-                seal(stage / name, {"run": dict(self.about), "unlogged": self.unlogged()})
+                about = {"run": dict(self.about), "unlogged": self.unlogged(), "resumes": not self.args.save_only_model}
+                seal(stage / name, about)
                 sync_tree(stage)
                 remove_folder(output / name)
                 (stage / name).replace(output / name)
