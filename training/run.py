@@ -24,6 +24,7 @@ from training.layer import lora_config, with_lora
 from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.load import load_adapter, started
 from training.loop.meter import Meter, make_meter
+from training.loop.output import output_folder
 from training.loop.progress import Progress, StopOnSignal, draw_curve
 from training.loop.resume import NO_CHECKPOINT, STATE, EarlyStop, TrainingError, check_identity, identity, opened
 from training.loop.save import save_adapter
@@ -45,7 +46,12 @@ class Outcome:
 def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     """Trains what `config` describes and writes the adapter into its `output_dir`. UserError (TrainingError) says what
     to change; checkpoints written before are whole."""
-    output, stop = config.output, stop or StopOnSignal()
+    with output_folder(config.output):
+        return _train(config, stop or StopOnSignal())
+
+
+def _train(config: TrainConfig, stop: StopOnSignal) -> Outcome:
+    output = config.output
     checkpoint = _begin(config, output)
     record = {} if checkpoint is None else opened(checkpoint)
     config, begun = started(config)
@@ -166,13 +172,9 @@ def expert_type(config: TrainConfig) -> torch.dtype | None:
 
 
 def _begin(config: TrainConfig, output: Path) -> Path | None:
-    """Makes the output folder; the checkpoint to resume from, if one is asked for."""
+    """The checkpoint to resume from, if one is asked for."""
     resume = config.resume_from_checkpoint
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        held = sorted(name for name in os.listdir(output) if not name.startswith("."))
-    except OSError as error:
-        raise UserError(f"output_dir {output}: {error.strerror}", "output_dir") from error
+    held = sorted(name for name in os.listdir(output) if not name.startswith("."))
     if resume:
         found = checkpoints(output)
         if resume != "true":
