@@ -55,7 +55,8 @@ def _run(config: TrainConfig, url: str | None, key: str | None) -> int:
     """Imports torch: by now the settings are known to be good."""
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY"):
         os.environ[name] = "1"  # TRL and accelerate would report their use
-    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's own calls
+    # Calls that peft, TRL and transformers make among themselves.
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
     from training.loop.progress import StopOnSignal
     from training.publish import check_publish, publish
     from training.run import train

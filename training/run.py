@@ -25,7 +25,7 @@ from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.load import load_adapter, started
 from training.loop.meter import Meter, make_meter
 from training.loop.output import output_folder
-from training.loop.progress import Progress, StopOnSignal, draw_curve
+from training.loop.progress import Progress, StopOnSignal, draw_curve, last_loss
 from training.loop.resume import NO_CHECKPOINT, STATE, EarlyStop, TrainingError, check_identity, identity, opened
 from training.loop.save import save_adapter
 from training.loop.trainer import PAD, Run, checkpoints, remove_folder, remove_leftovers
@@ -75,7 +75,8 @@ def _train(config: TrainConfig, stop: StopOnSignal) -> Outcome:
         print(f"goes on with {begun.path}: rank {config.lora_rank}, alpha {config.lora_alpha:g}", flush=True)
     if checkpoint is not None:
         trainer.go_on(record["unlogged"])  # before the log is cut to the checkpoint's steps
-    trainer.add_callback(Progress(output, trainer.meter))
+    vocabulary = trainer.model.config.vocab_size if config.stage == "sft" else None
+    trainer.add_callback(Progress(output, trainer.meter, vocabulary=vocabulary))
     trainer.add_callback(stop)
     if config.early_stopping_steps:
         trainer.add_callback(EarlyStop(config.early_stopping_steps))
@@ -141,7 +142,8 @@ def _write(config: TrainConfig, model: PeftModel, folder: Path, adapter: str = "
     """The adapter's files and its curve. `adapter`: its name within the model."""
     base, form = config.model_name_or_path, config.adapter_format
     save_adapter(model, folder, form, adapter=adapter, base=base, experts=expert_type(config))
-    print(f"adapter written: {folder}", flush=True)
+    loss = last_loss(folder)
+    print(f"adapter written: {folder}{'' if loss is None else f'; last loss {loss:.4g}'}", flush=True)
     if config.plot_loss:
         try:
             draw_curve(folder)

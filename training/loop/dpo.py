@@ -26,7 +26,7 @@ def make_trainer(
 ) -> PairTrainer:
     """TRL itself puts the adapter on: one that is there already it would copy as the reference."""
     words = tokenizers.Tokenizer(WordLevel({"<pad>": PAD}, unk_token="<pad>"))  # TRL asks it for the padding alone
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
     data = {name: None if rows is None else _dataset(rows) for name, rows in data.items()}
     with unwarned():
         return PairTrainer(

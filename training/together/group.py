@@ -45,7 +45,7 @@ class Group:
         self.rows = batch_rows(base)
         keys = [_key(i) for i in range(len(config.adapters))]
         self.members = [
-            Member(run, rows, key, _parameters(self.model, key), meter)
+            Member(run, rows, key, _parameters(self.model, key), meter, base.config.vocab_size)
             for run, rows, key in zip(config.adapters, data, keys, strict=True)
         ]
         packed = isinstance(data[0], PackedDataset)

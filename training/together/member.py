@@ -24,10 +24,16 @@ class Member:
     """Steps, learning rate and losses are those of a run of `config` alone."""
 
     def __init__(
-        self, config: TrainConfig, rows: Dataset, key: str, parameters: dict[str, nn.Parameter], meter: Meter
+        self,
+        config: TrainConfig,
+        rows: Dataset,
+        key: str,
+        parameters: dict[str, nn.Parameter],
+        meter: Meter,
+        vocabulary: int,
     ) -> None:
         """`key`: the adapter's name within the model; `parameters`: all that is trained of it, by name; `meter`: of all
-        adapters together."""
+        adapters together; `vocabulary`: of the model."""
         self.config, self.key, self.rows, self.parameters = config, key, rows, parameters
         self.output = config.output / config.adapter_name
         self.about = identity(config, rows)
@@ -46,7 +52,7 @@ class Member:
         warm = config.warmup_steps or math.ceil(most * config.warmup_ratio)
         self.schedule: Any = get_scheduler(config.lr_scheduler_type, self.optimizer, warm, most)
         self._sampler = ShuffledSampler(len(rows), config.order_seed)
-        self._progress = Progress(self.output, meter, config.adapter_name)
+        self._progress = Progress(self.output, meter, config.adapter_name, vocabulary)
         self._losses: list[float] = []
         self.total = 0.0  # of all steps' losses
 
@@ -90,7 +96,8 @@ class Member:
         state.epoch = self._sampler.state_dict()["samples"] / len(self.rows)
         self.total += loss
         self._losses.append(loss)
-        if state.global_step % self.config.logging_steps == 0:
+        first = self.config.logging_first_step and state.global_step == 1
+        if first or state.global_step % self.config.logging_steps == 0 or not self.left:
             mean = sum(self._losses) / len(self._losses)
             self._losses.clear()
             self._progress.on_log(None, state, None, {"loss": mean, "grad_norm": norm, "learning_rate": rate})
