@@ -76,6 +76,9 @@ class RoutedExperts(nn.Module):
             ids = ids.masked_fill(~mask[:, None], -1)
         if self.rows.parts and loras:  # an adapter without rows has no gradients either
             loras = {slot: loras[slot] for slot, count in enumerate(self.rows.parts, 1) if count}
+        if torch.is_grad_enabled():
+            for slot, lora in (loras or {}).items():
+                lora.note(ids[(slots == slot).to(ids.device)] if self.rows.parts else ids)
         device = self.experts.device(len(hidden))
         x, ids, weights = (moved(tensor, device) for tensor in (hidden, ids, weights.float()))
         return moved(self.experts.forward(x, ids, weights, slots, loras or {}), hidden.device)

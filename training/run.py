@@ -70,6 +70,7 @@ def _train(config: TrainConfig, stop: StopOnSignal) -> Outcome:
     trainer = _trainer(config, load_base(config), rows, held)
     trainer.remove_callback(PrinterCallback)
     trainer.about, trainer.meter = about, _meter(config, trainer.model)
+    trainer.skips_idle_experts = config.idle_experts == "skip"
     if begun is not None:
         load_adapter(trainer.model, begun)
         print(f"goes on with {begun.path}: rank {config.lora_rank}, alpha {config.lora_alpha:g}", flush=True)

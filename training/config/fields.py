@@ -192,6 +192,14 @@ class TrainConfig:
     adam_beta1: float = setting(0.9, "AdamW's", "Training", limits=(0.0, 0.999999))
     adam_beta2: float = setting(0.999, "AdamW's", "Training", limits=(0.0, 0.999999))
     adam_epsilon: float = setting(1e-8, "AdamW's", "Training", limits=(1e-16, 1.0))
+    idle_experts: str = setting(
+        "step",
+        "experts that no row of a step has gone through: their LoRA has a gradient of zeros, so that AdamW decays it "
+        "and moves it by its moments, as stacked experts have it (step), or it is left alone, as that of experts with "
+        "parameters of their own (skip)",
+        "Training",
+        choices=("step", "skip"),
+    )
     max_grad_norm: float = setting(
         1.0, "gradients of attention and experts together are clipped to this norm; 0: never", "Training",
         limits=(0.0, 1e9),

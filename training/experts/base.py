@@ -34,6 +34,7 @@ class ExpertLora(nn.Module):
         if rank < 1:
             raise ValueError(f"rank: {rank}; at least 1")
         self.scaling = scaling
+        self.chosen: torch.Tensor | None = None  # bool [E]: experts with rows since it was cleared; None: not recorded
         sizes = {"gate": (hidden, intermediate), "up": (hidden, intermediate), "down": (intermediate, hidden)}
         for name, (size_in, size_out) in sizes.items():
             bound = 1 / math.sqrt(size_in)
@@ -50,6 +51,11 @@ class ExpertLora(nn.Module):
         """A of gate, up, down, then B of gate, up, down."""
         a = (self.gate_lora_a, self.up_lora_a, self.down_lora_a)
         return (*a, self.gate_lora_b, self.up_lora_b, self.down_lora_b)
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Rows go through experts `ids`, of any shape, -1: none."""
+        if self.chosen is not None:
+            self.chosen[ids[ids >= 0].cpu()] = True
 
     def place(self, device: torch.device) -> None:
         for parameter in self.parameters():

@@ -26,6 +26,7 @@ from training.data.build import Item
 from training.data.collate import PackingCollator, PaddingCollator
 from training.layer import RowsLinear, lora_config, with_lora
 from training.loop.meter import Meter
+from training.loop.optimizer import expert_loras
 from training.loop.progress import StopOnSignal
 from training.loop.resume import STATE, TrainingError, check_identity, seal, written
 from training.loop.trainer import PAD, check_loss, checkpoints, remove_folder, sync_tree
@@ -45,7 +46,15 @@ class Group:
         self.rows = batch_rows(base)
         keys = [_key(i) for i in range(len(config.adapters))]
         self.members = [
-            Member(run, rows, key, _parameters(self.model, key), meter, base.config.vocab_size)
+            Member(
+                run,
+                rows,
+                key,
+                _parameters(self.model, key),
+                expert_loras(self.model, key),
+                meter,
+                base.config.vocab_size,
+            )
             for run, rows, key in zip(config.adapters, data, keys, strict=True)
         ]
         packed = isinstance(data[0], PackedDataset)
