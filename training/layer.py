@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from engine.errors import UserError
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.experts.base import ExpertLora, TrainableExperts
-from training.experts.crossing import moved
+from training.experts.transfer import moved
 
 PROJECTIONS = ("gate", "up", "down")
 _EXPERT_KEY = re.compile(r"(\d+)\.(gate|up|down)_proj\.lora_([AB])(?:\.([^.]+))?\.weight")

@@ -31,7 +31,7 @@ from training.loop.save import save_adapter
 from training.loop.trainer import PAD, Run, checkpoints, remove_folder, remove_leftovers
 from training.memory.plan import plan_training
 from training.model import load_model, routed_experts
-from training.together.group import Group
+from training.multi_lora.group import Group
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _train(config: TrainConfig, stop: StopOnSignal) -> Outcome:
     config, begun = started(config)
     plan_training(config).check(config.force_memory_plan)
     if config.adapters:
-        return _train_together(config, checkpoint, stop)
+        return _train_multi_lora(config, checkpoint, stop)
     rows, held = build_datasets(config, load_tokenizer(config))
     about = identity(config, rows)
     _check_reporters(config)
@@ -96,7 +96,7 @@ def _train(config: TrainConfig, stop: StopOnSignal) -> Outcome:
     return Outcome({config.adapter_name: output}, False, result.training_loss)
 
 
-def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSignal) -> Outcome:
+def _train_multi_lora(config: TrainConfig, checkpoint: Path | None, stop: StopOnSignal) -> Outcome:
     """The adapters of `config.adapters` in one batch; each into output_dir/NAME. The outcome's loss is their mean."""
     tokenizer = load_tokenizer(config)
     data = [build_datasets(run, tokenizer)[0] for run in config.adapters]

@@ -1,9 +1,14 @@
-"""Several adapters in one batch: a step of each is a part of one forward and backward pass.
+"""Multi-LoRA training: a step of each of several adapters is a part of one forward and backward pass.
 
 micro-batch     rows of adapter 1 | rows of adapter 2 | ...     padded to the longest
 forward         base once over all; LoRA of each on its own rows, in attention (RowsLinear) and experts (slots)
 loss            of each over its own targets; the sum has each adapter's own gradients
 step            of each: clip, AdamW, schedule. One that has done its steps leaves the batch
+
+The loop is not transformers' Trainer's: that has one optimiser, schedule, epoch, number of steps, sampler, loss and
+log, and here each adapter has its own. Micro-batches of a step differ in number where an epoch ends. A loop below
+Trainer would have to replace its batches, loss, clipping, step, log, checkpoint and end. What both loops do is shared:
+parts of checkpoints (`loop.resume`, `loop.trainer`), clipping, optimiser, log.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from training.loop.progress import StopOnSignal
 from training.loop.resume import STATE, TrainingError, check_identity, seal, written
 from training.loop.trainer import PAD, check_loss, checkpoints, remove_folder, sync_tree
 from training.model import batch_rows, checkpoint_layers
-from training.together.member import Member
+from training.multi_lora.member import Member
 
 _MEMBERS = "members.pt"
 _STAGE = ".partial"
