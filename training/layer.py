@@ -104,7 +104,7 @@ class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has 
         self._projections: dict[str, tuple[str, ...]] = {}
         self._unclaimed: str | None = None
         self._added = ""
-        self.register_load_state_dict_pre_hook(_stack_experts)
+        self.register_load_state_dict_pre_hook(_stack_experts)  # type: ignore[no-untyped-call]
         if own_adapter is not None:
             name, rank, alpha = own_adapter
             self._add(name, rank, alpha, PROJECTIONS)
@@ -153,8 +153,9 @@ class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has 
         old, self._unclaimed = self._unclaimed, None
         if old is None or old == adapter:
             return
-        for held in (self.r, self.lora_alpha, self.scaling, self._projections, self.lora_experts):
-            held[adapter] = held.pop(old)  # type: ignore[index, attr-defined]
+        by_name: tuple[Any, ...] = (self.r, self.lora_alpha, self.scaling, self._projections, self.lora_experts)
+        for held in by_name:
+            held[adapter] = held.pop(old)
         self._added = adapter
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
@@ -211,7 +212,7 @@ class ExpertProjection(nn.Module, LoraLayer):  # type: ignore[misc]
     def __init__(self, layer: ExpertsLoraLayer, projection: str) -> None:
         nn.Module.__init__(self)
         LoraLayer.__init__(self, nn.Identity())
-        vars(self)["layer"] = layer  # no child: its parameters have one name
+        object.__setattr__(self, "layer", layer)  # no child: its parameters have one name
         self.projection = projection
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[None, None]:

@@ -131,7 +131,7 @@ class MOELayerWrapper(nn.Module):
         place_experts(self, KernelExperts(experts, sizes, rows), (_ADAPTER, lora.rank, lora.alpha))
         if not hasattr(self, "shared_experts"):
             own["shared_experts"] = getattr(original_moe, "shared_expert", None)  # no child: it has a name already
-        original_moe.register_module(moe_config.experts_attr, self.experts)
+        original_moe.register_module(moe_config.experts_attr, self._layer)
         own["original_moe"] = original_moe
         self.train(original_moe.training)
 

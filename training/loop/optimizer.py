@@ -34,7 +34,7 @@ class SkippingAdamW(torch.optim.AdamW):
             lora.chosen = torch.zeros(len(lora.gate_lora_a), dtype=torch.bool)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """One step of all parameters that have a gradient; of experts' matrices, of those that were chosen since the
         last one."""
         held = [

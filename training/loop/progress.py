@@ -110,8 +110,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
 def diverged(record: dict[str, Any], vocabulary: int) -> bool:
     """Whether a record is of a model whose numbers have overflowed to where every token is as likely as any other."""
-    guessing = math.log(vocabulary)
-    return record.get("loss", 0.0) > 0.98 * guessing and record.get("grad_norm", 1.0) < 1e-9
+    loss, norm = float(record.get("loss", 0.0)), float(record.get("grad_norm", 1.0))
+    return loss > 0.98 * math.log(vocabulary) and norm < 1e-9
 
 
 def last_loss(output: Path) -> float | None:
