@@ -17,6 +17,8 @@ from tests.training.models import draw_b, losses, ours, reference
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.layer import ExpertsLoraLayer, lora_config, with_lora
 from training.loop.save import save_adapter
+from training.loop.trainer import checkpoints
+from training.memory.main import main as plan
 from training.model import load_model
 from training.run import train
 
@@ -90,3 +92,26 @@ def test_a_run_goes_on_with_an_adapter(config, form, tmp_path):
 def test_an_adapter_that_is_none_is_refused(config):
     with pytest.raises(UserError, match="nowhere"):
         train(replace(config, adapter_name_or_path="/nowhere"))
+
+
+def test_a_plan_is_that_of_the_adapters_rank(config, capsys, tmp_path):
+    folder = train(replace(config, save_strategy="no", max_steps=1, lora_rank=7)).folders["default"]
+    (tmp_path / "c.yaml").write_text(
+        f"model_name_or_path: {config.model_name_or_path}\ndataset: {config.dataset[0]}\noutput_dir: {tmp_path}\n"
+        "device: cpu\n"
+    )
+    plans = []
+    for override in ("lora_rank=7", f"adapter_name_or_path={folder}", "lora_rank=200"):
+        capsys.readouterr()
+        assert plan([str(tmp_path / "c.yaml"), override]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_a_checkpoint_of_the_model_alone_is_no_place_to_resume(config):
+    config = replace(config, save_only_model=True, max_steps=2, save_steps=1)
+    train(config)
+    checkpoint = checkpoints(config.output)[-1]
+    assert not (checkpoint / "optimizer.pt").exists()
+    with pytest.raises(UserError, match="has no state of the optimiser"):
+        train(replace(config, resume_from_checkpoint="true", max_steps=3))

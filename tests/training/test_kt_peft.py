@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -137,3 +138,34 @@ def test_several_adapters_have_experts_of_their_own_once_named(folder):
     assert not any(p.requires_grad for p in get_kt_lora_params(model))
     model.set_adapter("default")
     assert all(p.requires_grad for p in get_kt_lora_params(model))
+
+
+def test_trainer_resumes_from_its_checkpoint(folder, tmp_path):
+    """Three steps in one go, and two of them in another process's place."""
+    rows = [{"input_ids": IDS[i % 2], "labels": IDS[i % 2]} for i in range(6)]
+    found = []
+    for steps in ([3], [2, 3]):
+        out = tmp_path / str(len(steps))
+        for i, last in enumerate(steps):
+            torch.manual_seed(0)
+            model = adapted(folder)
+            arguments = TrainingArguments(
+                output_dir=str(out), max_steps=last, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+                learning_rate=1e-2, lr_scheduler_type="constant", per_device_train_batch_size=2,
+            )  # fmt: skip
+            Trainer(model, arguments, train_dataset=rows).train(resume_from_checkpoint=i > 0)
+        found.append([parameter.detach() for parameter in get_kt_lora_params(model)])
+    assert any(matrix.any() for matrix in found[0][1::2])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_without_peft_is_saved_whole_with_its_experts(folder, tmp_path):
+    model = draw_b(loaded(folder))
+    model.save_pretrained(tmp_path / "whole")
+    again = loaded(folder)
+    load_moe_lora_from_adapter(again, _saved("save_adapter", model, tmp_path / "out"))
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    names = load_file(tmp_path / "whole" / "model.safetensors")
+    assert sum("lora_experts.default." in name for name in names) == len(get_kt_lora_params(model))
