@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -169,3 +169,32 @@ def test_a_model_without_peft_is_saved_whole_with_its_experts(folder, tmp_path):
         torch.testing.assert_close(again(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
     names = load_file(tmp_path / "whole" / "model.safetensors")
     assert sum("lora_experts.default." in name for name in names) == len(get_kt_lora_params(model))
+
+
+@torch.no_grad()
+def test_peft_loads_an_adapter_of_another_rank_than_the_experts_began_with(folder, tmp_path):
+    model = draw_b(adapted(folder)).eval()
+    save_adapter(model, tmp_path / "out")
+    again = PeftModel.from_pretrained(loaded(folder, lora_rank=5, lora_alpha=1.0), tmp_path / "out", is_trainable=True)
+    assert all(wrapper.lora.rank == 3 for wrapper in again._kt_wrappers)
+    torch.testing.assert_close(again.eval()(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", ["mlp.original_moe", "block_sparse_moe"])
+def test_ktransformers_own_adapters_are_read(folder, block, tmp_path):
+    """Their keys, with the names that Mixtral's experts had in transformers 4 below the second."""
+    model = draw_b(loaded(folder))
+    save_adapter(model, tmp_path / "out")
+    path = tmp_path / "out" / "adapter_model.safetensors"
+    older = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if block == "block_sparse_moe" else {}
+    tensors = {}
+    for key, tensor in load_file(path).items():
+        key = key.replace("mlp.experts", f"{block}.experts")
+        for name, old in older.items():
+            key = key.replace(name, old)
+        tensors[key] = tensor
+    save_file(tensors, path)
+    again = loaded(folder)
+    load_moe_lora_from_adapter(again, tmp_path / "out")
+    for got, want in zip(get_kt_lora_params(again), get_kt_lora_params(model), strict=True):
+        torch.testing.assert_close(got, want)
