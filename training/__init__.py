@@ -11,6 +11,9 @@ from typing import Any
 
 _PLACES = {
     "load_kt_model": "model", "init_cpu_infer": "model", "wrap_moe_layers_with_amx": "model",
+    "get_moe_arch_config": "families", "MOEArchConfig": "families",
+    "get_kt_lora_params": "adapters", "update_kt_lora_pointers": "adapters",
+    "load_moe_lora_from_adapter": "adapters", "save_moe_lora_to_adapter": "adapters",
     "MOELayerWrapper": "wrapper", "MOEAMXFunction": "wrapper",
     "KTAMXError": "errors", "KTAMXNotAvailableError": "errors", "KTAMXModelNotSupportedError": "errors",
     "KTAMXConfigError": "errors", "KTAMXForwardError": "errors", "KTAMXBackwardError": "errors",

@@ -43,7 +43,8 @@ def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None,
         )
         for layer in source.config.sparse_layers:
             backend.load_layer(layer, source.experts(layer))
-        lines = [_line(backend, source)]
+        lowered = threads_note(config.kt_num_threads)
+        lines = [*([] if lowered is None else [lowered]), _line(backend, source)]
         keep = config.kt_cpu_activation == "retain"
         layers: Mapping[int, TrainableExperts] = trainable_layers(
             backend, source.config, keep=keep, locked=device != "cpu"
@@ -83,15 +84,24 @@ def packing(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def worker_pool(threads: int | None = None, *, per_node: bool = True) -> _native.WorkerPool:
     """The threads that compute the experts. `per_node`: in a group per NUMA node, each of which holds and computes a
-    part of every expert; else all of them compute all. UserError for more threads than make sense here."""
-    most = 4 * len(os.sched_getaffinity(0))
-    if threads is not None and not 1 <= threads <= most:
-        raise UserError(f"kt_num_threads is {threads}: 1 to {most} on this machine", "kt_num_threads")
+    part of every expert; else all of them compute all."""
+    threads = usable_threads(threads)
     if per_node:
         return make_pool(threads)
     from native import _native
 
     return _native.WorkerPool([list(chain.from_iterable(pool_groups(threads)))])
+
+
+def usable_threads(wanted: int | None) -> int | None:
+    """`kt_num_threads` on this machine: no more than its CPUs, since threads that share one wait for each other."""
+    return None if wanted is None else min(wanted, len(os.sched_getaffinity(0)))
+
+
+def threads_note(wanted: int | None) -> str | None:
+    """A line for the user where fewer threads are used than are wanted."""
+    used = usable_threads(wanted)
+    return None if used == wanted else f"kt_num_threads: {wanted} is lowered to {used}, the CPUs of this machine"
 
 
 def check_backend(config: TrainConfig, source: WeightSource) -> None:

@@ -1,28 +1,34 @@
 """Routed experts as a module of transformers' model, and their LoRA as a layer of PEFT's.
 
 `RoutedExperts` stands where a model has `mlp.experts`: no parameters, the weights are the kernels' packed ones.
-`get_peft_model(model, ExpertLoraConfig(...))` puts an `ExpertsLoraLayer` around each, as it puts its own layers around
-attention's projections; optimisers, clipping, checkpoints and `disable_adapter` then treat both alike.
+Around each is an `ExpertsLoraLayer`, which takes adapters as PEFT's own layers around attention's projections do:
+`get_peft_model` and `PeftModel.from_pretrained` reach it by the projections' names (`ExpertProjection`). Optimisers,
+clipping, checkpoints and `disable_adapter` then treat both alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.errors import UserError
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.experts.base import ExpertLora, TrainableExperts
-from training.experts.crossing import moved
+from training.experts.transfer import moved
 
 PROJECTIONS = ("gate", "up", "down")
+_EXPERT_KEY = re.compile(r"(\d+)\.(gate|up|down)_proj\.lora_([AB])(?:\.([^.]+))?\.weight")
 
 
 @dataclass
@@ -70,13 +76,20 @@ class RoutedExperts(nn.Module):
             ids = ids.masked_fill(~mask[:, None], -1)
         if self.rows.parts and loras:  # an adapter without rows has no gradients either
             loras = {slot: loras[slot] for slot, count in enumerate(self.rows.parts, 1) if count}
+        if torch.is_grad_enabled():
+            for slot, lora in (loras or {}).items():
+                lora.note(ids[(slots == slot).to(ids.device)] if self.rows.parts else ids)
         device = self.experts.device(len(hidden))
         x, ids, weights = (moved(tensor, device) for tensor in (hidden, ids, weights.float()))
         return moved(self.experts.forward(x, ids, weights, slots, loras or {}), hidden.device)
 
 
 class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has no types
-    """`RoutedExperts` with the LoRA of any number of adapters."""
+    """`RoutedExperts` with the LoRA of any number of adapters, none at first.
+
+    `own_adapter`: name, rank and alpha of one that is there before PEFT adds any, as KTransformers' calls have it: the
+    first adapter of PEFT's is then this one, under PEFT's name.
+    """
 
     adapter_layer_names = ("lora_experts",)
     base_layer: RoutedExperts
@@ -84,31 +97,77 @@ class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has 
     lora_alpha: dict[str, float]
     scaling: dict[str, float]
 
-    def __init__(self, base_layer: RoutedExperts, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
+    def __init__(self, base_layer: RoutedExperts, own_adapter: tuple[str, int, float] | None = None) -> None:
         nn.Module.__init__(self)
         LoraLayer.__init__(self, base_layer)
         self.lora_experts = nn.ModuleDict()
         self._projections: dict[str, tuple[str, ...]] = {}
-        self._active_adapter = adapter_name
-        self.update_layer(adapter_name, kwargs["r"], kwargs["lora_alpha"], config)
+        self._unclaimed: str | None = None
+        self._added = ""
+        self.register_load_state_dict_pre_hook(_stack_experts)  # type: ignore[no-untyped-call]
+        if own_adapter is not None:
+            name, rank, alpha = own_adapter
+            self._add(name, rank, alpha, PROJECTIONS)
+            self.set_adapter([name])
+            self._unclaimed = name
 
     def _get_in_out_features(self, module: RoutedExperts) -> tuple[int, int]:
         return module.shape[1], module.shape[1]
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config: LoraConfig, **_: Any) -> None:
-        """Add an adapter. UserError for what an expert's LoRA cannot be here."""
-        if config.lora_dropout or config.use_rslora or config.use_dora or config.init_lora_weights is not True:
+    def update_layer(
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: float,
+        config: LoraConfig,
+        projections: tuple[str, ...] = PROJECTIONS,
+        **_: Any,
+    ) -> None:
+        """Add an adapter, or `projections` to it. UserError for what an expert's LoRA cannot be here."""
+        dropout = config.lora_dropout and not config.inference_mode
+        if dropout or config.use_rslora or config.use_dora or config.init_lora_weights is not True:
             raise UserError("LoRA on experts is plain LoRA: no dropout, rslora, DoRA or other initial values", "lora")
         if r <= 0:
             raise UserError(f"lora_rank is {r}; it must be at least 1", "lora_rank")
-        self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
-        self.scaling[adapter_name] = lora_alpha / r
-        self._projections[adapter_name] = getattr(config, "expert_projections", PROJECTIONS)
+        if self._unclaimed is not None:
+            self._claim(adapter_name)
+            if (self.r[adapter_name], self.lora_alpha[adapter_name]) != (r, lora_alpha):
+                self._add(adapter_name, r, lora_alpha, PROJECTIONS)
+        elif adapter_name not in self.lora_experts:
+            self._add(adapter_name, r, lora_alpha, projections)
+        elif (self.r[adapter_name], self.lora_alpha[adapter_name]) != (r, lora_alpha):
+            raise UserError("gate_proj, up_proj and down_proj of experts have one rank and one alpha", "lora_rank")
+        else:
+            self._projections[adapter_name] = (*self._projections[adapter_name], *projections)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)  # type: ignore[arg-type]
+
+    def _add(self, adapter: str, rank: int, alpha: float, projections: tuple[str, ...]) -> None:
+        self.r[adapter], self.lora_alpha[adapter], self.scaling[adapter] = rank, alpha, alpha / rank
+        self._projections[adapter], self._added = projections, adapter
         experts, hidden, inner = self.base_layer.shape
-        lora = ExpertLora(experts, r, hidden, inner, lora_alpha / r)
-        lora.place(self.base_layer.experts.lora_device)
-        self.lora_experts[adapter_name] = lora
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)  # type: ignore[operator]
+        self.lora_experts[adapter] = ExpertLora(experts, rank, hidden, inner, alpha / rank)
+        self._move_adapter_to_device_of_base_layer(adapter)
+
+    def _claim(self, adapter: str) -> None:
+        """Give the adapter that was there before PEFT's first the name of that one."""
+        old, self._unclaimed = self._unclaimed, None
+        if old is None or old == adapter:
+            return
+        by_name: tuple[Any, ...] = (self.r, self.lora_alpha, self.scaling, self._projections, self.lora_experts)
+        for held in by_name:
+            held[adapter] = held.pop(old)
+        self._added = adapter
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        if self._unclaimed is not None and names:
+            self._claim(names[0])
+        super().set_adapter(names, inference_mode=inference_mode)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
+        """Where the experts have their LoRA; PEFT calls this when it has read one."""
+        if adapter_name in self.lora_experts:
+            self.lora(adapter_name).place(self.base_layer.experts.lora_device)
 
     def _freeze_non_trainable_peft_weights(self, adapter_names: Any = None) -> None:
         """PEFT calls this whenever it has set `requires_grad`: projections without LoRA keep B = 0."""
@@ -129,6 +188,10 @@ class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has 
         held: ExpertLora = self.lora_experts[adapter]  # type: ignore[assignment]
         return held
 
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that tensors are of whose keys name `name`, or none: the one that was added last."""
+        return name if name is not None and name in self.lora_experts else self._added
+
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base_layer(hidden, ids, weights, self.active_loras())
         return out
@@ -138,6 +201,53 @@ class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has 
 
     def unmerge(self) -> None:
         """Nothing is ever merged."""
+
+
+class ExpertProjection(nn.Module, LoraLayer):  # type: ignore[misc]
+    """What PEFT finds where a configuration names `gate_proj`, `up_proj` or `down_proj`, as those of finished adapters
+    do: an adapter that is put on it is put on all experts of the layer."""
+
+    adapter_layer_names = ()
+
+    def __init__(self, layer: ExpertsLoraLayer, projection: str) -> None:
+        nn.Module.__init__(self)
+        LoraLayer.__init__(self, nn.Identity())
+        object.__setattr__(self, "layer", layer)  # no child: its parameters have one name
+        self.projection = projection
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[None, None]:
+        return None, None
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config: LoraConfig, **_: Any) -> None:
+        layer: ExpertsLoraLayer = vars(self)["layer"]
+        layer.update_layer(adapter_name, r, lora_alpha, config, (self.projection,))
+
+
+def place_experts(block: nn.Module, experts: RoutedExperts, own_adapter: tuple[str, int, float] | None = None) -> None:
+    """Makes `experts` those of a mixture-of-experts block, where PEFT finds them."""
+    layer = ExpertsLoraLayer(experts, own_adapter)
+    block.register_module("experts", layer)
+    for projection in PROJECTIONS:
+        block.register_module(f"{projection}_proj", ExpertProjection(layer, projection))
+
+
+def _stack_experts(layer: ExpertsLoraLayer, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+    """Before a layer reads its tensors: PEFT's keys per expert, of a finished adapter, become the layer's own."""
+    found: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+    for key in [key for key in state if key.startswith(prefix)]:
+        if match := _EXPERT_KEY.fullmatch(key, len(prefix)):
+            expert, projection, half, name = match.groups()
+            place = layer.adapter_of(name), f"{projection}_lora_{half.lower()}"
+            found.setdefault(place, {})[int(expert)] = state.pop(key)
+    for (adapter, name), experts in found.items():
+        held = layer.lora(adapter).get_parameter(name).detach()
+        stacked = torch.zeros(held.shape) if held.is_meta else held.to("cpu", torch.float32, copy=True)
+        for expert, value in experts.items():
+            if expert >= len(stacked) or value.shape != stacked.shape[1:]:
+                wanted = f"{len(stacked)} experts of {tuple(stacked.shape[1:])}"
+                raise UserError(f"{prefix}{expert}: {name} is {tuple(value.shape)}; the model has {wanted}", "adapter")
+            stacked[expert] = value
+        state[f"{prefix}lora_experts.{adapter}.{name}"] = stacked
 
 
 class RowsLinear(peft_lora.Linear):  # type: ignore[misc]
@@ -160,20 +270,18 @@ class RowsLinear(peft_lora.Linear):  # type: ignore[misc]
         return delta
 
 
-@dataclass
-class ExpertLoraConfig(LoraConfig):  # type: ignore[misc]
-    """PEFT's LoraConfig that knows our experts: name `mlp.experts` among `target_modules`. `by_rows`: linear layers
-    become `RowsLinear`, whose `rows` have to be set."""
+def with_lora(model: PreTrainedModel, config: LoraConfig, adapter: str = "default") -> PeftModel:
+    """PEFT's `get_peft_model`. It takes the layers that wait for an adapter for those of an earlier one, and warns."""
+    with unwarned():
+        return get_peft_model(model, config, adapter_name=adapter)
 
-    expert_projections: tuple[str, ...] = PROJECTIONS
-    by_rows: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        layers: dict[type[nn.Module], type[nn.Module]] = {RoutedExperts: ExpertsLoraLayer}
-        if self.by_rows:
-            layers[nn.Linear] = RowsLinear
-        self._register_custom_module(layers)
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Within, PEFT does not say that there are layers of an adapter already."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are trying to modify a model with PEFT for a second time")
+        yield
 
 
 def lora_config(
@@ -184,34 +292,27 @@ def lora_config(
     alpha: float,
     dropout: float = 0.0,
     by_rows: bool = False,
-) -> ExpertLoraConfig:
+) -> LoraConfig:
     """LoRA on `targets`: names out of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or `all`. The last
-    three mean routed experts and, where a model has them, shared experts and dense layers. UserError for other names,
-    and for dropout on experts."""
+    three mean routed experts and, where a model has them, shared experts and dense layers. `by_rows`: linear layers
+    become `RowsLinear`, whose `rows` have to be set. UserError for other names, and for dropout on experts."""
     allowed = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
     chosen = allowed if targets == ("all",) else targets
     unknown = [name for name in chosen if name not in allowed]
     if unknown or not chosen:
         said = ", ".join(unknown) or "nothing"
         raise UserError(f"lora_target: {said}; allowed are all, or some of {', '.join(allowed)}", "lora_target")
-    projections = tuple(name.removesuffix("_proj") for name in EXPERT_TARGETS if name in chosen)
-    if projections and dropout:
+    if dropout and set(chosen) & set(EXPERT_TARGETS):
         raise UserError(
             f"lora_dropout is {dropout:g}; LoRA on experts has no dropout: set it to 0, or lora_target to attention's "
             f"{','.join(ATTENTION_TARGETS)}",
             "lora_dropout",
         )
-    # With their parents' names: by a bare gate_proj PEFT understands the experts of transformers 4.
-    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    modules = {".".join(name.split(".")[-2:]) for name in linears if name.rpartition(".")[2] in chosen}
-    if projections and any(isinstance(module, RoutedExperts) for module in model.modules()):
-        modules.add("mlp.experts")
-    return ExpertLoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=sorted(modules),
-        task_type="CAUSAL_LM",
-        expert_projections=projections or PROJECTIONS,
-        by_rows=by_rows,
-    )
+    # With their parents' names: a shared expert's gate_proj is another one than the experts'.
+    named = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in chosen]
+    found = (name for name, module in named if isinstance(module, nn.Linear | ExpertProjection))
+    modules = sorted({".".join(name.split(".")[-2:]) for name in found})
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
+    if by_rows:
+        config._register_custom_module({nn.Linear: RowsLinear})
+    return config

@@ -21,7 +21,7 @@ from engine.errors import ModelFileError
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from training.experts.base import TrainableExperts
-from training.layer import BatchRows, RoutedExperts
+from training.layer import BatchRows, RoutedExperts, place_experts
 
 _TOKENS = "tokens_not_padding"  # an argument of layers, and of their attention
 ExpertMaker = Callable[[WeightSource, torch.dtype], Mapping[int, TrainableExperts]]  # by sparse layer
@@ -53,7 +53,8 @@ def load_model(
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     rows = BatchRows()
     for layer, held in make_experts(experts, dtype).items():
-        made.get_submodule(f"model.layers.{layer}.mlp").experts = RoutedExperts(held, _sizes(source), rows)
+        place_experts(made.get_submodule(f"model.layers.{layer}.mlp"), RoutedExperts(held, _sizes(source), rows))
+    mark_packed(made)
     _read_tensors(made, source, dtype, torch.device(device))
     base: Any = made.get_submodule("model")
     base.register_forward_pre_hook(_find_padding, with_kwargs=True)
@@ -62,6 +63,12 @@ def load_model(
     _route_in_float32(made, dtype)
     made.name_or_path = config.name_or_path = str(Path(os.path.expanduser(model)))
     return made.eval()
+
+
+def mark_packed(model: PreTrainedModel) -> None:
+    """By their model_type PEFT knows models whose experts transformers 5 has stacked, and rewrites configurations and
+    tensors of adapters for those: here there are no such weights, so the model's type is another one."""
+    model.config.model_type = f"{type(model.config).model_type}_packed"
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
@@ -20,16 +20,18 @@ from training.config import TrainConfig
 from training.data import Dataset, PackedDataset, build_datasets, load_tokenizer
 from training.data.collate import PackingCollator, PaddingCollator
 from training.kernels import expert_maker
-from training.layer import lora_config
+from training.layer import lora_config, with_lora
 from training.loop.arguments import common_arguments, on_one_gpu
+from training.loop.load import load_adapter, started
 from training.loop.meter import Meter, make_meter
-from training.loop.progress import Progress, StopOnSignal, draw_curve
+from training.loop.output import output_folder
+from training.loop.progress import Progress, StopOnSignal, draw_curve, last_loss
 from training.loop.resume import NO_CHECKPOINT, STATE, EarlyStop, TrainingError, check_identity, identity, opened
 from training.loop.save import save_adapter
 from training.loop.trainer import PAD, Run, checkpoints, remove_folder, remove_leftovers
 from training.memory.plan import plan_training
 from training.model import load_model, routed_experts
-from training.together.group import Group
+from training.multi_lora.group import Group
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,21 @@ class Outcome:
 def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     """Trains what `config` describes and writes the adapter into its `output_dir`. UserError (TrainingError) says what
     to change; checkpoints written before are whole."""
-    output, stop = config.output, stop or StopOnSignal()
+    with output_folder(config.output):
+        return _train(config, stop or StopOnSignal())
+
+
+def _train(config: TrainConfig, stop: StopOnSignal) -> Outcome:
+    output = config.output
     checkpoint = _begin(config, output)
     record = {} if checkpoint is None else opened(checkpoint)
+    config, begun = started(config)
     plan_training(config).check(config.force_memory_plan)
     if config.adapters:
-        return _train_together(config, checkpoint, stop)
+        return _train_multi_lora(config, checkpoint, stop)
     rows, held = build_datasets(config, load_tokenizer(config))
     about = identity(config, rows)
+    _check_reporters(config)
     if checkpoint is not None:
         if "run" not in record:
             message = "is a checkpoint of several adapters: resume with the `adapters` that it is of"
@@ -61,9 +70,14 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     trainer = _trainer(config, load_base(config), rows, held)
     trainer.remove_callback(PrinterCallback)
     trainer.about, trainer.meter = about, _meter(config, trainer.model)
+    trainer.skips_idle_experts = config.idle_experts == "skip"
+    if begun is not None:
+        load_adapter(trainer.model, begun)
+        print(f"goes on with {begun.path}: rank {config.lora_rank}, alpha {config.lora_alpha:g}", flush=True)
     if checkpoint is not None:
         trainer.go_on(record["unlogged"])  # before the log is cut to the checkpoint's steps
-    trainer.add_callback(Progress(output, trainer.meter))
+    vocabulary = trainer.model.config.vocab_size if config.stage == "sft" else None
+    trainer.add_callback(Progress(output, trainer.meter, vocabulary=vocabulary))
     trainer.add_callback(stop)
     if config.early_stopping_steps:
         trainer.add_callback(EarlyStop(config.early_stopping_steps))
@@ -82,7 +96,7 @@ def train(config: TrainConfig, *, stop: StopOnSignal | None = None) -> Outcome:
     return Outcome({config.adapter_name: output}, False, result.training_loss)
 
 
-def _train_together(config: TrainConfig, checkpoint: Path | None, stop: StopOnSignal) -> Outcome:
+def _train_multi_lora(config: TrainConfig, checkpoint: Path | None, stop: StopOnSignal) -> Outcome:
     """The adapters of `config.adapters` in one batch; each into output_dir/NAME. The outcome's loss is their mean."""
     tokenizer = load_tokenizer(config)
     data = [build_datasets(run, tokenizer)[0] for run in config.adapters]
@@ -129,7 +143,8 @@ def _write(config: TrainConfig, model: PeftModel, folder: Path, adapter: str = "
     """The adapter's files and its curve. `adapter`: its name within the model."""
     base, form = config.model_name_or_path, config.adapter_format
     save_adapter(model, folder, form, adapter=adapter, base=base, experts=expert_type(config))
-    print(f"adapter written: {folder}", flush=True)
+    loss = last_loss(folder)
+    print(f"adapter written: {folder}{'' if loss is None else f'; last loss {loss:.4g}'}", flush=True)
     if config.plot_loss:
         try:
             draw_curve(folder)
@@ -160,13 +175,9 @@ def expert_type(config: TrainConfig) -> torch.dtype | None:
 
 
 def _begin(config: TrainConfig, output: Path) -> Path | None:
-    """Makes the output folder; the checkpoint to resume from, if one is asked for."""
+    """The checkpoint to resume from, if one is asked for."""
     resume = config.resume_from_checkpoint
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        held = sorted(name for name in os.listdir(output) if not name.startswith("."))
-    except OSError as error:
-        raise UserError(f"output_dir {output}: {error.strerror}", "output_dir") from error
+    held = sorted(name for name in os.listdir(output) if not name.startswith("."))
     if resume:
         found = checkpoints(output)
         if resume != "true":
@@ -180,6 +191,13 @@ def _begin(config: TrainConfig, output: Path) -> Path | None:
             "output_dir",
         )
     return None
+
+
+def _check_reporters(config: TrainConfig) -> None:
+    """UserError for a package that `report_to` needs."""
+    for name in config.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name} needs the package {name}: pip install {name}", "report_to")
 
 
 def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Dataset | None) -> Run:
@@ -199,7 +217,7 @@ def _trainer(config: TrainConfig, base: PreTrainedModel, rows: Dataset, held: Da
         PackingCollator(PAD, attention, _dtype(config)) if isinstance(rows, PackedDataset) else PaddingCollator(PAD)
     )
     arguments = on_one_gpu(TrainingArguments(**common_arguments(config, device)))
-    return Run(get_peft_model(base, lora), arguments, data_collator=collator, **data)
+    return Run(with_lora(base, lora), arguments, data_collator=collator, **data)
 
 
 def _dtype(config: TrainConfig) -> torch.dtype:

@@ -12,6 +12,7 @@ import uvloop
 from rich.console import Console
 
 from api.cli.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
+from api.cli.train import ordered
 from api.config import ServeConfig
 from api.logs import JsonFormatter, RateLimit
 from api.tenants.file import tenant_name
@@ -111,8 +112,8 @@ def build_parser() -> Parser:
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
     command.add_argument("--resume", nargs="?", const="true", metavar="DIR", help="resume from the newest checkpoint")
     command.add_argument("--publish", metavar="URL", help="load the result into this running server")
-    command.add_argument("--admin-key", metavar="KEY", help="the server's; others can read it in the list of processes")
-    command.add_argument("--admin-key-file", metavar="FILE", help="file with the server's admin key")
+    command.add_argument("--skip-bad-rows", metavar="N", help="leave out so many rows of data that cannot be read")
+    _add_admin_key(command)
     command.set_defaults(run=_train)
     adapters = commands.add_parser("adapters", help="look at adapters", description="look at adapters")
     below = adapters.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
@@ -128,6 +129,12 @@ def build_parser() -> Parser:
     convert.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     convert.add_argument("--model", default="", help="its base; default: what the adapter names", metavar="TEXT")
     convert.set_defaults(run=_child, child="convert")
+    published = below.add_parser("publish", help="load an adapter into a running server", formatter_class=_Help)
+    published.add_argument("path", metavar="DIR", help="the adapter's folder")
+    published.add_argument("url", metavar="URL", help="the server")
+    published.add_argument("--name", metavar="NAME", help="its name there; default: the folder's")
+    _add_admin_key(published)
+    published.set_defaults(run=_publish)
     keys = commands.add_parser("keys", help="make API keys", description="make API keys")
     below = keys.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     new = below.add_parser("new", help="print a new key, and its line for tenants.yaml", formatter_class=_Help)
@@ -147,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     SIGTERM before anything was served."""
     console = Console(stderr=True)
     try:
-        args = build_parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+        args = build_parser().parse_args(ordered(sys.argv[1:] if argv is None else argv))
         return int(args.run(args, console))
     except KtserveError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -206,11 +213,23 @@ def _chat(args: argparse.Namespace, console: Console) -> int:
     return asyncio.run(chat(engine, config, notes, console, adapter=args.adapter, system=args.system))
 
 
+def _add_admin_key(command: Parser) -> None:
+    command.add_argument("--admin-key", metavar="KEY", help="the server's; others can read it in the list of processes")
+    command.add_argument("--admin-key-file", metavar="FILE", help="file with the server's admin key")
+
+
+def _publish(args: argparse.Namespace, console: Console) -> int:
+    from api.cli.train import publish_adapter
+
+    where = {"admin_key": args.admin_key, "admin_key_file": args.admin_key_file}
+    return publish_adapter(args.path, args.url, name=args.name, **where)
+
+
 def _train(args: argparse.Namespace, console: Console) -> int:
-    from api.cli.child import train
+    from api.cli.train import train
 
     where = {"publish": args.publish, "admin_key": args.admin_key, "admin_key_file": args.admin_key_file}
-    return train(args.file, args.overrides, resume=args.resume, **where)
+    return train(args.file, args.overrides, resume=args.resume, skip_bad_rows=args.skip_bad_rows, **where)
 
 
 def _new_key(args: argparse.Namespace, console: Console) -> int:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engine.weights.store import WeightSource
 from training.experts.base import TrainableExperts
 from training.experts.reference import ReferenceExperts
-from training.layer import ExpertsLoraLayer, lora_config
+from training.layer import ExpertsLoraLayer, lora_config, with_lora
 from training.loop.progress import read_log
 from training.model import ExpertMaker, load_model
 
@@ -36,7 +36,7 @@ def ours(
     """The folder's model with an adapter of rank 4 and alpha 8, B zero."""
     base = load_model(str(folder), make, **load)
     torch.manual_seed(seed)
-    return get_peft_model(base, lora_config(base, targets, rank=4, alpha=8))
+    return with_lora(base, lora_config(base, targets, rank=4, alpha=8))
 
 
 class Expert(nn.Module):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from training.config import ConfigError, TrainConfig, load_config
 from training.config.fields import PER_ADAPTER
-from training.config.others import NO_OPS, REFUSED
+from training.config.others import NO_OPS
 from training.config.reference import reference
+from training.config.refused import REFUSED
 
 _BASE = "model_name_or_path: demo\noutput_dir: out\ndataset: a, b\n"
 _EVAL = "val_size: 4\neval_strategy: steps\n"
@@ -85,7 +86,7 @@ kt_config:
         ("max_steps: 5\nnum_train_epochs: 2\n", 5, "contradicts max_steps"),
         ("warmup_steps: 5\nwarmup_ratio: 0.1\n", 5, "contradicts warmup_steps"),
         ("kt_num_threads: 2\nkt_config: {kt_num_threads: 3}\n", 5, "write it once"),
-        ("kt_optimize_rule: x.yaml\n", 4, "refused: placement needs no rule file"),
+        ("pure_bf16: true\n", 4, "refused: LoRA masters, gradients"),
         ("packing: true\nneat_packing: false\n", 5, "contradicts packing"),
         ("stage: dpo\npacking: true\n", 5, "contradicts stage: dpo"),
         ("device: cpu\nstream_min_tokens: 64\n", 5, "contradicts device: cpu"),
@@ -117,7 +118,7 @@ kt_config:
         ("adapter_name: b\nadapters:\n  - {name: a}\n", 4, "adapter_name means nothing beside adapters"),
         ("adam_beta1: 1\n", 4, "allowed is 0 to 0.999999"),
         ("adam_epsilon: 0\n", 4, "allowed is 1e-16 to 1"),
-        ("report_to: [none, wandb]\n", 4, "report_to: none, wandb cannot be"),
+        ("report_to: [none, wandb]\n", 4, "report_to: none stands alone"),
         ("stage: dpo\nadapters:\n  - {name: a}\n", 4, "stage: dpo contradicts adapters"),
         ("save_strategy: epoch\nadapters:\n  - {name: a}\n", 4, "save_strategy: epoch contradicts adapters"),
         ("val_size: 4\neval_strategy: steps\nadapters:\n  - {name: a}\n", 5, "eval_strategy: steps contradicts"),

@@ -283,13 +283,13 @@ def test_over_long_samples(folder: Path, demo: Tokenizer) -> None:
     short, full = (build_datasets(_config(folder, [row]), demo)[0].lengths[0] for row in rows)
     assert short < full
     with pytest.raises(DataError, match=rf"d\.jsonl:2: {full} tokens are more than cutoff_len {full - 1}"):
-        build_datasets(_config(folder, rows, cutoff_len=full - 1), demo)
-    cut, _ = build_datasets(_config(folder, rows, cutoff_len=full - 1, overlong="truncate"), demo)
+        build_datasets(_config(folder, rows, cutoff_len=full - 1, overlong="error"), demo)
+    cut, _ = build_datasets(_config(folder, rows, cutoff_len=full - 1), demo)
     assert cut.lengths == [short, full - 1] and (cut.report.truncated, cut.report.dropped) == (1, 0)
     left, _ = build_datasets(_config(folder, rows, cutoff_len=full - 1, overlong="drop"), demo)
     assert left.lengths == [short] and left.report.dropped == 1
     with pytest.raises(DataError, match="all of its 2 rows are too long"):
-        build_datasets(_config(folder, rows, cutoff_len=8, overlong="truncate"), demo)
+        build_datasets(_config(folder, rows, cutoff_len=8, overlong="drop"), demo)
 
 
 def test_val_size_holds_rows_out(folder: Path, demo: Tokenizer) -> None:

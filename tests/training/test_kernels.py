@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from engine.weights.open import open_model
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.training.models import draw_b, ours
 from training.config import TrainConfig
-from training.kernels import expert_maker, worker_pool
+from training.kernels import expert_maker, threads_note, worker_pool
 from training.memory.plan import plan_training
 
 CONFIG = TrainConfig(model_name_or_path="", device="cpu", kt_num_threads=2)
@@ -67,10 +68,13 @@ def test_what_is_kept_for_the_backward_pass(models):
 
 
 def test_threads():
-    assert worker_pool(3, per_node=False).threads == worker_pool(3).threads == 3
-    assert worker_pool(3, per_node=False).groups == 1
-    with pytest.raises(UserError, match="kt_num_threads is 100000: 1 to"):
-        worker_pool(100000)
+    cpus = len(os.sched_getaffinity(0))
+    assert worker_pool(1, per_node=False).threads == worker_pool(1).threads == 1
+    assert worker_pool(1, per_node=False).groups == 1
+    assert worker_pool(cpus + 60).threads == cpus
+    assert threads_note(cpus) is None and threads_note(cpus + 60) == (
+        f"kt_num_threads: {cpus + 60} is lowered to {cpus}, the CPUs of this machine"
+    )
 
 
 @pytest.mark.parametrize("name", ["plain", "q8"])

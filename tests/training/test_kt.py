@@ -103,7 +103,7 @@ def test_loss_and_every_gradient_are_autograds(family):
         for name, p in plain.named_parameters()
         if ".experts.gate_up" not in name and ".experts.down" not in name
     }
-    got = {name: p.grad for name, p in model.named_parameters()}
+    got = {name.replace("lora_experts.default.", "lora."): p.grad for name, p in model.named_parameters()}
     assert want.keys() == got.keys() and sum("_lora_" in name for name in got) == 6 * len(wrappers)
     for name, grad in want.items():
         if grad is None:
@@ -122,7 +122,11 @@ def test_attributes_are_upstreams():
     wanted = ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))
     assert shapes == dict(zip(LORA_NAMES, wanted, strict=True))
     bound = 1 / h**0.5  # kaiming_uniform with a = sqrt 5
-    gate = wrappers[0].lora_params["gate_lora_a"]
+    first = wrappers[0]
+    assert (first.hidden_size, first.router_type, first.shared_experts) == (h, "linear", None)
+    assert first.cpu_infer is pool and first.router is first.gate and first.original_moe.experts is first.experts
+    assert (first.moe_config.expert_num, first.moe_config.intermediate_size) == (e, i)
+    gate = first.lora_params["gate_lora_a"]
     assert 0.9 * bound < gate.abs().max() <= bound and not wrappers[0].lora_params["gate_lora_b"].any()
 
 
@@ -134,21 +138,19 @@ def test_what_is_refused_says_what_to_do():
         wrap_moe_layers_with_amx(AutoModelForCausalLM.from_config(dense))
     with pytest.raises(KTAMXConfigError, match="model_name_or_path is missing"):
         load_kt_model(None, None)
-    with pytest.raises(KTAMXConfigError, match="kt_num_threads is 4096: 1 to"):
-        init_cpu_infer(replace(CONFIG, kt_num_threads=4096))
     model = model_of("mixtral")
     with pytest.raises(KTAMXConfigError, match="lora_rank is -1: allowed is 1 to 512"):
         wrap_moe_layers_with_amx(model, CONFIG, replace(CONFIG, lora_rank=-1))
     (wrapper, _) = wrap_moe_layers_with_amx(model, CONFIG, CONFIG)
-    experts = wrapper.experts
-    args = (torch.randn(5, 32), torch.full((5, 2), 9), torch.ones(5, 2), experts.kernels, experts.lora)
+    lora = wrapper.lora
+    args = (torch.randn(5, 32), torch.full((5, 2), 9), torch.ones(5, 2), wrapper.moe_amx, lora)
     with pytest.raises(KTAMXForwardError, match="ids: 9 to 9; allowed are -1 to 3"):
-        MOEAMXFunction.apply(*args, *experts.lora.matrices())
+        MOEAMXFunction.apply(*args, *lora.matrices())
     out = wrapper(torch.randn(1, 5, 32))
     out.sum().backward(retain_graph=True)
     with pytest.raises(KTAMXBackwardError, match="a second backward pass"):
         out.sum().backward()
-    experts.lora.up_lora_a.data = experts.lora.up_lora_a.data.double()
+    lora.up_lora_a.data = lora.up_lora_a.data.double()
     with pytest.raises(KTAMXConfigError, match=r"layer 0: slot 1: a LoRA matrix is torch.float64"):
         wrapper.update_lora_pointers()
     assert all(issubclass(getattr(training, name), KTAMXError) for name in training.__all__ if name.endswith("Error"))
@@ -159,7 +161,6 @@ def test_what_is_refused_says_what_to_do():
     [
         ({"kt_backend": "AMXInt4"}, {}, r"model_args.kt_backend: .*allowed is auto, AMXBF16, AMXInt8"),
         ({"kt_num_gpu_experts": 2}, {}, "no expert stays on the GPU"),
-        ({"kt_optimize_rule": "a.yaml"}, {}, "kt_optimize_rule is refused"),
         ({"kt_cpu_activation": "none"}, {}, "allowed is retain, recompute"),
         ({}, {"lora_rank": "x"}, r"finetuning_args.lora_rank: .*a whole number is expected"),
         ({}, {"lora_rank": 0}, "allowed is 1 to 512"),
@@ -174,7 +175,7 @@ def test_arguments_are_checked_as_settings_are(model_args, finetuning_args, matc
 def test_alpha_is_twice_the_rank_and_nothing_is_wrapped_twice():
     model, arguments = model_of("mixtral"), SimpleNamespace(kt_num_threads=1, kt_optimize_rule=None)
     (wrapper, _) = wrap_moe_layers_with_amx(model, arguments, SimpleNamespace(lora_rank=5, lora_alpha=None))
-    assert wrapper.experts.lora.scaling == 2.0
+    assert wrapper.lora.scaling == 2.0
     with pytest.raises(KTAMXConfigError, match="layer 0 is wrapped already"):
         wrap_moe_layers_with_amx(model, arguments)
 

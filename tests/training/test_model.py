@@ -52,7 +52,7 @@ def test_experts_from_another_file_must_fit(folders, tmp_path):
     mixed = load_model(str(folders / "qwen3_moe"), reference, experts_from=str(tmp_path / "other"))
     own = load_model(str(folders / "qwen3_moe"), reference)
     assert torch.equal(mixed.lm_head.weight, own.lm_head.weight)
-    assert not torch.equal(*(m.model.layers[0].mlp.experts.experts.gate for m in (mixed, own)))
+    assert not torch.equal(*(m.model.layers[0].mlp.experts.base_layer.experts.gate for m in (mixed, own)))
 
 
 def test_loss_and_gradients_equal_stock_peft(folders):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from training.config.document import Settings, Value
 from training.config.errors import ConfigError
-from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS, TrainConfig
+from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS, REPORTERS, TrainConfig
 
 # Of each pair one may be given, whatever its value; an override of one takes the place of the other.
 EXCLUSIVE = (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"), ("val_size", "eval_dataset"))
@@ -17,6 +17,9 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("eval_steps", "eval_strategy", ("steps",)),
     ("save_steps", "save_strategy", ("steps",)),
     ("early_stopping_steps", "eval_strategy", ("steps", "epoch")),
+    ("load_best_model_at_end", "eval_strategy", ("steps", "epoch")),
+    ("eval_on_start", "eval_strategy", ("steps", "epoch")),
+    ("eval_delay", "eval_strategy", ("steps", "epoch")),
     ("pref_beta", "stage", ("dpo",)),
     ("pref_loss", "stage", ("dpo",)),
     ("pref_ftx", "stage", ("dpo",)),
@@ -25,7 +28,9 @@ _NEEDS: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("train_on_prompt", "stage", ("sft",)),
     ("dpo_label_smoothing", "pref_loss", ("sigmoid",)),
 )
+_DEFAULT = TrainConfig()
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_POLYNOMIAL_END = 1e-7  # the learning rate that transformers' schedule ends at
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
 
@@ -51,13 +56,16 @@ def check_run(run: TrainConfig, where: Mapping[str, str], source: str) -> None:
 
     for name, other, allowed in _NEEDS:
         value = getattr(run, other)
-        if name in where and value not in allowed:
+        if name in where and value not in allowed and getattr(run, name) != getattr(_DEFAULT, name):
             wanted = " or ".join(map(str, allowed))
             raise wrong(name, f"{name} means something only with {other}: {wanted}; {other} is {value}")
     if not _NAME.fullmatch(run.adapter_name):
         raise wrong("adapter_name", f"adapter name {run.adapter_name!r}: letters, digits, '.', '_' and '-' are allowed")
     if not run.dataset and not run.adapters:
         raise wrong("dataset", "dataset is missing")
+    unknown = [name for name in run.report_to if name not in REPORTERS]
+    if unknown:
+        raise wrong("report_to", f"report_to: {', '.join(unknown)}; allowed is none, or {', '.join(REPORTERS)}")
     if "all" in run.lora_target and len(run.lora_target) > 1:
         raise wrong("lora_target", "lora_target: all stands alone")
     _check_targets(run, wrong)
@@ -98,18 +106,22 @@ def _check_schedule(run: TrainConfig, where: Mapping[str, str], wrong: Callable[
     if warm is not None and run.lr_scheduler_type == "constant":
         message = f"{warm} contradicts lr_scheduler_type: constant; constant_with_warmup has one"
         raise wrong(warm, message, "lr_scheduler_type")
-    if not run.early_stopping_steps:
+    if run.lr_scheduler_type == "polynomial" and run.learning_rate <= _POLYNOMIAL_END:
+        message = f"lr_scheduler_type: polynomial ends at {_POLYNOMIAL_END:g}; learning_rate is {run.learning_rate:g}"
+        raise wrong("learning_rate", message, "lr_scheduler_type")
+    best = "early_stopping_steps" if run.early_stopping_steps else "load_best_model_at_end"
+    if not getattr(run, best):
         return
     if run.save_strategy != run.eval_strategy:
         raise wrong(
-            "early_stopping_steps",
-            "early_stopping_steps keeps the checkpoint with the lowest loss: save_strategy has to be eval_strategy's "
+            best,
+            f"{best} keeps the checkpoint with the lowest loss: save_strategy has to be eval_strategy's "
             f"{run.eval_strategy}, not {run.save_strategy}",
         )
     every = run.eval_steps or run.logging_steps
     if run.eval_strategy == "steps" and run.save_steps % every:
-        message = f"with early_stopping_steps save_steps is a multiple of eval_steps, {every}; it is {run.save_steps}"
-        raise wrong("save_steps", message, "eval_steps", "early_stopping_steps")
+        message = f"with {best} save_steps is a multiple of eval_steps, {every}; it is {run.save_steps}"
+        raise wrong("save_steps", message, "eval_steps", best)
 
 
 # Settings of a run that adapters in one batch do not have, and the value of each that means so: its default.
@@ -120,6 +132,10 @@ ALONE: Mapping[str, object] = {
     "eval_dataset": (),
     "val_size": 0.0,
     "early_stopping_steps": None,
+    "adapter_name_or_path": None,
+    "load_best_model_at_end": False,
+    "save_only_model": False,
+    "report_to": (),
 }
 
 

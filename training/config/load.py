@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from training.config.checks import EXCLUSIVE, check_adapters, check_run, check_written
 from training.config.document import Settings, Value, parse_override, read_settings
 from training.config.errors import ConfigError
-from training.config.fields import KT_FIELDS, PATHS, PER_ADAPTER, TARGET_ALIASES, TrainConfig
-from training.config.others import NO_OPS, REFUSED
+from training.config.fields import ATTENTION_TARGETS, KT_FIELDS, PATHS, PER_ADAPTER, TrainConfig
+from training.config.others import NO_OPS, belongs
+from training.config.refused import OFF, REFUSED
+from training.config.values import FALSE, FIELDS, TRUE, converted_value, is_optional
 
-_FIELDS: Mapping[str, Field[Any]] = {f.name: f for f in fields(TrainConfig)}
-_ALIASES = {alias: name for name, f in _FIELDS.items() for alias in f.metadata["aliases"]}
-_HINTS = typing.get_type_hints(TrainConfig)
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_WANTED = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
-_OWN_TEMPLATES = ("qwen", "qwen3", "qwen3_nothink", "default")  # LLaMA-Factory's, for models that bring theirs
+_ALIASES = {alias: name for name, f in FIELDS.items() for alias in f.metadata["aliases"]}
+_OWN_TEMPLATES = (
+    "qwen",
+    "qwen2",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_nothink",
+    "default",
+)  # LLaMA-Factory's, for models that bring theirs
+_CPU = ("use_cpu", "no_cuda")  # transformers' names for device: cpu
+_WEIGHT_FORMATS = {"bf16": "AMXBF16", "int8": "AMXInt8"}
 _INVERSE = {"disable_gradient_checkpointing": "gradient_checkpointing"}
 
 
@@ -56,7 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def read_values(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Settings given as Python values, by name; None: not given. ConfigError, with `source`, as for a file's."""
     settings = {name: Value(str(value), f"{source}.{name}") for name, value in given.items() if value is not None}
-    return _values(settings, tuple(_FIELDS))[0]
+    return _values(settings, tuple(FIELDS))[0]
 
 
 def _overridden(settings: Settings, over: Settings) -> Settings:
@@ -87,7 +91,12 @@ def _field_of(key: str) -> str:
 def _flat(settings: Settings) -> Settings:
     """The nested spelling of KT's keys as the flat one. ConfigError where both are written and differ."""
     nested = settings.get("kt_config")
-    rest = {key: value for key, value in settings.items() if key != "kt_config"}
+    rest = {key: value for key, value in settings.items() if key not in ("kt_config", *_CPU)}
+    for key in _CPU:
+        if key in settings and _text(settings[key]).lower() in TRUE:
+            if "device" in rest and _text(rest["device"]) != "cpu":
+                raise settings[key].error(f"{key} contradicts device in {rest['device'].where}", "device")
+            rest["device"] = Value("cpu", settings[key].where)
     if nested is None or nested.data is None:
         return rest
     if not isinstance(nested.data, dict):
@@ -108,7 +117,7 @@ def _same(first: Value, second: Value) -> bool:
 
 
 def _config(settings: Settings, source: str) -> TrainConfig:
-    values, where = _values(settings, tuple(_FIELDS))
+    values, where = _values(settings, tuple(FIELDS))
     entries: list[Value] | None = values.pop("adapters", None)
     _derive(values, where)
     fixed_alpha = "lora_alpha" in values
@@ -148,19 +157,25 @@ def _values(settings: Settings, allowed: Sequence[str]) -> tuple[dict[str, Any],
     where: dict[str, str] = {}
     for key, value in settings.items():
         if key in REFUSED:
-            if value.data is None or (isinstance(value.data, str) and value.data.lower() in (*_FALSE, "none", "")):
+            if value.data is None or (
+                isinstance(value.data, str) and value.data.lower() in (*FALSE, "none", "", *OFF.get(key, ()))
+            ):
                 continue  # what is refused is switched off
             raise value.error(f"{key} is refused: {REFUSED[key]}", key)
         if key in NO_OPS:
             _check_no_op(key, value)
             continue
         name = _field_of(key)
-        if name not in _FIELDS:
-            known = [*_FIELDS, *_ALIASES, *_INVERSE, *NO_OPS, "kt_config"]
+        if name not in FIELDS and belongs(key) is not None:
+            continue
+        if name not in FIELDS:
+            known = [*FIELDS, *_ALIASES, *_INVERSE, *NO_OPS, "kt_config"]
             raise value.error(f"unknown key {key}{_near(key, known)}", key)
         if name not in allowed:
             raise value.error(f"{key} is the same for all adapters: write it at the top level", key)
-        converted = _converted(name, key, value)
+        if value.data is None and not is_optional(name):
+            continue  # as if it were not written
+        converted = converted_value(name, key, value)
         if key in _INVERSE:
             converted = not converted
         if name in values and values[name] != converted:
@@ -171,7 +186,7 @@ def _values(settings: Settings, allowed: Sequence[str]) -> tuple[dict[str, Any],
 
 def _check_no_op(key: str, value: Value) -> None:
     row, text = NO_OPS[key], _text(value)
-    if row.allowed and text.lower() not in row.allowed:
+    if value.data is not None and row.allowed and text.lower() not in row.allowed:
         raise value.error(f"{key}: {text} cannot be: {row.reason}; {row.instead}", key)
 
 
@@ -187,8 +202,8 @@ def _text(value: Value) -> str:
 def _derive(values: dict[str, Any], where: dict[str, str]) -> None:
     """Defaults that depend on other settings; names that stand for a setting."""
     resume = values.get("resume_from_checkpoint")
-    if resume is not None and resume.lower() in (*_TRUE, *_FALSE):
-        values["resume_from_checkpoint"] = "true" if resume.lower() in _TRUE else None
+    if resume is not None and resume.lower() in (*TRUE, *FALSE):
+        values["resume_from_checkpoint"] = "true" if resume.lower() in TRUE else None
     template = values.get("template")
     if template in _OWN_TEMPLATES:
         if template == "qwen3_nothink":
@@ -203,10 +218,28 @@ def _derive(values: dict[str, Any], where: dict[str, str]) -> None:
             f"{', '.join(_OWN_TEMPLATES)}, or a .jinja file",
             "template",
         )
+    weights = values.get("kt_expert_weight_format", "auto")
+    if weights in _WEIGHT_FORMATS:
+        if values.get("kt_backend", "auto") not in ("auto", _WEIGHT_FORMATS[weights]):
+            message = f"kt_expert_weight_format: {weights} contradicts kt_backend: {values['kt_backend']}"
+            raise ConfigError(f"{where['kt_expert_weight_format']}: {message}", "kt_expert_weight_format")
+        values["kt_backend"] = _WEIGHT_FORMATS[weights]
+    if "lora_target" in values:
+        values["lora_target"] = _targets(values["lora_target"])
+    if (report := values.get("report_to")) is not None and "none" in report:
+        if len(report) > 1:
+            raise ConfigError(f"{where['report_to']}: report_to: none stands alone", "report_to")
+        values["report_to"] = ()
     _derive_schedule(values)
     for name in PATHS:
         if isinstance(values.get(name), str):
             values[name] = os.path.expanduser(values[name])
+
+
+def _targets(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Without the names that stand for several."""
+    names = {"all-linear": ("all",), "all_linear": ("all",), "all_attention": ATTENTION_TARGETS}
+    return tuple(dict.fromkeys(name for word in words for name in names.get(word, (word,))))
 
 
 def _derive_schedule(values: dict[str, Any]) -> None:
@@ -214,74 +247,6 @@ def _derive_schedule(values: dict[str, Any]) -> None:
         values["num_train_epochs"] = None
     elif values.get("num_train_epochs", 0) is not None and "num_train_epochs" in values:
         values["max_steps"] = None
-
-
-def _converted(name: str, key: str, value: Value) -> Any:
-    """The value as the field's type, within its limits."""
-    hint, metadata = _HINTS[name], _FIELDS[name].metadata
-    if name == "adapters":
-        if not isinstance(value.data, list) or not value.data:
-            raise value.error("adapters is a list of mappings, at least one", name)
-        return value.data
-    optional = isinstance(hint, types.UnionType)
-    if optional:
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is tuple:
-        return _words(key, value, TARGET_ALIASES if name == "lora_target" else {})
-    if value.data is None or (name == "max_steps" and value.data == "-1"):
-        if optional:
-            return None
-        if _FIELDS[name].default is MISSING or value.data is None:
-            raise value.error(f"{key} has no value: {_WANTED[hint]} is expected", name)
-    if not isinstance(value.data, str):
-        raise value.error(f"{key}: {_WANTED[hint]} is expected, not a {type(value.data).__name__}", name)
-    converted = _scalar(hint, value.data)
-    if converted is None:
-        raise value.error(f"{key} is {value.data!r}: {_WANTED[hint]} is expected", name)
-    if metadata["choices"]:
-        by_lower = {choice.lower(): choice for choice in metadata["choices"]}
-        if converted.lower() not in by_lower:
-            allowed = ", ".join(metadata["choices"])
-            raise value.error(f"{key} is {value.data!r}: allowed is {allowed}", name)
-        return by_lower[converted.lower()]
-    if metadata["limits"]:
-        least, most = metadata["limits"]
-        if not least <= converted <= most:  # nan is outside
-            raise value.error(f"{key} is {value.data}: allowed is {least:.10g} to {most:.10g}", name)
-    return converted
-
-
-def _scalar(kind: type, text: str) -> Any:
-    """None if `text` is not one."""
-    if kind is str:
-        return text
-    if kind is bool:
-        word = text.lower()
-        return True if word in _TRUE else False if word in _FALSE else None
-    try:
-        number = float(text)
-        if kind is float:
-            return number
-        return int(number) if math.isfinite(number) and number == int(number) else None
-    except ValueError:
-        return None
-
-
-def _words(key: str, value: Value, aliases: Mapping[str, str]) -> tuple[str, ...]:
-    """A list, or words between commas."""
-    items: list[str | None]
-    if isinstance(value.data, list):
-        items = [item.data if isinstance(item.data, str) else None for item in value.data]
-    elif isinstance(value.data, str):
-        items = [word.strip() for word in value.data.split(",")]
-    else:
-        items = [None] if value.data is not None else []
-    if not all(items):
-        raise value.error(f"{key}: a list of names is expected, or names between commas", key)
-    words = tuple(aliases.get(item, item) for item in items if item)
-    if len(set(words)) != len(words):
-        raise value.error(f"{key} names one thing twice", key)
-    return words
 
 
 def _near(word: str, known: Sequence[str]) -> str:

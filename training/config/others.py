@@ -1,5 +1,4 @@
-"""Keys of LLaMA-Factory, transformers and KTransformers that are no settings here: those that change nothing, with the
-reason, and those that are refused, with what to do instead. Torch-free."""
+"""Keys of LLaMA-Factory, transformers and KTransformers that change nothing here, with the reason. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,14 +16,12 @@ class NoOp:
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_NONE = ("none", "null", "~", "")
 
 NO_OPS: Mapping[str, NoOp] = {
     "use_kt": NoOp("routed experts are always computed by the CPU pool", _TRUE, "leave it out"),
     "do_train": NoOp("`ktserve train` trains", _TRUE, "`ktserve plan --train` looks without training"),
     "do_eval": NoOp("eval_strategy decides when to evaluate"),
     "optim": NoOp("AdamW with float32 moments is the optimiser", ("adamw_torch", "adamw_torch_fused"), "leave it out"),
-    "report_to": NoOp("the log is log.jsonl and loss.png in output_dir", _NONE, "leave it out, and read log.jsonl"),
     "preprocessing_num_workers": NoOp("the tokenizer uses all cores in one process"),
     "dataloader_num_workers": NoOp("samples are tokens in memory; there is nothing to load in the background"),
     "dataloader_pin_memory": NoOp("a batch of token ids is copied in microseconds"),
@@ -47,57 +44,121 @@ NO_OPS: Mapping[str, NoOp] = {
     "kt_num_gpu_experts": NoOp("no expert stays on the GPU while training", ("0",), "0, or leave it out"),
     "kt_train_mode": NoOp("LoRA is what is trained", ("lora",), "lora"),
     "mix_strategy": NoOp("several data sets are put behind one another, then shuffled", ("concat",), "concat"),
-    "prediction_loss_only": NoOp("evaluation computes the loss only", _TRUE, "leave it out"),
+    "prediction_loss_only": NoOp("evaluation computes the loss only"),
+    "include_for_metrics": NoOp("evaluation computes the loss only"),
+    "batch_eval_metrics": NoOp("evaluation computes the loss only"),
+    "eval_accumulation_steps": NoOp("evaluation computes the loss only"),
+    "eval_do_concat_batches": NoOp("evaluation computes the loss only"),
+    "eval_use_gather_object": NoOp("training is one process"),
+    "metric_for_best_model": NoOp(
+        "the loss of evaluation decides", ("eval_loss", "loss"), "eval_loss, or leave it out"
+    ),
+    "greater_is_better": NoOp("the lowest loss is the best", _FALSE, "false, or leave it out"),
+    "logging_strategy": NoOp("logging_steps says how often", ("steps",), "steps, with logging_steps"),
+    "bf16_full_eval": NoOp("evaluation computes in the types of training"),
+    "train_sampling_strategy": NoOp("samples are shuffled every epoch", ("random",), "random, or leave it out"),
+    "average_tokens_across_devices": NoOp("training is one process; a step's loss is the mean over its tokens"),
+    "gradient_checkpointing_kwargs": NoOp("layers are computed again without torch's re-entrant way"),
+    "activation_checkpointing_kwargs": NoOp("layers are computed again without torch's re-entrant way"),
+    "use_reentrant_gc": NoOp("layers are computed again without torch's re-entrant way"),
+    "use_cache": NoOp("training needs no cache of keys and values"),
+    "use_kv_cache": NoOp("training needs no cache of keys and values"),
+    "torch_empty_cache_steps": NoOp("memory of the GPU is kept from step to step"),
+    "disable_tqdm": NoOp("there are lines of the log, no progress bar"),
+    "log_on_each_node": NoOp("training is one process"),
+    "log_level_replica": NoOp("training is one process"),
+    "save_on_each_node": NoOp("training is one process"),
+    "logging_nan_inf_filter": NoOp("a loss that is no number ends the run"),
+    "restore_callback_states_from_checkpoint": NoOp("a checkpoint always has the state of early stopping"),
+    "enable_jit_checkpoint": NoOp("Ctrl-C and SIGTERM always write a checkpoint"),
+    "length_column_name": NoOp("lengths are those of the tokens"),
+    "skip_memory_metrics": NoOp("memory is planned before the run, not measured in it"),
+    "include_effective_tokens_per_second": NoOp("the log always has tokens per second"),
+    "include_tokens_per_second": NoOp("the log always has tokens per second"),
+    "print_param_status": NoOp("the number of trained parameters is always printed"),
+    "preprocessing_batch_size": NoOp("the tokenizer uses all cores in one process"),
+    "data_shared_file_system": NoOp("training is one process"),
+    "tool_format": NoOp("the model's chat template says how calls are written"),
+    "ignore_pad_token_for_loss": NoOp("padding never counts", _TRUE, "true, or leave it out"),
+    "upcast_lmhead_output": NoOp("the loss is computed in float32"),
+    "infer_backend": NoOp("`ktserve serve` serves the adapter"),
+    "infer_dtype": NoOp("`ktserve serve` serves the adapter"),
+    "adapter_folder": NoOp("adapter_name_or_path is a path on this machine"),
+    "offload_folder": NoOp("nothing is put on disk: the memory plan is checked first"),
+    "kt_optimize_rule": NoOp(
+        "placement needs no rule file: attention runs on `device`, experts in the CPU pool; kt_backend, kt_num_threads "
+        "and kt_weight_path set the rest"
+    ),
+    "chunk_size": NoOp("the pool cuts batches itself"),
+    "mode": NoOp("there is one way of attention, for short and long texts"),
+    "kt_mode": NoOp("there is one way of attention, for short and long texts"),
+    "kt_share_cache_pool": NoOp("buffers follow the rows of a batch"),
+    "kt_maxlen": NoOp("belongs to KTransformers' engine for inference"),
+    "kt_use_cuda_graph": NoOp("belongs to KTransformers' engine for inference"),
+    "kt_force_think": NoOp("belongs to KTransformers' engine for inference"),
 }
 
-_FROZEN = "only LoRA is trained: finetuning_type: lora"
-_BASE = "the base is read from a local folder: download the model and give its path as model_name_or_path"
-_REPORT = "read log.jsonl in output_dir"
-_ONE_PROCESS = "training is one process: leave it out"
-
-REFUSED: Mapping[str, str] = {
-    "kt_optimize_rule": "placement needs no rule file: attention runs on `device`, experts in the CPU pool; "
-    "kt_backend, kt_num_threads and kt_weight_path set the rest",
-    "cpu_infer": "use kt_num_threads",
-    "chunk_size": "the pool cuts batches itself: leave it out",
-    "kt_non_expert_weight_path": "model_name_or_path may itself be bf16, GGUF or a mix of types: give that",
-    "fp16": "float16 overflows in training: use bf16: true",
-    "pure_bf16": "LoRA masters, gradients and moments are float32: use bf16: true",
-    "quantization_bit": "give a quantised GGUF as model_name_or_path, or kt_backend: AMXInt8",
-    "quantization_method": "give a quantised GGUF as model_name_or_path, or kt_backend: AMXInt8",
-    "use_dora": "DoRA is not served for experts: leave it out",
-    "use_rslora": "set lora_alpha: alpha x sqrt(rank) gives the same scale",
-    "pissa_init": "A is drawn and B is zero: leave it out",
-    "loraplus_lr_ratio": "A and B have one learning rate: leave it out",
-    "additional_target": _FROZEN,
-    "modules_to_save": _FROZEN,
-    "freeze_trainable_layers": _FROZEN,
-    "adapter_name_or_path": "training begins with a new adapter; resume_from_checkpoint goes on with one",
-    "ref_model": "the reference is the same frozen base without the adapter: leave it out",
-    "reward_model": "stage is sft or dpo: leave it out",
-    "deepspeed": _ONE_PROCESS,
-    "fsdp": _ONE_PROCESS,
-    "fsdp_config": _ONE_PROCESS,
-    "local_rank": _ONE_PROCESS,
-    "streaming": "samples are counted, shuffled and packed before the first step: leave it out",
-    "buffer_size": "belongs to streaming, which is refused: leave it out",
-    "tokenized_path": "tokenised data is not kept on disk: leave it out",
-    "interleave_probs": "data sets are put behind one another and shuffled: leave it out",
-    "model_revision": _BASE,
-    "cache_dir": _BASE,
-    "hf_hub_token": _BASE,
-    "push_to_hub": "publish output_dir yourself when it is done",
-    "predict_with_generate": "serve the adapter, and generate there",
-    "do_predict": "serve the adapter, and generate there",
-    "run_name": _REPORT,
-    "logging_dir": _REPORT,
-    "neftune_noise_alpha": "not computed here: leave it out",
-    "moe_aux_loss_coef": "routers are frozen, their balance is not trained: leave it out",
-    "group_by_length": "use packing: true, which leaves no padding",
-    "use_unsloth": "the kernels are this project's own: leave it out",
-    "enable_liger_kernel": "the kernels are this project's own: leave it out",
-    "export_dir": "the adapter in output_dir is served as it is: leave it out",
-    "resize_vocab": _FROZEN,
-    "rope_scaling": "is read from the model's config.json: set it there",
-    "load_best_model_at_end": "the result is the last step, or with early_stopping_steps the best one: leave it out",
+# By how a key begins: settings of what is itself refused, or not there.
+BELONGS: Mapping[str, str] = {
+    "galore_": "use_galore, which is refused",
+    "apollo_": "use_apollo, which is refused",
+    "badam_": "use_badam, which is refused",
+    "swanlab_": "use_swanlab, which is refused",
+    "trackio_": "report_to: trackio, which is not offered",
+    "project": "report_to: trackio, which is not offered",
+    "hub_": "push_to_hub, which is refused",
+    "ddp_": "several processes; training is one",
+    "ray_": "Ray; training is one process",
+    "resources_per_worker": "Ray; training is one process",
+    "placement_strategy": "Ray; training is one process",
+    "freeze_": "finetuning_type: freeze and images, which are not offered",
+    "oft_": "finetuning_type: oft, which is not offered",
+    "module_dropout": "finetuning_type: oft, which is not offered",
+    "ppo_": "stage: ppo, which is not offered",
+    "kto_": "stage: kto, which is not offered",
+    "simpo_": "pref_loss: simpo, which is not offered",
+    "reward_model_": "stage: ppo, which is not offered",
+    "ref_model_": "ref_model, which is refused",
+    "pissa_iter": "pissa_init, which is refused",
+    "pissa_convert": "pissa_init, which is refused",
+    "loraplus_lr_embedding": "loraplus_lr_ratio, which is refused",
+    "quantization_type": "quantization_bit, which is refused",
+    "quantization_device_map": "quantization_bit, which is refused",
+    "double_quantization": "quantization_bit, which is refused",
+    "fp8_": "fp8, which is refused",
+    "export_": "exporting; the adapter is served as it is",
+    "kt_lora_expert_": "kt_use_lora_experts, which is refused",
+    "vllm_": "inference",
+    "sglang_": "inference",
+    "image_": "images, which are not offered",
+    "video_": "images, which are not offered",
+    "audio_": "images, which are not offered",
+    "use_audio_in_video": "images, which are not offered",
+    "crop_to_patches": "images, which are not offered",
+    "media_dir": "images, which are not offered",
+    "dataloader_persistent_workers": "loading in the background, of which there is none",
+    "dataloader_prefetch_factor": "loading in the background, of which there is none",
+    "dataloader_multiprocessing_context": "loading in the background, of which there is none",
+    "dataloader_in_order": "loading in the background, of which there is none",
+    "generation_": "predict_with_generate, which is refused",
+    "sortish_sampler": "predict_with_generate, which is refused",
+    "eval_num_beams": "predict_with_generate, which is refused",
+    "do_sample": "predict_with_generate, which is refused",
+    "temperature": "predict_with_generate, which is refused",
+    "top_p": "predict_with_generate, which is refused",
+    "top_k": "predict_with_generate, which is refused",
+    "num_beams": "predict_with_generate, which is refused",
+    "max_length": "predict_with_generate, which is refused",
+    "max_new_tokens": "predict_with_generate, which is refused",
+    "repetition_penalty": "predict_with_generate, which is refused",
+    "length_penalty": "predict_with_generate, which is refused",
+    "skip_special_tokens": "predict_with_generate, which is refused",
+    "init_special_tokens": "add_special_tokens, which is refused",
 }
+
+
+def belongs(key: str) -> str | None:
+    """What a key is a setting of that is not there."""
+    return next(
+        (what for name, what in BELONGS.items() if key == name or (name[-1] == "_" and key.startswith(name))), None
+    )

@@ -13,13 +13,15 @@ from typing import Any
 
 from training.config.checks import ALONE
 from training.config.fields import TrainConfig
-from training.config.others import NO_OPS, REFUSED
+from training.config.others import BELONGS, NO_OPS
+from training.config.refused import REFUSED
 
 _WIDTH = 118
 _HEAD = """\
 # Settings of a training run
 
-Made from `training/config/fields.py` and `others.py` by `python -m training.config.reference`; a test compares.
+Made from `training/config/fields.py`, `others.py` and `refused.py` by `python -m training.config.reference`; a test
+compares.
 
 `ktserve train CONFIG.yaml [key=value ...]` reads LLaMA-Factory's names, and KTransformers' both flat
 (`kt_backend: ...`) and nested (`kt_config: {kt_backend: ...}`). An override takes the place of what the file says,
@@ -42,11 +44,12 @@ def reference() -> str:
     for key, row in NO_OPS.items():
         values = f" ({' or '.join(row.allowed)})" if row.allowed else ""
         no_ops.append(_item(f"`{key}`{values}: {row.reason}."))
+    for key, what in BELONGS.items():
+        no_ops.append(_item(f"`{key}{'...' if key.endswith('_') else ''}`: belongs to {what}."))
     parts.append("## Keys that change nothing\n\n" + "\n".join(no_ops) + "\n")
     refused = [_item(f"`{key}`: {reason}.") for key, reason in REFUSED.items()]
-    parts.append(
-        "## Keys that are refused\n\nUnless they are switched off (`false`, `null`).\n\n" + "\n".join(refused) + "\n"
-    )
+    head = "## Keys that are refused\n\nUnless they are switched off (`false`, `null`, or their default).\n\n"
+    parts.append(head + "\n".join(refused) + "\n")
     return "\n".join(parts)
 
 

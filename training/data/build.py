@@ -16,6 +16,7 @@ from pathlib import Path
 from api.text.tokenizer import Tokenizer
 from api.text.tokenizer import load_tokenizer as load_model_tokenizer
 from training.config import TrainConfig
+from training.data.cutting import cut, kept
 from training.data.errors import DataError
 from training.data.files import Row, read_rows
 from training.data.formats import Conversation, conversation, preference
@@ -51,10 +52,16 @@ class PairSample:
         """Tokens of the longer of its two texts."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
+    @property
+    def tokens(self) -> int:
+        """Of both texts."""
+        return 2 * len(self.prompt) + len(self.chosen) + len(self.rejected)
+
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the rows. `tokens` are those of all samples, `learnt` those that the loss counts."""
+    """What became of the rows. `tokens` are those of all samples, of both texts of a pair, `learnt` those that the loss
+    counts; `bad` rows of all data sets could not be read."""
 
     rows: int
     samples: int
@@ -62,11 +69,13 @@ class Report:
     learnt: int
     dropped: int
     truncated: int
+    bad: int = 0
 
     def __str__(self) -> str:
         text = f"{self.rows} rows, {self.samples} samples, {self.tokens} tokens, the loss counts {self.learnt}"
         text += f"; {self.dropped} too long, left out" if self.dropped else ""
-        return text + (f"; {self.truncated} cut off" if self.truncated else "")
+        text += f"; {self.truncated} cut" if self.truncated else ""
+        return text + (f"; {self.bad} could not be read, left out" if self.bad else "")
 
 
 class SampleDataset:
@@ -179,7 +188,7 @@ def build_datasets(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Dataset, 
         held = list(rows.read(config.eval_dataset))
     elif config.val_size:
         samples, held = _split(samples, config)
-    train = _dataset(config, samples, packing=config.packing)
+    train = _dataset(config, samples, packing=config.packing, bad=rows.bad)
     evaluation = _dataset(config, held, packing=False) if held else None
     for name, dataset in (("train", train), ("evaluation", evaluation)):
         if dataset is not None:
@@ -202,14 +211,19 @@ class _Rows:
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         variables = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
         self._config = config
+        self.bad = 0  # rows that were left out
         self._renderer = Renderer(tokenizer, variables, trust_control_tokens=not config.split_special_tokens)
 
     def read(self, names: tuple[str, ...]) -> Iterator[_Samples]:
         """Of each row of the data sets. DataError for one without rows, or if nothing is left of it."""
         for source in find_sources(self._config, names):
             rows = left = 0
-            for row in islice(read_rows(source.path), source.limit):
-                found = self._pair(row, source) if self._config.stage == "dpo" else self._texts(row, source)
+            for row in islice(read_rows(source.path, self._leave_out), source.limit):
+                try:
+                    found = self._pair(row, source) if self._config.stage == "dpo" else self._texts(row, source)
+                except DataError as error:
+                    self._leave_out(error)
+                    continue
                 rows, left = rows + 1, left + len(found.samples)
                 yield found
             if not rows:
@@ -218,6 +232,13 @@ class _Rows:
                 limit = self._config.cutoff_len
                 message = f"all of its {rows} rows are too long for cutoff_len {limit}: raise it"
                 raise DataError(f"{source.path}: nothing is left of {source.name}: {message}", "cutoff_len")
+
+    def _leave_out(self, error: DataError) -> None:
+        """A row that cannot be read; raises the error if there are more than may be."""
+        if self.bad >= self._config.skip_bad_rows:
+            raise error
+        self.bad += 1
+        _log.warning("left out: %s", error)
 
     def _texts(self, row: Row, source: Source) -> _Samples:
         if source.ranking:
@@ -229,7 +250,7 @@ class _Rows:
             ids, learnt = sample.ids, sample.learnt
             if len(ids) > (limit := self._config.cutoff_len):
                 self._refuse(row, len(ids))
-                ids, learnt = ids[:limit], learnt[:limit]
+                ids, learnt = cut(ids, learnt, limit)
                 if self._config.overlong == "drop" or not any(learnt[1:]):
                     dropped += 1
                     continue
@@ -246,14 +267,15 @@ class _Rows:
             raise row.error(f"{source.name} has no preferences (ranking: true is not set): stage: sft trains on it")
         pair = self._renderer.pair(preference(row, source))
         longest = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
-        room, truncated = self._config.cutoff_len - len(pair.prompt), 0
+        prompt, room, truncated = len(pair.prompt), longest, 0
         if longest > self._config.cutoff_len:
             self._refuse(row, longest)
+            prompt, room = kept(prompt, longest - prompt, self._config.cutoff_len)
             if self._config.overlong == "drop" or room < 1 or pair.chosen[:room] == pair.rejected[:room]:
                 return _Samples([], dropped=1)
             truncated = 1
-        sample = PairSample(*(array("i", ids) for ids in (pair.prompt, pair.chosen[:room], pair.rejected[:room])))
-        return _Samples([sample], truncated=truncated)
+        parts = pair.prompt[:prompt], pair.chosen[:room], pair.rejected[:room]
+        return _Samples([PairSample(*(array("i", ids) for ids in parts))], truncated=truncated)
 
     def _refuse(self, row: Row, length: int) -> None:
         if self._config.overlong == "error":
@@ -277,19 +299,20 @@ def _split(rows: list[_Samples], config: TrainConfig) -> tuple[list[_Samples], l
     return sides
 
 
-def _dataset(config: TrainConfig, rows: Sequence[_Samples], *, packing: bool) -> Dataset:
+def _dataset(config: TrainConfig, rows: Sequence[_Samples], *, packing: bool, bad: int = 0) -> Dataset:
     samples = [sample for row in rows for sample in row.samples]
     texts = [sample for sample in samples if isinstance(sample, Sample)]
     pairs = [sample for sample in samples if isinstance(sample, PairSample)]
-    learnt = sum(sum(label != IGNORED for label in sample.labels) for sample in texts)
+    learnt = sum(sum(label != IGNORED for label in sample.labels[1:]) for sample in texts)
     learnt += sum(len(pair.chosen) + len(pair.rejected) for pair in pairs)
     report = Report(
         rows=len(rows),
         samples=len(samples),
-        tokens=sum(map(len, samples)),
+        tokens=sum(map(len, texts)) + sum(pair.tokens for pair in pairs),
         learnt=learnt,
         dropped=sum(row.dropped for row in rows),
         truncated=sum(row.truncated for row in rows),
+        bad=bad,
     )
     if config.stage == "dpo":
         return PreferenceDataset(pairs, report)

@@ -38,7 +38,8 @@ class PaddingCollator:
 @dataclass(frozen=True)
 class PackingCollator:
     """Items of a PackedDataset -> input_ids, labels, position_ids, segments: int64 [rows, longest], and attention_mask
-    [rows, 1, longest, longest]: a token sees those before it in its own sample and itself.
+    [rows, 1, longest, longest]: a token sees those before it in its own sample and itself. Items of one sample each,
+    as evaluation's are, are padded (`PaddingCollator`).
 
     The mask is explicit because transformers finds samples by their positions only where no cache is made. sdpa takes a
     bool mask (True: seen); eager attention adds its mask to the scores, so it is `dtype`: 0 where seen, else the
@@ -56,6 +57,8 @@ class PackingCollator:
             raise ValueError(f"packed rows need attention sdpa or eager, not {self.attention}")
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        if "segments" not in items[0]:
+            return PaddingCollator(self.pad_id, self.multiple)(items)
         length = _length(items, self.multiple)
         segments = _padded([item["segments"] for item in items], length, NO_SEGMENT)
         labels = _padded([item["labels"] for item in items], length, IGNORED)

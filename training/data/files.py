@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,46 +27,68 @@ class Row:
         return DataError(f"{self.where}: {message}", "dataset")
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+Bad = Callable[[DataError], None]
+
+
+def _raised(error: DataError) -> None:
+    raise error
+
+
+def read_rows(path: Path, bad: Bad = _raised) -> Iterator[Row]:
     """The rows of a .json (a list, or lines), .jsonl, .csv or .parquet file, or of all such files in a folder, by name.
-    DataError for what cannot be read."""
+    `bad` gets the error of a row behind which the next one can be found, and may raise it. DataError for what cannot be
+    read."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not files:
             raise DataError(f"{path}: no file ends in {', '.join(SUFFIXES)}", "dataset")
         for file in files:
-            yield from read_rows(file)
+            yield from read_rows(file, bad)
         return
-    readers = {".json": _json, ".jsonl": _json, ".csv": _csv, ".parquet": _parquet}
+    readers: dict[str, Callable[[Path, Bad], Iterator[Row]]] = {
+        ".json": _json, ".jsonl": _json, ".csv": _csv, ".parquet": _parquet,
+    }  # fmt: skip
     if path.suffix not in readers:
         raise DataError(f"{path}: ends in {path.suffix!r}; allowed is {', '.join(SUFFIXES)}", "dataset")
     try:
-        yield from readers[path.suffix](path)
+        yield from readers[path.suffix](path, bad)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}", "dataset") from None
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _json(path: Path, bad: Bad) -> Iterator[Row]:
     with path.open("rb") as file:
         first = next((line for line in file if line.removeprefix(BOM_UTF8).strip()), b"")
-    yield from _json_list(path) if first.removeprefix(BOM_UTF8).lstrip().startswith(b"[") else _json_lines(path)
+    is_list = first.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+    yield from _json_list(path, bad) if is_list else _json_lines(path, bad)
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _json_lines(path: Path, bad: Bad) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
-            text = _decoded(line, path, number)
-            if not text.strip():
-                continue
             try:
-                value = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not JSON: {_reason(error)}", "dataset") from None
-            yield _row(value, where)
+                row = _json_line(line, path, number)
+            except DataError as error:
+                bad(error)
+                continue
+            if row is not None:
+                yield row
 
 
-def _json_list(path: Path) -> Iterator[Row]:
+def _json_line(line: bytes, path: Path, number: int) -> Row | None:
+    """None for an empty line."""
+    where = f"{path}:{number}"
+    text = _decoded(line, path, number)
+    if not text.strip():
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {_reason(error)}", "dataset") from None
+    return _row(value, where)
+
+
+def _json_list(path: Path, bad: Bad) -> Iterator[Row]:
     """Value by value, so that each has its line."""
     text = _decoded(path.read_bytes(), path)
     decoder = json.JSONDecoder()
@@ -91,8 +113,13 @@ def _json_list(path: Path) -> Iterator[Row]:
             raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}", "dataset") from None
         except RecursionError:
             raise DataError(f"{where}: not JSON: nested too deeply", "dataset") from None
-        yield _row(value, where)
         separator = "value"
+        try:
+            row = _row(value, where)
+        except DataError as error:
+            bad(error)
+            continue
+        yield row
     if text[at + 1 :].strip():
         raise DataError(f"{path}:{line}: not JSON: more text behind the list", "dataset")
 
@@ -112,21 +139,22 @@ def _skip_space(text: str, at: int) -> int:
     return at
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _csv(path: Path, bad: Bad) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(_decoded(path.read_bytes(), path), newline=""), strict=True)
     begins = 2
     try:
         for data in reader:
             row = _row(data, f"{path}:{begins}")
-            if None in data or None in data.values():
-                raise row.error(f"the number of cells is not that of the header, {len(reader.fieldnames or ())}")
-            yield row
             begins = reader.line_num + 1
+            if None in data or None in data.values():
+                bad(row.error(f"the number of cells is not that of the header, {len(reader.fieldnames or ())}"))
+            else:
+                yield row
     except csv.Error as error:
         raise DataError(f"{path}:{begins}: not CSV: {error}", "dataset") from None
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path, bad: Bad) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -12,9 +12,11 @@ from api.text.calls.definitions import Tool, tool_use
 from api.text.messages import normalise
 from training.data.files import Row
 from training.data.info import Source
+from training.data.turns import joined
 
 Message = dict[str, Any]
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_ROLES = {"user": "user", "assistant": "assistant", "tool": "tool"}  # sharegpt's data has them beside its own
 _SHAREGPT_TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -168,18 +170,24 @@ def _alpaca(row: Row, source: Source, answered: bool) -> list[Message]:
 def _message(item: Any, row: Row, source: Source, form: str, where: str) -> Message:
     if not isinstance(item, dict):
         raise row.error(f"{where}: an object is expected")
-    if form == "openai" and not source.tags:
+    bare = form == "sharegpt" and _SHAREGPT_TAGS["role_tag"] not in item and "role" in item
+    if (form == "openai" or bare) and not source.tags:
         return {key: value for key, value in item.items() if value is not None}
     openai = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     openai |= {"observation_tag": "tool", "function_tag": "function", "system_tag": "system"}
     tags = {**(openai if form == "openai" else _SHAREGPT_TAGS), **source.tags}
     role, content = item.get(tags["role_tag"]), item.get(tags["content_tag"])
+    calls = item.get("tool_calls")
+    if calls is not None and role == tags["assistant_tag"]:
+        return {"role": "assistant", "content": content, "tool_calls": calls}
     if not isinstance(content, str):
         raise row.error(f"{where}: {tags['content_tag']!r} is missing, or no text")
     if role == tags["function_tag"]:
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, row, where)}
     roles = {tags["user_tag"]: "user", tags["assistant_tag"]: "assistant", tags["observation_tag"]: "tool"}
     roles[tags["system_tag"]] = "system"
+    if not source.tags:
+        roles = {**roles, **_ROLES}
     if role not in roles:
         allowed = ", ".join([*roles, tags["function_tag"]])
         raise row.error(f"{where}: {tags['role_tag']!r} is {str(role)[:80]!r}; allowed is {allowed}")
@@ -217,7 +225,7 @@ def _checked(messages: Sequence[Message], row: Row) -> tuple[tuple[Message, ...]
             raise row.error(f"messages[{i}].weight is {weight!r}; allowed is 0 or 1")
         weights.append(bool(weight) and message.get("role") == "assistant")
         bare.append({key: item for key, item in message.items() if key != "weight"})
-    return tuple(_told(lambda: normalise(bare), row)), tuple(weights)
+    return joined(_told(lambda: normalise(bare), row), weights, row)
 
 
 def _tools(value: Any, row: Row) -> tuple[Tool, ...]:

@@ -34,6 +34,7 @@ class ExpertLora(nn.Module):
         if rank < 1:
             raise ValueError(f"rank: {rank}; at least 1")
         self.scaling = scaling
+        self.chosen: torch.Tensor | None = None  # bool [E]: experts with rows since it was cleared; None: not recorded
         sizes = {"gate": (hidden, intermediate), "up": (hidden, intermediate), "down": (intermediate, hidden)}
         for name, (size_in, size_out) in sizes.items():
             bound = 1 / math.sqrt(size_in)
@@ -51,9 +52,15 @@ class ExpertLora(nn.Module):
         a = (self.gate_lora_a, self.up_lora_a, self.down_lora_a)
         return (*a, self.gate_lora_b, self.up_lora_b, self.down_lora_b)
 
+    def note(self, ids: torch.Tensor) -> None:
+        """Rows go through experts `ids`, of any shape, -1: none."""
+        if self.chosen is not None:
+            self.chosen[ids[ids >= 0].cpu()] = True
+
     def place(self, device: torch.device) -> None:
         for parameter in self.parameters():
-            parameter.data = parameter.data.to(device)
+            if not parameter.is_meta:  # values are still to be read
+                parameter.data = parameter.data.to(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertLora:
         """The matrices stay where `place` has put them, and float32: trainers send whole models to one device."""
@@ -116,9 +123,10 @@ class TrainableExperts(ABC):
         if missing := set(slots.tolist()) - {0, *loras}:
             raise ValueError(f"slots: {min(missing)} has no LoRA; allowed are 0 and {sorted(loras)}")
         for slot, lora in loras.items():
-            self._check_lora(slot, lora)
+            self.check_lora(slot, lora)
 
-    def _check_lora(self, slot: int, lora: ExpertLora) -> None:
+    def check_lora(self, slot: int, lora: ExpertLora) -> None:
+        """ValueError if it does not fit these experts."""
         if not 1 <= slot <= 65535:
             raise ValueError(f"slot: {slot}; allowed for a LoRA are 1 to 65535")
         e, r, h, i = self.num_experts, lora.rank, self.hidden_size, self.intermediate_size

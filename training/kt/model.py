@@ -7,6 +7,7 @@ missing, or None, has the default that a file's has; what is outside its limits,
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +24,19 @@ from engine.experts.native import NativeExperts
 from engine.weights.store import ExpertStore, WeightTensor
 from training.config import ConfigError, TrainConfig
 from training.config.load import read_values
-from training.experts.base import ExpertLora, TrainableExperts
+from training.experts.base import TrainableExperts
 from training.experts.native import trainable_layers
-from training.kernels import expert_maker, packing, worker_pool
+from training.kernels import expert_maker, packing, threads_note, worker_pool
 from training.kt.errors import KTAMXConfigError, KTAMXModelNotSupportedError, KTAMXNotAvailableError
-from training.kt.families import Family, family_of
-from training.kt.wrapper import MOELayerWrapper
-from training.layer import RoutedExperts
-from training.model import load_model
+from training.kt.families import Family, family_of, get_moe_arch_config
+from training.kt.wrapper import LoraSize, MOELayerWrapper
+from training.layer import BatchRows, ExpertsLoraLayer, RoutedExperts
+from training.model import load_model, mark_packed
 
 if TYPE_CHECKING:
     from native import _native
 
+_log = logging.getLogger("training.kt")
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _OF_MODEL = (
     "model_name_or_path", "bf16", "kt_backend", "kt_num_threads", "kt_tp_enabled", "kt_cpu_activation",
@@ -47,6 +49,8 @@ _OURS = ("qwen3_moe", "qwen2_moe", "mixtral")  # read into their packed form, fr
 def init_cpu_infer(model_args: Any = None) -> _native.WorkerPool:
     """The threads that compute experts. KTAMXConfigError, KTAMXNotAvailableError."""
     settings = _settings(model_args)
+    if (lowered := threads_note(settings.kt_num_threads)) is not None:
+        _log.warning("%s", lowered)
     try:
         return worker_pool(settings.kt_num_threads, per_node=settings.kt_tp_enabled)
     except ImportError as error:
@@ -59,25 +63,29 @@ def wrap_moe_layers_with_amx(
     model: PreTrainedModel, model_args: Any = None, finetuning_args: Any = None, cpu_infer: Any = None
 ) -> list[MOELayerWrapper]:
     """Replaces a model's mixture-of-experts blocks, frees their experts' weights and gives the model `_kt_wrappers`,
-    `_kt_cpu_infer` and `_kt_moe_lora_params` (by layer, the six matrices by name). KTAMXModelNotSupportedError,
-    KTAMXConfigError, KTAMXNotAvailableError; the model is then as it was."""
+    `_kt_cpu_infer`, `_kt_tp_enabled` and `_kt_moe_lora_params` (by layer, the six matrices by name: those that
+    are there now, which PEFT replaces if an adapter has another rank). KTAMXModelNotSupportedError, KTAMXConfigError,
+    KTAMXNotAvailableError; the model is then as it was."""
     family = family_of(model.config)
     settings = _settings(model_args, finetuning_args)
     pool = init_cpu_infer(model_args) if cpu_infer is None else cpu_infer
     blocks = _blocks(model, family)
     if not blocks:
         raise KTAMXModelNotSupportedError("the model has no layer with routed experts", "model")
-    config = model.config
-    sizes = [getattr(config, name) for name in (family.num_experts, "hidden_size", family.intermediate_size)]
+    arch = get_moe_arch_config(model.config)
+    sizes = [arch.expert_num, model.config.hidden_size, arch.intermediate_size]
     experts = _experts(blocks, sizes, settings, pool)
+    rows = next((m.rows for m in model.modules() if isinstance(m, RoutedExperts)), BatchRows())
+    lora = LoraSize(settings.lora_rank, settings.lora_alpha)
     wrappers = []
     for index, (layer, block) in blocks.items():
-        lora = ExpertLora(sizes[0], settings.lora_rank, sizes[1], sizes[2], settings.scaling)
-        wrapper = MOELayerWrapper(block, experts[index], lora, index)
+        wrapper = MOELayerWrapper(block, experts[index], lora, index, moe_config=arch, cpu_infer=pool, rows=rows)
         setattr(layer, family.block, wrapper)
         wrappers.append(wrapper)
+    mark_packed(model)
     attributes: Any = model
     attributes._kt_wrappers, attributes._kt_cpu_infer = wrappers, pool
+    attributes._kt_tp_enabled = settings.kt_tp_enabled
     attributes._kt_moe_lora_params = {wrapper.layer_idx: wrapper.lora_params for wrapper in wrappers}
     return wrappers
 
@@ -141,7 +149,8 @@ def _experts(
 ) -> dict[int, TrainableExperts]:
     """Packed from the modules' own weights, unless they are our kernels' already."""
     held: dict[int, Any] = {index: block.experts for index, (_, block) in blocks.items()}
-    packed = {index: module.experts for index, module in held.items() if isinstance(module, RoutedExperts)}
+    layers = {index: module for index, module in held.items() if isinstance(module, ExpertsLoraLayer)}
+    packed = {index: layer.base_layer.experts for index, layer in layers.items()}
     if packed:
         return packed
     dtype = next(iter(held.values())).down_proj.dtype

@@ -23,13 +23,14 @@ def common_arguments(config: TrainConfig, device: str) -> dict[str, Any]:
     steps: dict[str, Any] = {"max_steps": config.max_steps} if config.max_steps else {}
     if not config.max_steps:
         steps["num_train_epochs"] = config.num_train_epochs
-    if config.early_stopping_steps:
+    if config.early_stopping_steps or config.load_best_model_at_end:
         steps |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
     same = (
         "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay",
         "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "seed", "data_seed",
         "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
-        "per_device_eval_batch_size",
+        "per_device_eval_batch_size", "logging_first_step", "eval_on_start", "eval_delay", "save_only_model",
+        "run_name",
     )  # fmt: skip
     renamed = "activation_checkpointing" in {field.name for field in fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
@@ -41,7 +42,7 @@ def common_arguments(config: TrainConfig, device: str) -> dict[str, Any]:
         "warmup_steps": config.warmup_steps or config.warmup_ratio,  # a share if below 1
         "use_cpu": device == "cpu",
         "optim": "adamw_torch_fused",
-        "report_to": [],
+        "report_to": list(config.report_to),
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "dataloader_pin_memory": False,

@@ -6,26 +6,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow
 import tokenizers
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from training.config import TrainConfig
-from training.layer import ExpertLoraConfig
+from training.data import PreferenceDataset
+from training.layer import unwarned
 from training.loop.arguments import common_arguments, on_one_gpu
 from training.loop.trainer import PAD, Run
 
 
 def make_trainer(
-    config: TrainConfig, base: PreTrainedModel, lora: ExpertLoraConfig, device: str, data: dict[str, Any]
+    config: TrainConfig, base: PreTrainedModel, lora: LoraConfig, device: str, data: dict[str, Any]
 ) -> PairTrainer:
     """TRL itself puts the adapter on: one that is there already it would copy as the reference."""
     words = tokenizers.Tokenizer(WordLevel({"<pad>": PAD}, unk_token="<pad>"))  # TRL asks it for the padding alone
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
-    data = {name: None if rows is None else Dataset.from_list(list(rows)) for name, rows in data.items()}
-    return PairTrainer(base, args=dpo_arguments(config, device), peft_config=lora, processing_class=tokenizer, **data)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    data = {name: None if rows is None else _dataset(rows) for name, rows in data.items()}
+    with unwarned():
+        return PairTrainer(
+            base, args=dpo_arguments(config, device), peft_config=lora, processing_class=tokenizer, **data
+        )
+
+
+def _dataset(rows: PreferenceDataset) -> Dataset:
+    """By its digest, where datasets would pickle all of it for one."""
+    return Dataset(pyarrow.Table.from_pylist([rows[i] for i in range(len(rows))]), fingerprint=rows.digest)
 
 
 def dpo_arguments(config: TrainConfig, device: str) -> DPOConfig:

@@ -22,9 +22,12 @@ _SHOWN = ("loss", "eval_loss", "rewards/margins", "rewards/accuracies", "grad_no
 class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """A line for each of transformers' log records, into log.jsonl and, shorter, to the terminal."""
 
-    def __init__(self, output: Path, meter: Meter | None = None, label: str = "") -> None:
-        """`label`: stands before a line on the terminal."""
-        self._path, self._meter = output / LOG, meter
+    def __init__(
+        self, output: Path, meter: Meter | None = None, label: str = "", vocabulary: int | None = None
+    ) -> None:
+        """`label`: stands before a line on the terminal. `vocabulary`: tokens that the model chooses among, where the
+        loss is cross entropy over them."""
+        self._path, self._meter, self._vocabulary = output / LOG, meter, vocabulary
         self._done = 0.0 if meter is None else meter.done
         self._label = f"{label}  " if label else ""
         self._begun = self._last = (0.0, 0, 0)  # seconds, tokens, steps
@@ -55,6 +58,27 @@ class Progress(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(self._label + line(record, state.max_steps), flush=True)
+        if self._vocabulary is not None and diverged(record, self._vocabulary):
+            print(
+                f"{self._label}warning: step {record['step']}: the loss is that of guessing among {self._vocabulary} "
+                "tokens, and no gradient is left: the run has diverged. Stop it, and lower learning_rate or raise "
+                "warmup_steps",
+                flush=True,
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        """A record of the last steps too: at the end, and wherever an evaluation may end the run."""
+        last = state.global_step >= state.max_steps
+        control.should_log |= last or (control.should_evaluate and args.load_best_model_at_end)
+        return control
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        control.should_log |= control.should_evaluate and args.load_best_model_at_end
+        return control
 
     def _remaining(self, now: tuple[float, int, int], state: TrainerState) -> float:
         done = now[2] - self._begun[2]
@@ -82,6 +106,17 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
         if self.asked:
             control.should_save = control.should_training_stop = True
             self.stopped = state.global_step < state.max_steps
+
+
+def diverged(record: dict[str, Any], vocabulary: int) -> bool:
+    """Whether a record is of a model whose numbers have overflowed to where every token is as likely as any other."""
+    loss, norm = float(record.get("loss", 0.0)), float(record.get("grad_norm", 1.0))
+    return loss > 0.98 * math.log(vocabulary) and norm < 1e-9
+
+
+def last_loss(output: Path) -> float | None:
+    """Of the last record that has one."""
+    return next((record["loss"] for record in reversed(read_log(output / LOG)) if "loss" in record), None)
 
 
 def line(record: dict[str, Any], steps: int) -> str:

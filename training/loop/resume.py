@@ -71,6 +71,9 @@ def opened(checkpoint: Path) -> dict[str, Any]:
         if found != size:
             message = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise TrainingError(f"{path} {message}: name another checkpoint", "resume_from_checkpoint")
+    if not record.pop("resumes", True):
+        message = "has no state of the optimiser (save_only_model): train from the start, or from adapter_name_or_path"
+        raise TrainingError(f"{checkpoint} {message}", "resume_from_checkpoint")
     return record
 
 

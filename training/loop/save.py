@@ -23,10 +23,9 @@ def adapter_weights(model: nn.Module, adapter: str = "default", experts: torch.d
     None: float32, as they are. The rest stays in float32."""
     found = AdapterWeights(adapter, "peft-per-expert")
     for path, module in model.named_modules():
-        name = path.removeprefix(_PREFIX)
+        name = module_name(path)
         if isinstance(module, ExpertsLoraLayer) and adapter in module.lora_experts:
-            layer = int(name.removesuffix(_EXPERTS).rpartition(".")[2])
-            found.experts[layer] = _expert_lora(module, adapter, experts or torch.float32)
+            found.experts[layer_of(name)] = _expert_lora(module, adapter, experts or torch.float32)
         elif isinstance(module, LoraLayer) and adapter in module.lora_A:
             a, b = (half[adapter].weight.detach().float() for half in (module.lora_A, module.lora_B))
             found.linears[name] = LoraPair(a, b, float(module.scaling[adapter]))
@@ -46,6 +45,16 @@ def save_adapter(
     config: Any = model.config  # of transformers
     stored = next(family.stored for family in architectures() if family.name == config.model_type)
     write_adapter(adapter_weights(model, adapter, experts), folder, form, base=base, stored=stored)
+
+
+def module_name(path: str) -> str:
+    """A module's name in the model, of that within PEFT's wrapper."""
+    return path.removeprefix(_PREFIX)
+
+
+def layer_of(name: str) -> int:
+    """The decoder layer of a module of experts."""
+    return int(name.removesuffix(_EXPERTS).rpartition(".")[2])
 
 
 def _expert_lora(layer: ExpertsLoraLayer, adapter: str, dtype: torch.dtype) -> ExpertLora:

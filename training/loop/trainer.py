@@ -17,6 +17,7 @@ from transformers.trainer_callback import TrainerState
 from training.data import ShuffledSampler
 from training.loop.clipping import clip
 from training.loop.meter import Meter
+from training.loop.optimizer import SkippingAdamW, expert_loras
 from training.loop.resume import STATE, TrainingError, as_configured, check_left, seal, written
 
 _STAGE = ".partial"
@@ -28,6 +29,7 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
     `about`: what its checkpoints say of it (`resume.identity`)."""
 
     meter: Meter | None = None
+    skips_idle_experts = False
     about: Mapping[str, Any] = {}
 
     def go_on(self, unlogged: Mapping[str, Any]) -> None:
@@ -46,6 +48,12 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
     def _get_train_sampler(self, train_dataset: Any = None) -> ShuffledSampler:
         rows = self.train_dataset if train_dataset is None else train_dataset
         return ShuffledSampler(len(rows), self.args.seed if self.args.data_seed is None else self.args.data_seed)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.skips_idle_experts and not isinstance(optimizer, SkippingAdamW):
+            optimizer = self.optimizer = SkippingAdamW(optimizer.param_groups, expert_loras(self.model))
+        return optimizer
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         samples = _lengths(inputs)
@@ -79,7 +87,8 @@ class Run(Trainer):  # type: ignore[misc]  # transformers has no types
                 super()._save_checkpoint(model, trial)
                 self._name_best(output)
                 self.state.save_to_json(str(stage / name / STATE))
-                seal(stage / name, {"run": dict(self.about), "unlogged": self.unlogged()})
+                about = {"run": dict(self.about), "unlogged": self.unlogged(), "resumes": not self.args.save_only_model}
+                seal(stage / name, about)
                 sync_tree(stage)
                 remove_folder(output / name)
                 (stage / name).replace(output / name)

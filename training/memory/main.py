@@ -13,9 +13,10 @@ def main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     config = load_config(arguments[0], arguments[1:])
-    from training.memory.plan import plan_training  # imports torch: settings are checked first
+    from training.loop.load import started  # imports torch: settings are checked first
+    from training.memory.plan import plan_training
 
-    plan = plan_training(config)
+    plan = plan_training(started(config)[0])
     print(plan.render())
     plan.check(config.force_memory_plan)
     return 0

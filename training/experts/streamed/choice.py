@@ -12,7 +12,7 @@ from engine.experts.capabilities import PackedWeights
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedSource
 from engine.experts.streamed.layers import LayerStream, fastest_of_two
-from engine.experts.streamed.threshold import threshold as crossing
+from engine.experts.streamed.threshold import threshold as break_even
 from training.experts.base import TrainableExperts
 from training.experts.streamed.experts import StreamedTrainableExperts, Streams
 
@@ -89,7 +89,7 @@ class Streaming:
             if cpu_s[rows] > 2 * copy_s:
                 break
         rows, seconds = max(cpu_s.items())
-        return crossing(cpu_s, 2 * copy_s), (
+        return break_even(cpu_s, 2 * copy_s), (
             f"measured: a layer's copy {copy_s * 1e3:.1f} ms, {rows:,} tokens on the CPU {seconds * 1e3:.1f} ms"
         )
 

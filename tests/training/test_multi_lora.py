@@ -20,7 +20,7 @@ from training.run import train
 
 
 @pytest.fixture
-def together(config, talks, tmp_path) -> TrainConfig:
+def several(config, talks, tmp_path) -> TrainConfig:
     """Three adapters that differ in all that they may; two leave the batch before the last step."""
     some = tmp_path / "some.jsonl"
     some.write_text("".join(talks.read_text().splitlines(keepends=True)[5:12]))
@@ -40,13 +40,13 @@ def together(config, talks, tmp_path) -> TrainConfig:
     [{}, {"packing": True, "gradient_checkpointing": True, "lora_target": ("q_proj", "up_proj", "down_proj")}],
     ids=["padded", "packed"],
 )
-def test_each_is_trained_as_if_it_were_alone(together, tmp_path, change):
+def test_each_is_trained_as_if_it_were_alone(several, tmp_path, change):
     """Losses and weights of N adapters in one batch against a run of each, in float32."""
-    runs = tuple(replace(run, **change) for run in together.adapters)
-    together = replace(together, **change, adapters=runs, save_strategy="no")
-    outcome = train(together)
+    runs = tuple(replace(run, **change) for run in several.adapters)
+    several = replace(several, **change, adapters=runs, save_strategy="no")
+    outcome = train(several)
     assert set(outcome.folders) == {"first.v1", "second", "third"}
-    for run in together.adapters:
+    for run in several.adapters:
         alone = replace(run, output_dir=str(tmp_path / f"alone-{run.adapter_name}"), save_strategy="no")
         train(alone)
         folder = outcome.folders[run.adapter_name]
@@ -60,9 +60,9 @@ def test_each_is_trained_as_if_it_were_alone(together, tmp_path, change):
         assert difference < 1e-6 * sum(float(tensor.abs().sum()) for tensor in files[0].values())
 
 
-def test_a_stop_is_gone_on_from_bit_for_bit(together, tmp_path):
-    whole = replace(together, output_dir=str(tmp_path / "whole"))
-    whole = replace(whole, adapters=tuple(replace(run, output_dir=whole.output_dir) for run in together.adapters))
+def test_a_stop_is_gone_on_from_bit_for_bit(several, tmp_path):
+    whole = replace(several, output_dir=str(tmp_path / "whole"))
+    whole = replace(whole, adapters=tuple(replace(run, output_dir=whole.output_dir) for run in several.adapters))
     train(whole)
 
     class AtOnce(StopOnSignal):
@@ -74,38 +74,38 @@ def test_a_stop_is_gone_on_from_bit_for_bit(together, tmp_path):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     stop.install()
     try:
-        outcome = train(together, stop=stop)
+        outcome = train(several, stop=stop)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert outcome.stopped and not outcome.folders
-    assert [path.name for path in checkpoints(together.output)] == ["checkpoint-1"]
+    assert [path.name for path in checkpoints(several.output)] == ["checkpoint-1"]
     torch.manual_seed(99)
-    outcome = train(replace(together, resume_from_checkpoint="true"))
-    for run in together.adapters:
+    outcome = train(replace(several, resume_from_checkpoint="true"))
+    for run in several.adapters:
         folders = [whole.output / run.adapter_name, outcome.folders[run.adapter_name]]
         assert losses(folders[0]) == losses(folders[1])
         first, second = ((folder / "adapter_model.safetensors").read_bytes() for folder in folders)
         assert first == second
 
 
-def test_a_loss_that_is_no_number_names_the_adapter(together):
-    broken = replace(together.adapters[2], learning_rate=10.0, adam_epsilon=0.0, max_steps=40)
-    runs = (together.adapters[0], replace(broken, warmup_steps=0))
+def test_a_loss_that_is_no_number_names_the_adapter(several):
+    broken = replace(several.adapters[2], learning_rate=10.0, adam_epsilon=0.0, max_steps=40)
+    runs = (several.adapters[0], replace(broken, warmup_steps=0))
     with pytest.raises(TrainingError, match=r"third, step \d+: the loss is (nan|inf)"):
-        train(replace(together, max_grad_norm=0.0, adapters=tuple(replace(run, max_grad_norm=0.0) for run in runs)))
-    assert not list(together.output.glob("*/adapter_config.json"))
+        train(replace(several, max_grad_norm=0.0, adapters=tuple(replace(run, max_grad_norm=0.0) for run in runs)))
+    assert not list(several.output.glob("*/adapter_config.json"))
 
 
-def test_another_run_s_checkpoint_is_refused(together):
-    train(replace(together, adapters=together.adapters[2:]))
+def test_another_run_s_checkpoint_is_refused(several):
+    train(replace(several, adapters=several.adapters[2:]))
     again = {"resume_from_checkpoint": "true"}
     with pytest.raises(UserError, match="is of the adapters third, the configuration's are first"):
-        train(replace(together, **again))
-    other = (replace(together.adapters[2], lora_rank=4),)
+        train(replace(several, **again))
+    other = (replace(several.adapters[2], lora_rank=4),)
     with pytest.raises(UserError, match="lora_rank 8, the configuration's is 4"):
-        train(replace(together, adapters=other, **again))
+        train(replace(several, adapters=other, **again))
     with pytest.raises(UserError, match=r"members\.pt is missing"):
-        folder = checkpoints(together.output)[-1]
+        folder = checkpoints(several.output)[-1]
         (folder / "members.pt").unlink()
-        train(replace(together, adapters=together.adapters[2:], **again))
+        train(replace(several, adapters=several.adapters[2:], **again))

@@ -1,9 +1,14 @@
-"""Several adapters in one batch: a step of each is a part of one forward and backward pass.
+"""Multi-LoRA training: a step of each of several adapters is a part of one forward and backward pass.
 
 micro-batch     rows of adapter 1 | rows of adapter 2 | ...     padded to the longest
 forward         base once over all; LoRA of each on its own rows, in attention (RowsLinear) and experts (slots)
 loss            of each over its own targets; the sum has each adapter's own gradients
 step            of each: clip, AdamW, schedule. One that has done its steps leaves the batch
+
+The loop is not transformers' Trainer's: that has one optimiser, schedule, epoch, number of steps, sampler, loss and
+log, and here each adapter has its own. Micro-batches of a step differ in number where an epoch ends. A loop below
+Trainer would have to replace its batches, loss, clipping, step, log, checkpoint and end. What both loops do is shared:
+parts of checkpoints (`loop.resume`, `loop.trainer`), clipping, optimiser, log.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, set_seed
 
@@ -24,13 +29,14 @@ from training.config import TrainConfig
 from training.data import IGNORED, Dataset, PackedDataset
 from training.data.build import Item
 from training.data.collate import PackingCollator, PaddingCollator
-from training.layer import RowsLinear, lora_config
+from training.layer import RowsLinear, lora_config, with_lora
 from training.loop.meter import Meter
+from training.loop.optimizer import expert_loras
 from training.loop.progress import StopOnSignal
 from training.loop.resume import STATE, TrainingError, check_identity, seal, written
 from training.loop.trainer import PAD, check_loss, checkpoints, remove_folder, sync_tree
 from training.model import batch_rows, checkpoint_layers
-from training.together.member import Member
+from training.multi_lora.member import Member
 
 _MEMBERS = "members.pt"
 _STAGE = ".partial"
@@ -45,7 +51,15 @@ class Group:
         self.rows = batch_rows(base)
         keys = [_key(i) for i in range(len(config.adapters))]
         self.members = [
-            Member(run, rows, key, _parameters(self.model, key), meter)
+            Member(
+                run,
+                rows,
+                key,
+                _parameters(self.model, key),
+                expert_loras(self.model, key),
+                meter,
+                base.config.vocab_size,
+            )
             for run, rows, key in zip(config.adapters, data, keys, strict=True)
         ]
         packed = isinstance(data[0], PackedDataset)
@@ -187,7 +201,7 @@ def _with_adapters(config: TrainConfig, base: PreTrainedModel) -> PeftModel:
     ]
     rows = batch_rows(base)
     set_seed(config.seed)
-    model = get_peft_model(base, configs[0], adapter_name=_key(0))
+    model = with_lora(base, configs[0], _key(0))
     for i, each in enumerate(configs[1:], 1):
         set_seed(config.seed)
         model.add_adapter(_key(i), each)

@@ -14,8 +14,10 @@ from transformers.trainer_callback import TrainerState
 from training.config import TrainConfig
 from training.data import IGNORED, Dataset, ShuffledSampler
 from training.data.build import Item
+from training.experts.base import ExpertLora
 from training.loop.clipping import clip
 from training.loop.meter import Meter
+from training.loop.optimizer import SkippingAdamW
 from training.loop.progress import Progress
 from training.loop.resume import as_configured, check_left, identity
 
@@ -24,10 +26,17 @@ class Member:
     """Steps, learning rate and losses are those of a run of `config` alone."""
 
     def __init__(
-        self, config: TrainConfig, rows: Dataset, key: str, parameters: dict[str, nn.Parameter], meter: Meter
+        self,
+        config: TrainConfig,
+        rows: Dataset,
+        key: str,
+        parameters: dict[str, nn.Parameter],
+        loras: list[ExpertLora],
+        meter: Meter,
+        vocabulary: int,
     ) -> None:
-        """`key`: the adapter's name within the model; `parameters`: all that is trained of it, by name; `meter`: of all
-        adapters together."""
+        """`key`: the adapter's name within the model; `parameters`: all that is trained of it, by name; `loras`: those
+        of experts among it; `meter`: of all adapters together; `vocabulary`: of the model."""
         self.config, self.key, self.rows, self.parameters = config, key, rows, parameters
         self.output = config.output / config.adapter_name
         self.about = identity(config, rows)
@@ -35,18 +44,19 @@ class Member:
         steps = math.ceil(per_epoch / config.gradient_accumulation_steps)
         most = config.max_steps or math.ceil((config.num_train_epochs or 0) * steps)
         self.state = TrainerState(max_steps=most, epoch=0.0)
-        self.optimizer = torch.optim.AdamW(
-            parameters.values(),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
+        settings: dict[str, Any] = {
+            "lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon,
+            "weight_decay": config.weight_decay, "fused": True,
+        }  # fmt: skip
+        self.optimizer: torch.optim.AdamW = (
+            SkippingAdamW(parameters.values(), loras, **settings)
+            if config.idle_experts == "skip"
+            else torch.optim.AdamW(parameters.values(), **settings)
         )
         warm = config.warmup_steps or math.ceil(most * config.warmup_ratio)
         self.schedule: Any = get_scheduler(config.lr_scheduler_type, self.optimizer, warm, most)
         self._sampler = ShuffledSampler(len(rows), config.order_seed)
-        self._progress = Progress(self.output, meter, config.adapter_name)
+        self._progress = Progress(self.output, meter, config.adapter_name, vocabulary)
         self._losses: list[float] = []
         self.total = 0.0  # of all steps' losses
 
@@ -90,7 +100,8 @@ class Member:
         state.epoch = self._sampler.state_dict()["samples"] / len(self.rows)
         self.total += loss
         self._losses.append(loss)
-        if state.global_step % self.config.logging_steps == 0:
+        first = self.config.logging_first_step and state.global_step == 1
+        if first or state.global_step % self.config.logging_steps == 0 or not self.left:
             mean = sum(self._losses) / len(self._losses)
             self._losses.clear()
             self._progress.on_log(None, state, None, {"loss": mean, "grad_norm": norm, "learning_rate": rate})

@@ -1,0 +1,108 @@
+"""Keys of LLaMA-Factory, transformers and KTransformers that are refused, with what to do instead. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_FROZEN = "only LoRA is trained: finetuning_type: lora"
+_BASE = "the base is read from a local folder: download the model and give its path as model_name_or_path"
+_REPORT = "files for TensorBoard are in output_dir/runs: leave it out"
+_OPTIMISER = "AdamW with float32 moments is the optimiser: leave it out"
+_LOSS = "the loss is cross entropy of the answers, or DPO's: leave it out"
+_KERNELS = "the kernels are this project's own: leave it out"
+_ONE_PROCESS = "training is one process: leave it out"
+
+REFUSED: Mapping[str, str] = {
+    "kt_non_expert_weight_path": "model_name_or_path may itself be bf16, GGUF or a mix of types: give that",
+    "fp16": "float16 overflows in training: use bf16: true",
+    "pure_bf16": "LoRA masters, gradients and moments are float32: use bf16: true",
+    "quantization_bit": "give a quantised GGUF as model_name_or_path, or kt_backend: AMXInt8",
+    "quantization_method": "give a quantised GGUF as model_name_or_path, or kt_backend: AMXInt8",
+    "use_dora": "DoRA is not served for experts: leave it out",
+    "use_rslora": "set lora_alpha: alpha x sqrt(rank) gives the same scale",
+    "pissa_init": "A is drawn and B is zero: leave it out",
+    "loraplus_lr_ratio": "A and B have one learning rate: leave it out",
+    "additional_target": _FROZEN,
+    "modules_to_save": _FROZEN,
+    "freeze_trainable_layers": _FROZEN,
+    "create_new_adapter": "an adapter is never merged into the base: leave it out to go on with adapter_name_or_path",
+    "ref_model": "the reference is the same frozen base without the adapter: leave it out",
+    "reward_model": "stage is sft or dpo: leave it out",
+    "deepspeed": _ONE_PROCESS,
+    "fsdp": _ONE_PROCESS,
+    "fsdp_config": _ONE_PROCESS,
+    "local_rank": _ONE_PROCESS,
+    "streaming": "samples are counted, shuffled and packed before the first step: leave it out",
+    "buffer_size": "belongs to streaming, which is refused: leave it out",
+    "tokenized_path": "tokenised data is not kept on disk: leave it out",
+    "interleave_probs": "data sets are put behind one another and shuffled: leave it out",
+    "model_revision": _BASE,
+    "cache_dir": _BASE,
+    "hf_hub_token": _BASE,
+    "push_to_hub": "publish output_dir yourself when it is done",
+    "predict_with_generate": "serve the adapter, and generate there",
+    "do_predict": "serve the adapter, and generate there",
+    "logging_dir": _REPORT,
+    "neftune_noise_alpha": "not computed here: leave it out",
+    "moe_aux_loss_coef": "routers are frozen, their balance is not trained: leave it out",
+    "group_by_length": "use packing: true, which leaves no padding",
+    "use_unsloth": _KERNELS,
+    "enable_liger_kernel": _KERNELS,
+    "export_dir": "the adapter in output_dir is served as it is: leave it out",
+    "resize_vocab": _FROZEN,
+    "rope_scaling": "is read from the model's config.json: set it there",
+    "fp16_full_eval": "float16 overflows in training: use bf16: true",
+    "fp8": "use bf16: true",
+    "kt_use_lora_experts": "dense MLPs beside the experts are not trained here: leave it out",
+    "lr_scheduler_kwargs": "a schedule has warmup_steps and nothing else: leave it out",
+    "optim_args": "AdamW has adam_beta1, adam_beta2, adam_epsilon and weight_decay: use these",
+    "optim_target_modules": "AdamW is the optimiser: leave it out",
+    "use_galore": _OPTIMISER,
+    "use_apollo": _OPTIMISER,
+    "use_badam": _OPTIMISER,
+    "use_muon": _OPTIMISER,
+    "use_adam_mini": _OPTIMISER,
+    "label_smoothing_factor": _LOSS,
+    "use_dft_loss": _LOSS,
+    "use_asft_loss": _LOSS,
+    "use_eaft_loss": _LOSS,
+    "compute_accuracy": "evaluation computes the loss only: leave it out",
+    "pref_bco_weight": _LOSS,
+    "ld_alpha": _LOSS,
+    "torch_compile": _KERNELS,
+    "torch_compile_backend": _KERNELS,
+    "torch_compile_mode": _KERNELS,
+    "use_liger_kernel": _KERNELS,
+    "liger_kernel_config": _KERNELS,
+    "use_unsloth_gc": "use gradient_checkpointing: true",
+    "use_v1_kernels": _KERNELS,
+    "auto_find_batch_size": "the memory plan says before the run what fits: set per_device_train_batch_size",
+    "ignore_data_skip": "a run that is resumed goes on with the data behind the checkpoint: leave it out",
+    "full_determinism": "a run on a CPU gives the same bits, on a GPU but for torch's own sums: leave it out",
+    "accelerator_config": _ONE_PROCESS,
+    "parallelism_config": _ONE_PROCESS,
+    "use_mca": _ONE_PROCESS,
+    "dataloader_drop_last": "every sample is trained on: leave it out",
+    "label_names": "the labels are those of the answers: leave it out",
+    "debug": "leave it out",
+    "use_swanlab": "report_to: tensorboard or wandb",
+    "disable_shuffling": "samples are shuffled every epoch: leave it out",
+    "eval_on_each_dataset": "evaluation data is one set: train with one of them",
+    "default_system": "write a system message into the data",
+    "add_tokens": _FROZEN,
+    "add_special_tokens": _FROZEN,
+    "new_special_tokens_config": _FROZEN,
+    "train_from_scratch": _FROZEN,
+    "use_llama_pro": _FROZEN,
+    "mixture_of_depths": _FROZEN,
+    "shift_attn": "attention is the model's own: leave it out",
+    "upcast_layernorm": "norms are computed in float32 by transformers: leave it out",
+    "ms_hub_token": _BASE,
+    "om_hub_token": _BASE,
+}
+
+# What is written by who writes out a default: it means that a refused key is off, as `false` and `null` do.
+OFF: Mapping[str, tuple[str, ...]] = {
+    "model_revision": ("main",), "quantization_method": ("bnb", "bitsandbytes"), "buffer_size": ("16384",),
+    "label_smoothing_factor": ("0.0",), "pref_bco_weight": ("0.0",), "local_rank": ("-1",),
+}  # fmt: skip
