@@ -63,7 +63,7 @@ def _run() -> int:
 
         prompts(arguments, FORMS)
     if program == ["training-plan"]:
-        from training.memory.main import main as training_plan
+        from training.plan import main as training_plan
 
         return training_plan(arguments)
     if program == ["training"]:

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from engine.lora.files.reader import read_adapter
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
 from training.config import TrainConfig, load_config
 from training.loop.progress import read_log
@@ -100,7 +100,7 @@ def test_two_steps(written, resumed, chat_model, talks, pairs):
         if config.eval_strategy == "steps":
             steps = [record["step"] for record in records if "eval_loss" in record]
             assert steps[-2:] == [1, 2]
-        read_adapter(outcome.folders["default"], open_model(chat_model).config, name="a")
+        parse_adapter(outcome.folders["default"], open_model(chat_model).config, name="a")
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])

@@ -18,8 +18,8 @@ from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.layer import ExpertsLoraLayer, lora_config, with_lora
 from training.loop.save import save_adapter
 from training.loop.trainer import checkpoints
-from training.memory.main import main as plan
 from training.model import load_model
+from training.plan import main as plan
 from training.run import train
 
 TARGETS = st.lists(st.sampled_from([*ATTENTION_TARGETS, *EXPERT_TARGETS]), min_size=1, unique=True)

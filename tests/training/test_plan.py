@@ -22,8 +22,8 @@ from engine.weights.open import open_model
 from testing.models.tiny import FAMILIES, tiny_model
 from training.config import TrainConfig, load_config
 from training.memory.costs import Run, dense_lora, layer_bytes, lora_parameters
-from training.memory.main import main as child
 from training.memory.plan import plan_training
+from training.plan import main as child
 
 # peft looks for transformers' own experts, which these models have not
 pytestmark = pytest.mark.filterwarnings("ignore:(target_parameters=|The following (rank|alpha)_pattern keys)")

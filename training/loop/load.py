@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from engine.lora.files.reader import read_adapter
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
 from training.config import TrainConfig
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
@@ -25,7 +25,7 @@ def started(config: TrainConfig) -> tuple[TrainConfig, AdapterWeights | None]:
     if config.adapter_name_or_path is None:
         return config, None
     folder = Path(config.adapter_name_or_path)
-    weights = read_adapter(folder, open_model(config.model_name_or_path).config, name=folder.name or str(folder))
+    weights = parse_adapter(folder, open_model(config.model_name_or_path).config, name=folder.name or str(folder))
     known = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
     targets = {name.rpartition(".")[2] for name in weights.linears}
     unknown = sorted(targets - set(known))
