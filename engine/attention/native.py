@@ -108,6 +108,8 @@ class NativeAttention(AttentionBackend):
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q, k, v may be slices of one tensor: tokens any stride apart, heads and dimensions contiguous."""
         tokens = q.shape[0]
+        if layer not in self.places_of:
+            raise EngineError(f"native attention: layer: {layer}; allowed are {list(self.places_of)}")
         out = torch.empty((tokens, *self._q_shape), dtype=self.dtype)
         for name, t, shape in (("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)):
             if t.shape != (tokens, *shape) or t.dtype != self.dtype or t.stride()[1:] != (shape[1], 1):

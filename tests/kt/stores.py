@@ -36,7 +36,13 @@ K_QUANTS = {
 
 
 def config(hidden: int, inter: int, experts: int = 8, top_k: int = 2) -> ModelConfig:
-    return any_config(hidden_size=hidden, moe_intermediate_size=inter, num_experts=experts, num_experts_per_tok=top_k)
+    return any_config(
+        num_hidden_layers=32,
+        hidden_size=hidden,
+        moe_intermediate_size=inter,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+    )
 
 
 def encode(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:

@@ -314,13 +314,14 @@ def test_refusals() -> None:
         decoder.attend(1, good[:1], None, dataclasses.replace(batch, positions=torch.zeros(1, dtype=torch.int64)), None)
     with pytest.raises(EngineError, match="experts' buffers hold 64"):
         decoder.attend(0, torch.zeros(65, 64).bfloat16(), None, batch, None)
-    parts.layers[0].q = ReferenceLinear(torch.zeros(128, 64), None)
+    first: Any = parts.layers[0].attention
+    first.q = ReferenceLinear(torch.zeros(128, 64), None)
     assert not all_native(parts.layers, parts.ops)
     with pytest.raises(EngineError, match="native"):
         parts.decoder()
     with pytest.raises(EngineError, match=r"computes in torch.float32, its attention in torch.bfloat16"):
         mixed = Parts(config(), torch.bfloat16)
         NativeDecoder(mixed.model, mixed.ops, mixed.layers, mixed.buffers, torch.float32)
-    parts.layers[0].q = parts.linear(64, 64)
+    first.q = parts.linear(64, 64)
     with pytest.raises(EngineError, match=r"layer 0: q_proj: \[64, 64\]; allowed is \[128, 64\]"):
         parts.decoder()

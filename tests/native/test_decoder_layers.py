@@ -52,7 +52,7 @@ class Mixed:
         )
         sizes = config(
             hidden_size=self.HIDDEN, moe_intermediate_size=32, num_experts=self.EXPERTS,
-            num_experts_per_tok=self.TOP_K,
+            num_experts_per_tok=self.TOP_K, num_hidden_layers=len(order),
         )  # fmt: skip
         self.experts = NativeExperts(sizes, dtype, POOL, isa=isa)
         self.plans: list[Callable[[BatchLayout], None]] = []

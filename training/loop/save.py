@@ -43,8 +43,10 @@ def save_adapter(
 ) -> None:
     """Writes `adapter` of a PEFT model in a form that is served: `peft` or `kt-fused`. UserError if that fails."""
     config: Any = model.config  # of transformers
-    stored = next(family.stored for family in architectures() if family.name == config.model_type)
-    write_adapter(adapter_weights(model, adapter, experts), folder, form, base=base, stored=stored)
+    kind = type(config).model_type  # not the config's own: that is marked as packed
+    names = [family.stored for family in architectures() if family.name == kind]  # none: KTransformers' calls alone
+    weights = adapter_weights(model, adapter, experts)
+    write_adapter(weights, folder, form, base=base, **({"stored": names[0]} if names else {}))
 
 
 def module_name(path: str) -> str:
