@@ -57,6 +57,7 @@ HUB: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+ROUNDED = 2e-2  # the same where a kernel rounds activations and weights to bf16: their logits differ by so much
 
 
 def tiny(seed: int = 0, **config: Any) -> torch.nn.Module:
@@ -180,9 +181,10 @@ def test_every_form_on_disk_gives_the_same_tokens(tmp_path: Path, backend: dict[
         save_hf(model, path, sharded=form == "sharded", fused=form == "fused")
     engine = Harness(path, **backend)
     asked = prompts(1, [5, 21])
+    rounds = form.startswith("gguf") and backend.get("isa") == "amx"  # many rows of a quantised type, to bf16
     for prompt, tokens in zip(asked, engine.generate(asked), strict=True):
         expected, gap = greedy(held, prompt, 8)
-        assert tokens == expected or gap < CLEAR
+        assert tokens == expected or gap < (ROUNDED if rounds else CLEAR)
     engine.close()
 
 

@@ -25,6 +25,7 @@ def holds(sequence: list[int], part: list[int]) -> bool:
 
 @pytest.mark.parametrize("model", ["demo", "pirate"])
 def test_bad_words_do_not_come(demo, model):
+    answer(demo, model)  # from here on the prompt is in the cache, and all answers are computed alike
     plain = answer(demo, model)
     words = plain["message"]["content"].split()[:3]
     spelt = [tokens(demo, form) for word in words for form in (word, f" {word}")]

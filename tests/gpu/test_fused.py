@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from engine.architectures.parts.mlp import Router as RouterSpec
 from engine.attention.base import KvPlaces
 from engine.ops.greedy import NOT_FINITE, greedy_tokens
-from tests.gpu.test_kernels import DTYPES, EPS, close, oracle
+from tests.gpu.test_kernels import DTYPES, EPS, close, oracle, tables
 
 pytestmark = pytest.mark.gpu
 FP8 = torch.float8_e4m3fn
@@ -115,7 +115,7 @@ def test_qk_norm_rope_and_its_places(kernel_device, dtype, kv, normed):
     """q, k and v are slices of one tensor; what is in no place stays as it was."""
     from engine.ops.gpu_kernels import qk_norm_rope_keep
 
-    ops, (tokens, heads, kv_heads, dim) = oracle(), (5, 4, 2, 64)
+    ops, rope, (tokens, heads, kv_heads, dim) = oracle(), tables(kernel_device), (5, 4, 2, 64)
     g = torch.Generator().manual_seed(0)
     both = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=g).to(kernel_device, dtype)
     both[1, -1, :3] = torch.tensor([1e4, -1e4, 448.0])
@@ -129,10 +129,8 @@ def test_qk_norm_rope_and_its_places(kernel_device, dtype, kv, normed):
         return KvPlaces(*caches, slots)
 
     ours, theirs = places(), places()
-    expected = ops.qk_norm_rope_keep(q, k, v, *norms, positions, theirs)
-    got = qk_norm_rope_keep(
-        q, k, v, *norms, positions, ops.rope.cos, ops.rope.sin, EPS, ours.keys, ours.values, ours.slots
-    )
+    expected = ops.qk_norm_rope_keep(q, k, v, *norms, rope, positions, theirs)
+    got = qk_norm_rope_keep(q, k, v, *norms, positions, rope.cos, rope.sin, EPS, ours.keys, ours.values, ours.slots)
     assert got.is_contiguous()
     close(got, expected)
     for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
@@ -213,7 +211,7 @@ def test_greedy_tokens_of_three_parts(kernel_device, dtype, vocabulary):
         mine = whole[:, part * width : (part + 1) * width]
         found = pairs[part].to(kernel_device, copy=True)
         Best(12, width, kernel_device).pairs(mine.to(kernel_device), part * width, found)
-        oracle(torch.device("cpu")).best(mine, part * width, pairs[part])
+        oracle().best(mine, part * width, pairs[part])
         assert torch.equal(found[:, 0].cpu(), pairs[part][:, 0]) and (found[rows:] == 77).all()
         finite = found[:, 0].cpu().isfinite()
         assert torch.equal(found.cpu()[finite], pairs[part][finite])
@@ -221,7 +219,7 @@ def test_greedy_tokens_of_three_parts(kernel_device, dtype, vocabulary):
     for device, way in ((torch.device("cpu"), None), (kernel_device, best_of)):
         tokens, sampled = (torch.full((12,), 77, dtype=torch.int64, device=device) for _ in range(2))
         if way is None:
-            oracle(device).best_of(given, tokens, sampled)
+            oracle().best_of(given, tokens, sampled)
         else:
             way(given.to(device), NOT_FINITE, tokens, sampled)
         assert torch.equal(tokens[:rows].cpu(), expected) and torch.equal(sampled[:rows].cpu(), expected.clamp(min=0))

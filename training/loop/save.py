@@ -44,7 +44,9 @@ def save_adapter(
     """Writes `adapter` of a PEFT model in a form that is served: `peft` or `kt-fused`. UserError if that fails."""
     config: Any = model.config  # of transformers
     kind = type(config).model_type  # not the config's own: that is marked as packed
-    names = [family.stored for family in architectures() if family.name == kind]  # none: KTransformers' calls alone
+    # Of a model by KTransformers' calls PEFT reads them back over packed experts, whose names are ours.
+    kt = getattr(model, "_kt_wrappers", None) is not None
+    names = [] if kt else [family.stored for family in architectures() if family.name == kind]
     weights = adapter_weights(model, adapter, experts)
     write_adapter(weights, folder, form, base=base, **({"stored": names[0]} if names else {}))
 
