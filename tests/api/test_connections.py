@@ -38,8 +38,15 @@ def connect(server: Running, source: str = "127.0.0.2") -> socket.socket:
 
 
 def served(server: Running) -> None:
-    """From another address, and at once: it need not wait until the attacker's time is up."""
-    response = httpx.post(f"{server.url}/v1/completions", content=BODY, timeout=20)
+    """From another address, and at once: it need not wait until the attacker's time is up. On a busy machine a request
+    may take longer than the server's short limits here: it is cut off, and a client asks again."""
+    for last in (False, False, True):
+        try:
+            response = httpx.post(f"{server.url}/v1/completions", content=BODY, timeout=20)
+            break
+        except httpx.ReadError:
+            if last:
+                raise
     assert response.status_code == 200 and response.json()["choices"][0]["text"] == "ab"
 
 
