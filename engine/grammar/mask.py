@@ -21,7 +21,7 @@ _MAX_MESSAGE = 500
 
 @dataclass(frozen=True)
 class Ahead:
-    """Masks under way: after `num_output` tokens, and after each of `drafts`. `words` [1 + drafts, W] are valid once
+    """Masks in flight: after `num_output` tokens, and after each of `drafts`. `words` [1 + drafts, W] are valid once
     `done` is."""
 
     num_output: int

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Launched:
-    """A step under way; what is told by request id is there once its tokens are."""
+    """A step in flight; what is told by request id is there once its tokens are."""
 
     plan: StepPlan
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)

@@ -19,7 +19,7 @@ _AT_ONCE = 4  # experts that are converted by the same launches: bounds the memo
 
 @dataclass
 class Arrival:
-    """Copies under way: an expert (frame -1: it is here already) and LoRA blocks of slots."""
+    """Copies in flight: an expert (frame -1: it is here already) and LoRA blocks of slots."""
 
     expert: int
     frame: int

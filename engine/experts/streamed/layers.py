@@ -170,7 +170,7 @@ class LayerStream:
         self._buffers[self.number(layer)].used = event_here(self._gpu)
 
     def copy_seconds(self, layer: int) -> float:
-        """How long a layer takes. Nothing may be under way."""
+        """How long a layer takes. Nothing may be in flight."""
         self.prepare()
         buffer = self._buffers[self.number(layer)]
         buffer.layer = layer
@@ -181,7 +181,7 @@ class LayerStream:
         return fastest_of_two(copy, self._device)
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Nothing may be in flight."""
         self._buffers.clear()
         self._slices.clear()
 
