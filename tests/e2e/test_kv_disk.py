@@ -41,7 +41,17 @@ def told(demo: Server) -> dict[str, str]:
 
 
 def test_killed_and_started_again(tmp_path: Path, told: dict[str, str]) -> None:
-    flags = ["--pack-cache", "off", "--kv-disk", "1GiB", "--kv-disk-dir", str(tmp_path / "kv"), "--check-integrity"]
+    flags = [
+        "--device",
+        "cpu",
+        "--pack-cache",
+        "off",
+        "--kv-disk",
+        "1GiB",
+        "--kv-disk-dir",
+        str(tmp_path / "kv"),
+        "--check-integrity",
+    ]
     with contextlib.suppress(AssertionError), serving(tmp_path, *flags) as server:
         for model in MODELS:
             found = ask(server, model)
