@@ -3,8 +3,8 @@
     python -m benchmarks.cpu.turns --before PATH [--models DIR] [--types Q8_0 Q4_K_M] [--out FILE]
 
 PATH is another checkout whose native kernels are built (in place, or found by its own PYTHON). Both load one model and
-stay; each row is measured by one and then by the other, so that a machine's drift falls on both. A ratio above 1: this
-checkout is faster.
+stay; each row is measured by one and then by the other, so that a machine's drift falls on both; half of the rounds
+after loading in the other order. A ratio above 1: this checkout is faster.
 """
 
 from __future__ import annotations
@@ -76,16 +76,18 @@ class Side:
 
 def compare(before: Path, model: Path, mix: str, args: argparse.Namespace) -> dict[str, Any]:
     arguments = [str(model), mix, str(args.layers), str(args.threads)]
-    sides = {"before": Side(before, arguments), "after": Side(ROOT, arguments)}
-    rates: dict[str, dict[str, list[float]]] = {row: {name: [] for name in sides} for row in ROWS}
-    for turn in range(args.rounds + 1):  # the first warms up
-        for row, (kind, size) in ROWS.items():
-            for name in sides if turn % 2 else reversed(sides):
-                rate = sides[name].rate(kind, size, args.steps)
-                if turn:
-                    rates[row][name].append(rate)
-    for side in sides.values():
-        side.close()
+    names = {"before": before, "after": ROOT}
+    rates: dict[str, dict[str, list[float]]] = {row: {name: [] for name in names} for row in ROWS}
+    for order in (list(names), list(reversed(names))):  # who loads first gets the better pages of memory
+        sides = {name: Side(names[name], arguments) for name in order}
+        for turn in range(-(-args.rounds // 2) + 1):  # the first warms up
+            for row, (kind, size) in ROWS.items():
+                for name in order if turn % 2 else reversed(order):
+                    rate = sides[name].rate(kind, size, args.steps)
+                    if turn:
+                        rates[row][name].append(rate)
+        for side in sides.values():
+            side.close()
     found = {}
     for row, held in rates.items():
         pairs = [after / earlier for earlier, after in zip(held["before"], held["after"], strict=True)]
