@@ -22,7 +22,7 @@ from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.errors import ModelFileError, shown
 from engine.files.gguf.header import GGUFArray
 
-_END_TEXTS = ("<|im_end|>", "<|endoftext|>")
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|return|>", "<|call|>")
 _CONTROL = 3  # tokenizer.ggml.token_type
 _GATING = "expert_gating_func"
 _SOFTMAX, _SIGMOID = 1, 2
