@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import ROUTERS, Dense
+from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
@@ -95,6 +96,8 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     attention, layers = config.layers[0].attention, config.layers
     rotation = attention.rotation
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotation.theta}
+    if rotation.dim != attention.head_dim:
+        rope["partial_rotary_factor"] = rotation.dim / attention.head_dim
     if (scaling := rotation.scaling) is not None:
         rope |= {"rope_type": scaling.kind, "factor": scaling.factor, **scaling.extra}
         original = scaling.original_max_position_embeddings
@@ -104,7 +107,7 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
             rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     dense = [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Dense)]
     widths = [layer.mlp.intermediate for layer in layers if isinstance(layer.mlp, Dense)]
-    fields = config.numbers()
+    fields = {**config.numbers(), **architecture_of(config).transformers_fields(config)}
     fields.pop("rope_theta")
     return AutoConfig.for_model(
         config.architecture,
@@ -130,10 +133,13 @@ def _read_tensors(model: PreTrainedModel, source: WeightSource, dtype: torch.dty
     """Fills every parameter; a tied head is the embedding itself."""
     for name in source.names():
         module, _, last = name.rpartition(".")
-        router = module.endswith(ROUTERS)
-        tensor = source.tensor(name).dequantise(torch.float32 if router else dtype).to(device)
         owner = model.get_submodule(module)
-        owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+        held = last in owner._buffers  # a router's bias, in float32 as its scores
+        tensor = source.tensor(name).dequantise(torch.float32 if held or module.endswith(ROUTERS) else dtype).to(device)
+        if held:
+            owner.register_buffer(last, tensor)
+        else:
+            owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
     base: Any = model.get_submodule("model")
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
     if source.config.tie_word_embeddings:

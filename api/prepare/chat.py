@@ -77,7 +77,7 @@ class Chats:
             thinking=self._thinks and rendered.text.rstrip().endswith(THINK),
             show_reasoning=body.include_reasoning,
             tools=None if body.use is None else self._form,
-            parameters=parameters_of(body.use.tools) if body.use is not None and self._form.xml else {},
+            parameters=parameters_of(body.use.tools) if body.use is not None and self._form.tags is not None else {},
             max_calls=1 if body.use is not None and body.use.one else None,
         )
         grammar = self._grammar(body, layout, answer, rendered)

@@ -1,4 +1,5 @@
-"""Byte-level BPE (GPT-2's, used by Qwen): tokens as bytes, and a tokenizer made from its parts."""
+"""Byte-level BPE (GPT-2's, used by Qwen, GLM, MiniMax and gpt-oss): tokens as bytes, and a tokenizer made from its
+parts."""
 
 from __future__ import annotations
 
@@ -7,10 +8,18 @@ from functools import lru_cache
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-# What `tokenizer.ggml.pre` = "qwen2" stands for: the splitting pattern of Qwen2's and Qwen3's tokenizer.json.
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SUFFIX, _SPACE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD, _REST = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{a}{_LOWER}{b}{_SUFFIX}?" for a, b in ("*+", "+*"))
+QWEN2 = "qwen2"
+# What `tokenizer.ggml.pre` stands for: the splitting patterns of these models' tokenizer.json.
+PATTERNS = {
+    QWEN2: rf"{_SUFFIX}|{_WORD}|\p{{N}}|{_REST}|{_SPACE}",
+    "glm4": rf"{_SUFFIX}|{_WORD}|\p{{N}}{{1,3}}|{_REST}|{_SPACE}",
+    "gpt-4o": rf"{_CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}",
+}
+PATTERNS |= {"chatglm-bpe": PATTERNS["glm4"], "minimax-m2": PATTERNS["gpt-4o"]}
 
 
 @lru_cache(maxsize=1)
@@ -37,15 +46,17 @@ def byte_level_tokenizer(
     added: Iterable[AddedToken],
     *,
     bos_token: str | None = None,
+    pre: str = QWEN2,
 ) -> Tokenizer:
-    """A Qwen2-style tokenizer. `added` tokens must be in `tokens`, their places are their ids.
+    """A tokenizer that splits by one of `PATTERNS`. `added` tokens must be in `tokens`, their places are their ids.
     `bos_token`: put before every encoded text that asks for special tokens."""
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges), fuse_unk=False, byte_fallback=False))
-    tokenizer.normalizer = normalizers.NFC()
+    if pre == QWEN2:  # the others take texts as they are
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(PATTERNS[pre]), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
         ]
     )

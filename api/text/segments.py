@@ -33,7 +33,7 @@ class Layout:
     @property
     def markers(self) -> tuple[str, ...]:
         """Control tokens among them are looked for too."""
-        tools = () if self.tools is None else (self.tools.opens, self.tools.closes or "")
+        tools = () if self.tools is None else self.tools.markers
         return (*((THINK, END_THINK) if self.thinks else ()), *tools)
 
     def __bool__(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
 
-from api.text.bytelevel import byte_level_tokenizer, byte_of_char, token_bytes
+from api.text.bytelevel import PATTERNS, QWEN2, byte_level_tokenizer, byte_of_char, token_bytes
 from api.text.control import Rendered, guarding_characters, hide
 from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
 from api.text.template import ChatTemplate
@@ -275,11 +275,11 @@ def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path:
 
 
 def _from_gguf(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "qwen2")
-    if kind != "gpt2" or pre != "qwen2":
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", QWEN2)
+    if kind != "gpt2" or pre not in PATTERNS:
         raise ModelFileError(
-            f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; 'gpt2' with 'qwen2' is supported: "
-            "put the model's tokenizer.json beside the file",
+            f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; 'gpt2' with {', '.join(PATTERNS)} is "
+            "supported: put the model's tokenizer.json beside the file",
             "model",
         )
     tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
@@ -301,7 +301,7 @@ def _from_gguf(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[
         if index is not None and 0 <= int(index) < len(tokens):
             special[name] = tokens[int(index)]
     bos = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token") else None
-    return byte_level_tokenizer(tokens, merges, added, bos_token=bos), special
+    return byte_level_tokenizer(tokens, merges, added, bos_token=bos, pre=pre), special
 
 
 def _check_bytes(tokens: list[str], where: Path | str) -> None:

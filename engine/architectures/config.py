@@ -23,18 +23,30 @@ class Quantisation:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A part of a model's files that nothing here uses. `prefix`: its tensors' names in safetensors begin so, `gguf`:
+    in GGUF, where there is one."""
+
+    what: str
+    prefix: str
+    gguf: str = ""
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """norm -> attention -> norm -> MLP, each pair added to the residual stream."""
+    """norm -> attention -> norm -> MLP, each pair added to the residual stream. `post_norm_gguf`: the second norm's
+    name in GGUF."""
 
     attention: GroupedQuery
     mlp: Dense | Sparse
+    post_norm_gguf: str = "ffn_norm"
 
     def modules(self, hidden: int) -> Iterator[Module]:
         """Parents before children."""
         yield from self.attention.modules(hidden)
         yield from self.mlp.modules(hidden)
         yield Module("input_layernorm", "norm", "attn_norm", (hidden,))
-        yield Module("post_attention_layernorm", "norm", "ffn_norm", (hidden,))
+        yield Module("post_attention_layernorm", "norm", self.post_norm_gguf, (hidden,))
 
     def vectors(self) -> Iterator[Vector]:
         yield from self.attention.vectors()
@@ -56,6 +68,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str = "bfloat16"
     quantisation: Quantisation | None = None  # of the folder's safetensors
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:

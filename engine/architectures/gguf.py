@@ -16,14 +16,22 @@ import numpy as np
 
 from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
-from engine.architectures.numbers import Numbers, check_numbers
+from engine.architectures.numbers import SIGMOID_EPSILON, Numbers, check_numbers, checked, extra_layer
+from engine.architectures.parts.mlp import Router
 from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.errors import ModelFileError, shown
 from engine.files.gguf.header import GGUFArray
 
-_END_TEXTS = ("<|im_end|>", "<|endoftext|>")
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|return|>", "<|call|>")
 _CONTROL = 3  # tokenizer.ggml.token_type
-_SOFTMAX = 1  # expert_gating_func
+_GATING = "expert_gating_func"
+_SOFTMAX, _SIGMOID = 1, 2
+PARTIAL_ROTATION, FIRST_DENSE, EXTRA_LAYERS = (
+    "rope.dimension_count",
+    "leading_dense_block_count",
+    "nextn_predict_layers",
+)
+SIGMOID_KEYS = (_GATING, "expert_weights_scale", "expert_group_count")
 
 
 @dataclass(frozen=True)
@@ -54,17 +62,21 @@ def config_of_gguf(
     layers: Callable[[Numbers], tuple[LayerSpec, ...]],
     shared_expert: bool = False,
     divided: bool = True,
+    reads: Collection[str] = (),
 ) -> ModelConfig:
     """`layers`: what the family makes of the numbers. `norm_topk_prob` holds where the file has no
     `expert_weights_norm`; `divided`: where the experts' width is not stored, `feed_forward_length` is that of a token's
-    experts together, otherwise of each. Raises ModelFileError."""
+    experts together, otherwise of each. `reads`: keys that mean something in the family (`PARTIAL_ROTATION`,
+    `FIRST_DENSE`, `EXTRA_LAYERS`, those that `layers` reads), and may otherwise have one value alone. Raises
+    ModelFileError."""
     fields, tensors, where = file.fields, file.tensors, file.where
-    _refuse_unsupported(fields, shared_expert)
+    _refuse_unsupported(fields, shared_expert, reads)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise ModelFileError(f"{where}: tensor token_embd.weight is missing or not two-dimensional", "model")
     vocab, positions = embedding[0], fields.integer("context_length")
-    numbers = check_numbers(_numbers(file, norm_topk_prob, positions, divided), where)
+    numbers = check_numbers(_numbers(file, norm_topk_prob, positions, divided, reads), where)
+    extra = fields.integer(EXTRA_LAYERS, 0, least=0)
     tokenizer = Fields(file.metadata, where)
     return ModelConfig(
         architecture=architecture,
@@ -77,29 +89,57 @@ def config_of_gguf(
         bos_token_id=tokenizer.token("tokenizer.ggml.bos_token_id", vocab),
         eos_token_ids=_end_tokens(tokenizer, vocab),
         dtype="float32" if set(file.types) == {"F32"} else "bfloat16",
+        left_out=tuple(extra_layer(numbers.num_hidden_layers + layer) for layer in range(extra)),
     )
 
 
-def _numbers(file: GGUFModel, norm_topk_prob: bool, positions: int, divided: bool) -> Numbers:
+def sigmoid_router(file: GGUFModel, numbers: Numbers, epsilon: float = SIGMOID_EPSILON) -> Router:
+    """Of a file whose experts are chosen by sigmoids, with a bias and perhaps groups. What `config_of_gguf` is told to
+    read is `SIGMOID_KEYS`. `epsilon` is added to the sum of weights."""
+    fields = file.fields
+    if fields.integer(_GATING, _SIGMOID) != _SIGMOID:
+        raise fields.error(_GATING, f"is {fields.get(_GATING)}; allowed is {_SIGMOID} (sigmoid)")
+    router = Router(
+        score="sigmoid",
+        normalise=epsilon if numbers.norm_topk_prob else None,
+        scale=_float32(fields.number("expert_weights_scale", 0.0, above=-1e-9)) or 1.0,
+        bias=True,
+        groups=fields.integer("expert_group_count", 1, least=0) or 1,
+        top_groups=fields.integer("expert_group_used_count", 1, least=0) or 1,
+        group_score="top2",
+    )
+    return checked(router, numbers, file.where)
+
+
+def _numbers(file: GGUFModel, norm_topk_prob: bool, positions: int, divided: bool, reads: Collection[str]) -> Numbers:
     fields, tensors = file.fields, file.tensors
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     count, used = fields.integer("block_count"), fields.integer("expert_used_count")
+    extra = fields.integer(EXTRA_LAYERS, 0, least=0)
+    if extra >= count:
+        raise fields.error(EXTRA_LAYERS, f"is {extra} of {count} layers")
+    count -= extra
     forward = fields.integer("feed_forward_length", 0, least=0)
     inner = fields.integer("expert_feed_forward_length", forward // used if divided else forward)
     head = fields.integer("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
+    for name in {"attention.value_length", PARTIAL_ROTATION} - set(reads):
         if fields.integer(name, head) != head:
             raise fields.error(name, f"is {fields.get(name)}; it must equal the head size {head}")
+    rotated = fields.integer(PARTIAL_ROTATION, head)
+    if rotated > head or rotated % 2:
+        raise fields.error(PARTIAL_ROTATION, f"is {rotated}; allowed is an even number to the head size {head}")
     theta = _float32(fields.number("rope.freq_base", 10000.0))
     stored = min(count, len(tensors))  # more layers than tensors are refused later, by name
     dense = {layer for layer in range(stored) if f"blk.{layer}.ffn_gate.weight" in tensors}
+    if FIRST_DENSE in reads and (first := fields.integer(FIRST_DENSE, 0, least=0)) != len(dense):
+        raise fields.error(FIRST_DENSE, f"is {first}, and {len(dense)} layers have tensors of a dense MLP")
     return Numbers(
         hidden_size=hidden,
         num_hidden_layers=count,
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("attention.head_count_kv", heads),
         head_dim=head,
-        rotation=Rotation(head, theta, positions, _rope_scaling(fields, positions)),
+        rotation=Rotation(rotated, theta, positions, _rope_scaling(fields, positions)),
         num_experts=fields.integer("expert_count"),
         num_experts_per_tok=used,
         moe_intermediate_size=inner,
@@ -122,22 +162,22 @@ def _own(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return own
 
 
-def _refuse_unsupported(fields: Fields, shared_expert: bool) -> None:
+def _refuse_unsupported(fields: Fields, shared_expert: bool, reads: Collection[str]) -> None:
     allowed: dict[str, tuple[Any, ...]] = {
         "attention.sliding_window": (0,),
-        "expert_gating_func": (_SOFTMAX,),
+        _GATING: (_SOFTMAX,),
         "expert_weights_scale": (0.0, 1.0),
         "expert_shared_count": (0, 1) if shared_expert else (0,),
         "expert_group_count": (0, 1),
-        "leading_dense_block_count": (0,),
-        "nextn_predict_layers": (0,),
+        FIRST_DENSE: (0,),
+        EXTRA_LAYERS: (0,),
         "rope.scaling.yarn_ext_factor": (1.0,),
         "rope.scaling.yarn_log_multiplier": (0.0,),
         "rope.scaling.alpha": (0.0,),
     }
     for name, values in allowed.items():
         value = fields.get(name)
-        if value is not None and value not in values:
+        if name not in reads and value is not None and value not in values:
             raise fields.error(name, f"is {shown(value)}; allowed is {' or '.join(map(str, values))}")
     if not shared_expert and fields.get("expert_shared_feed_forward_length") not in (None, 0):
         raise fields.error("expert_shared_feed_forward_length", "is set, but this architecture has no shared expert")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.config import LayerSpec, LeftOut, ModelConfig
 from engine.architectures.fields import Fields
-from engine.architectures.numbers import Numbers, check_numbers
+from engine.architectures.numbers import SIGMOID_EPSILON, Numbers, check_numbers, checked, extra_layer
+from engine.architectures.parts.mlp import Router
 from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.architectures.quantisation import read_quantisation
 from engine.errors import shown
@@ -43,6 +44,10 @@ class Defaults:
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    norm_topk_prob: bool = False
+    partial_rotary_factor: float | None = None  # None: heads are rotated whole, whatever the file says
+    first_dense: int | None = None  # of first_k_dense_replace; None: the family has no such field
 
 
 def config_of_hf(
@@ -52,9 +57,10 @@ def config_of_hf(
     *,
     architecture: str,
     layers: Callable[[Numbers], tuple[LayerSpec, ...]],
+    left_out: tuple[LeftOut, ...] = (),
 ) -> ModelConfig:
-    """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers.
-    Raises ModelFileError."""
+    """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers;
+    `left_out`: what its files hold besides. Raises ModelFileError."""
     _refuse_unsupported(fields)
     vocab = fields.integer("vocab_size", defaults.vocab_size)
     positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
@@ -73,15 +79,36 @@ def config_of_hf(
         eos_token_ids=(fields.tokens("eos_token_id", vocab) or ()) if eos is None else eos,
         dtype=_dtype(fields),
         quantisation=read_quantisation(fields),
+        left_out=left_out,
     )
+
+
+def sigmoid_router(fields: Fields, numbers: Numbers) -> Router:
+    """Of DeepSeek-V3's kind: a bias and groups choose, the weights of those chosen are scaled."""
+    router = Router(
+        score="sigmoid",
+        normalise=SIGMOID_EPSILON if numbers.norm_topk_prob else None,
+        scale=fields.number("routed_scaling_factor", 1.0),
+        bias=True,
+        groups=fields.integer("n_group", 1),
+        top_groups=fields.integer("topk_group", 1),
+        group_score="top2",
+    )
+    return checked(router, numbers, fields.where)
+
+
+def extra_layers(fields: Fields, count: int, name: str, default: int) -> tuple[LeftOut, ...]:
+    """Layers behind the model's own, for predicting several tokens at once; `name` of the field with their number."""
+    extra = fields.integer(name, default, least=0)
+    return tuple(extra_layer(layer) for layer in range(count, count + extra))
 
 
 def _numbers(fields: Fields, defaults: Defaults, positions: int) -> Numbers:
     hidden = fields.integer("hidden_size", defaults.hidden_size)
     heads = fields.integer("num_attention_heads", defaults.num_attention_heads)
-    if fields.get("head_dim") is None and hidden % heads:
+    if fields.get("head_dim") is None and defaults.head_dim is None and hidden % heads:
         raise fields.error("head_dim", f"is missing and hidden_size {hidden} is not a multiple of {heads} heads")
-    head = fields.integer("head_dim", hidden // heads)
+    head = fields.integer("head_dim", defaults.head_dim or hidden // heads)
     experts = _num_experts(fields, defaults.num_experts)
     forward = fields.integer("intermediate_size", defaults.intermediate_size)
     own = defaults.moe_intermediate_size  # None: experts are as wide as dense layers
@@ -91,20 +118,23 @@ def _numbers(fields: Fields, defaults: Defaults, positions: int) -> Numbers:
         num_attention_heads=heads,
         num_key_value_heads=fields.integer("num_key_value_heads", defaults.num_key_value_heads),
         head_dim=head,
-        rotation=_rotation(fields, head, positions, defaults.rope_theta),
+        rotation=_rotation(fields, head, positions, defaults),
         num_experts=experts,
         num_experts_per_tok=fields.integer("num_experts_per_tok", defaults.num_experts_per_tok),
         moe_intermediate_size=forward if own is None else fields.integer("moe_intermediate_size", own),
         intermediate_size=forward,
-        norm_topk_prob=fields.boolean("norm_topk_prob", False),
+        norm_topk_prob=fields.boolean("norm_topk_prob", defaults.norm_topk_prob),
         sparse=_sparse(fields, defaults, experts),
     )
 
 
 def _sparse(fields: Fields, defaults: Defaults, experts: int) -> tuple[bool, ...]:
-    """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers`; every layer of a family
-    whose experts are as wide as dense layers would be."""
+    """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers`; or every layer behind
+    the first `first_k_dense_replace`; or every layer of a family whose experts are as wide as dense layers would be."""
     count = fields.integer("num_hidden_layers", defaults.num_hidden_layers)
+    if defaults.first_dense is not None:
+        first = fields.integer("first_k_dense_replace", defaults.first_dense, least=0)
+        return tuple(bool(experts) and layer >= first for layer in range(count))
     if defaults.moe_intermediate_size is None:
         return (bool(experts),) * count
     step, dense = fields.integer("decoder_sparse_step", 1), _layers(fields)
@@ -128,8 +158,9 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _num_experts(fields: Fields, default: int) -> int:
-    """transformers 4 wrote num_experts, 5 writes num_local_experts."""
-    name = "num_local_experts" if fields.get("num_experts") is None else "num_experts"
+    """transformers 4 wrote num_experts, 5 writes num_local_experts; some families say n_routed_experts."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    name = next((name for name in names if fields.get(name) is not None), names[0])
     return fields.integer(name, default, least=0)
 
 
@@ -147,7 +178,7 @@ def _dtype(fields: Fields) -> str:
     return name
 
 
-def _rotation(fields: Fields, head: int, positions: int, default_theta: float) -> Rotation:
+def _rotation(fields: Fields, head: int, positions: int, defaults: Defaults) -> Rotation:
     """From rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name, {})
@@ -160,12 +191,10 @@ def _rotation(fields: Fields, head: int, positions: int, default_theta: float) -
         raise rope.error("rope_type", f"is {shown(kind)}; allowed are default, linear, dynamic and yarn")
     if unknown:
         raise rope.error(shown(min(unknown)), "is not known")
-    partial = rope.number("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise rope.error("partial_rotary_factor", f"is {partial}; only 1 can be served")
-    theta = rope.number("rope_theta", fields.get("rope_theta", default_theta))
+    dim = _rotated(fields, rope, head, defaults.partial_rotary_factor)
+    theta = rope.number("rope_theta", fields.get("rope_theta", defaults.rope_theta))
     if kind == "default":
-        return Rotation(head, theta, positions)
+        return Rotation(dim, theta, positions)
     original = rope.get("original_max_position_embeddings")
     if kind == "yarn":
         original = rope.integer("original_max_position_embeddings", positions)
@@ -182,4 +211,17 @@ def _rotation(fields: Fields, head: int, positions: int, default_theta: float) -
         beta_slow=rope.number("beta_slow", 1.0),
         extra={key: values[key] for key in sorted(_ROPE_EXTRA & set(values)) if values[key] is not None},
     )
-    return Rotation(head, theta, positions, scaling)
+    return Rotation(dim, theta, positions, scaling)
+
+
+def _rotated(fields: Fields, rope: Fields, head: int, default: float | None) -> int:
+    """How many values of a head are rotated. `default`: of the factor; None: only 1 is known."""
+    partial = rope.number("partial_rotary_factor", fields.get("partial_rotary_factor", default or 1.0))
+    if default is None and partial != 1.0:
+        raise rope.error("partial_rotary_factor", f"is {partial}; only 1 can be served")
+    if partial == 1.0:
+        return head
+    dim = int(head * partial)
+    if partial > 1.0 or dim % 2 or not dim:
+        raise rope.error("partial_rotary_factor", f"is {partial}: {dim} of {head} values; allowed is an even number")
+    return dim

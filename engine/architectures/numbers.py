@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.architectures.config import LayerSpec
+from engine.architectures.config import LayerSpec, LeftOut
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Dense, Router, Sparse
 from engine.architectures.parts.rotation import Rotation
 from engine.errors import ModelFileError
+
+SIGMOID_EPSILON = 1e-20  # what is added to the sum of sigmoid weights, in every family that adds something
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,31 @@ class Numbers:
     norm_topk_prob: bool
     sparse: tuple[bool, ...]  # by layer: whether it has routed experts
 
-    def layers(self, attention: GroupedQuery, sparse: Sparse | None) -> tuple[LayerSpec, ...]:
+    def layers(
+        self, attention: GroupedQuery, sparse: Sparse | None, post_norm_gguf: str = "ffn_norm"
+    ) -> tuple[LayerSpec, ...]:
         """Layers of one attention, with `sparse` or a dense MLP."""
         dense = Dense(self.intermediate_size)
-        return tuple(LayerSpec(attention, sparse if routed and sparse else dense) for routed in self.sparse)
+        mlps = (sparse if routed and sparse else dense for routed in self.sparse)
+        return tuple(LayerSpec(attention, mlp, post_norm_gguf) for mlp in mlps)
 
     @property
     def router(self) -> Router:
         """A softmax over all experts, of which the largest are taken."""
         return Router(normalise=0.0 if self.norm_topk_prob else None)
+
+
+def checked(router: Router, numbers: Numbers, where: str) -> Router:
+    """ModelFileError if the experts cannot be routed so."""
+    if numbers.num_experts and (problem := router.check(numbers.num_experts, numbers.num_experts_per_tok)):
+        raise ModelFileError(f"{where}: {problem}", problem.partition(" ")[0])
+    return router
+
+
+def extra_layer(layer: int) -> LeftOut:
+    """A layer behind the model's own, for predicting several tokens at once."""
+    what = f"layer {layer} (multi-token prediction)"
+    return LeftOut(what, f"model.layers.{layer}.", f"blk.{layer}.")
 
 
 def check_numbers(numbers: Numbers, where: str) -> Numbers:

@@ -29,7 +29,7 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
 
 
 def _fp8(own: Fields) -> Quantisation:
-    _allow(own, "fmt", own.text("fmt", "e4m3"), ("e4m3",))
+    _allow(own, "fmt", own.text("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     _allow(own, "activation_scheme", own.text("activation_scheme", "dynamic"), ("dynamic",))
     block = own.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):

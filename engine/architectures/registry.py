@@ -11,12 +11,15 @@ from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
+from engine.architectures.glm4_moe import GLM4_MOE
+from engine.architectures.minimax_m2 import MINIMAX_M2
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
+from engine.architectures.unserved import why_not
 from engine.errors import ModelFileError, shown
 
-_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL)
+_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2)
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 
 
@@ -42,8 +45,9 @@ def config_from_hf(
         if kind == family.name and classes in ([], [family.model_class]):
             return family.read_hf(fields, Fields(generation or {}, "generation_config.json"))
     allowed = ", ".join(f"{family.model_class} ({family.name})" for family in architectures())
+    why = why_not(kind, [family.name for family in architectures()])
     raise fields.error(
-        "architectures", f"is {shown(classes)} with model_type {shown(kind)}; these can be served: {allowed}"
+        "architectures", f"is {shown(classes)} with model_type {shown(kind)}; these can be served: {allowed}{why}"
     )
 
 
@@ -59,5 +63,7 @@ def config_from_gguf(
     for family in architectures():
         if name == family.gguf:
             return family.read_gguf(GGUFModel(name, metadata, tensors, types, where))
-    allowed = ", ".join(family.gguf for family in architectures())
-    raise ModelFileError(f"{where}: general.architecture is {shown(name)}; these can be served: {allowed}", "model")
+    served = [family.gguf for family in architectures()]
+    allowed, why = ", ".join(served), why_not(name, served)
+    message = f"{where}: general.architecture is {shown(name)}; these can be served: {allowed}{why}"
+    raise ModelFileError(message, "model")

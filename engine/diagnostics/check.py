@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import Sparse
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
@@ -228,7 +229,9 @@ def _run_layer(loader: Loader, layer: Layer, hidden: torch.Tensor, config: Model
             x = ops.add_rms_norm(table.clone(), None, layer.post_norm)
             values, gate = shared.output(ops, x, None)
             added = SharedExpert.add(ops, torch.zeros_like(x), values, gate)
-            observe(f"model.layers.{layer.index}.mlp.shared_expert", added)
+            held = config.layers[layer.index].mlp
+            if isinstance(held, Sparse) and held.shared is not None:
+                observe(f"model.layers.{layer.index}.{held.shared.mlp.name}", added)
         batch = _layout(n, device)
         model.begin_step(n, lora=False, eager=True)
         model.plan(batch)

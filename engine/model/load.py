@@ -168,7 +168,7 @@ class Loader:
         backend.load_layer(layer, self.source.experts(layer))
         task = backend.bind(layer, self.buffers(backend))
         gate = self.linear(f"{name}.gate", self.backends.router)
-        bias = self._float32(f"{name}.gate.e_score_correction_bias") if spec.router.bias else None
+        bias = self._float32(f"model.layers.{layer}.{spec.bias_name}") if spec.router.bias else None
         shared = None
         if spec.shared is not None:
             own = self.linear(f"{name}.shared_expert_gate", self.backends.router) if spec.shared.gated else None

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from engine.architectures.registry import architecture_of, config_from_hf
 from engine.weights.scaled_blocks import F8, f8_blocks, int4_blocks
 from testing.models.tiny import save_hf
 
@@ -103,15 +104,16 @@ def save_quantised(
     path = folder / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
     exact: dict[str, torch.Tensor] = {}
+    canonical = architecture_of(config_from_hf(model.config.to_dict())).canonical
     for name, tensor in load_file(path).items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             stored[name] = tensor
         elif config["quant_method"] == "fp8":
-            stored[name], scales, exact[name] = fp8(tensor.float())
+            stored[name], scales, exact[canonical(name)] = fp8(tensor.float())
             stored[f"{name}_scale_inv"] = scales
         else:
-            quants, zeros, scales, exact[name] = int4(tensor, config["group_size"], sym)
+            quants, zeros, scales, exact[canonical(name)] = int4(tensor, config["group_size"], sym)
             less_one = config.get("checkpoint_format", "gptq") == "gptq"
             awq = config["quant_method"] == "awq"
             made = awq_tensors(quants, zeros, scales) if awq else gptq_tensors(quants, zeros, scales, less_one)

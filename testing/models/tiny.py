@@ -12,6 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedConfig,
@@ -68,8 +72,21 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 32}),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, _SHARED),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {}),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {"head_dim": 32, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    ),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM, {"head_dim": 32, "rotary_dim": 16}),
 }
-GGUF_NAMES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "mixtral": "llama"}
+GGUF_NAMES = {
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "mixtral": "llama",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+}
+_WIDE_EXPERTS = ("mixtral", "minimax_m2")  # as wide as `intermediate_size`, in all layers, and normalised
 
 
 def tiny_model(
@@ -95,9 +112,13 @@ def tiny_model(
         "rope_theta": 10000.0,
     }
     fields |= own | config
-    if family == "mixtral":  # its experts are as wide as `intermediate_size`, in all layers, and are normalised
+    if family in _WIDE_EXPERTS:
         fields["intermediate_size"] = fields.pop("moe_intermediate_size")
         fields = {name: value for name, value in fields.items() if name not in ("norm_topk_prob", "mlp_only_layers")}
+    if family == "glm4_moe":  # as many dense layers, but the first
+        fields["n_routed_experts"] = fields.pop("num_experts")
+        fields.setdefault("first_k_dense_replace", len(fields.pop("mlp_only_layers", ())))
+        fields.setdefault("num_nextn_predict_layers", 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make_model(make_config(**fields))
@@ -111,7 +132,14 @@ def tiny_model(
                     parameter.normal_(0.0, 1.0)
                 else:
                     parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+            for _, bias in _router_biases(model):
+                bias.normal_(0.0, 0.2)
     return model.to(dtype).eval()
+
+
+def _router_biases(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """What chooses experts beside their scores, float32."""
+    return [(name, held) for name, held in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def save_hf(model: PreTrainedModel, folder: Path, sharded: bool = False, fused: bool = False) -> None:
@@ -143,7 +171,14 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
         "mlp.shared_expert.up_proj": "ffn_up_shexp",
         "mlp.shared_expert.down_proj": "ffn_down_shexp",
         "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_experts.up_proj": "ffn_up_shexp",
+        "mlp.shared_experts.down_proj": "ffn_down_shexp",
     }
+    if model.config.model_type == "glm4_moe":
+        parts["post_attention_layernorm"] = "post_attention_norm"
+    for name, _ in _router_biases(model):
+        names[name] = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     for name, _ in model.named_parameters():
         fields = name.split(".", 3)
         if len(fields) < 4:
@@ -194,7 +229,7 @@ def encode(values: torch.Tensor, type: str, seed: int = 0) -> tuple[npt.NDArray[
 def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     """The keys that llama.cpp's converter writes for the family, without the tokenizer."""
     rope = config.rope_parameters
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -205,10 +240,24 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_value_length(head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(config.num_experts)
+    writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type != "mixtral":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        wide = config.model_type in _WIDE_EXPERTS
+        writer.add_expert_feed_forward_length(config.intermediate_size if wide else config.moe_intermediate_size)
+    if (partial := rope.get("partial_rotary_factor")) is not None:
+        writer.add_rope_dimension_count(int(config.head_dim * partial))
+    if config.model_type in ("glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        if config.num_nextn_predict_layers:
+            writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
     if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         writer.add_expert_shared_feed_forward_length(shared)
     if rope["rope_type"] in ("yarn", "linear"):
@@ -254,7 +303,7 @@ def save_gguf(
     or replaces string, number, bool or list values; `vectors`: a projection to one value is stored as a vector.
     """
     held = copy.deepcopy(model).float()
-    state = dict(held.named_parameters())
+    state = {**dict(held.named_parameters()), **dict(_router_biases(held))}
     writer = gguf.GGUFWriter(path, GGUF_NAMES[model.config.model_type], split_max_tensors=split or 0)
     gguf_metadata(writer, model.config)
     for key, value in (metadata or {}).items():

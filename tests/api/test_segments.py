@@ -22,6 +22,8 @@ FRAGMENTS = [
     *('{"name": "f", "arguments": {"a": "b"}}', '{"name"', ": ", '"f"', ', "arguments"', '{"a": 1, "b": [1, {}]}'),
     *('{"arguments": "{}", "name": "g"}', '{"parameters": null, "name": "h"}', '{"x": 1}', '{"type": "function", '),
     *("{", "}", "[", "]", '"', "\\", ",", ";", "\n", " ", " " * 40, "\n" * 40, "text", "é👋"),
+    *("<arg_key>", "a</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>f\n<arg_key>a</arg_key>", "<arg_"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', 'f">', '<parameter name="a">', "</invoke>"),
     *("<function=", "f>", "<parameter=a>", "</parameter>", "</function>", "<function=f>", "<para", "x" * 300, "1"),
 ]
 LAYOUTS = st.builds(
@@ -72,7 +74,7 @@ def test_calls_are_well_formed_and_numbered(text: str, layout: Layout) -> None:
 def test_text_without_markers_is_text(text: str, layout: Layout) -> None:
     if layout.thinking or (layout.tools is not None and layout.tools.bare and text.lstrip().startswith("{")):
         return
-    if any(marker in text for marker in ("<think>", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")):
+    if any(marker in text for marker in ("<think>", *(each.opens for each in FORMATS))):
         return
     assert text_of(read(layout, [text])) == text
 
@@ -131,21 +133,36 @@ _SCALARS = {
 }
 
 
+def as_qwen(name: str, values: dict[str, str], line: str) -> str:
+    parts = [f"<parameter={key}>\n{value}\n</parameter>{line}" for key, value in values.items()]
+    return f"<tool_call>{line}<function={name}>{line}{''.join(parts)}</function>{line}</tool_call>\n"
+
+
+def as_glm(name: str, values: dict[str, str], line: str) -> str:
+    """GLM-4.5 writes lines, GLM-4.7 none."""
+    parts = [f"<arg_key>{k}</arg_key>{line}<arg_value>{v}</arg_value>{line}" for k, v in values.items()]
+    return f"<tool_call>{name}{line}{''.join(parts)}</tool_call>{line}"
+
+
+def as_minimax(name: str, values: dict[str, str], line: str) -> str:
+    parts = [f'<parameter name="{key}">{line}{value}{line}</parameter>\n' for key, value in values.items()]
+    return f'<minimax:tool_call>\n<invoke name="{name}">{line}{"".join(parts)}</invoke>\n</minimax:tool_call>{line}'
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_xml_calls_are_read_by_their_schemas(data: st.DataObject) -> None:
     calls, parameters, text = [], {}, ""
+    form = data.draw(st.sampled_from([form for form in FORMATS if form.tags is not None]))
+    write = {"qwen3_coder": as_qwen, "glm4": as_glm, "minimax_m2": as_minimax}[form.name]
     for number in range(data.draw(st.integers(1, 3))):
         kinds = data.draw(st.dictionaries(_NAMES, st.sampled_from(list(_SCALARS)), max_size=3))
         arguments = {key: data.draw(_SCALARS[kind]) for key, kind in kinds.items()}
         parameters[f"f{number}"] = {key: {"anyOf": [{"type": kind}]} for key, kind in kinds.items()}
         calls.append((f"f{number}", arguments))
-        values = [
-            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-            for key, value in arguments.items()
-        ]
-        text += f"<tool_call>\n<function=f{number}>\n{''.join(values)}</function>\n</tool_call>\n"
-    layout = Layout(tools=format_named("qwen3_coder"), parameters=parameters)
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        text += write(f"f{number}", values, data.draw(st.sampled_from(["", "\n"])))
+    layout = Layout(tools=form, parameters=parameters)
     assert collected(read(layout, [text])) == calls
     assert collected(read(layout, list(text))) == calls
 
@@ -190,7 +207,8 @@ def test_no_text_takes_long(piece: str) -> None:
     """Work grows with the length of the text: nothing is read again and again."""
     began = time.monotonic()
     for tools in FORMATS:
-        for opened in ("", tools.opens, f"{tools.opens}<function=f><parameter=a>"):
+        tags = f"{tools.opens}f<arg_key>a</arg_key><arg_value>", f'{tools.opens}<invoke name="f"><parameter name="a">'
+        for opened in ("", tools.opens, f"{tools.opens}<function=f><parameter=a>", *tags):
             segments = Segments(Layout(thinks=True, tools=tools))
             segments.push(opened)
             for _ in range(20_000):

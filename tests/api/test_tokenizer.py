@@ -254,3 +254,20 @@ def test_broken_tokenizers_are_one_error(
         load_tokenizer(folder).encode("hello", add_special_tokens=True)
     except UserError as error:
         assert str(folder) in str(error) or "template" in str(error)
+
+
+START, END = ["I", "'LL", " we", "'ve", " "], [" aBCDe", " //\n", "x"]
+SPLIT = {
+    "qwen2": [*START, "1", "2", "3", "4", "5", *END],
+    "glm4": [*START, "123", "45", *END],
+    "gpt-4o": ["I'LL", " we've", " ", "123", "45", " a", "BCDe", " //\n", "x"],
+}
+SPLIT |= {"chatglm-bpe": SPLIT["glm4"], "minimax-m2": SPLIT["gpt-4o"]}
+
+
+@pytest.mark.parametrize("pre", SPLIT)
+def test_texts_are_split_as_the_pre_tokenizer_says(tmp_path: Path, pre: str) -> None:
+    made, text = load_tokenizer(write_gguf(tmp_path / "m.gguf", pre=pre)), "I'LL we've 12345 aBCDe //\nx"
+    parts = made._backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in parts] == SPLIT[pre]
+    assert made.decode(made.encode("naïve 日本", add_special_tokens=False), skip_special_tokens=True) == "naïve 日本"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine.architectures.registry as registry
+import engine.architectures.unserved as unserved
 from engine.architectures.names import StoredNames
 from engine.architectures.registry import architectures, config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
@@ -21,7 +22,11 @@ ROOT = Path(registry.__file__).parents[2]
 
 def test_a_familys_knowledge_is_in_one_place() -> None:
     """No other source file of these names a family."""
-    own = {Path(registry.__file__), *(ROOT / f"engine/architectures/{family.name}.py" for family in architectures())}
+    own = {
+        Path(registry.__file__),
+        Path(unserved.__file__),
+        *(ROOT / f"engine/architectures/{family.name}.py" for family in architectures()),
+    }
     stored = (rf"\b{f.gguf}\b(?![.-])" for f in architectures())  # llama.cpp is no family
     names = "|".join(
         [*stored, *(n for f in architectures() for n in (f.name, f.model_class.removesuffix("ForCausalLM")))]
@@ -44,6 +49,30 @@ def test_an_unknown_family_is_refused_with_those_that_work(kind: object) -> None
     assert repr(kind) in str(stored.value)
     for family in architectures():
         assert f"{family.model_class} ({family.name})" in str(caught.value) and family.gguf in str(stored.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("deepseek_v32", "an indexer chooses is missing"),
+        ("glm_moe_dsa", "an indexer chooses is missing; the nearest name is glm4_moe"),
+        ("deepseek_v4", "hyper-connections is missing"),
+        ("qwen3_next", "gated delta net of its linear attention layers is missing; the nearest name is qwen3_moe"),
+        ("qwen3_5_moe", "gated delta net"),
+        ("qwen4_moe", "the nearest name is qwen"),
+    ],
+)
+def test_a_known_family_is_refused_with_the_part_that_is_missing(kind: str, said: str) -> None:
+    with pytest.raises(ModelFileError, match=said):
+        config_from_hf({"model_type": kind, "architectures": ["Other"]})
+
+
+@pytest.mark.parametrize(("kind", "said"), [("qwen35moe", "gated delta net"), ("glm-dsa", "an indexer chooses"),
+                                            ("minimax-m3", "the nearest name is minimax-m2"),
+                                            ("qwen2moee", "the nearest name is qwen2moe")])  # fmt: skip
+def test_so_is_a_gguf_file_of_one(kind: str, said: str) -> None:
+    with pytest.raises(ModelFileError, match=said):
+        config_from_gguf({"general.architecture": kind}, {})
 
 
 def test_names_that_cannot_be_turned_round_are_refused() -> None:

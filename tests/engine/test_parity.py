@@ -50,13 +50,20 @@ def shapes(draw: st.DrawFn) -> dict:
 
 def own_fields(family: str, shape: dict) -> dict:
     """The shape in the words of the family's configuration."""
-    if family != "qwen2_moe":
-        return shape
-    bias, shared = shape["attention_bias"], 3 * shape["moe_intermediate_size"]
-    return {k: v for k, v in shape.items() if k != "attention_bias"} | {
-        "qkv_bias": bias,
-        "shared_expert_intermediate_size": shared,
-    }
+    shape = dict(shape)
+    if family == "qwen2_moe":
+        shape["shared_expert_intermediate_size"] = 3 * shape["moe_intermediate_size"]
+        shape["qkv_bias"] = shape.pop("attention_bias")
+    elif family == "glm4_moe":
+        shape |= {"use_qk_norm": not shape["norm_topk_prob"], "n_shared_experts": shape["num_hidden_layers"]}
+        shape["first_k_dense_replace"] = shape.pop("decoder_sparse_step") - 1
+        groups = {8: (2, 1), 16: (4, 3), 60: (1, 1), 128: (8, 4)}[shape["num_experts"]]
+        if shape["num_experts_per_tok"] <= shape["num_experts"] * groups[1] // groups[0]:
+            shape["n_group"], shape["topk_group"] = groups
+    elif family == "minimax_m2":
+        del shape["attention_bias"]
+        shape["rotary_dim"] = shape["head_dim"] if shape["tie_word_embeddings"] else shape["head_dim"] // 4 * 2
+    return shape
 
 
 @BACKENDS

@@ -65,7 +65,7 @@ def written(spec: GrammarSpec, seed: int, prefix: str = "", limit: int = 600) ->
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["hermes", "qwen3_coder", "llama3", "mistral"]),
+    st.sampled_from(["hermes", "qwen3_coder", "glm4", "minimax_m2", "llama3", "mistral"]),
     st.sampled_from([None, *SCHEMAS]),
     st.booleans(),
     st.integers(0, 10**6),
@@ -88,7 +88,7 @@ def test_forced_calls_are_calls(form: str, only: str | None, one: bool, seed: in
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm4"])
 @pytest.mark.parametrize("seed", range(8))
 def test_strict_arguments_follow_their_schemas_in_free_text(form: str, seed: int) -> None:
     spec = grammar_of(ToolUse(TOOLS), format_named(form))

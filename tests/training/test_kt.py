@@ -48,6 +48,8 @@ MODELS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "use_qk_norm": True},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -84,7 +86,7 @@ def test_loss_and_every_gradient_are_autograds(family):
     """LoRA's, and those of all that lies before the experts: embedding, attention, router, shared experts."""
     plain, model = model_of(family), model_of(family)
     wrappers = wrap_moe_layers_with_amx(model, CONFIG, CONFIG)
-    assert len(wrappers) == len(model._kt_wrappers) == (1 if family.startswith("deepseek") else 2)
+    assert len(wrappers) == len(model._kt_wrappers) == (1 if family.startswith(("deepseek", "glm")) else 2)
     generator = torch.Generator().manual_seed(2)
     for wrapper in wrappers:
         for parameter in wrapper.lora_params.values():

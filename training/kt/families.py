@@ -48,6 +48,8 @@ FAMILIES = {
     "mixtral": Family("mlp", "num_local_experts", "intermediate_size"),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": replace(_DEEPSEEK, router_type="linear"),
+    "minimax_m2": Family("mlp", "num_local_experts", "intermediate_size"),
 }
 
 

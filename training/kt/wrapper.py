@@ -124,6 +124,8 @@ class MOELayerWrapper(nn.Module):
         self._is_kt_moe_wrapper = True
         for name, parameter in original_moe.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
+        for name, buffer in original_moe.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
         for name, child in original_moe.named_children():
             if name != moe_config.experts_attr and not isinstance(child, ExpertProjection):
                 self.add_module(name, child)

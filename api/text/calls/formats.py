@@ -10,7 +10,7 @@ from typing import Any
 
 from api.text.calls.json_call import JsonCalls
 from api.text.calls.reader import CallReader
-from api.text.calls.xml_call import XmlCalls
+from api.text.calls.xml_call import GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, Tags, XmlCalls
 
 Parameters = Mapping[str, Mapping[str, Mapping[str, Any]]]  # function -> parameter -> its schema
 _ALPHABET = string.ascii_letters + string.digits
@@ -19,7 +19,8 @@ _ALPHABET = string.ascii_letters + string.digits
 @dataclass(frozen=True)
 class ToolFormat:
     """`signs`: texts that a chat template of this form holds. `opens` and `closes` surround calls; `closes` None: they
-    go on to the end of the answer. `bare`: an answer that begins with an object may be a call without a marker.
+    go on to the end of the answer. `bare`: an answer that begins with an object may be a call without a marker. `tags`:
+    of a call that is no JSON object.
     `arguments`: their key; `listed`: the objects stand in a list. `id_prefix`, `id_length`: of the ids that its
     templates accept."""
 
@@ -28,11 +29,16 @@ class ToolFormat:
     opens: str
     closes: str | None = None
     bare: bool = False
-    xml: bool = False
+    tags: Tags | None = None
     arguments: str = "arguments"
     listed: bool = False
     id_prefix: str = "call_"
     id_length: int = 24
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that control tokens may be and that count."""
+        return (self.opens, self.closes or "", *(self.tags.all if self.tags is not None else ()))
 
     def new_id(self) -> str:
         return self.id_prefix + "".join(secrets.choice(_ALPHABET) for _ in range(self.id_length))
@@ -42,14 +48,24 @@ class ToolFormat:
     ) -> CallReader:
         """For calls from number `first` of the answer, at most `limit` of them."""
         new_id = new_id or self.new_id
-        if self.xml:
-            return XmlCalls(first, new_id, limit, parameters=parameters)
+        if self.tags is not None:
+            return XmlCalls(first, new_id, limit, tags=self.tags, parameters=parameters)
         return JsonCalls(first, new_id, limit, enclosed=self.closes is not None)
 
 
 HERMES = ToolFormat("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>")
 FORMATS = (  # the first whose signs a template has
-    ToolFormat("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", xml=True),
+    ToolFormat(
+        "qwen3_coder", ("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", tags=QWEN_TAGS
+    ),
+    ToolFormat("glm4", ("<tool_call>", "<arg_key>", "<arg_value>"), "<tool_call>", "</tool_call>", tags=GLM_TAGS),
+    ToolFormat(
+        "minimax_m2",
+        ("minimax:tool_call>", '<invoke name="'),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        tags=MINIMAX_TAGS,
+    ),
     HERMES,
     ToolFormat(
         "mistral", ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"), "[TOOL_CALLS]", listed=True, id_prefix="", id_length=9

@@ -9,6 +9,7 @@ from typing import Any
 from api.errors import bad_request
 from api.text.calls.definitions import ToolUse
 from api.text.calls.formats import ToolFormat
+from api.text.calls.xml_call import Tags
 from engine.messages import GrammarSpec
 
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write it
@@ -40,7 +41,7 @@ def grammar_of(use: ToolUse, form: ToolFormat, answer: GrammarSpec | None = None
     else:
         return None
     schemas = {tool.name: tool.parameters if use.must or tool.strict else _ANY for tool in use.callable}
-    bodies = _xml(schemas, form) if form.xml else _objects(schemas, form)
+    bodies = _objects(schemas, form) if form.tags is None else _xml(schemas, form, form.tags)
     rules += ["body: " + " | ".join(f"body_{i}" for i in range(len(schemas))), *bodies]
     return GrammarSpec("lark", "\n".join(rules) + "\n", field="tools" if answer is None else answer.field)
 
@@ -53,17 +54,21 @@ def _objects(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat) -> Iter
         yield f"body_{i}: {_quoted(head)} {_json(schema)} {_quoted(f'}}{after}{inner}{form.closes or str()}')}"
 
 
-def _xml(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat) -> Iterator[str]:
-    yield "value[lazy]: /(.|\\n)*<\\/parameter>/"
+def _xml(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat, tags: Tags) -> Iterator[str]:
+    yield f"value[lazy]: /(.|\\n)*{tags.end_of_value.replace('/', chr(92) + '/')}/"
+    line = "\n" if tags.lines else ""
     for i, (name, schema) in enumerate(schemas.items()):
         parts = []
         required = schema.get("required", ())
         for key, value in schema.get("properties", {}).items():
-            head, tail = _quoted(f"<parameter={key}>\n"), _quoted("\n</parameter>")
+            begin = f"{tags.parameter[0]}{key}{tags.parameter[1]}" + (f"\n{tags.value}" if tags.value else "")
+            head, tail = _quoted(f"{begin}{line}"), _quoted(f"{line}{tags.end_of_value}")
             content = f"{head} value" if _is_text(value) else f"{head} {_content(value)} {tail}"
             parts.append(f'({content} "\\n")' + ("" if key in required else "?"))
-        end = _quoted(f"</function>\n{form.closes}")
-        yield f"body_{i}: {_quoted(f'{chr(10)}<function={name}>{chr(10)}')} {' '.join(parts)} {end}"
+        start = f"\n{tags.function[0]}" if tags.function[0] else ""
+        end = f"{tags.end_of_function}\n" if tags.end_of_function else ""
+        body = [_quoted(f"{start}{name}{tags.function[1]}\n"), *parts, _quoted(f"{end}{form.closes}")]
+        yield f"body_{i}: {' '.join(body)}"
 
 
 def _is_text(schema: Any) -> bool:

@@ -1,19 +1,60 @@
-"""Calls as Qwen3-Coder writes them: <function=NAME> <parameter=KEY> VALUE </parameter> ... </function>."""
+"""Calls written in tags, as Qwen3-Coder, MiniMax-M2 and GLM-4.5 do.
+
+<function=NAME> <parameter=KEY> VALUE </parameter> ... </function>
+<invoke name="NAME"> <parameter name="KEY"> VALUE </parameter> ... </invoke>
+NAME <arg_key> KEY </arg_key> <arg_value> VALUE </arg_value> ...
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from api.text.calls.reader import CallReader
 from api.text.deltas import Delta, ToolArguments, ToolStart
 
 _LONGEST_NAME = 256
-_FUNCTION, _PARAMETER = "<function=", "<parameter="
-_NAME = re.compile(rf"([^<>\n]{{1,{_LONGEST_NAME}}})>")
-_END_OF_VALUE, _END_OF_FUNCTION = "</parameter>", "</function>"
+_BARE_NAME = re.compile(rf"([\w.:-]{{1,{_LONGEST_NAME}}})(?=[\s<])")  # one without tags around it
+
+
+@dataclass(frozen=True)
+class Tags:
+    """`function` and `parameter`: what stands before and behind their names; empty for a function that is a bare name.
+    `value` is what a value begins with, behind white space, if anything does. `end_of_function` empty: it ends where
+    calls end. `lines`: a new-line next to a value is none of it."""
+
+    function: tuple[str, str]
+    parameter: tuple[str, str]
+    end_of_value: str
+    end_of_function: str = ""
+    value: str = ""
+    lines: bool = True
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Control tokens among them are looked for."""
+        return (*self.parameter, self.value, self.end_of_value)
+
+    @cached_property
+    def function_name(self) -> re.Pattern[str]:
+        return _name(self.function[1]) if self.function[0] else _BARE_NAME
+
+    @cached_property
+    def parameter_name(self) -> re.Pattern[str]:
+        return _name(self.parameter[1])
+
+
+def _name(behind: str) -> re.Pattern[str]:
+    return re.compile(rf"([^<>\"\n]{{1,{_LONGEST_NAME}}}){re.escape(behind)}")
+
+
+QWEN_TAGS = Tags(("<function=", ">"), ("<parameter=", ">"), "</parameter>", "</function>")
+MINIMAX_TAGS = Tags(('<invoke name="', '">'), ('<parameter name="', '">'), "</parameter>", "</invoke>")
+GLM_TAGS = Tags(("", ""), ("<arg_key>", "</arg_key>"), "</arg_value>", value="<arg_value>", lines=False)
 
 
 class XmlCalls(CallReader):
@@ -26,19 +67,22 @@ class XmlCalls(CallReader):
         new_id: Callable[[], str],
         limit: int | None = None,
         *,
+        tags: Tags,
         parameters: Mapping[str, Mapping[str, Mapping[str, Any]]],
     ) -> None:
         super().__init__(first, new_id, limit)
+        self._tags = tags
         self._parameters = parameters
         self._buffer = ""
         self._searched = 0  # of the buffer, for the end of a value
         self._function: str | None = None
         self._key: str | None = None
+        self._in_value = False  # what a value begins with has come
         self._given = 0  # parameters
 
     @property
     def in_string(self) -> bool:
-        return self._key is not None
+        return self._in_value
 
     def push(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -52,6 +96,8 @@ class XmlCalls(CallReader):
 
     def finish(self) -> list[Delta]:
         deltas: list[Delta] = []
+        if self._function is None and (name := self._tags.function_name.match(f"{self._buffer.strip()}\n")):
+            self._begin(name[1], deltas)  # a bare name may end here
         if self._function is not None:
             if self._key is None:
                 self._end_of_function(deltas)
@@ -67,22 +113,30 @@ class XmlCalls(CallReader):
         if self._key is not None:
             return self._read_value(self._key, deltas)
         self._buffer = self._buffer.lstrip() if self.count or self._function is not None else self._buffer
-        tag = _FUNCTION if self._function is None else _PARAMETER
+        tags = self._tags
+        outside, end = self._function is None, tags.end_of_function
+        tag, pattern = (tags.function[0], tags.function_name) if outside else (tags.parameter[0], tags.parameter_name)
         rest = self._buffer.lstrip()
         if rest.startswith(tag):
-            name = _NAME.match(rest, len(tag))
+            name = pattern.match(rest, len(tag))
             if name is None:
-                return len(rest) > len(tag) + _LONGEST_NAME and self._skip()
+                return self._never(rest, tag, pattern) and self._skip()
             self._buffer = rest[name.end() :]
             self._begin(name[1].strip(), deltas)
             return True
-        if self._function is not None and rest.startswith(_END_OF_FUNCTION):
-            self._buffer = rest.removeprefix(_END_OF_FUNCTION)
+        if not outside and end and rest.startswith(end):
+            self._buffer = rest.removeprefix(end)
             self._end_of_function(deltas)
             return True
-        if tag.startswith(rest) or (self._function is not None and _END_OF_FUNCTION.startswith(rest)):
+        if tag.startswith(rest) or (not outside and end.startswith(rest)):
             return False
         return self._skip()
+
+    def _never(self, rest: str, tag: str, pattern: re.Pattern[str]) -> bool:
+        """Whether no name can come to stand here any more."""
+        if pattern is not _BARE_NAME:
+            return len(rest) > len(tag) + _LONGEST_NAME + len(self._tags.parameter[1])
+        return bool(rest) and not _BARE_NAME.match(f"{rest}\n")
 
     def _skip(self) -> bool:
         """What stands here is none of the tags: no call, unless there was one."""
@@ -95,22 +149,38 @@ class XmlCalls(CallReader):
 
     def _begin(self, name: str, deltas: list[Delta]) -> None:
         if self._function is not None:
-            self._key, self._searched = name, 0
+            self._key, self._searched, self._in_value = name, 0, not self._tags.value
             return
         self._function, self._given = name, 0
         deltas += ToolStart(self._index(), self.new_id(), name), ToolArguments(self._index(), "{")
 
     def _read_value(self, key: str, deltas: list[Delta]) -> bool:
-        at = self._buffer.find(_END_OF_VALUE, self._searched)
+        end = self._tags.end_of_value
+        if not self._in_value:
+            return self._begin_value()
+        at = self._buffer.find(end, self._searched)
         if at < 0:
-            self._searched = max(0, len(self._buffer) - len(_END_OF_VALUE))
+            self._searched = max(0, len(self._buffer) - len(end))
             return False
-        value = self._buffer[:at].removeprefix("\n").removesuffix("\n")
-        self._buffer, self._key = self._buffer[at + len(_END_OF_VALUE) :], None
+        value = self._buffer[:at]
+        value = value.removeprefix("\n").removesuffix("\n") if self._tags.lines else value
+        self._buffer, self._key, self._in_value = self._buffer[at + len(end) :], None, False
         schema = self._parameters.get(self._function or "", {}).get(key)
         written = f"{json.dumps(key, ensure_ascii=False)}: {_json_of(value, schema)}"
         deltas.append(ToolArguments(self._index(), (", " if self._given else "") + written))
         self._given += 1
+        return True
+
+    def _begin_value(self) -> bool:
+        """A key without a value is skipped."""
+        self._buffer = self._buffer.lstrip()
+        value = self._tags.value
+        if self._buffer.startswith(value):
+            self._buffer, self._in_value = self._buffer.removeprefix(value), True
+            return True
+        if value.startswith(self._buffer):
+            return False
+        self._key = None
         return True
 
     def _end_of_function(self, deltas: list[Delta]) -> None:

@@ -67,7 +67,9 @@ class GroupedQuery:
         return replace(self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks)
 
     def numbers(self) -> dict[str, float]:
+        partial = {} if self.rotation.dim == self.head_dim else {"rotary_dim": self.rotation.dim}
         return {
+            **partial,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,

@@ -30,6 +30,16 @@ class Router:
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
 
+    def check(self, experts: int, top_k: int) -> str | None:
+        """Why so many experts cannot be routed so, in the words of configurations; None if they can."""
+        if experts % self.groups:
+            return f"n_group is {self.groups}, not a divisor of {experts} experts"
+        if not 1 <= self.top_groups <= self.groups:
+            return f"topk_group is {self.top_groups}; allowed is 1 to n_group {self.groups}"
+        if top_k > (left := self.top_groups * (experts // self.groups)):
+            return f"num_experts_per_tok is {top_k}; the {self.top_groups} groups of topk_group hold {left} experts"
+        return None
+
     @property
     def plain(self) -> bool:
         """Whether the largest probabilities are taken, and at most divided by their sum."""
@@ -85,10 +95,12 @@ class SharedExpert:
         *(f"mlp.shared_expert.{part}" for part in _PROJECTIONS),
         "mlp.shared_expert_gate",
     )
+    PLURAL_TARGETS: ClassVar[tuple[str, ...]] = tuple(f"mlp.shared_experts.{part}" for part in _PROJECTIONS)
 
     @classmethod
-    def of(cls, intermediate: int, *, gated: bool = True) -> SharedExpert:
-        return cls(Dense(intermediate, "mlp.shared_expert", "_shexp", "shared_expert_intermediate_size"), gated)
+    def of(cls, intermediate: int, *, gated: bool = True, name: str = "shared_expert") -> SharedExpert:
+        """`name`: of the module in its MLP, "shared_experts" where several are stored as one."""
+        return cls(Dense(intermediate, f"mlp.{name}", "_shexp", "shared_expert_intermediate_size"), gated)
 
     def modules(self, hidden: int) -> Iterator[Module]:
         yield from self.mlp.modules(hidden)
@@ -99,7 +111,7 @@ class SharedExpert:
 @dataclass(frozen=True)
 class Sparse:
     """`experts` SwiGLU MLPs, `intermediate` values wide, of which a router chooses `top_k` for each token. `size`: how
-    configurations call their width."""
+    configurations call their width; `bias_name`: the tensor of a router's bias."""
 
     experts: int
     top_k: int
@@ -107,6 +119,7 @@ class Sparse:
     router: Router = Router()
     shared: SharedExpert | None = None
     size: str = "moe_intermediate_size"
+    bias_name: str = "mlp.gate.e_score_correction_bias"
 
     TARGETS: ClassVar[tuple[str, ...]] = ("mlp.gate",)
 
@@ -119,7 +132,7 @@ class Sparse:
 
     def vectors(self) -> Iterator[Vector]:
         if self.router.bias:
-            yield Vector("mlp.gate.e_score_correction_bias", "exp_probs_b.bias", (self.experts,))
+            yield Vector(self.bias_name, "exp_probs_b.bias", (self.experts,))
 
     def row_values(self, hidden: int) -> int:
         shared = 0 if self.shared is None else self.shared.mlp.row_values(hidden)
