@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import ROUTERS, Dense
+from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
@@ -104,7 +105,7 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
             rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     dense = [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Dense)]
     widths = [layer.mlp.intermediate for layer in layers if isinstance(layer.mlp, Dense)]
-    fields = config.numbers()
+    fields = config.numbers() | architecture_of(config).own_fields(config)
     fields.pop("rope_theta")
     return AutoConfig.for_model(
         config.architecture,
@@ -133,7 +134,10 @@ def _read_tensors(model: PreTrainedModel, source: WeightSource, dtype: torch.dty
         router = module.endswith(ROUTERS)
         tensor = source.tensor(name).dequantise(torch.float32 if router else dtype).to(device)
         owner = model.get_submodule(module)
-        owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+        if last in dict(owner.named_buffers(recurse=False)):
+            owner.register_buffer(last, source.tensor(name).dequantise(torch.float32).to(device))
+        else:
+            owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
     base: Any = model.get_submodule("model")
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
     if source.config.tie_word_embeddings:

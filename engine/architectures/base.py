@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
@@ -29,6 +30,8 @@ class Architecture:
     lora_targets: tuple[str, ...]  # modules of a layer that an adapter may change, besides routed experts
     rules: Family  # its module classes, as rules and KTransformers name them
     stored_names: StoredNames = AS_HERE
+    of_gguf: Callable[[GGUFModel], bool] = lambda file: True  # of files of one `gguf`, which families may share
+    own_fields: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # of config.json, beside the common ones
 
     def canonical(self, stored: str) -> str:
         """The name here of a tensor or module that safetensors or an adapter store under another one."""

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from engine.architectures.parts.base import Module, Vector
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Sparse
 
 
@@ -26,7 +27,7 @@ class Quantisation:
 class LayerSpec:
     """norm -> attention -> norm -> MLP, each pair added to the residual stream."""
 
-    attention: GroupedQuery
+    attention: GroupedQuery | Latent
     mlp: Dense | Sparse
 
     def modules(self, hidden: int) -> Iterator[Module]:

@@ -71,7 +71,7 @@ def config_of_gguf(
         vocab_size=vocab,
         hidden_size=numbers.hidden_size,
         layers=layers(numbers),
-        rms_norm_eps=_float32(fields.number("attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=float32(fields.number("attention.layer_norm_rms_epsilon")),
         max_position_embeddings=positions,
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=tokenizer.token("tokenizer.ggml.bos_token_id", vocab),
@@ -90,7 +90,7 @@ def _numbers(file: GGUFModel, norm_topk_prob: bool, positions: int, divided: boo
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(name, head) != head:
             raise fields.error(name, f"is {fields.get(name)}; it must equal the head size {head}")
-    theta = _float32(fields.number("rope.freq_base", 10000.0))
+    theta = float32(fields.number("rope.freq_base", 10000.0))
     stored = min(count, len(tensors))  # more layers than tensors are refused later, by name
     dense = {layer for layer in range(stored) if f"blk.{layer}.ffn_gate.weight" in tensors}
     return Numbers(
@@ -176,6 +176,6 @@ def _end_tokens(fields: Fields, vocab: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ends))
 
 
-def _float32(value: float) -> float:
+def float32(value: float) -> float:
     """The shortest decimal that a stored float32 stands for: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.architectures.config import LayerSpec
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Router, Sparse
 from engine.architectures.parts.rotation import Rotation
 from engine.errors import ModelFileError
@@ -29,7 +30,7 @@ class Numbers:
     norm_topk_prob: bool
     sparse: tuple[bool, ...]  # by layer: whether it has routed experts
 
-    def layers(self, attention: GroupedQuery, sparse: Sparse | None) -> tuple[LayerSpec, ...]:
+    def layers(self, attention: GroupedQuery | Latent, sparse: Sparse | None) -> tuple[LayerSpec, ...]:
         """Layers of one attention, with `sparse` or a dense MLP."""
         dense = Dense(self.intermediate_size)
         return tuple(LayerSpec(attention, sparse if routed and sparse else dense) for routed in self.sparse)

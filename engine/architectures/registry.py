@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
+from engine.architectures.deepseek_v2 import DEEPSEEK_V2
+from engine.architectures.deepseek_v3 import DEEPSEEK_V3
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.mixtral import MIXTRAL
@@ -16,7 +18,7 @@ from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
 from engine.errors import ModelFileError, shown
 
-_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL)
+_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3)
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 
 
@@ -58,6 +60,8 @@ def config_from_gguf(
     name = metadata.get("general.architecture")
     for family in architectures():
         if name == family.gguf:
-            return family.read_gguf(GGUFModel(name, metadata, tensors, types, where))
-    allowed = ", ".join(family.gguf for family in architectures())
+            file = GGUFModel(name, metadata, tensors, types, where)
+            if family.of_gguf(file):
+                return family.read_gguf(file)
+    allowed = ", ".join(dict.fromkeys(family.gguf for family in architectures()))
     raise ModelFileError(f"{where}: general.architecture is {shown(name)}; these can be served: {allowed}", "model")

@@ -50,6 +50,13 @@ def shapes(draw: st.DrawFn) -> dict:
 
 def own_fields(family: str, shape: dict) -> dict:
     """The shape in the words of the family's configuration."""
+    if family.startswith("deepseek"):
+        own = {
+            name: value
+            for name, value in shape.items()
+            if name not in ("head_dim", "decoder_sparse_step", "mlp_only_layers")
+        }
+        return own | {"first_k_dense_replace": len(shape["mlp_only_layers"]), "n_group": 1, "topk_group": 1}
     if family != "qwen2_moe":
         return shape
     bias, shared = shape["attention_bias"], 3 * shape["moe_intermediate_size"]

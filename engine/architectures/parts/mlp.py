@@ -30,6 +30,16 @@ class Router:
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
 
+    def check(self, experts: int, top_k: int) -> str | None:
+        """Why so many experts cannot be routed so, in the words of configurations; None if they can."""
+        if experts % self.groups:
+            return f"n_group is {self.groups}, not a divisor of {experts} experts"
+        if not 1 <= self.top_groups <= self.groups:
+            return f"topk_group is {self.top_groups}; allowed is 1 to n_group {self.groups}"
+        if top_k > (left := self.top_groups * (experts // self.groups)):
+            return f"num_experts_per_tok is {top_k}; the {self.top_groups} groups of topk_group hold {left} experts"
+        return None
+
     @property
     def plain(self) -> bool:
         """Whether the largest probabilities are taken, and at most divided by their sum."""
@@ -85,10 +95,17 @@ class SharedExpert:
         *(f"mlp.shared_expert.{part}" for part in _PROJECTIONS),
         "mlp.shared_expert_gate",
     )
+    UNGATED_TARGETS: ClassVar[tuple[str, ...]] = tuple(f"mlp.shared_experts.{part}" for part in _PROJECTIONS)
 
     @classmethod
     def of(cls, intermediate: int, *, gated: bool = True) -> SharedExpert:
         return cls(Dense(intermediate, "mlp.shared_expert", "_shexp", "shared_expert_intermediate_size"), gated)
+
+    @classmethod
+    def ungated(cls, count: int, width: int) -> SharedExpert:
+        """`count` experts, each `width` values wide, that are stored as one."""
+        size = "n_shared_experts x moe_intermediate_size"
+        return cls(Dense(count * width, "mlp.shared_experts", "_shexp", size), gated=False)
 
     def modules(self, hidden: int) -> Iterator[Module]:
         yield from self.mlp.modules(hidden)
