@@ -293,8 +293,8 @@ def lora_config(
     dropout: float = 0.0,
     by_rows: bool = False,
 ) -> LoraConfig:
-    """LoRA on `targets`: names out of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or `all`. The last
-    three mean routed experts and, where a model has them, shared experts and dense layers. `by_rows`: linear layers
+    """LoRA on `targets`: names of ATTENTION_TARGETS and EXPERT_TARGETS, or `all`. The latter mean routed experts and,
+    where a model has them, shared experts and dense layers. `by_rows`: linear layers
     become `RowsLinear`, whose `rows` have to be set. UserError for other names, and for dropout on experts."""
     allowed = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
     chosen = allowed if targets == ("all",) else targets
@@ -312,6 +312,8 @@ def lora_config(
     named = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in chosen]
     found = (name for name, module in named if isinstance(module, nn.Linear | ExpertProjection))
     modules = sorted({".".join(name.split(".")[-2:]) for name in found})
+    if not modules:
+        raise UserError(f"lora_target: {', '.join(chosen)}; the model has none of them", "lora_target")
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, task_type="CAUSAL_LM")
     if by_rows:
         config._register_custom_module({nn.Linear: RowsLinear})

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import ROUTERS, Dense
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
@@ -96,7 +97,7 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     attention, layers = config.layers[0].attention, config.layers
     rotation = attention.rotation
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotation.theta}
-    if rotation.dim != attention.head_dim:
+    if isinstance(attention, GroupedQuery) and rotation.dim != attention.head_dim:
         rope["partial_rotary_factor"] = rotation.dim / attention.head_dim
     if (scaling := rotation.scaling) is not None:
         rope |= {"rope_type": scaling.kind, "factor": scaling.factor, **scaling.extra}

@@ -31,6 +31,7 @@ class Architecture:
     stored_names: StoredNames = AS_HERE
     # of transformers' configuration, those that `ModelConfig.numbers` does not name as it does
     transformers_fields: Callable[[ModelConfig], Mapping[str, object]] = lambda config: {}
+    of_gguf: Callable[[GGUFModel], bool] = lambda file: True  # of files of one `gguf`, which families may share
 
     def canonical(self, stored: str) -> str:
         """The name here of a tensor or module that safetensors or an adapter store under another one."""

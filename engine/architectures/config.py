@@ -9,6 +9,7 @@ from functools import cached_property
 
 from engine.architectures.parts.base import Module, Vector
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Sparse
 
 
@@ -37,7 +38,7 @@ class LayerSpec:
     """norm -> attention -> norm -> MLP, each pair added to the residual stream. `post_norm_gguf`: the second norm's
     name in GGUF."""
 
-    attention: GroupedQuery
+    attention: GroupedQuery | Latent
     mlp: Dense | Sparse
     post_norm_gguf: str = "ffn_norm"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.architectures.config import LayerSpec, LeftOut
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Router, Sparse
 from engine.architectures.parts.rotation import Rotation
 from engine.errors import ModelFileError
@@ -32,7 +33,7 @@ class Numbers:
     sparse: tuple[bool, ...]  # by layer: whether it has routed experts
 
     def layers(
-        self, attention: GroupedQuery, sparse: Sparse | None, post_norm_gguf: str = "ffn_norm"
+        self, attention: GroupedQuery | Latent, sparse: Sparse | None, post_norm_gguf: str = "ffn_norm"
     ) -> tuple[LayerSpec, ...]:
         """Layers of one attention, with `sparse` or a dense MLP."""
         dense = Dense(self.intermediate_size)

@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
+from engine.architectures.deepseek_v2 import DEEPSEEK_V2
+from engine.architectures.deepseek_v3 import DEEPSEEK_V3
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.glm4_moe import GLM4_MOE
@@ -19,7 +21,9 @@ from engine.architectures.qwen3_moe import QWEN3_MOE
 from engine.architectures.unserved import why_not
 from engine.errors import ModelFileError, shown
 
-_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2)
+_OURS: tuple[Architecture, ...] = (
+    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V2, DEEPSEEK_V3
+)  # fmt: skip
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 
 
@@ -62,8 +66,10 @@ def config_from_gguf(
     name = metadata.get("general.architecture")
     for family in architectures():
         if name == family.gguf:
-            return family.read_gguf(GGUFModel(name, metadata, tensors, types, where))
-    served = [family.gguf for family in architectures()]
+            file = GGUFModel(name, metadata, tensors, types, where)
+            if family.of_gguf(file):
+                return family.read_gguf(file)
+    served = list(dict.fromkeys(family.gguf for family in architectures()))
     allowed, why = ", ".join(served), why_not(name, served)
     message = f"{where}: general.architecture is {shown(name)}; these can be served: {allowed}{why}"
     raise ModelFileError(message, "model")

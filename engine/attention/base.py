@@ -69,7 +69,10 @@ class KvPlaces:
 
 class AttentionBackend(ABC):
     """Owns the KV blocks of the layers that it was made for. H query heads, G KV heads, D head_dim; causal; scale
-    1 / sqrt(D)."""
+    1 / sqrt(D).
+
+    Of latent attention, absorbed: one KV head of the width that the cache keeps, of whose keys the first kv_rank values
+    are the values, too; v is these, and not kept again. The scale is the part's own."""
 
     captures: bool = False  # whether a padded batch's `forward` may be captured in a CUDA graph
     notes: tuple[str, ...] = ()  # logged at start: how it computes
@@ -80,7 +83,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]."""
+        """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]. (Of latent attention v
+        and what returns have kv_rank values.)"""
 
     def kv_planes(self) -> list[NDArray[np.uint8]]:
         """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces, joined
 from engine.errors import EngineError, UserError
 
@@ -63,8 +64,10 @@ def fa3_limit(capability: tuple[int, int], kv_dtype: torch.dtype) -> str | None:
     return None
 
 
-def flashinfer_limit(spec: GroupedQuery, dtype: torch.dtype) -> str | None:
+def flashinfer_limit(spec: GroupedQuery | Latent, dtype: torch.dtype) -> str | None:
     """Why flashinfer cannot serve this model; None if it can."""
+    if isinstance(spec, Latent):
+        return "latent attention runs in torch on a GPU"
     if dtype != torch.bfloat16:
         return f"flashinfer's attention takes bfloat16, not {str(dtype).removeprefix('torch.')}"
     if spec.head_dim not in HEAD_DIMS:
@@ -92,7 +95,7 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(
         self,
-        spec: GroupedQuery,
+        spec: GroupedQuery | Latent,
         layers: Sequence[int],
         num_blocks: int,
         dtype: torch.dtype,
@@ -103,7 +106,8 @@ class FlashInferAttention(AttentionBackend):
         kv_dtype: torch.dtype | None = None,
         prefill: str = "auto",
     ) -> None:
-        if limit := flashinfer_limit(spec, dtype):
+        limit = flashinfer_limit(spec, dtype)
+        if limit or isinstance(spec, Latent):
             raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
         ready, why = flashinfer_available()
         if not ready:

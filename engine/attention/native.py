@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.attention.base import AttentionBackend, BatchLayout, kv_scale_bytes
 from engine.errors import EngineError, UserError
 
@@ -21,8 +22,10 @@ _KV_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 
 
-def native_limit(spec: GroupedQuery) -> str | None:
+def native_limit(spec: GroupedQuery | Latent) -> str | None:
     """Why the kernels cannot compute this attention; None if they can."""
+    if isinstance(spec, Latent):
+        return "latent attention has no native kernels"
     dim = spec.head_dim
     if MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % HEAD_DIM_STEP == 0:
         return None
@@ -43,7 +46,7 @@ class NativeAttention(AttentionBackend):
 
     def __init__(
         self,
-        spec: GroupedQuery,
+        spec: GroupedQuery | Latent,
         layers: Sequence[int],
         num_blocks: int,
         dtype: torch.dtype,
@@ -53,7 +56,8 @@ class NativeAttention(AttentionBackend):
         kv_dtype: torch.dtype | None = None,
         products: str = "",
     ) -> None:
-        if limit := native_limit(spec):
+        limit = native_limit(spec)
+        if limit or isinstance(spec, Latent):
             raise UserError(f"{limit}: use attention_backend reference", field="head_dim")
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native attention takes bfloat16 and float32", field="dtype")

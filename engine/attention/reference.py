@@ -15,10 +15,26 @@ from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
 
 
 @dataclass(frozen=True)
-class _Plan:
-    batch: BatchLayout
-    gathers: list[torch.Tensor]  # of each row: where its positions lie
-    masks: list[torch.Tensor | None]
+class RowPlan:
+    """One row of a step."""
+
+    tokens: slice  # of the batch
+    gather: torch.Tensor  # int64 [context]: where its positions lie
+    mask: torch.Tensor | None  # bool [tokens, context]: what each token sees; None: all
+
+
+def plan_rows(batch: BatchLayout) -> list[RowPlan]:
+    device, rows = batch.positions.device, []
+    for r, context in enumerate(batch.context_lens):
+        new = batch.row_starts[r + 1] - batch.row_starts[r]
+        used = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
+        blocks = torch.tensor(batch.block_tables[r][:used], dtype=torch.int64, device=device)
+        offsets = torch.arange(BLOCK_SIZE, device=device)
+        gather = (blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:context]
+        # query i stands at position context - new + i and sees itself and all before
+        mask = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
+        rows.append(RowPlan(slice(batch.row_starts[r], batch.row_starts[r + 1]), gather, None if new == 1 else mask))
+    return rows
 
 
 class ReferenceAttention(AttentionBackend):
@@ -34,7 +50,7 @@ class ReferenceAttention(AttentionBackend):
             for layer in layers
         }
         self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
-        self._plan: _Plan | None = None
+        self._planned: tuple[BatchLayout, list[RowPlan]] | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -47,35 +63,23 @@ class ReferenceAttention(AttentionBackend):
         return [tensor.flatten(1).view(torch.uint8).numpy()[None] for tensor in tensors]
 
     def plan(self, batch: BatchLayout) -> None:
-        device = batch.positions.device
-        plan = self._plan = _Plan(batch, [], [])
-        for r in range(batch.num_rows):
-            context, new = batch.context_lens[r], batch.row_starts[r + 1] - batch.row_starts[r]
-            used = (context + BLOCK_SIZE - 1) // BLOCK_SIZE
-            blocks = torch.tensor(batch.block_tables[r][:used], dtype=torch.int64, device=device)
-            offsets = torch.arange(BLOCK_SIZE, device=device)
-            plan.gathers.append((blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:context])
-            # query i stands at position context - new + i and sees itself and all before
-            mask = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
-            plan.masks.append(None if new == 1 else mask)
+        self._planned = batch, plan_rows(batch)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        plan = self._plan
-        if plan is None:
+        if self._planned is None:
             raise RuntimeError("plan() comes before forward()")
-        batch = plan.batch
+        batch, rows = self._planned
         keys, values = (t.flatten(0, 1) for t in self.cache[layer])
         keys[batch.slot_mapping] = k
         values[batch.slot_mapping] = v
         out = torch.empty_like(q)
-        for r in range(batch.num_rows):
-            rows = slice(batch.row_starts[r], batch.row_starts[r + 1])
+        for row in rows:
             attended = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1),
-                keys[plan.gathers[r]].transpose(0, 1),
-                values[plan.gathers[r]].transpose(0, 1),
-                attn_mask=plan.masks[r],
+                q[row.tokens].transpose(0, 1),
+                keys[row.gather].transpose(0, 1),
+                values[row.gather].transpose(0, 1),
+                attn_mask=row.mask,
                 enable_gqa=True,
             )
-            out[rows] = attended.transpose(0, 1)
+            out[row.tokens] = attended.transpose(0, 1)
         return out

@@ -14,8 +14,8 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import Sparse
-from engine.attention.base import BLOCK_SIZE, BatchLayout
-from engine.attention.reference import ReferenceAttention
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
+from engine.attention.latent import torch_attention
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
 from engine.linear.embedding import TableEmbedding
@@ -186,8 +186,8 @@ def _reference_loader(source: WeightSource, n: int) -> Loader:
     linear = ReferenceLinearBackend(torch.float32, cpu)
     blocks = len(_layout(n, cpu).block_tables[0])
 
-    def attention(layer: int) -> ReferenceAttention:
-        return ReferenceAttention(config.layers[layer].attention, [layer], blocks, torch.float32, cpu)
+    def attention(layer: int) -> AttentionBackend:
+        return torch_attention(config.layers[layer].attention, [layer], blocks, torch.float32, cpu)
 
     experts = ReferenceExperts(torch.float32, cpu)
     ops = TorchOps(config.rms_norm_eps)
@@ -218,7 +218,7 @@ def _run_layer(loader: Loader, layer: Layer, hidden: torch.Tensor, config: Model
     seen: dict[str, torch.Tensor] = {}
     device, n = loader.backends.device, hidden.shape[0]
     ops, table = loader.backends.ops, hidden.to(device, loader.backends.dtype)
-    no_head = next(iter(loader.linears.values()))  # none is asked for
+    no_head = next(iter(loader.projections.values()))  # none is asked for
     model = CausalLM(config, ops, TableEmbedding(table, ops.embed), [layer], layer.input_norm, no_head, {})
 
     def observe(place: str, value: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ def _judge(name: str, tensor: WeightTensor) -> Iterator[Finding]:
     mean, most = float(values.abs().mean()), float(values.abs().max())
     if bad:
         yield Finding(name, 0.0, mean, most, bad, f"{tensor.type} tensor with values that are not finite")
-    elif most == 0.0 and not name.endswith(".bias"):
+    elif most == 0.0 and not name.endswith("bias"):
         yield Finding(name, 0.0, mean, most, 0, f"{tensor.type} tensor is all zero")
     elif most > 1e4:
         yield Finding(

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from engine.attention.native import NativeAttention
-from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend
 from engine.experts.elsewhere import ElsewhereExperts
 from engine.experts.kt.backend import KtExperts
 from engine.experts.reference import ReferenceExperts
-from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, ropes
+from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, reference_attention, ropes
 from engine.linear.base import LinearBackend
 from engine.linear.native import NativeLinearBackend
 from engine.linear.reference import ReferenceLinearBackend
@@ -58,7 +57,7 @@ def cpu_backends(plan: EnginePlan) -> Backends:
         model,
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
-            "reference": lambda spec, layers: ReferenceAttention(spec, layers, plan.cache_blocks, dtype, device),
+            "reference": reference_attention(plan, device),
             "native": lambda spec, layers: NativeAttention(
                 spec, layers, plan.cache_blocks, dtype, pools.get("native"), isa, kv_dtype=precision.kv
             ),

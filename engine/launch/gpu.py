@@ -9,7 +9,6 @@ import torch
 
 from engine.attention.base import BLOCK_SIZE
 from engine.attention.flashinfer import FlashInferAttention
-from engine.attention.reference import ReferenceAttention
 from engine.experts.base import ExpertBackend
 from engine.experts.bridge.backend import CudaBridge
 from engine.experts.elsewhere import ElsewhereExperts
@@ -19,7 +18,7 @@ from engine.experts.kt.backend import KtExperts
 from engine.experts.kt.stream import KtStreamExperts
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
-from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, ropes
+from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, reference_attention, ropes
 from engine.linear.base import LinearBackend
 from engine.linear.gpu import GpuLinearBackend
 from engine.linear.reference import ReferenceLinearBackend
@@ -79,7 +78,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         model,
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
-            "reference": lambda spec, layers: ReferenceAttention(spec, layers, plan.cache_blocks, dtype, device),
+            "reference": reference_attention(plan, device),
             "flashinfer": lambda spec, layers: FlashInferAttention(
                 spec,
                 layers,

@@ -12,8 +12,10 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import AttentionBackend
+from engine.attention.latent import torch_attention
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.experts.native import NativeExperts
@@ -47,11 +49,11 @@ class Shared(Generic[T]):
 def attention_of(
     model: ModelConfig,
     backend_of: Callable[[int], str],
-    makers: dict[str, Callable[[GroupedQuery, list[int]], AttentionBackend]],
+    makers: dict[str, Callable[[GroupedQuery | Latent, list[int]], AttentionBackend]],
 ) -> Callable[[int], AttentionBackend]:
     """By layer: layers of one attention on one backend share it. Made when it is first asked for."""
     keys = [(backend_of(index), layer.attention) for index, layer in enumerate(model.layers)]
-    made: dict[tuple[str, GroupedQuery], AttentionBackend] = {}
+    made: dict[tuple[str, GroupedQuery | Latent], AttentionBackend] = {}
 
     def attention(index: int) -> AttentionBackend:
         name, spec = key = keys[index]
@@ -62,6 +64,15 @@ def attention_of(
         return made[key]
 
     return attention
+
+
+def reference_attention(
+    plan: EnginePlan, device: torch.device
+) -> Callable[[GroupedQuery | Latent, list[int]], AttentionBackend]:
+    """Makes attention in torch."""
+    blocks, dtype = plan.cache_blocks, plan.precision.activations
+
+    return lambda spec, layers: torch_attention(spec, layers, blocks, dtype, device)
 
 
 def ropes(max_len: int, device: torch.device) -> Callable[[Rotation], Rope]:

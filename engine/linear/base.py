@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.linear.embedding import Embedding
+from engine.linear.latent import Adapted, LatentUp
 from engine.linear.segments import Segments
-from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
 
 
@@ -32,10 +32,8 @@ class LoraBatch:
         return LoraBatch(slots, [(slot, tokens) for slot, tokens in found if tokens.numel()])
 
 
-class Linear(ABC):
+class Linear(Adapted):
     """y = x W^T (+ bias) + scale_s (x A_s^T) B_s^T for the row's slot s. x [T, in] -> [T, out], x's dtype."""
-
-    captures: bool = False  # whether a call may be captured in a CUDA graph that serves any adapters
 
     @property
     def plain(self) -> torch.Tensor | None:
@@ -49,10 +47,6 @@ class Linear(ABC):
     @abstractmethod
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor: ...
 
-    @abstractmethod
-    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
-        """Put a pair into a slot that no step in flight uses, or clear it (None)."""
-
 
 class LinearBackend(ABC):
     """Makes projections. One kernel family; keeps what they share."""
@@ -64,6 +58,10 @@ class LinearBackend(ABC):
     @abstractmethod
     def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> Linear:
         """weight [out, in] in any readable type."""
+
+    @abstractmethod
+    def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
+        """weight [heads x (nope + value), kv_rank] in any readable type: a head's rows of keys, then of values."""
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         """weight [V, H] for looking rows up in a form smaller than a table of numbers, or None if this backend has

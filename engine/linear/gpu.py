@@ -16,6 +16,7 @@ from engine.errors import AdapterError, EngineError
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TiledEmbedding
 from engine.linear.gpu_weights import Weights, joined
+from engine.linear.latent import LatentUp, TorchLatentUp
 from engine.lora.adapter import RANK_STEP, LoraPair, padded_rank
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.convert import Packer
@@ -207,6 +208,11 @@ class GpuLinearBackend(LinearBackend):
             tiles = torch.empty(1, matrix.num_bytes, dtype=torch.uint8, device=self.device)
         pack.put([weight], matrix, tiles, self.dtype)
         return tiles[0]
+
+    def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
+        """Dequantised, in torch."""
+        dense = weight.dequantise(self.dtype).to(self.device)
+        return TorchLatentUp(dense.view(heads, -1, weight.shape[1]), nope)
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         matrix = embedding_matrix(weight, self.dtype.itemsize)

@@ -12,6 +12,7 @@ from engine.errors import EngineError, UserError
 from engine.files.model_file import Bytes
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
+from engine.linear.latent import LatentUp, TorchLatentUp
 from engine.lora.adapter import LoraPair
 from engine.weights.pack_cache import PackCache, PackKey
 from engine.weights.packed import (
@@ -142,6 +143,7 @@ class NativeLinearBackend(LinearBackend):
             raise UserError(f"quantise {quantise!r}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
         self._native: Any = importlib.import_module("native._native")
         self._pool = pool
+        self._dtype = dtype
         self._cache = cache
         self._plain = plain_format(plain.itemsize, quantise)
         try:
@@ -179,6 +181,9 @@ class NativeLinearBackend(LinearBackend):
         except ValueError as error:
             raise UserError(f"{name}: {error}", field=name) from error
         return NativeLinear(name, packed, self._runner, (n, k))
+
+    def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
+        return TorchLatentUp(weight.dequantise(self._dtype).view(heads, -1, weight.shape[1]), nope)
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         """Quantised, F16, or shared with the head: packed, if that loses nothing. A quantised type that has no packed

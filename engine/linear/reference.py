@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.latent import LatentUp, TorchLatentUp
 from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
 
@@ -43,3 +44,7 @@ class ReferenceLinearBackend(LinearBackend):
     def load(self, name: str, weight: WeightTensor, bias: WeightTensor | None) -> ReferenceLinear:
         dense = weight.dequantise(self.dtype).to(self.device)
         return ReferenceLinear(dense, None if bias is None else bias.dequantise(self.dtype).to(self.device))
+
+    def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
+        dense = weight.dequantise(self.dtype).to(self.device)
+        return TorchLatentUp(dense.view(heads, -1, weight.shape[1]), nope)

@@ -16,6 +16,7 @@ from engine.errors import ExpertBackendError
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.embedding import Embedding
+from engine.linear.latent import Adapted
 from engine.lora.adapter import AdapterWeights, ExtraMlp
 from engine.model.attention import Attention
 from engine.model.mlp import Mlp, SparseMlp
@@ -52,7 +53,7 @@ class CausalLM:
         layers: list[Layer],
         final_norm: torch.Tensor,
         lm_head: Linear,
-        linears: dict[str, Linear],
+        linears: dict[str, Adapted],
         group: Group = ALONE,
     ) -> None:
         self.config = config

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Sparse
 from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
-from engine.model.attention import GroupedQueryAttention
+from engine.linear.latent import Adapted
+from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import CausalLM, Layer
+from engine.model.latent import LatentAttention
 from engine.model.mlp import DenseMlp, SharedExpert, SparseMlp
 from engine.ops.base import Ops
 from engine.ops.rope import Rope
@@ -56,7 +59,8 @@ class Loader:
         self.source = source
         self.group = group
         self.backends = backends
-        self.linears: dict[str, Linear] = {}
+        self.linears: dict[str, Adapted] = {}
+        self.projections: dict[str, Linear] = {}
         self._max_rows = max_rows
         self._buffers: dict[str, ExpertBuffers] = {}
 
@@ -87,7 +91,7 @@ class Loader:
         return Layer(
             index=index,
             input_norm=self.vector(f"{name}.input_layernorm.weight"),
-            attention=self._grouped_query(index, spec.attention),
+            attention=self._attention(index, spec.attention),
             post_norm=self.vector(f"{name}.post_attention_layernorm.weight"),
             mlp=self._sparse(index, spec.mlp) if isinstance(spec.mlp, Sparse) else self._dense(index, spec.mlp),
         )
@@ -100,7 +104,7 @@ class Loader:
     def linear(self, name: str, backend: LinearBackend | None = None) -> Linear:
         bias = self.source.tensor(f"{name}.bias") if self.source.has(f"{name}.bias") else None
         made = (backend or self.backends.linear(name)).load(name, self.source.tensor(f"{name}.weight"), bias)
-        self.linears[name] = made
+        self.linears[name] = self.projections[name] = made
         return made
 
     def vector(self, name: str) -> torch.Tensor:
@@ -140,7 +144,29 @@ class Loader:
         backends = [self.backends.linear(name) for name in names]
         if any(backend is not backends[0] for backend in backends):
             return None
-        return backends[0].join([self.linears[name] for name in names])
+        return backends[0].join([self.projections[name] for name in names])
+
+    def _attention(self, layer: int, spec: GroupedQuery | Latent) -> Attention:
+        return self._latent(layer, spec) if isinstance(spec, Latent) else self._grouped_query(layer, spec)
+
+    def _latent(self, layer: int, spec: Latent) -> LatentAttention:
+        name = f"model.layers.{layer}.self_attn"
+        ranked, up = spec.q_rank is not None, f"{name}.kv_b_proj"
+        weight = self.source.tensor(f"{up}.weight")
+        kv_b = self.linears[up] = self.backends.linear(up).latent_up(up, weight, spec.heads, spec.nope_dim)
+        return LatentAttention(
+            spec=spec,
+            layer=layer,
+            q_a=self.linear(f"{name}.q_a_proj") if ranked else None,
+            q_a_norm=self.vector(f"{name}.q_a_layernorm.weight") if ranked else None,
+            q=self.linear(f"{name}.q_b_proj" if ranked else f"{name}.q_proj"),
+            kv_a=self.linear(f"{name}.kv_a_proj_with_mqa"),
+            kv_a_norm=self.vector(f"{name}.kv_a_layernorm.weight"),
+            kv_b=kv_b,
+            o=self.linear(f"{name}.o_proj"),
+            rope=self.backends.rope(spec.rotation),
+            backend=self.backends.attention(layer),
+        )
 
     def _grouped_query(self, layer: int, spec: GroupedQuery) -> GroupedQueryAttention:
         name, normed = f"model.layers.{layer}.self_attn", spec.qk_norm != "none"

@@ -30,6 +30,9 @@ class Ops(Protocol):
         """residual += delta in place (if any); returns rms_norm(residual) * weight. [T, H]. `out`, contiguous: where it
         goes; default: a fresh tensor."""
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """rms_norm(x) * weight with an epsilon of its own: x [T, N] -> [T, N], a fresh tensor."""
+
     def qk_norm_rope(
         self,
         q: torch.Tensor,
@@ -121,6 +124,9 @@ class PlainOps:
             cache.flatten(0, 1)[places.slots] = values.to(cache.dtype)
         return q
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
     def norm_route(
         self,
         residual: torch.Tensor,
@@ -170,7 +176,7 @@ class TorchOps(PlainOps):
     ) -> torch.Tensor:
         if delta is not None:
             residual += delta
-        normed = self._rms_norm(residual, weight)
+        normed = rms_norm(residual, weight, self.eps)
         return normed if out is None else out.copy_(normed)
 
     def qk_norm_rope(
@@ -183,7 +189,7 @@ class TorchOps(PlainOps):
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if q_weight is not None and k_weight is not None:
-            q, k = self._rms_norm(q, q_weight), self._rms_norm(k, k_weight)
+            q, k = rms_norm(q, q_weight, self.eps), rms_norm(k, k_weight, self.eps)
         return rope.apply(q, positions), rope.apply(k, positions)
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -203,10 +209,12 @@ class TorchOps(PlainOps):
         weights, ids = route(logits, top_k, router, bias)
         return (weights, ids) if out is None else (out[0].copy_(weights), out[1].copy_(ids))
 
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * weight
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension, in float32."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
 
 
 def route(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from engine.architectures.parts.mlp import Router
 from engine.attention.base import KvPlaces
-from engine.ops.base import TorchOps, route
+from engine.ops.base import TorchOps, rms_norm, route
 from engine.ops.greedy import NOT_FINITE
 from engine.ops.rope import Rope
 
@@ -43,6 +43,9 @@ class GpuOps:
         into = torch.empty_like(residual) if out is None else out
         done: torch.Tensor = self._kernels.add_rms_norm(residual, delta, weight, self.eps, into)
         return done
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
 
     def qk_norm_rope(
         self,

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from engine.architectures.parts.rotation import RopeScaling, Rotation
+from engine.architectures.parts.rotation import RopeScaling, Rotation, mscale
 from engine.errors import ModelFileError
 
 
@@ -54,9 +54,6 @@ def _yarn(rotation: Rotation, scaling: RopeScaling, plain: torch.Tensor, trained
     keep = 1 - ramp  # 1 where the frequency is fast enough to be left alone
     factor = scaling.factor
 
-    def mscale(scale: float, weight: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
     attention = scaling.attention_factor
     if attention is None:
         top, bottom = scaling.extra.get("mscale"), scaling.extra.get("mscale_all_dim")
@@ -74,9 +71,12 @@ class Rope:
         self.cos = (angles.cos() * factor).to(device)
         self.sin = (angles.sin() * factor).to(device)
 
-    def apply(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate the first `dim` values of x [T, heads, head_dim] to its positions [T], in float32; x's dtype."""
+    def apply(self, x: torch.Tensor, positions: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+        """Rotate the first `dim` values of x [T, heads, head_dim] to its positions [T], in float32; x's dtype.
+        `interleaved`: neighbours are rotated together; they come out as halves, the first of each pair before all
+        second ones."""
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        first, second = x[..., : self.dim].float().chunk(2, dim=-1)
+        part = x[..., : self.dim].float()
+        first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
         return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), dim=-1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_gguf
@@ -36,6 +38,8 @@ class GGUFSource(WeightSource):
         if name not in self._dense:
             raise KeyError(name)
         wanted = self._dense[name]
+        if (halves := self._halves(wanted)) is not None:
+            return self._joined(wanted, *halves)
         data = self.file.data(wanted.gguf)
         return WeightTensor(name, wanted.shape, self.file.tensors[wanted.gguf].type, _in_order(data, wanted))
 
@@ -56,7 +60,12 @@ class GGUFSource(WeightSource):
 
     def names(self) -> list[str]:
         order = {name: i for i, name in enumerate(self.file.tensors)}
-        return sorted(self._dense, key=lambda name: order[self._dense[name].gguf])
+
+        def place(name: str) -> int:
+            halves = self._halves(self._dense[name])
+            return order[self._dense[name].gguf if halves is None else halves[0]]
+
+        return sorted(self._dense, key=place)
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +79,27 @@ class GGUFSource(WeightSource):
         stored = self.file.tensors[gguf_expert_name(layer, projection)]
         name = f"model.layers.{layer}.mlp.experts.{projection}_proj"
         return WeightTensor(name, stored.shape, stored.type, self.file.data(stored.name))
+
+    def _halves(self, tensor: Tensor) -> tuple[str, str] | None:
+        """The tensors that it is made of where the file has not the whole; None: it is not made of any."""
+        if tensor.gguf in self.file.tensors or not (halves := _half_shapes(tensor)):
+            return None
+        keys, values = halves
+        return keys, values
+
+    def _joined(self, tensor: Tensor, keys: str, values: str) -> WeightTensor:
+        """Rows of keys, then of values, head by head, float32: what is stored across a row has other blocks."""
+        stored = [self.file.tensors[name] for name in (keys, values)]
+        parts = [WeightTensor(held.name, held.shape, held.type, self.file.data(held.name)) for held in stored]
+
+        def make() -> npt.NDArray[np.uint8]:
+            k, v = (part.dequantise(torch.float32) for part in parts)
+            joined = torch.cat((k.transpose(1, 2), v), dim=1).reshape(tensor.shape)
+            return joined.view(torch.uint8).flatten().numpy()
+
+        size = math.prod(tensor.shape) * 4
+        ranges = tuple(part.data for part in parts if isinstance(part.data, FileBytes))
+        return WeightTensor(tensor.name, tensor.shape, "F32", MadeBytes(ranges, size, make))
 
     def _single(self, layer: int) -> bool:
         """Whether experts are tensors of their own, as llama.cpp's converter wrote them at first."""
@@ -88,7 +118,7 @@ class GGUFSource(WeightSource):
         tensors = {name: self.file.tensors[name] for name in names}
         found = {n: Found(t.shape, t.type, self.file.parts[n].path) for n, t in tensors.items()}
         refuse_types(found)
-        needed = {tensor.gguf: tensor.shape for tensor in self._dense.values()}
+        needed = {name: shape for tensor in self._dense.values() for name, shape in self._needed(tensor)}
         for layer in self.config.sparse_layers:
             needed |= self._needed_experts(layer)
         for name, shape in needed.items():
@@ -98,6 +128,14 @@ class GGUFSource(WeightSource):
         refuse_extra(found.keys() - needed.keys(), self.file.path)
         for layer in self.config.sparse_layers:
             self._check_single(layer)
+
+    def _needed(self, tensor: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """What the file must have of a tensor, and what it may have beside it."""
+        stored, halves = tensor.gguf in self.file.tensors, _half_shapes(tensor)
+        if stored or not halves:
+            yield tensor.gguf, tensor.shape
+        if halves and (not stored or set(halves) <= self.file.tensors.keys()):
+            yield from halves.items()
 
     def _needed_experts(self, layer: int) -> dict[str, tuple[int, ...]]:
         config, experts = self.config, self.config.num_experts
@@ -120,6 +158,14 @@ class GGUFSource(WeightSource):
                     f"{', '.join(sorted(set(types)))}; the experts of a layer must be of one type",
                     "model",
                 )
+
+
+def _half_shapes(tensor: Tensor) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that GGUF may have instead of this one; none of most."""
+    if tensor.module is None or tensor.module.halves is None:
+        return {}
+    at = tensor.gguf.removesuffix(f"{tensor.module.gguf}.weight")
+    return {f"{at}{half.gguf}.weight": half.shape for half in tensor.module.halves}
 
 
 def _single_name(layer: int, expert: int, projection: str) -> str:

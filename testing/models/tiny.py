@@ -12,6 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     MiniMaxM2Config,
@@ -68,6 +72,16 @@ CRAFTED = (
 
 
 _SHARED = {"shared_expert_intermediate_size": 96, "norm_topk_prob": False}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 32}),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, _SHARED),
@@ -78,6 +92,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
         {"head_dim": 32, "use_qk_norm": True, "routed_scaling_factor": 2.5},
     ),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM, {"head_dim": 32, "rotary_dim": 16}),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, _LATENT | {"routed_scaling_factor": 1.5}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        _LATENT | {"n_group": 4, "topk_group": 2, "rope_interleave": True, "num_nextn_predict_layers": 0},
+    ),
 }
 GGUF_NAMES = {
     "qwen3_moe": "qwen3moe",
@@ -85,6 +105,8 @@ GGUF_NAMES = {
     "mixtral": "llama",
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 _WIDE_EXPERTS = ("mixtral", "minimax_m2")  # as wide as `intermediate_size`, in all layers, and normalised
 
@@ -119,6 +141,10 @@ def tiny_model(
         fields["n_routed_experts"] = fields.pop("num_experts")
         fields.setdefault("first_k_dense_replace", len(fields.pop("mlp_only_layers", ())))
         fields.setdefault("num_nextn_predict_layers", 0)
+    if family.startswith("deepseek"):  # keys and values of as many heads as queries
+        fields["n_routed_experts"] = fields.pop("num_experts")
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+        fields["norm_topk_prob"] = family == "deepseek_v3" and fields["norm_topk_prob"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make_model(make_config(**fields))
@@ -132,14 +158,10 @@ def tiny_model(
                     parameter.normal_(0.0, 1.0)
                 else:
                     parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
-            for _, bias in _router_biases(model):
-                bias.normal_(0.0, 0.2)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.2)
     return model.to(dtype).eval()
-
-
-def _router_biases(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """What chooses experts beside their scores, float32."""
-    return [(name, held) for name, held in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def save_hf(model: PreTrainedModel, folder: Path, sharded: bool = False, fused: bool = False) -> None:
@@ -147,6 +169,12 @@ def save_hf(model: PreTrainedModel, folder: Path, sharded: bool = False, fused: 
     (as on the hub) or stacked (as in transformers' memory)."""
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(folder, save_original_format=not fused, max_shard_size=size // 3 if sharded else size * 2)
+
+
+def _stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters, and the buffers that are stored."""
+    biases = {name: held for name, held in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return dict(model.named_parameters()) | biases
 
 
 def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
@@ -158,6 +186,12 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
         "self_attn.q_proj": "attn_q",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
@@ -177,9 +211,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
     }
     if model.config.model_type == "glm4_moe":
         parts["post_attention_layernorm"] = "post_attention_norm"
-    for name, _ in _router_biases(model):
-        names[name] = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
-    for name, _ in model.named_parameters():
+    for name in _stored(model):
         fields = name.split(".", 3)
         if len(fields) < 4:
             continue
@@ -191,6 +223,9 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
             names[f"{layer}.down"] = f"blk.{layer}.ffn_down_exps.weight"
         else:
             part, suffix = rest.rsplit(".", 1)
+            if suffix == "e_score_correction_bias":
+                names[name] = f"blk.{layer}.exp_probs_b.bias"
+                continue
             names[name] = f"blk.{layer}.{parts[part]}.{suffix}"
     return names
 
@@ -226,16 +261,49 @@ def encode(values: torch.Tensor, type: str, seed: int = 0) -> tuple[npt.NDArray[
     return data, torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).reshape(values.shape)
 
 
-def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    """The keys that llama.cpp's converter writes for the family, without the tokenizer."""
+def _latent_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: bool) -> None:
+    rope, sigmoid = config.rope_parameters, config.model_type == "deepseek_v3"
+    head = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if expanded:
+        writer.add_key_length(head)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(head)
+        writer.add_value_length_mla(config.v_head_dim)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.n_group is not None:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if sigmoid:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if rope.get("mscale_all_dim") is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: bool = False) -> None:
+    """The keys that llama.cpp's converter writes for the family, without the tokenizer. `expanded`: those that it wrote
+    for latent attention at first."""
     rope = config.rope_parameters
-    writer.add_block_count(config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0))
+    extra = config.num_nextn_predict_layers if config.model_type == "glm4_moe" else 0  # others' are not converted
+    writer.add_block_count(config.num_hidden_layers + extra)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if (head_dim := getattr(config, "head_dim", None)) is not None:
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    writer.add_head_count_kv(1 if latent and not expanded else config.num_key_value_heads)
+    if latent:
+        _latent_metadata(writer, config, expanded)
+    elif (head_dim := getattr(config, "head_dim", None)) is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -256,8 +324,8 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
-        if config.num_nextn_predict_layers:
-            writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
+        if extra:
+            writer.add_nextn_predict_layers(extra)
     if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         writer.add_expert_shared_feed_forward_length(shared)
     if rope["rope_type"] in ("yarn", "linear"):
@@ -285,6 +353,19 @@ def in_halves(weight: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     return weight.reshape(-1, dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
+def _add_halves(
+    writer: gguf.GGUFWriter, stored: str, weight: torch.Tensor, config: PreTrainedConfig, kind: str, seed: int
+) -> None:
+    """Latent keys, transposed, and values by heads; `weight` gets what the file holds."""
+    heads = weight.data.view(config.num_attention_heads, -1, weight.shape[1])
+    keys, values = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+    for name, part, across in (("attn_k_b", keys, True), ("attn_v_b", values, False)):
+        data, held = encode(part.transpose(1, 2) if across else part, kind, seed)
+        part.copy_(held.transpose(1, 2) if across else held)
+        raw = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(stored.replace("attn_kv_b", name), data, raw_dtype=raw)
+
+
 def save_gguf(
     model: PreTrainedModel,
     path: Path,
@@ -294,18 +375,20 @@ def save_gguf(
     types: dict[str, str] | None = None,
     metadata: dict[str, Any] | None = None,
     vectors: bool = False,
+    expanded: bool = False,
 ) -> PreTrainedModel:
     """Write the model as llama.cpp's converter would (norms, biases, routers F32) and return, in float32, the model
     that the file holds: `model` up to quantisation, or random in tensors of types that only exist as blocks.
 
     `expert_type` is one type or {"gate": ..., "up": ..., "down": ...}; `types` sets single tensors by GGUF name;
     `split` is the most tensors per file (the files are then named `<stem>-00001-of-0000N.gguf`); `metadata` adds
-    or replaces string, number, bool or list values; `vectors`: a projection to one value is stored as a vector.
+    or replaces string, number, bool or list values; `vectors`: a projection to one value is stored as a vector;
+    `expanded`: latent keys and values have one tensor, as llama.cpp wrote them at first.
     """
     held = copy.deepcopy(model).float()
-    state = {**dict(held.named_parameters()), **dict(_router_biases(held))}
+    state = _stored(held)
     writer = gguf.GGUFWriter(path, GGUF_NAMES[model.config.model_type], split_max_tensors=split or 0)
-    gguf_metadata(writer, model.config)
+    gguf_metadata(writer, model.config, expanded)
     for key, value in (metadata or {}).items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -328,6 +411,9 @@ def save_gguf(
             part = state[name]
             kind = "F32" if part.ndim == 1 or name.endswith("gate.weight") else dense_type
         kind = (types or {}).get(stored, kind)
+        if stored.endswith("attn_kv_b.weight") and not expanded:
+            _add_halves(writer, stored, part, model.config, kind, seed)
+            continue
         pairs = model.config.model_type == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight"))
         data, values = encode(in_pairs(part, model.config) if pairs else part, kind, seed)
         with torch.no_grad():

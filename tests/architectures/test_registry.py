@@ -39,7 +39,7 @@ def test_a_familys_knowledge_is_in_one_place() -> None:
     assert naming == []
 
 
-@pytest.mark.parametrize("kind", ["dbrx", "deepseek_v3", None, 7, ["qwen3_moe"]])
+@pytest.mark.parametrize("kind", ["dbrx", "deepseek_v32", None, 7, ["qwen3_moe"]])
 def test_an_unknown_family_is_refused_with_those_that_work(kind: object) -> None:
     with pytest.raises(ModelFileError) as caught:
         config_from_hf({"model_type": kind, "architectures": ["Other"]})
@@ -93,7 +93,7 @@ def test_whole_words_are_renamed_and_named_back(name: str) -> None:
 
 
 def test_families_are_told_apart() -> None:
-    for read in (lambda f: f.name, lambda f: f.gguf, lambda f: f.model_class):
+    for read in (lambda f: f.name, lambda f: f.model_class):
         assert len({read(family) for family in architectures()}) == len(architectures())
     assert {family.name: family.gguf for family in architectures()} == GGUF_NAMES
 
@@ -102,7 +102,13 @@ def test_families_are_told_apart() -> None:
 def test_modules_are_those_of_transformers(family: registry.Architecture) -> None:
     """Names, shapes and biases; every projection of a layer is a target of LoRA, and every target occurs."""
     assert family.name in FAMILIES
-    model = tiny_model(0, family=family.name, num_hidden_layers=3, mlp_only_layers=[1])
+    latent = "kv_lora_rank" in FAMILIES[family.name][2]
+    variants: list[dict] = [{}, {"q_lora_rank": None}] if latent else [{"mlp_only_layers": [1]}]
+    assert set().union(*(projections(family, fields) for fields in variants)) == set(family.lora_targets)
+
+
+def projections(family: registry.Architecture, fields: dict) -> set[str]:
+    model = tiny_model(0, family=family.name, num_hidden_layers=3, **fields)
     config = config_from_hf(model.config.to_dict())
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters() if ".experts." not in name}
     ours, targets = {}, set()
@@ -115,9 +121,9 @@ def test_modules_are_those_of_transformers(family: registry.Architecture) -> Non
                 targets.add(module.name)
                 assert linear_sizes(config, at) == module.shape[::-1]
     assert ours == {name: shape for name, shape in theirs.items() if name.startswith("model.layers.")}
-    assert targets == set(family.lora_targets)
     for name in [*ours, *(f"model.layers.1.mlp.experts.12.{part}_proj.weight" for part in ("gate", "up", "down"))]:
         assert family.canonical(family.stored(name)) == name == family.canonical(name)
     names = [name for name, _ in family.module_classes(config)]
     assert len(set(names)) == len(names)
     assert all(name.rpartition(".")[0] in {*names[:at], "model.layers", ""} for at, name in enumerate(names))
+    return targets

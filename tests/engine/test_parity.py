@@ -63,6 +63,11 @@ def own_fields(family: str, shape: dict) -> dict:
     elif family == "minimax_m2":
         del shape["attention_bias"]
         shape["rotary_dim"] = shape["head_dim"] if shape["tie_word_embeddings"] else shape["head_dim"] // 4 * 2
+    elif family.startswith("deepseek"):
+        dense = len(shape["mlp_only_layers"])
+        for name in ("head_dim", "decoder_sparse_step", "mlp_only_layers"):
+            del shape[name]
+        shape |= {"first_k_dense_replace": dense, "n_group": 1, "topk_group": 1}
     return shape
 
 

@@ -29,6 +29,7 @@ from training.plan import main as child
 pytestmark = pytest.mark.filterwarnings("ignore:(target_parameters=|The following (rank|alpha)_pattern keys)")
 _LARGE = Memory("CPU", 1 << 50, 1 << 50)
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _ALL = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
@@ -90,6 +91,10 @@ def _saved(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
         ("qwen2_moe", {}),
         ("mixtral", {}),
         ("mixtral", {"bf16": True, "packing": True}),
+        ("deepseek_v2", {"bf16": True}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"packing": True}),
+        ("deepseek_v3", {"flash_attn": "disabled"}),
     ],
 )
 def test_activations_are_what_autograd_keeps(models: dict[str, Path], family: str, settings: dict[str, Any]) -> None:
@@ -101,7 +106,7 @@ def test_activations_are_what_autograd_keeps(models: dict[str, Path], family: st
     base.config.use_cache = False
     for layer in sizes.sparse_layers:
         base.model.layers[layer].mlp.experts = _NoExperts()
-    targets = _ALL if config.lora_target == ("all",) else config.lora_target
+    targets = (*_ALL, *_LATENT) if config.lora_target == ("all",) else config.lora_target
     lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=config.lora_dropout, target_modules=list(targets))
     model = get_peft_model(base, lora).train()
     batch = {"input_ids": torch.randint(64, (run.rows, run.length))}

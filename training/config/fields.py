@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _LARGE = 1 << 31
-ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *LATENT_TARGETS)  # those that a model has
 REPORTERS = ("tensorboard", "wandb")
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")  # of shared experts and dense layers too
 TARGET_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's own names

@@ -25,8 +25,11 @@ def started(config: TrainConfig) -> tuple[TrainConfig, AdapterWeights | None]:
     if config.adapter_name_or_path is None:
         return config, None
     folder = Path(config.adapter_name_or_path)
-    weights = parse_adapter(folder, open_model(config.model_name_or_path).config, name=folder.name or str(folder))
-    known = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
+    model = open_model(config.model_name_or_path).config
+    weights = parse_adapter(folder, model, name=folder.name or str(folder))
+    modules = (module for layer in range(model.num_hidden_layers) for module in model.modules(layer))
+    has = {*EXPERT_TARGETS, *(module.name.rpartition(".")[2] for module in modules)}
+    known = [name for name in (*ATTENTION_TARGETS, *EXPERT_TARGETS) if name in has]
     targets = {name.rpartition(".")[2] for name in weights.linears}
     unknown = sorted(targets - set(known))
     if weights.extra_mlps or unknown:

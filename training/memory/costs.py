@@ -18,13 +18,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense
 from training.config import TrainConfig
+from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 
 MASTER_BYTES = 4  # of a LoRA parameter: float32
 STATE_BYTES = 16  # of a trained one: master, gradient, AdamW's two moments
 LOCKED_BYTES = 4  # more at most, of a gradient in page-locked memory, which is handed out in powers of two
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_TARGETS = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
 _CHUNK_ROWS = 4096  # rows that the experts' backward pass computes at a time
 
 
@@ -84,7 +88,7 @@ def dense_lora(model: ModelConfig, config: TrainConfig, layer: int) -> list[tupl
     found = []
     for module in model.modules(layer):
         last = module.name.rpartition(".")[2]
-        if module.kind == "linear" and last.endswith("_proj") and is_target(config, last):
+        if module.kind == "linear" and last in _TARGETS and is_target(config, last):
             found.append((module.name, module.shape[1], module.shape[0]))
     return found
 
@@ -104,16 +108,10 @@ def layer_bytes(run: Run, layer: int) -> int:
     """What a token keeps of a layer for the backward pass, beside its routed experts."""
     model, config, e = run.model, run.config, run.element
     attention, mlp = model.layers[layer].attention, model.layers[layer].mlp
-    heads, q, kv = attention.heads, attention.q_width, attention.kv_width
     total = 8 * model.hidden_size + 8
-    if attention.qk_norm != "none":
-        total += 4 * (q + kv) + 4 * (heads + attention.kv_heads)
-    if config.flash_attn == "disabled":
-        total += 3 * e * q + heads * run.length * (6 if e == 2 else 4)
-    else:
-        total += e * (2 * q + 2 * (q if run.masked else kv)) + 4 * heads
-        if config.stage == "dpo":  # each layer makes one of the padding
-            total += run.length * e
+    total += _latent_bytes(run, attention) if isinstance(attention, Latent) else _grouped_bytes(run, attention)
+    if config.flash_attn != "disabled" and config.stage == "dpo":  # each layer makes one of the padding
+        total += run.length * e
     total += _lora_bytes(run, layer)
     if isinstance(mlp, Dense):
         return total + 3 * e * mlp.intermediate
@@ -121,6 +119,30 @@ def layer_bytes(run: Run, layer: int) -> int:
     if mlp.shared is not None:
         total += e * (3 * mlp.shared.mlp.intermediate + model.hidden_size + 2)
     return total
+
+
+def _grouped_bytes(run: Run, attention: GroupedQuery) -> int:
+    heads, q, kv, e = attention.heads, attention.q_width, attention.kv_width, run.element
+    total = 0 if attention.qk_norm == "none" else 4 * (q + kv) + 4 * (heads + attention.kv_heads)
+    if run.config.flash_attn == "disabled":
+        return total + 3 * e * q + _score_bytes(run, heads)
+    return total + e * (2 * q + 2 * (q if run.masked else kv)) + 4 * heads
+
+
+def _latent_bytes(run: Run, attention: Latent) -> int:
+    """Expanded, as transformers computes it: of each head queries, keys, and what is made of the latents."""
+    heads, e = attention.heads, run.element
+    total = 4 * ((attention.q_rank or 0) + attention.kv_rank) + 8
+    total += 2 * e * attention.q_width
+    if e == 2:  # rotations are in float32
+        total += 4 * (heads + 1) * attention.rope_dim
+    if run.config.flash_attn == "disabled":
+        return total + e * heads * attention.value_dim + _score_bytes(run, heads)
+    return total + e * heads * (attention.expanded_dim + attention.value_dim) + 4 * heads
+
+
+def _score_bytes(run: Run, heads: int) -> int:
+    return heads * run.length * (6 if run.element == 2 else 4)
 
 
 def _lora_bytes(run: Run, layer: int) -> int:

@@ -10,8 +10,17 @@ Shape = tuple[int, ...]
 P = TypeVar("P", bound="Part")
 
 # Projections that ranks divide, by the last part of their name; all else is whole on every rank.
-BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_OUTPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
 BY_INPUTS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Half:
+    """Of the rows that a projection from latents has of each head, the keys' or the values', by heads: keys [heads,
+    latent, rows], transposed, values [heads, rows, latent]. In GGUF `blk.N.<gguf>.weight`."""
+
+    gguf: str
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,7 @@ class Module:
     bias: bool = False
     rows: Literal["", "rotary_pairs"] = ""  # GGUF's order of the rows, where it is another (`engine.weights.gguf`)
     head_rows: int = 0  # rows of a head, where `rows` speaks of heads
+    halves: tuple[Half, Half] | None = None  # of latent keys and values: what GGUF may have instead of the whole
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,17 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def all_dim_scale(self) -> float:
+        """What `mscale_all_dim` makes of latent attention's queries and keys each, 0 without one."""
+        weight = self.extra.get("mscale_all_dim")
+        return mscale(self.factor, weight) if weight else 0.0
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's factor of cosines and sines for positions stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)

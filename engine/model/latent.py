@@ -1,0 +1,94 @@
+"""Latent attention of a layer, absorbed, or expanded where a sequence has many tokens in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.architectures.parts.mla import Latent
+from engine.attention.base import AttentionBackend
+from engine.attention.latent import Context, ReferenceLatentAttention, attended
+from engine.linear.base import Linear, LoraBatch
+from engine.linear.latent import LatentUp, TorchLatentUp
+from engine.model.attention import Attention
+from engine.model.step import StepInput
+from engine.ops.base import Ops
+from engine.ops.rope import Rope
+
+
+@dataclass
+class LatentAttention(Attention):
+    """`q` is q_b where there is a `q_a`, whose results `q_a_norm` [q_rank] normalises; `kv_a_norm` [kv_rank]."""
+
+    spec: Latent
+    layer: int
+    q_a: Linear | None
+    q_a_norm: torch.Tensor | None
+    q: Linear
+    kv_a: Linear
+    kv_a_norm: torch.Tensor
+    kv_b: LatentUp
+    o: Linear
+    rope: Rope
+    backend: AttentionBackend
+
+    def output(self, ops: Ops, x: torch.Tensor, step: StepInput) -> torch.Tensor:
+        spec, lora, backend = self.spec, step.lora, self.backend
+        q_nope, q_rope, kept = self._projected(ops, x, step)
+        long, up = spec.expands_from, self.kv_b
+        if (
+            isinstance(backend, ReferenceLatentAttention)
+            and isinstance(up, TorchLatentUp)
+            and long is not None
+            and backend.longest >= long
+        ):
+            out = self._expanded(backend, up, q_nope, q_rope, kept, lora)
+        else:
+            q = torch.cat((up.absorb(q_nope, lora), q_rope), dim=-1)
+            mixed = backend.forward(self.layer, q, kept, kept[..., : spec.kv_rank])
+            out = up.values(mixed, lora)
+        return self.o(out.flatten(1), lora)
+
+    def _projected(self, ops: Ops, x: torch.Tensor, step: StepInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, H, nope] and, rotated, [T, H, rope]; what the cache is to keep [T, 1, width]."""
+        spec, lora, positions = self.spec, step.lora, step.batch.positions
+        latents = self.kv_a(x, lora)
+        if self.q_a is not None and self.q_a_norm is not None:
+            x = ops.rms_norm(self.q_a(x, lora), self.q_a_norm, spec.norm_eps)
+        q = self.q(x, lora).view(-1, spec.heads, spec.nope_dim + spec.rope_dim)
+        q_nope, q_rope = q[..., : spec.nope_dim], q[..., spec.nope_dim :]
+        c = ops.rms_norm(latents[:, : spec.kv_rank].contiguous(), self.kv_a_norm, spec.norm_eps)
+        k_rope = latents[:, None, spec.kv_rank :]
+        q_rope, k_rope = (self.rope.apply(part, positions, interleaved=spec.interleaved) for part in (q_rope, k_rope))
+        return q_nope, q_rope, torch.cat((c[:, None], k_rope), dim=-1)
+
+    def _expanded(
+        self,
+        backend: ReferenceLatentAttention,
+        up: TorchLatentUp,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        kept: torch.Tensor,
+        lora: LoraBatch | None,
+    ) -> torch.Tensor:
+        """[T, H, value]: long sequences expanded, the others absorbed."""
+        spec, long = self.spec, self.spec.expands_from
+        out = q_nope.new_empty((*q_nope.shape[:2], spec.value_dim))
+        for context in backend.contexts(self.layer, kept):
+            tokens = context.tokens
+            if long is not None and tokens.stop - tokens.start >= long:
+                q = torch.cat((q_nope[tokens], q_rope[tokens]), dim=-1)
+                out[tokens] = self._over_keys(up, q, context, 0 if lora is None else int(lora.slots[tokens.start]))
+            else:
+                own = None if lora is None else lora.rows(torch.arange(tokens.start, tokens.stop, device=q_nope.device))
+                q = torch.cat((up.absorb(q_nope[tokens], own), q_rope[tokens]), dim=-1)
+                out[tokens] = up.values(backend.absorbed(q, context), own)
+        return out
+
+    def _over_keys(self, up: TorchLatentUp, q: torch.Tensor, context: Context, slot: int) -> torch.Tensor:
+        """q [T, H, nope + rope] of one sequence, all of one adapter, over its expanded keys and values."""
+        c, k_rope = context.kept[:, : self.spec.kv_rank], context.kept[:, self.spec.kv_rank :]
+        k_nope, values = up.expand(c, slot)
+        keys = torch.cat((k_nope, k_rope[:, None].expand(-1, self.spec.heads, -1)), dim=-1)
+        return attended(q, keys, values, context.mask, self.spec.scale)

@@ -1,0 +1,363 @@
+"""DeepSeek V2 and V3: latent attention and their routers, from files in every form, equal to transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, DeepseekV3Config
+
+from engine.architectures.parts.mla import Latent
+from engine.architectures.registry import config_from_hf
+from engine.errors import ModelFileError
+from engine.weights.open import open_model
+from testing.harness import Harness, full_logits, greedy
+from testing.models.tiny import save_gguf, save_hf, tiny_model
+from tests.engine.test_parity import CLEAR, prompts
+
+# DeepSeek-V3's and DeepSeek-V2-Lite's config.json, without what is not read
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+FAMILIES = ["deepseek_v2", "deepseek_v3"]
+each_family = pytest.mark.parametrize("family", FAMILIES)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+
+
+# ---- configurations
+
+
+def test_a_position_of_v3_takes_576_values_a_layer() -> None:
+    config = config_from_hf(V3)
+    attention = config.layers[0].attention
+    assert isinstance(attention, Latent) and attention.width == 576 and attention.expands_from == 171
+    assert config.kv_bytes_per_token(2) == 61 * 576 * 2
+    assert config.sparse_layers == list(range(3, 61)) and config.experts is not None
+    assert config.experts.shared is not None and config.experts.shared.mlp.intermediate == 2048
+    scale = 192**-0.5 * (0.1 * torch.log(torch.tensor(40.0)).item() + 1) ** 2
+    assert attention.scale == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize(("hub", "theirs"), [(V3, DeepseekV3Config), (V2_LITE, DeepseekV2Config)])
+def test_both_spellings_are_one_config(hub: dict, theirs) -> None:
+    # Transformers' classes take no numbers without a point here.
+    scaling = hub["rope_scaling"] | {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    written = theirs(**hub | {"rope_scaling": scaling}).to_dict() | {"architectures": hub["architectures"]}
+    assert config_from_hf(json.loads(json.dumps(written))) == config_from_hf(hub)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "said"),
+    [
+        (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob is true"),
+        (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; allowed are greedy and"),
+        (V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        (V2_LITE, {"mlp_bias": True}, "mlp_bias is true"),
+        (V2_LITE, {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        (V2_LITE, {"num_key_value_heads": 4}, "num_key_value_heads is 4"),
+        (V2_LITE, {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (V3, {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        (V3, {"n_group": 7}, "n_group is 7, not a divisor of 256 experts"),
+        (V3, {"topk_group": 9}, "topk_group is 9; allowed is 1 to n_group 8"),
+        (V3, {"topk_group": 1, "num_experts_per_tok": 33}, "num_experts_per_tok is 33"),
+        (V3, {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(base: dict, change: dict, said: str) -> None:
+    with pytest.raises(ModelFileError, match=said):
+        config_from_hf(base | change)
+
+
+# ---- files
+
+CASES = [
+    {},
+    {"q_lora_rank": None},
+    {"first_k_dense_replace": 0},
+    {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    {"n_group": None, "topk_group": None},
+]
+
+
+@each_family
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_gguf_metadata_gives_the_same_config(tmp_path: Path, family: str, case: dict, expanded: bool) -> None:
+    if "n_group" in case and family == "deepseek_v3":
+        case = {"n_group": 1, "topk_group": 1}
+    model = tiny_model(0, family=family, bos_token_id=2, **case)
+    save_hf(model, tmp_path / "hf")
+    save_gguf(model, tmp_path / "m.gguf", "F32", "F32", expanded=expanded)
+    config = open_model(str(tmp_path / "hf")).config
+    assert open_model(str(tmp_path / "m.gguf")).config == config
+    assert open_model(str(tmp_path / "hf"), str(tmp_path / "m.gguf")).config == config
+
+
+@each_family
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+@pytest.mark.parametrize("expanded", [False, True])
+def test_keys_and_values_of_gguf(tmp_path: Path, family: str, kind: str, expanded: bool) -> None:
+    """One tensor or a half for each; the keys' half is transposed, and quantised so."""
+    held = save_gguf(tiny_model(2, family=family), tmp_path / "m.gguf", dense_type=kind, expanded=expanded)
+    source = open_model(str(tmp_path / "m.gguf"))
+    name = "model.layers.1.self_attn.kv_b_proj"
+    assert torch.equal(source.tensor(f"{name}.weight").dequantise(), held.get_submodule(name).weight)
+    stored = set(source.file.tensors)
+    assert ("blk.1.attn_k_b.weight" in stored) is not expanded and ("blk.1.attn_kv_b.weight" in stored) is expanded
+    assert f"{name}.weight" in source.names()
+
+
+@each_family
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"expert_gating_func": 3}, "expert_gating_func is 3; allowed is 1 or 2"),
+        ({"leading_dense_block_count": 2}, "leading_dense_block_count is 2; other layers have a dense MLP"),
+        ({"attention.key_length_mla": 16}, "attention.key_length_mla is 16; allowed is more than the rotated 16"),
+        ({"expert_group_count": 3}, "expert_group_count does not go with the others"),
+        ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1 without yarn"),
+    ],
+)
+def test_metadata_that_contradicts_is_refused(tmp_path: Path, family: str, metadata: dict, said: str) -> None:
+    changed = {f"deepseek2.{name}": value for name, value in metadata.items()}
+    save_gguf(tiny_model(family=family), tmp_path / "m.gguf", metadata=changed)
+    with pytest.raises(ModelFileError, match=said):
+        open_model(str(tmp_path / "m.gguf"))
+
+
+def test_a_missing_half_is_named(tmp_path: Path) -> None:
+    save_gguf(tiny_model(family="deepseek_v3"), tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data.replace(b"blk.1.attn_v_b.weight", b"blk.1.attn_x_b.weight"))
+    with pytest.raises(ModelFileError, match=r"attn_v_b\.weight"):
+        open_model(str(tmp_path / "m.gguf"))
+
+
+# ---- served
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict:
+    groups = draw(st.sampled_from([1, 2, 4]))
+    rope = draw(st.sampled_from([None, YARN, YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}]))
+    layers = draw(st.integers(1, 3))
+    return {
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": draw(st.integers(0, layers - 1)),
+        "num_attention_heads": draw(st.sampled_from([1, 2, 4])),
+        "q_lora_rank": draw(st.sampled_from([None, 32, 48])),
+        "kv_lora_rank": draw(st.sampled_from([16, 32, 64])),
+        "qk_nope_head_dim": draw(st.sampled_from([16, 32])),
+        "qk_rope_head_dim": draw(st.sampled_from([8, 16])),
+        "v_head_dim": draw(st.sampled_from([16, 32])),
+        "n_group": groups,
+        "topk_group": draw(st.integers(1, groups)),
+        "num_experts_per_tok": draw(st.integers(1, 2)),
+        "n_shared_experts": draw(st.sampled_from([1, 2])),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "attention_bias": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+        "norm_topk_prob": draw(st.booleans()),
+        **({} if rope is None else {"rope_parameters": rope}),
+    }
+
+
+def expect(engine: Harness, model, asked: list[list[int]]) -> None:
+    """Greedy tokens, and the log-probabilities of the prompts to 1e-4."""
+    requests = [engine.submit(prompt, max_tokens=5, prompt_logprobs=3) for prompt in asked]
+    engine.run()
+    for prompt, request in zip(asked, requests, strict=True):
+        result = engine.results[request]
+        expected, gap = greedy(model, prompt, 5)
+        assert result.tokens == expected or gap < CLEAR
+        want = torch.log_softmax(full_logits(model, prompt), -1)
+        for position, found in enumerate(result.prompt_logprobs[1:]):
+            for token in (found.chosen, *found.top):
+                assert token.logprob == pytest.approx(float(want[position, token.token]), abs=1e-4)
+
+
+@each_family
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    options=options(), interleaved=st.booleans(), grouped=st.booleans(), seed=st.integers(0, 1000),
+    budget=st.sampled_from([8, 32, 256]),
+)  # fmt: skip
+def test_logits_equal_transformers(tmp_path_factory, family, options, interleaved, grouped, seed, budget) -> None:
+    """Prompts on both sides of where keys and values are expanded, in chunks of either kind."""
+    if family == "deepseek_v3":
+        options = options | {"rope_interleave": interleaved}
+    else:
+        options = options | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+    model = tiny_model(seed, family=family, **options)
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(model, folder)
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8)
+    expect(engine, model, prompts(seed, [3, 17, 110]))
+    engine.close()
+
+
+@each_family
+def test_preempted_cached_and_whoever_shares_the_step(tmp_path: Path, family: str) -> None:
+    """A cache too small for all at once; prompts that begin alike."""
+    model = tiny_model(5, family=family, kv_lora_rank=64)
+    save_hf(model, tmp_path)
+    start = prompts(5, [40])[0]
+    asked = [start + tail for tail in prompts(6, [1, 9, 20])] + prompts(7, [30])
+    engine = Harness(tmp_path, kv_cache_tokens=144, max_model_len=112, max_num_batched_tokens=32, max_num_seqs=4)
+    got = [engine.generate(asked, max_tokens=24) for _ in range(2)]
+    stats = engine.core.scheduler.stats()
+    assert stats["preemptions"] > 0 and stats["prefix_hit_tokens"] > 0
+    engine.close()
+    for answers in got:
+        for prompt, tokens in zip(asked, answers, strict=True):
+            expected, gap = greedy(model, prompt, 24)
+            assert tokens == expected or gap < CLEAR
+
+
+@each_family
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+def test_gguf_is_served(tmp_path: Path, family: str, form: str) -> None:
+    model = tiny_model(6, family=family)
+    held = save_gguf(model, tmp_path / "m.gguf", "Q8_0", "Q8_0", expanded=form == "expanded")
+    engine = Harness(tmp_path / "m.gguf")
+    expect(engine, held, prompts(6, [5, 40]))
+    engine.close()
+
+
+def test_fp8_blocks_are_read(tmp_path: Path) -> None:
+    """As the vendor ships V3: float8 in blocks of 128 x 128 beside their scales."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256, "kv_lora_rank": 128}
+    model = tiny_model(7, family="deepseek_v3", q_lora_rank=128, **sizes)
+    save_hf(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in stored if n.endswith("_proj.weight") or ("kv_a_proj" in n and n.endswith("weight"))]:
+        weight = stored.pop(name)
+        rows, columns = (-(-size // 128) for size in weight.shape)
+        scale = torch.empty(rows, columns)
+        values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+        for row in range(rows):
+            for column in range(columns):
+                at = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+                scale[row, column] = weight[at].abs().max() / 448
+                values[at] = (weight[at] / scale[row, column]).to(torch.float8_e4m3fn)
+        stored |= {name: values, f"{name}_scale_inv": scale}
+        each = scale.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
+        put(model, name, values.float() * each)
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": V3["quantization_config"]}))
+    engine = Harness(tmp_path)
+    expect(engine, model, prompts(7, [5, 40]))
+    engine.close()
+
+
+@torch.no_grad()
+def put(model, name: str, values: torch.Tensor) -> None:
+    """A weight by its name in files into transformers' model, whose experts are stacked."""
+    module, _, _ = name.rpartition(".")
+    if ".experts." not in module:
+        model.get_submodule(module).weight.copy_(values)
+        return
+    at, _, rest = module.partition(".experts.")
+    index, _, projection = rest.partition(".")
+    experts, half = model.get_submodule(f"{at}.experts"), values.shape[0]
+    if projection == "down_proj":
+        experts.down_proj[int(index)].copy_(values)
+    else:
+        rows = slice(0, half) if projection == "gate_proj" else slice(half, 2 * half)
+        experts.gate_up_proj[int(index), rows].copy_(values)
