@@ -21,9 +21,15 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, UserError
 from scheduler.request import SamplingParams
 from testing.waiting import PATIENCE_S
-from tests.api.conftest import FAKE
+from tests.api.conftest import FAKE, ROOT
 
 COMMAND = (sys.executable, str(FAKE))
+
+
+@pytest.fixture(autouse=True)
+def the_fake_finds_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not installed too."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture(autouse=True)
