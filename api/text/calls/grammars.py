@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from api.text.calls.formats import ToolFormat
 from engine.messages import GrammarSpec
 
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write it
-_ANY = {"type": "object"}
+ANY_ARGUMENTS = {"type": "object"}
 
 
 def grammar_of(use: ToolUse, form: ToolFormat, answer: GrammarSpec | None = None) -> GrammarSpec | None:
@@ -39,7 +40,7 @@ def grammar_of(use: ToolUse, form: ToolFormat, answer: GrammarSpec | None = None
         rules += ["start: call* TEXT", "call: begin body", f"begin[lazy]: TEXT {_quoted(form.opens)}"]
     else:
         return None
-    schemas = {tool.name: tool.parameters if use.must or tool.strict else _ANY for tool in use.callable}
+    schemas = {tool.name: tool.enforced if use.must or tool.strict else ANY_ARGUMENTS for tool in use.callable}
     bodies = _xml(schemas, form) if form.xml else _objects(schemas, form)
     rules += ["body: " + " | ".join(f"body_{i}" for i in range(len(schemas))), *bodies]
     return GrammarSpec("lark", "\n".join(rules) + "\n", field="tools" if answer is None else answer.field)
@@ -55,15 +56,37 @@ def _objects(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat) -> Iter
 
 def _xml(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat) -> Iterator[str]:
     yield "value[lazy]: /(.|\\n)*<\\/parameter>/"
+    yield "parameters[lazy]: /(.|\\n)*<\\/function>/"
     for i, (name, schema) in enumerate(schemas.items()):
+        if schema is ANY_ARGUMENTS:
+            head, tail = _quoted(f"\n<function={name}>\n"), _quoted(f"\n{form.closes}")
+            yield f"body_{i}: {head} parameters {tail}"
+            continue
         parts = []
         required = schema.get("required", ())
-        for key, value in schema.get("properties", {}).items():
+        for j, (key, value) in enumerate(schema.get("properties", {}).items()):
             head, tail = _quoted(f"<parameter={key}>\n"), _quoted("\n</parameter>")
-            content = f"{head} value" if _is_text(value) else f"{head} {_content(value)} {tail}"
+            if _is_text(value) and (pattern := _whole_pattern(value)) is not None:
+                yield f"text_{i}_{j}[lazy]: /{_in_slashes(pattern)}\\n<\\/parameter>/"
+                content = f"{head} text_{i}_{j}"
+            else:
+                content = f"{head} value" if _is_text(value) else f"{head} {_content(value)} {tail}"
             parts.append(f'({content} "\\n")' + ("" if key in required else "?"))
         end = _quoted(f"</function>\n{form.closes}")
         yield f"body_{i}: {_quoted(f'{chr(10)}<function={name}>{chr(10)}')} {' '.join(parts)} {end}"
+
+
+def _whole_pattern(schema: Mapping[str, Any]) -> str | None:
+    """The pattern of a whole text, without its anchors."""
+    found = re.fullmatch(r"\^(\(\?:.*\))\$", str(schema.get("pattern", "")), re.DOTALL)
+    return None if found is None else found[1]
+
+
+def _in_slashes(pattern: str) -> str:
+    """A regular expression as Lark has it between slashes."""
+    return re.sub(
+        r"\\.|/|\n", lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL
+    )
 
 
 def _is_text(schema: Any) -> bool:
