@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from api.errors import bad_request
-from api.text.calls.definitions import MAX_TOOLS, ToolUse, tool_use
+from api.text.calls.definitions import MAX_TOOLS, Offer, ToolUse, tool_use
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Definitions = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
@@ -24,15 +24,19 @@ class ToolFields(BaseModel):
     function_call: Annotated[Any, Field(json_schema_extra={"type": ["string", "object"]})] = None
 
     @cached_property
-    def use(self) -> ToolUse | None:
+    def offer(self) -> Offer:
         """Raises ApiError 400."""
         return tool_use(
             self.tools, self.functions, self.tool_choice, self.function_call, parallel=self.parallel_tool_calls
         )
 
+    @property
+    def use(self) -> ToolUse | None:
+        return self.offer.use
+
     @model_validator(mode="after")
     def _sound(self) -> ToolFields:
-        _ = self.use
+        _ = self.offer
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,6 +18,7 @@ from api.bodies.values import REQUEST_ID
 from api.config import ServeConfig
 from api.errors import ApiError
 from api.logs import current_request
+from api.prepare.job import Prepared
 from api.tenants.keys import Keys, authorization_of
 from api.tenants.limits import Limits
 from api.tenants.record import Tenant
@@ -42,10 +43,11 @@ class UnknownFields:
                 log.warning("requests carry the unknown field %a; it is ignored (--unknown-fields)", name)
 
 
-def note(request: Request, unknown: Sequence[str], unused: Sequence[str]) -> None:
-    """Name fields in the answer's `warnings` header."""
-    notes = [f"unknown field {name!a} is ignored" for name in unknown]
-    notes += [f"{name!a} has no effect" for name in unused]
+def note(request: Request, prepared: Prepared) -> None:
+    """Say in the answer's `warnings` header what of the request had no effect."""
+    notes = [ascii(remark)[1:-1] for remark in prepared.remarks]
+    notes += [f"unknown field {name!a} is ignored" for name in prepared.unknown]
+    notes += [f"{name!a} has no effect" for name in prepared.unused]
     if notes:
         request.state.warnings = "; ".join(notes)[:_MOST_NOTED]
 

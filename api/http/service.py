@@ -19,7 +19,7 @@ from api.bodies.generation import ChatOptions, CompletionOptions
 from api.bodies.sampling import check_vocabulary, sampling_params
 from api.client.client import EngineClient
 from api.config import ServeConfig
-from api.errors import ApiError, bad_request
+from api.errors import ApiError, TooLongError, bad_request
 from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
 from api.http.fast.delivery import new_inbox
@@ -149,7 +149,7 @@ class Service:
                 job = msgspec.structs.replace(job, history=history(prepared.previous))
                 prepared = await self._prepared(job, raw, request)
         self.unknown_fields.log(prepared.unknown)
-        note(request, prepared.unknown, prepared.unused)
+        note(request, prepared)
         return prepared
 
     async def _prepared(self, job: Job, raw: bytes, request: Request) -> Prepared:
@@ -273,7 +273,7 @@ class Service:
         room = length - prompt_tokens
         param = "messages" if isinstance(body, ChatOptions) else "prompt"
         if room < 1:
-            raise too_long(f"{prompt_tokens} tokens", length, param)
+            raise too_long(prompt_tokens, length, param)
         wanted = body.output_tokens
         if wanted is None:
             default = self.config.default_max_tokens
@@ -282,12 +282,14 @@ class Service:
             return min(default, room)
         if wanted > room:
             field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-            raise bad_request(
+            raise TooLongError(
                 f"This model's maximum context length is {length} tokens. However, you requested "
                 f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
                 f"Please reduce the length of the {param} or the completion: {field} can be at most {room}.",
                 field,
-                "context_length_exceeded",
+                prompt_tokens,
+                wanted,
+                length,
             )
         return wanted
 

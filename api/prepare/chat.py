@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,11 @@ _MAX_DEPTH = 16
 
 @dataclass(frozen=True)
 class Chat:
-    """A rendered chat, and its answer's layout, grammar and budget of reasoning."""
+    """A rendered chat, and its answer's layout, budget of reasoning, and the grammar that tools make of it."""
 
     rendered: Rendered
     layout: Layout
-    grammar: GrammarSpec | None
+    grammar_of: Callable[[ToolUse | None], GrammarSpec | None]
     thinking: ThinkingBudget | None
 
 
@@ -80,8 +80,15 @@ class Chats:
             parameters=parameters_of(body.use.tools) if body.use is not None and self._form.tags is not None else {},
             max_calls=1 if body.use is not None and body.use.one else None,
         )
-        grammar = self._grammar(body, layout, answer, rendered)
-        return Chat(rendered, layout, grammar, self._budget(body, layout, grammar, notes))
+
+        def grammar_of_tools(use: ToolUse | None) -> GrammarSpec | None:
+            return self._grammar(body, use, layout, answer, rendered)
+
+        if body.use is not None and not body.use.must and self._form.closes is None:
+            for name in (tool.name for tool in body.use.tools if tool.free and tool.held is not None):
+                notes.remark("tools", f"{name} is not held to its grammar: calls of this model have no closing marker")
+        constrained = body.thinking_token_budget is not None and grammar_of_tools(body.use) is not None
+        return Chat(rendered, layout, grammar_of_tools, self._budget(body, layout, notes, constrained=constrained))
 
     def rendered(
         self,
@@ -95,7 +102,7 @@ class Chats:
             raise bad_request(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
         _check_variables(variables)
         notes.unused += [f"chat_template_kwargs.{name}" for name in sorted(set(variables) - self._variables)]
-        written = normalise(messages, notes.found_unknown)
+        written = normalise(messages, notes)
         if not self._tools_in_template:
             written = without_calls(written)
             if use is not None:
@@ -126,10 +133,9 @@ class Chats:
         return bool(names)
 
     def _grammar(
-        self, body: ChatRequest, layout: Layout, answer: GrammarSpec | None, rendered: Rendered
+        self, body: ChatRequest, use: ToolUse | None, layout: Layout, answer: GrammarSpec | None, rendered: Rendered
     ) -> GrammarSpec | None:
         """Of calls and answer; behind reasoning, if that is open or may come first and can be told by its tokens."""
-        use = body.use
         spec = answer if use is None else grammar_of(use, self._form, answer)
         if spec is None or not (layout.thinking or self._may_think(body, rendered)):
             return spec
@@ -148,9 +154,7 @@ class Chats:
         begun = body.continue_final_message or rendered.text.rstrip().endswith(END_THINK)
         return self._thinks and not off and not begun
 
-    def _budget(
-        self, body: ChatRequest, layout: Layout, grammar: GrammarSpec | None, notes: Notes
-    ) -> ThinkingBudget | None:
+    def _budget(self, body: ChatRequest, layout: Layout, notes: Notes, *, constrained: bool) -> ThinkingBudget | None:
         if body.thinking_token_budget is None:
             return None
         if not layout.thinks:
@@ -161,7 +165,7 @@ class Chats:
         if end is None or begin is None or end not in closing:
             message = f"thinking_token_budget needs a model in which {THINK} and {END_THINK} are one token each"
             raise bad_request(message, "thinking_token_budget", "unsupported_field")
-        if grammar is not None:  # what stands behind the end is the grammar's
+        if constrained:  # what stands behind the end is the grammar's
             closing = closing[: closing.index(end) + 1]
         return ThinkingBudget(body.thinking_token_budget, None if layout.thinking else begin, end, tuple(closing))
 

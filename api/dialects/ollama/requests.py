@@ -18,6 +18,8 @@ from api.dialects.common.content import continuation
 from api.errors import bad_request
 from api.prepare.job import Job, Prepared
 from api.prepare.prompts import Preparer
+from api.text.kinds import Content, unread
+from api.text.messages import newest_request
 
 WORDS = {  # of a chat's fields
     "enable_thinking": "think",
@@ -139,18 +141,18 @@ class OllamaShowRequest(Body):
 
 
 def prepare_chat(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
-    return prompts.chat_of(chat_of(parse(OllamaChatRequest, raw, notes)), job, notes, WORDS)
+    return prompts.chat_of(chat_of(parse(OllamaChatRequest, raw, notes), notes), job, notes, WORDS)
 
 
 def prepare_generate(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
     body = parse(OllamaGenerateRequest, raw, notes)
     if not body.raw:
-        return prompts.chat_of(chat_of(body), job, notes, WORDS)
+        return prompts.chat_of(chat_of(body, notes), job, notes, WORDS)
     prepared = prompts.completion(parse_object(CompletionRequest, completion_of(body)), job)
     return msgspec.structs.replace(prepared, is_raw=True)
 
 
-def chat_of(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
+def chat_of(body: OllamaChatRequest | OllamaGenerateRequest, notes: Notes) -> dict[str, Any]:
     """The same as a chat request. Raises ApiError that names the place."""
     chat = {"model": body.model, "stream": body.stream, **_options(body.options)}
     if isinstance(body.think, str):
@@ -165,7 +167,7 @@ def chat_of(body: OllamaChatRequest | OllamaGenerateRequest) -> dict[str, Any]:
         system = [{"role": "system", "content": body.system}] if body.system else []
         chat["messages"] = [*system, {"role": "user", "content": body.prompt}]
     else:
-        chat["messages"] = _messages(body.messages)
+        chat["messages"] = _messages(body.messages, notes)
         chat |= continuation(chat["messages"])
         if body.tools:
             chat["tools"] = body.tools
@@ -186,14 +188,18 @@ def _options(options: OllamaOptions | None) -> dict[str, Any]:
     return {_OPTIONS.get(name, name): value for name, value in given.items() if value is not None}
 
 
-def _messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[dict[str, Any]], notes: Notes) -> list[dict[str, Any]]:
     """Their calls have no ids: a result belongs to the first call of its tool that has none."""
     result, open_calls, count = [], list[tuple[str, str]](), 0
+    newest = newest_request([message.get("role") for message in messages])
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        if message.get("images"):
-            raise bad_request(f"{where}.images: the model reads text only", f"{where}.images", "unsupported_field")
         own = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+        if message.get("images"):
+            if i == newest:
+                raise bad_request(f"{where}.images: the model reads text only", f"{where}.images", "unsupported_field")
+            notes.made_a_line(where, "images")
+            own["content"] = _with_line(message.get("content"), unread("images"))
         if message.get("thinking"):
             own["reasoning_content"] = message["thinking"]
         if isinstance(calls := message.get("tool_calls"), list):
@@ -207,12 +213,18 @@ def _messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if message.get("role") == "tool":
             asked = message.get("tool_name")
             found = next((each for each in open_calls if asked in (None, each[0])), None)
-            if found is None:
-                raise bad_request(f"{where}: no call of this tool precedes its result", where)
-            open_calls.remove(found)
-            own["tool_call_id"] = found[1]
+            if found is not None:
+                open_calls.remove(found)
+                own["tool_call_id"] = found[1]
         result.append(own)
     return result
+
+
+def _with_line(content: Any, line: str) -> Any:
+    text = Content()
+    text.text(content if isinstance(content, str) else "")
+    text.line(line)
+    return str(text)
 
 
 def _called(call: Any, where: str) -> tuple[str, Any]:
