@@ -83,7 +83,7 @@ def config_of_gguf(
         vocab_size=vocab,
         hidden_size=numbers.hidden_size,
         layers=layers(numbers),
-        rms_norm_eps=_float32(fields.number("attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=float32(fields.number("attention.layer_norm_rms_epsilon")),
         max_position_embeddings=positions,
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=tokenizer.token("tokenizer.ggml.bos_token_id", vocab),
@@ -102,7 +102,7 @@ def sigmoid_router(file: GGUFModel, numbers: Numbers, epsilon: float = SIGMOID_E
     router = Router(
         score="sigmoid",
         normalise=epsilon if numbers.norm_topk_prob else None,
-        scale=_float32(fields.number("expert_weights_scale", 0.0, above=-1e-9)) or 1.0,
+        scale=float32(fields.number("expert_weights_scale", 0.0, above=-1e-9)) or 1.0,
         bias=True,
         groups=fields.integer("expert_group_count", 1, least=0) or 1,
         top_groups=fields.integer("expert_group_used_count", 1, least=0) or 1,
@@ -128,7 +128,7 @@ def _numbers(file: GGUFModel, norm_topk_prob: bool, positions: int, divided: boo
     rotated = fields.integer(PARTIAL_ROTATION, head)
     if rotated > head or rotated % 2:
         raise fields.error(PARTIAL_ROTATION, f"is {rotated}; allowed is an even number to the head size {head}")
-    theta = _float32(fields.number("rope.freq_base", 10000.0))
+    theta = float32(fields.number("rope.freq_base", 10000.0))
     stored = min(count, len(tensors))  # more layers than tensors are refused later, by name
     dense = {layer for layer in range(stored) if f"blk.{layer}.ffn_gate.weight" in tensors}
     if FIRST_DENSE in reads and (first := fields.integer(FIRST_DENSE, 0, least=0)) != len(dense):
@@ -216,6 +216,6 @@ def _end_tokens(fields: Fields, vocab: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ends))
 
 
-def _float32(value: float) -> float:
+def float32(value: float) -> float:
     """The shortest decimal that a stored float32 stands for: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value)))

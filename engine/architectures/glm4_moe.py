@@ -4,6 +4,8 @@ layer that predicts a second token (the last in files) is left out."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.architectures import gguf, hf
 from engine.architectures.base import Architecture
 from engine.architectures.config import LayerSpec, ModelConfig
@@ -73,14 +75,14 @@ def _layers(n: Numbers, router: Router, *, bias: bool, normed: bool, shared: int
         bias=bias, qk_norm="head" if normed else "none",
     )  # fmt: skip
     width = n.moe_intermediate_size
-    own = SharedExpert.of(shared * width, gated=False, name="shared_experts") if shared else None
+    own = SharedExpert.ungated(shared, width) if shared else None
     sparse = Sparse(n.num_experts, n.num_experts_per_tok, width, router, own)
     return n.layers(attention, sparse, "post_attention_norm")
 
 
-def _transformers(config: ModelConfig) -> dict[str, object]:
+def _transformers(config: ModelConfig) -> dict[str, Any]:
     experts, attention = config.experts, config.layers[0].attention
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "first_k_dense_replace": config.num_hidden_layers - len(config.sparse_layers),
         "use_qk_norm": attention.qk_norm != "none",
         "num_nextn_predict_layers": len(config.left_out),
@@ -103,8 +105,8 @@ GLM4_MOE = Architecture(
     gguf=_GGUF,
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS, *Dense.TARGETS, *SharedExpert.PLURAL_TARGETS),
-    transformers_fields=_transformers,
+    lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS, *Dense.TARGETS, *SharedExpert.UNGATED_TARGETS),
+    own_fields=_transformers,
     rules=Family(
         classes=_CLASSES,
         packages=("transformers.models.glm4_moe.modeling_glm4_moe", "ktransformers.models.modeling_glm4_moe"),

@@ -302,7 +302,7 @@ def _judge(name: str, tensor: WeightTensor) -> Iterator[Finding]:
     mean, most = float(values.abs().mean()), float(values.abs().max())
     if bad:
         yield Finding(name, 0.0, mean, most, bad, f"{tensor.type} tensor with values that are not finite")
-    elif most == 0.0 and not name.endswith(".bias"):
+    elif most == 0.0 and not name.endswith("bias"):
         yield Finding(name, 0.0, mean, most, 0, f"{tensor.type} tensor is all zero")
     elif most > 1e4:
         yield Finding(

@@ -95,12 +95,17 @@ class SharedExpert:
         *(f"mlp.shared_expert.{part}" for part in _PROJECTIONS),
         "mlp.shared_expert_gate",
     )
-    PLURAL_TARGETS: ClassVar[tuple[str, ...]] = tuple(f"mlp.shared_experts.{part}" for part in _PROJECTIONS)
+    UNGATED_TARGETS: ClassVar[tuple[str, ...]] = tuple(f"mlp.shared_experts.{part}" for part in _PROJECTIONS)
 
     @classmethod
-    def of(cls, intermediate: int, *, gated: bool = True, name: str = "shared_expert") -> SharedExpert:
-        """`name`: of the module in its MLP, "shared_experts" where several are stored as one."""
-        return cls(Dense(intermediate, f"mlp.{name}", "_shexp", "shared_expert_intermediate_size"), gated)
+    def of(cls, intermediate: int, *, gated: bool = True) -> SharedExpert:
+        return cls(Dense(intermediate, "mlp.shared_expert", "_shexp", "shared_expert_intermediate_size"), gated)
+
+    @classmethod
+    def ungated(cls, count: int, width: int) -> SharedExpert:
+        """`count` experts, each `width` values wide, that are stored as one."""
+        size = "n_shared_experts x moe_intermediate_size"
+        return cls(Dense(count * width, "mlp.shared_experts", "_shexp", size), gated=False)
 
     def modules(self, hidden: int) -> Iterator[Module]:
         yield from self.mlp.modules(hidden)
