@@ -108,7 +108,7 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
             rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     dense = [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Dense)]
     widths = [layer.mlp.intermediate for layer in layers if isinstance(layer.mlp, Dense)]
-    fields = {**config.numbers(), **architecture_of(config).transformers_fields(config)}
+    fields = {**config.numbers(), **architecture_of(config).own_fields(config)}
     fields.pop("rope_theta")
     return AutoConfig.for_model(
         config.architecture,

@@ -7,8 +7,9 @@ the parts in it, never the family's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
@@ -29,8 +30,7 @@ class Architecture:
     lora_targets: tuple[str, ...]  # modules of a layer that an adapter may change, besides routed experts
     rules: Family  # its module classes, as rules and KTransformers name them
     stored_names: StoredNames = AS_HERE
-    # of transformers' configuration, those that `ModelConfig.numbers` does not name as it does
-    transformers_fields: Callable[[ModelConfig], Mapping[str, object]] = lambda config: {}
+    own_fields: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # of config.json, beside the common ones
     of_gguf: Callable[[GGUFModel], bool] = lambda file: True  # of files of one `gguf`, which families may share
 
     def canonical(self, stored: str) -> str:

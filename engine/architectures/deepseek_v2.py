@@ -83,7 +83,7 @@ DEEPSEEK_V2 = Architecture(
     gguf="deepseek2",
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    transformers_fields=_own_fields,
+    own_fields=_own_fields,
     of_gguf=lambda file: gating(file) == SOFTMAX,
     lora_targets=TARGETS,
     rules=Family(

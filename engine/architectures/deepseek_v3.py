@@ -80,7 +80,7 @@ DEEPSEEK_V3 = Architecture(
     gguf="deepseek2",
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    transformers_fields=latent_fields,
+    own_fields=latent_fields,
     of_gguf=lambda file: gating(file) == SIGMOID,
     lora_targets=TARGETS,
     rules=Family(
