@@ -76,7 +76,7 @@ _LATENT = {
     "kv_lora_rank": 32,
     "q_lora_rank": 64,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 32,
     "v_head_dim": 32,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -143,6 +143,7 @@ def tiny_model(
         fields.setdefault("num_nextn_predict_layers", 0)
     if family.startswith("deepseek"):  # keys and values of as many heads as queries
         fields["n_routed_experts"] = fields.pop("num_experts")
+        fields.pop("mlp_only_layers", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]
         fields["norm_topk_prob"] = family == "deepseek_v3" and fields["norm_topk_prob"]
     with torch.random.fork_rng(devices=[]):

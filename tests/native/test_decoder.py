@@ -220,7 +220,7 @@ def loaded(family: Family, **config: Any) -> Iterator[Loaded]:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("with_lora", [False, True])
 @pytest.mark.parametrize("keep", [None, [4], [4, 5, 6, 24]], ids=str)
-@pytest.mark.parametrize("name", [name for name, (_, _, own) in FAMILIES.items() if "kv_lora_rank" not in own])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_in_one_call_has_the_bits_of_its_parts(
     family: Callable[..., Family], name: str, dense: list[int], dtype: str, with_lora: bool, keep: list[int] | None
 ) -> None:
