@@ -31,8 +31,8 @@ class ServeConfig:
     )
     max_restarts: int | None = option(
         None,
-        "deaths of the engine in a row after which the server ends with status 1; default: it is restarted, after "
-        "growing delays, as often as it takes",
+        "restarts of the engine in a row, without service between them, after which its next death ends the server "
+        "with status 1; default: it is restarted, after growing delays, as often as it takes",
         group="Server",
         limits=(0, 1_000_000),
     )

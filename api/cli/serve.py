@@ -126,7 +126,7 @@ async def _served(service: Service, serving: asyncio.Task[None]) -> int:
         gave_up.cancel()
         serving.result()
         return 0
-    log.error("the engine has ended %d times in a row (--max-restarts): giving up", service.client.restarts + 1)
+    log.error("the engine has ended %d times in a row (--max-restarts): giving up", service.client.backoff.deaths)
     return 1
 
 
