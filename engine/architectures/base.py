@@ -30,6 +30,7 @@ class Architecture:
     lora_targets: tuple[str, ...]  # modules of a layer that an adapter may change, besides routed experts
     rules: Family  # its module classes, as rules and KTransformers name them
     stored_names: StoredNames = AS_HERE
+    other_names: tuple[str, ...] = ()  # of `model_type`, for models that are of the family in all but name
     of_gguf: Callable[[GGUFModel], bool] = lambda file: True  # of files of one `gguf`, which families may share
     own_fields: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # of config.json, beside the common ones
 

@@ -15,12 +15,23 @@ from engine.architectures.parts.mlp import Dense, Sparse
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How safetensors hold quantised weights: `method` "fp8", "gptq" or "awq"."""
+    """How safetensors hold quantised weights: `method` "fp8", "gptq", "awq" or
+    "compressed-tensors"."""
 
     method: str
     group: int  # values of a row that share a scale; -1: all
     rows: int = 1  # rows that share it
     zeros_less_one: bool = False  # zero points are stored so
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A part of a model's files that nothing here uses. `prefix`: its tensors' names in safetensors begin so, `gguf`:
+    in GGUF, where there is one."""
+
+    what: str
+    prefix: str
+    gguf: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str = "bfloat16"
     quantisation: Quantisation | None = None  # of the folder's safetensors
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:

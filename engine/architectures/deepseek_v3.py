@@ -1,4 +1,5 @@
-"""DeepSeek V3, R1, V3.1. Defaults are those of transformers' DeepseekV3Config."""
+"""DeepSeek V3, R1, V3.1, and Kimi K2, which is one of other sizes. Defaults are those of transformers'
+DeepseekV3Config."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
-from engine.architectures.hf import Defaults, config_of_hf
+from engine.architectures.hf import Defaults, config_of_hf, extra_layers
 from engine.architectures.latent import (
     SIGMOID,
     TARGETS,
@@ -40,7 +41,11 @@ _KT = "ktransformers.operators."
 
 
 def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
-    """A sigmoid of each expert, a bias of the choice, groups by their two best."""
+    return read_layers(fields, generation, _NAME)
+
+
+def read_layers(fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
+    """Of any family with these layers: a sigmoid of each expert, a bias of the choice, groups by their two best."""
     if (score := fields.text("scoring_func", "sigmoid")) != "sigmoid":
         raise fields.error("scoring_func", f"is {shown(score)}; DeepSeek V3 has sigmoid")
     if (method := fields.text("topk_method", "noaux_tc")) != "noaux_tc":
@@ -56,9 +61,11 @@ def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
     )
     sizes = latent_sizes(fields, shared=1, interleaved=fields.boolean("rope_interleave", True))
     router = checked_router(fields, router, _DEFAULTS)
+    count = fields.integer("num_hidden_layers", _DEFAULTS.num_hidden_layers)
     return config_of_hf(
         common_fields(fields, _DEFAULTS, dense=3), generation, _DEFAULTS,
-        architecture=_NAME, layers=lambda n: latent_layers(n, sizes, router),
+        architecture=architecture, layers=lambda n: latent_layers(n, sizes, router),
+        left_out=extra_layers(fields, count, "num_nextn_predict_layers", 1),
     )  # fmt: skip
 
 
@@ -79,6 +86,7 @@ DEEPSEEK_V3 = Architecture(
     read_hf=_read_hf,
     read_gguf=_read_gguf,
     own_fields=latent_fields,
+    other_names=("kimi_k2",),
     of_gguf=lambda file: gating(file) == SIGMOID,
     lora_targets=TARGETS,
     rules=Family(

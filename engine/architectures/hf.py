@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.config import LayerSpec, LeftOut, ModelConfig
 from engine.architectures.fields import Fields
-from engine.architectures.numbers import Numbers, check_numbers
+from engine.architectures.numbers import Numbers, check_numbers, extra_layer
 from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.architectures.quantisation import read_quantisation
 from engine.errors import shown
@@ -52,9 +52,10 @@ def config_of_hf(
     *,
     architecture: str,
     layers: Callable[[Numbers], tuple[LayerSpec, ...]],
+    left_out: tuple[LeftOut, ...] = (),
 ) -> ModelConfig:
-    """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers.
-    Raises ModelFileError."""
+    """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers;
+    `left_out`: what its files hold besides. Raises ModelFileError."""
     _refuse_unsupported(fields)
     vocab = fields.integer("vocab_size", defaults.vocab_size)
     positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
@@ -73,7 +74,14 @@ def config_of_hf(
         eos_token_ids=(fields.tokens("eos_token_id", vocab) or ()) if eos is None else eos,
         dtype=_dtype(fields),
         quantisation=read_quantisation(fields),
+        left_out=left_out,
     )
+
+
+def extra_layers(fields: Fields, count: int, name: str, default: int) -> tuple[LeftOut, ...]:
+    """Layers behind the model's own, for predicting several tokens at once; `name` of the field with their number."""
+    extra = fields.integer(name, default, least=0)
+    return tuple(extra_layer(layer) for layer in range(count, count + extra))
 
 
 def _numbers(fields: Fields, defaults: Defaults, positions: int) -> Numbers:

@@ -109,6 +109,7 @@ def latent_fields(config: ModelConfig) -> dict[str, Any]:
         "routed_scaling_factor": router.scale,
         "n_group": router.groups,
         "topk_group": router.top_groups,
+        "num_nextn_predict_layers": len(config.left_out),
     }
 
 

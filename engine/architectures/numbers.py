@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.architectures.config import LayerSpec
+from engine.architectures.config import LayerSpec, LeftOut
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Router, Sparse
@@ -39,6 +39,12 @@ class Numbers:
     def router(self) -> Router:
         """A softmax over all experts, of which the largest are taken."""
         return Router(normalise=0.0 if self.norm_topk_prob else None)
+
+
+def extra_layer(layer: int) -> LeftOut:
+    """A layer behind the model's own, for predicting several tokens at once."""
+    what = f"layer {layer} (multi-token prediction)"
+    return LeftOut(what, f"model.layers.{layer}.", f"blk.{layer}.")
 
 
 def check_numbers(numbers: Numbers, where: str) -> Numbers:

@@ -13,12 +13,13 @@ from engine.architectures.deepseek_v2 import DEEPSEEK_V2
 from engine.architectures.deepseek_v3 import DEEPSEEK_V3
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
+from engine.architectures.kimi_k25 import KIMI_K25
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
 from engine.errors import ModelFileError, shown
 
-_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3)
+_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25)
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 
 
@@ -41,7 +42,7 @@ def config_from_hf(
     fields = Fields(config, where)
     kind, classes = fields.get("model_type"), fields.get("architectures", [])
     for family in architectures():
-        if kind == family.name and classes in ([], [family.model_class]):
+        if kind in (family.name, *family.other_names) and classes in ([], [family.model_class]):
             return family.read_hf(fields, Fields(generation or {}, "generation_config.json"))
     allowed = ", ".join(f"{family.model_class} ({family.name})" for family in architectures())
     raise fields.error(

@@ -113,7 +113,8 @@ class EnginePlan:
 
     @property
     def lines(self) -> list[str]:
-        unused = unused_files(self.config)
+        unused = [f"note: {line}" for line in self.source.left_out]
+        unused += unused_files(self.config)
         unused += unused_settings(self.config, self.source, self.placement)
         ranks = rank_lines(self.shard, self.placement)
         disk = self.kv_disk.lines if self.kv_disk is not None else []

@@ -58,7 +58,7 @@ class ShardedSource(WeightSource):
 
     def __init__(self, source: WeightSource, shard: Shard, step: int = 1) -> None:
         self.shard = shard
-        self._source = source
+        self._source, self.left_out = source, source.left_out
         self.config = _divided(source.config, shard, step)
 
     @property

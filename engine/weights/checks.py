@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.architectures.config import ModelConfig
 from engine.errors import ModelFileError
 from engine.files.gguf.types import READABLE
 
 _SHOWN = 8
+_VISION = ("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "multi_modal_projector.",
+           "model.multi_modal_projector.", "mm_projector.")  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -18,6 +22,21 @@ class Found(NamedTuple):
     shape: tuple[int, ...]
     type: str
     path: Path
+
+
+def without_left_out(names: Iterable[str], config: ModelConfig, gguf: bool = False) -> tuple[list[str], list[str]]:
+    """Names of the tensors that are read, and a line on each part of the file that is not."""
+    prefixes = {(part.gguf if gguf else part.prefix): part.what for part in config.left_out}
+    prefixes |= {} if gguf else dict.fromkeys(_VISION, "the vision tower")
+    kept: list[str] = []
+    counts: Counter[str] = Counter()
+    for name in names:
+        what = next((what for prefix, what in prefixes.items() if prefix and name.startswith(prefix)), None)
+        if what is None:
+            kept.append(name)
+        else:
+            counts[what] += 1
+    return kept, [f"{what} is left out: {count} tensors are not read" for what, count in counts.items()]
 
 
 def refuse_types(found: Mapping[str, Found]) -> None:

@@ -15,7 +15,7 @@ from engine.architectures.registry import config_from_gguf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFFile
 from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
-from engine.weights.checks import Found, refuse_extra, refuse_types, require
+from engine.weights.checks import Found, refuse_extra, refuse_types, require, without_left_out
 from engine.weights.layout import GGUF_HEAD, Tensor, expert_shape, gguf_expert_name, tensors
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
@@ -114,7 +114,9 @@ class GGUFSource(WeightSource):
         return tensors
 
     def _check(self) -> None:
-        found = {n: Found(t.shape, t.type, self.file.parts[n].path) for n, t in self.file.tensors.items()}
+        names, self.left_out = without_left_out(self.file.tensors, self.config, gguf=True)
+        tensors = {name: self.file.tensors[name] for name in names}
+        found = {n: Found(t.shape, t.type, self.file.parts[n].path) for n, t in tensors.items()}
         refuse_types(found)
         needed = {name: shape for tensor in self._dense.values() for name, shape in self._needed(tensor)}
         for layer in self.config.sparse_layers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,6 +121,7 @@ class WeightSource(ABC):
     ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight"), whatever the file calls them."""
 
     config: ModelConfig
+    left_out: Sequence[str] = ()  # lines on parts of the files that are not read
 
     @property
     def whole(self) -> ModelConfig:

@@ -14,7 +14,7 @@ from engine.errors import ModelFileError, shown
 from engine.files.json_file import read_json
 from engine.files.model_file import ModelFile
 from engine.files.safetensors import SafetensorsFile, open_safetensors
-from engine.weights.checks import Found, refuse_extra, require
+from engine.weights.checks import Found, refuse_extra, require, without_left_out
 from engine.weights.gguf import split_gate_up
 from engine.weights.layout import HEAD, expert_shape, tensors
 from engine.weights.safetensors.stored import Stored, stored_weights, zero_biases
@@ -39,7 +39,9 @@ class SafetensorsSource(WeightSource):
                         f"{file.path}: tensor {name} is also in {self._files[name].path.name}", "model"
                     )
                 self._files[name] = file
-        self._weights, self._names = self._renamed(stored_weights(self._files, config.quantisation), config)
+        names, self.left_out = without_left_out(self._files, config)
+        read = {name: self._files[name] for name in names}
+        self._weights, self._names = self._renamed(stored_weights(read, config.quantisation), config)
         self.config = dataclasses.replace(
             config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in self._weights
         )
