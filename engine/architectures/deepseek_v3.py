@@ -65,7 +65,7 @@ def read_layers(fields: Fields, generation: Fields, architecture: str) -> ModelC
     return config_of_hf(
         common_fields(fields, _DEFAULTS, dense=3), generation, _DEFAULTS,
         architecture=architecture, layers=lambda n: latent_layers(n, sizes, router),
-        left_out=extra_layers(fields, count, "num_nextn_predict_layers", 1),
+        left_out=extra_layers(fields, count, "num_nextn_predict_layers", 0),
     )  # fmt: skip
 
 
@@ -96,13 +96,16 @@ DEEPSEEK_V3 = Architecture(
             "DeepseekV3Attention": "attention",
             "DeepseekV3MoE": "moe_block",
             "DeepseekV3Experts": "experts",
+            "DeepseekV3TopkRouter": "router",
             "DeepseekV3MLP": "mlp",
             "DeepseekV3RMSNorm": "norm",
             "DeepseekV3RotaryEmbedding": "rope",
         },
         packages=("transformers.models.deepseek_v3.modeling_deepseek_v3", "ktransformers.models.modeling_deepseek_v3"),
-        aliases={"DeepseekV3YarnRotaryEmbedding": "DeepseekV3RotaryEmbedding"},
+        aliases={"MoEGate": "DeepseekV3TopkRouter", "DeepseekV3YarnRotaryEmbedding": "DeepseekV3RotaryEmbedding"},
         operators={
+            f"{_KT}gate.KMoEGate": "router",
+            f"{_KT}gate.KMoEGateDeepSeekV3": "router",
             f"{_KT}experts.KDeepseekV3MoE": "moe_block",
             f"{_KT}experts.KDeepseekV3MoEV2": "moe_block",
             f"{_KT}attention.KDeepseekV2Attention": "attention",
