@@ -36,7 +36,7 @@ _DEFAULTS = Defaults(
     moe_intermediate_size=2048,
     max_position_embeddings=4096,
 )
-_SUM_EPS = 1e-20  # beside the sum of chosen experts' weights
+SUM_EPS = 1e-20  # beside the sum of chosen experts' weights
 _KT = "ktransformers.operators."
 
 
@@ -52,7 +52,7 @@ def read_layers(fields: Fields, generation: Fields, architecture: str) -> ModelC
         raise fields.error("topk_method", f"is {shown(method)}; DeepSeek V3 has noaux_tc")
     router = Router(
         "sigmoid",
-        normalise=_SUM_EPS if fields.boolean("norm_topk_prob", True) else None,
+        normalise=SUM_EPS if fields.boolean("norm_topk_prob", True) else None,
         scale=fields.number("routed_scaling_factor", 2.5),
         bias=True,
         groups=fields.integer("n_group", 8),
@@ -70,11 +70,12 @@ def read_layers(fields: Fields, generation: Fields, architecture: str) -> ModelC
 
 
 def _read_gguf(file: GGUFModel) -> ModelConfig:
-    return latent_config_of_gguf(file, _NAME, _router_of_gguf)
+    return latent_config_of_gguf(file, _NAME, router_of_gguf)
 
 
-def _router_of_gguf(file: GGUFModel) -> Router:
-    normalise = _SUM_EPS if file.fields.boolean("expert_weights_norm", False) else None
+def router_of_gguf(file: GGUFModel) -> Router:
+    """Without its scale and groups."""
+    normalise = SUM_EPS if file.fields.boolean("expert_weights_norm", False) else None
     bias = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
     return Router("sigmoid", normalise=normalise, bias=bias, group_score="top2")
 

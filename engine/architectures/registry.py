@@ -13,13 +13,14 @@ from engine.architectures.deepseek_v2 import DEEPSEEK_V2
 from engine.architectures.deepseek_v3 import DEEPSEEK_V3
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
+from engine.architectures.glm4_moe_lite import GLM4_MOE_LITE
 from engine.architectures.kimi_k25 import KIMI_K25
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
 from engine.errors import ModelFileError, shown
 
-_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25)
+_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE_LITE, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25)
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 
 

@@ -123,6 +123,11 @@ class NativeLatentUp(LatentUp):
         self.kernel = kernel
         self._heads, self._nope, self._rank = heads, keys.in_features, values.in_features
         self._value = values.out_features // heads
+        self._bytes = keys.num_bytes + values.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
 
     def absorb(self, q: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         return self._run(self.kernel.absorb, q, self._nope, self._rank, lora)
