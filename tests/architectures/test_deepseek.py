@@ -402,6 +402,21 @@ def put(model, name: str, values: torch.Tensor) -> None:
         experts.gate_up_proj[int(index), rows].copy_(values)
 
 
+@BACKENDS
+def test_latents_come_back_from_disk(tmp_path: Path, backend: dict) -> None:
+    model = tiny_model(1, family="deepseek_v3")
+    save_hf(model, tmp_path / "model")
+    prompt = prompts(1, [70])[0]
+    for cached in (0, 64):
+        engine = Harness(tmp_path / "model", kv_disk="16MiB", kv_disk_dir=str(tmp_path / "kv"), **backend)
+        request = engine.submit(prompt, max_tokens=5)
+        result = engine.run()[request]
+        engine.close()
+        assert result.end.cached_tokens == cached
+        expected, gap = greedy(model, prompt, 5)
+        assert result.tokens == expected or gap < CLEAR
+
+
 # ---- Kimi K2
 
 
