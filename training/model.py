@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _CAUSAL
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import ROUTERS, Dense
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
+from engine.files.json_file import read_json
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from training.experts.base import TrainableExperts
@@ -90,10 +92,15 @@ def routed_experts(model: nn.Module) -> list[TrainableExperts]:
 
 
 def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
-    """The folder's own config.json, or what a GGUF file says."""
+    """The folder's own config.json, or what a GGUF file says, or a folder whose model is another family's in all but
+    name. ModelFileError for a family that transformers does not have."""
     path = Path(os.path.expanduser(model))
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() and read_json(path / "config.json").get("model_type") in _CAUSAL:
         return AutoConfig.from_pretrained(path)
+    if config.architecture not in _CAUSAL:
+        raise ModelFileError(
+            f"{model}: {config.architecture} is no family of transformers; it cannot be trained", "model"
+        )
     attention, layers = config.layers[0].attention, config.layers
     rotation = attention.rotation
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotation.theta}

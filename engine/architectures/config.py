@@ -15,7 +15,8 @@ from engine.architectures.parts.mlp import Dense, Sparse
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How safetensors hold quantised weights: `method` "fp8", "gptq" or "awq"."""
+    """How safetensors hold quantised weights: `method` "fp8", "gptq", "awq" or
+    "compressed-tensors"."""
 
     method: str
     group: int  # values of a row that share a scale; -1: all

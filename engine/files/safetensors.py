@@ -19,7 +19,7 @@ from engine.files.regular import read_at
 
 _MAX_HEADER = 100_000_000  # the format's own limit
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_QUANTISED_BYTES = {"F8_E4M3": 1, "I32": 4}
+_QUANTISED_BYTES = {"F8_E4M3": 1, "I32": 4, "I64": 8}
 FLOATS = tuple(_ELEMENT_BYTES)
 
 

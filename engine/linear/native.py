@@ -12,9 +12,8 @@ import torch
 
 from engine.errors import EngineError, UserError
 from engine.files.model_file import Bytes, FileBytes, MadeBytes
-from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.base import LatentUp, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
-from engine.linear.latent import LatentUp
 from engine.lora.adapter import LoraPair
 from engine.weights.pack_cache import PackCache, PackKey
 from engine.weights.packed import (
@@ -124,6 +123,11 @@ class NativeLatentUp(LatentUp):
         self.kernel = kernel
         self._heads, self._nope, self._rank = heads, keys.in_features, values.in_features
         self._value = values.out_features // heads
+        self._bytes = keys.num_bytes + values.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
 
     def absorb(self, q: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         return self._run(self.kernel.absorb, q, self._nope, self._rank, lora)
@@ -248,7 +252,7 @@ class NativeLinearBackend(LinearBackend):
                 by_heads = weight.dequantise(torch.float32).view(heads, nope + value, rank)
                 return cut(by_heads).contiguous().view(torch.uint8).flatten().numpy()
 
-            ranges = (weight.data,) if isinstance(weight.data, FileBytes) else ()
+            ranges: tuple[FileBytes, ...] = (weight.data,) if isinstance(weight.data, FileBytes) else ()
             if isinstance(weight.data, MadeBytes):
                 ranges = weight.data.ranges
             held = MadeBytes(ranges, shape[0] * shape[1] * 4, make)

@@ -9,8 +9,8 @@ import torch
 from engine.architectures.parts.mla import Latent
 from engine.attention.base import AttentionBackend
 from engine.attention.latent import Context, ReferenceLatentAttention, attended
-from engine.linear.base import Linear, LoraBatch
-from engine.linear.latent import LatentUp, TorchLatentUp
+from engine.linear.base import LatentUp, Linear, LoraBatch
+from engine.linear.latent import TorchLatentUp
 from engine.model.attention import Attention
 from engine.model.step import StepInput
 from engine.ops.base import Ops

@@ -14,9 +14,8 @@ from engine.architectures.parts.mlp import Dense, Sparse
 from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
-from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.base import Adapted, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
-from engine.linear.latent import Adapted
 from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import CausalLM, Layer
 from engine.model.latent import LatentAttention

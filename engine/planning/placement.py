@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import ROUTERS
 from engine.architectures.registry import architecture_of
 from engine.attention.flashinfer import flashinfer_available, flashinfer_limit
@@ -155,6 +156,8 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
     limits = {}
     if not config.rules and machine.native:
         limits = gpu_limits(config, model) if machine.gpu else native_limits(model)
+    elif machine.gpu and any(isinstance(layer.attention, Latent) for layer in model.layers):
+        limits = {kind: why for kind, why in gpu_limits(config, model).items() if kind == "attention"}
     for kind, (backend, suffix) in flags.items():
         if backend is None:
             if kind not in limits:

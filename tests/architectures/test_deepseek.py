@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,7 +190,7 @@ def test_gguf_metadata_gives_the_same_config(tmp_path: Path, family: str, case: 
     save_hf(model, tmp_path / "hf")
     save_gguf(model, tmp_path / "m.gguf", "F32", "F32", expanded=expanded)
     config = open_model(str(tmp_path / "hf")).config
-    assert open_model(str(tmp_path / "m.gguf")).config == config
+    assert open_model(str(tmp_path / "m.gguf")).config == replace(config, left_out=())  # only a model's own layers
     assert open_model(str(tmp_path / "hf"), str(tmp_path / "m.gguf")).config == config
 
 
@@ -231,6 +232,32 @@ def test_a_missing_half_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(data.replace(b"blk.1.attn_v_b.weight", b"blk.1.attn_x_b.weight"))
     with pytest.raises(ModelFileError, match=r"attn_v_b\.weight"):
         open_model(str(tmp_path / "m.gguf"))
+
+
+def test_the_layer_behind_the_last_is_left_out(tmp_path: Path) -> None:
+    """DeepSeek V3's own files have one that predicts a second token."""
+    model = tiny_model(3, family="deepseek_v3")
+    save_hf(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    own = {name: tensor.clone() for name, tensor in stored.items() if name.startswith("model.layers.2.")}
+    extra = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in own.items()}
+    extra |= {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.ones(64)}
+    save_file(stored | extra, tmp_path / "model.safetensors")
+    engine = Harness(tmp_path)
+    said = f"note: layer 3 (multi-token prediction) is left out: {len(extra)} tensors are not read"
+    assert said in engine.plan.lines
+    expect(engine, model, prompts(3, [9]))
+    engine.close()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelFileError, match=r"model\.layers\.3\."):
+        open_model(str(tmp_path))
+
+
+def test_a_plan_says_what_a_position_takes(tmp_path: Path) -> None:
+    save_hf(tiny_model(family="deepseek_v3"), tmp_path)
+    lines = plan_engine(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_tokens=64)).lines
+    assert f"note: a position takes {3 * 64 * 2} bytes of the KV cache" in lines
 
 
 # ---- served
@@ -373,6 +400,83 @@ def put(model, name: str, values: torch.Tensor) -> None:
     else:
         rows = slice(0, half) if projection == "gate_proj" else slice(half, 2 * half)
         experts.gate_up_proj[int(index), rows].copy_(values)
+
+
+@BACKENDS
+def test_latents_come_back_from_disk(tmp_path: Path, backend: dict) -> None:
+    model = tiny_model(1, family="deepseek_v3")
+    save_hf(model, tmp_path / "model")
+    prompt = prompts(1, [70])[0]
+    for cached in (0, 64):
+        engine = Harness(tmp_path / "model", kv_disk="16MiB", kv_disk_dir=str(tmp_path / "kv"), **backend)
+        request = engine.submit(prompt, max_tokens=5)
+        result = engine.run()[request]
+        engine.close()
+        assert result.end.cached_tokens == cached
+        expected, gap = greedy(model, prompt, 5)
+        assert result.tokens == expected or gap < CLEAR
+
+
+# ---- Kimi K2
+
+
+def packed_int4(stored: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
+    """Routed experts as compressed-tensors packs them, in groups of 32; the model gets the values."""
+    result = {}
+    for name, weight in stored.items():
+        if ".experts." not in name:
+            result[name] = weight
+            continue
+        groups = weight.unflatten(1, (-1, 32))
+        scale = (groups.abs().amax(-1) / 7).bfloat16()
+        quants = (groups / scale.float()[..., None]).round().clamp(-8, 7)
+        put(model, name, (quants * scale.float()[..., None]).flatten(1))
+        nibbles = (quants.flatten(1).to(torch.int64) + 8).unflatten(1, (-1, 8))
+        words = (nibbles << torch.arange(0, 32, 4)).sum(-1)
+        at = name.removesuffix(".weight")
+        result[f"{at}.weight_packed"] = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        result[f"{at}.weight_scale"] = scale
+        result[f"{at}.weight_shape"] = torch.tensor(weight.shape)
+    return result
+
+
+@pytest.mark.parametrize("vision", [False, True], ids=["kimi_k2", "kimi_k25"])
+@BACKENDS
+def test_kimi_is_served_from_packed_int4(tmp_path: Path, vision: bool, backend: dict) -> None:
+    """One group of experts; K2.5's text model lies under its vision tower's neighbour."""
+    model = tiny_model(8, family="deepseek_v3", n_group=1, topk_group=1)
+    save_hf(model, tmp_path)
+    stored = packed_int4(load_file(tmp_path / "model.safetensors"), model)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+    if vision:
+        stored = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+        stored["vision_tower.patch_embed.weight"] = torch.zeros(2, 2)
+        config = {
+            "model_type": "kimi_k25",
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "text_config": config,
+        }
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = Harness(tmp_path, **backend)
+    assert any("the vision tower is left out" in line for line in engine.plan.lines) is vision
+    asked = prompts(8, [5, 40])
+    if backend["rules"]:
+        expect(engine, model, asked)
+    else:  # int4 weights meet rounded activations
+        assert [len(tokens) for tokens in engine.generate(asked, max_tokens=4)] == [4, 4]
+    engine.close()
 
 
 # ---- adapters

@@ -14,6 +14,7 @@ from engine.architectures.parts.rotation import Rotation
 from engine.attention.latent import ReferenceLatentAttention
 from engine.attention.native import NativeAttention
 from engine.errors import UserError
+from engine.linear import native as native_linear
 from engine.linear.base import LoraBatch
 from engine.linear.latent import TorchLatentUp
 from engine.linear.native import NativeLinearBackend
@@ -23,6 +24,7 @@ from engine.ops.native import NativeOps
 from engine.ops.rope import Rope
 from engine.weights.store import WeightTensor
 from native import _native
+from testing.models.tiny import encode
 from tests.native.batches import batch_of
 from tests.native.isas import ISAS
 from tests.native.test_attention import Kernels, each_kernel
@@ -163,6 +165,16 @@ def test_projections_by_heads(isa: str, dtype, plain, slots, heads, shape, ranks
     assert torch.equal(native.absorb(q, lora), native.absorb(q, None))
     alone = torch.cat([native.values(mixed[i : i + 1], None) for i in range(len(slots))])
     assert torch.equal(alone, native.values(mixed, None))
+
+
+@pytest.mark.parametrize("plain", [F32, BF16], ids=str)
+def test_what_a_plan_states_of_them_is_held(plain) -> None:
+    weight = torch.randn(4 * (96 + 64), 160)
+    held = encode(weight, "Q8_0")[0]
+    stored = WeightTensor("kv_b", tuple(weight.shape), "Q8_0", held.view("uint8").reshape(-1))
+    up = NativeLinearBackend(F32, POOL, plain=plain).latent_up("kv_b", stored, 4, 96)
+    stated = native_linear.weight_bytes(replace(stored, type="F32"), plain.itemsize, None)
+    assert up.num_bytes <= stated <= up.num_bytes + 8192
 
 
 # ---- rotation

@@ -58,7 +58,7 @@ def _objects(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat) -> Iter
 def _xml(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat, tags: Tags) -> Iterator[str]:
     end = f"{tags.end_of_function}\n" if tags.end_of_function else ""
     yield f"value[lazy]: /(.|\\n)*{_in_slashes(tags.end_of_value)}/"
-    yield f"parameters[lazy]: /(.|\\n)*{_in_slashes(end + (form.closes or str()))}/"
+    yield f"parameters[lazy]: /(.|\\n)*{_in_slashes(end + (form.closes or ''))}/"
     line = "\n" if tags.lines else ""
     for i, (name, schema) in enumerate(schemas.items()):
         start = f"\n{tags.function[0]}" if tags.function[0] else ""
