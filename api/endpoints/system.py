@@ -93,6 +93,7 @@ def router() -> APIRouter:
         service, tenant = service_of(request), tenant_of(request)
         prepared = await service.prepare(Kind.DETOKENIZE, request)
         service.adapter(tenant, msgspec.json.decode(prepared.options)["model"])
-        return ChunkedResponse([b'{"prompt":', *prepared.answer, b"}"], service.bodies)
+        text = prepared.answer  # under llama-server's name too
+        return ChunkedResponse([b'{"prompt":', *text, b',"content":', *text, b"}"], service.bodies)
 
     return routes

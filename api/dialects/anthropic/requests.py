@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from api.bodies.body import Body, no_op, supported
 from api.bodies.parsing import Notes, parse
 from api.bodies.tools import Definitions, Effort
-from api.bodies.values import INT32, MIN_TOP_P, Count, Integer, Messages, Number, PositiveCount, StopString, Temperature
+from api.bodies.values import INT32, Count, Integer, Messages, PositiveCount, StopString, Temperature, TopP
 from api.dialects.anthropic.blocks import Offers, messages_of, system_of
 from api.dialects.common.content import SchemaFormat, continuation, kind_of, response_format, string_in
 from api.errors import bad_request, shortened
@@ -98,7 +98,7 @@ class MessagesRequest(Body):
     stop_sequences: list[StopString] = Field(default=[], max_length=16)
     stream: bool = False
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
     tools: Definitions = Field(default=[])
     tool_choice: dict[str, Any] | None = None
