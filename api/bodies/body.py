@@ -59,9 +59,11 @@ def refused(name: str, note: str, *but: Any) -> Field:
 
 
 class Body(BaseModel):
-    """A body, or a part of one. `FIELDS` is its table; without one the fields of its model are all supported."""
+    """A body, or a part of one. `FIELDS` is its table; without one the fields of its model are all supported. `STREAM`:
+    the type of answers that are streams."""
 
     FIELDS: ClassVar[tuple[Field, ...]] = ()
+    STREAM: ClassVar[str] = "text/event-stream"
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 

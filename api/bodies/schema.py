@@ -16,8 +16,7 @@ def described(kind: type[Body], *, strict: bool = False) -> dict[str, Any]:
     schema = {**body_schema(kind), "additionalProperties": not strict}
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     if "stream" in kind.model_fields:
-        form = "application/x-ndjson" if "options" in kind.model_fields else "text/event-stream"
-        extra["responses"] = {"200": {"content": {form: {}}}}  # a schema would be read as that of each event
+        extra["responses"] = {"200": {"content": {kind.STREAM: {}}}}  # a schema would be read as that of each event
     return extra
 
 

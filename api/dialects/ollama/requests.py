@@ -92,7 +92,12 @@ _COMMON = (
 )
 
 
+_LINES = "application/x-ndjson"
+
+
 class _OllamaRequest(Body):
+    STREAM = _LINES
+
     model: str | None = None
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -142,6 +147,7 @@ class OllamaShowRequest(Body):
 
 
 class OllamaPullRequest(Body):
+    STREAM = _LINES
     FIELDS = (
         supported("model", "one that is served; others are not fetched"),
         supported("stream", "true unless given: a line of JSON each"),
