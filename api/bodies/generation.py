@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, field_validator, model_validator
 
+from api.bodies import shapes
 from api.bodies.body import Body, no_op, supported
 from api.bodies.fields import CHAT, COMPLETION, GENERATION, STREAM_OPTIONS
 from api.bodies.structured import StructuredOutput
@@ -31,6 +32,7 @@ from api.bodies.values import (
     Temperature,
     TokenId,
     TopP,
+    WholeNumbers,
     not_zero,
 )
 from api.errors import bad_request, shortened
@@ -52,7 +54,7 @@ class SamplingFields(Body):
     min_p: Annotated[float, Field(ge=0, le=1), Number] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64), Integer] | None = None
     stop: Stops = Field(default=[])
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
+    stop_token_ids: Annotated[list[TokenId], WholeNumbers] = Field(default=[], max_length=64)
     include_stop_str_in_output: bool = False
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -60,7 +62,9 @@ class SamplingFields(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100), Number]] = Field(default={}, max_length=1024)
     min_tokens: Count = 0
     bad_words: list[StopString] = Field(default=[], max_length=128)
-    allowed_token_ids: Annotated[list[TokenId], FailFast()] = Field(default=[], min_length=1, max_length=MAX_TOKEN_IDS)
+    allowed_token_ids: Annotated[list[TokenId], FailFast(), WholeNumbers] = Field(
+        default=[], min_length=1, max_length=MAX_TOKEN_IDS
+    )
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32), Integer, AfterValidator(not_zero)] | None = None
@@ -132,6 +136,20 @@ class ChatOptions(GenerationRequest):
 
 class ChatRequest(ChatOptions, StructuredOutput, ToolFields, ReasoningFields):
     FIELDS = (*GENERATION, *CHAT)
+    SHAPES = {  # noqa: RUF012
+        **shapes.SAMPLING,
+        **shapes.STRUCTURED,
+        "messages": shapes.CHAT_MESSAGES,
+        "tools": shapes.CHAT_TOOLS,
+        "tool_choice": shapes.CHAT_CHOICE,
+        "logprobs": shapes.LOGPROBS,
+        "stream": shapes.STREAM,
+    }
+    NEEDS = {  # noqa: RUF012
+        "top_logprobs": ["logprobs"],
+        "tool_choice": ["tools"],
+        "stream_options": ["stream"],
+    }
 
     messages: Messages
     add_generation_prompt: bool = True
@@ -182,6 +200,13 @@ class CompletionOptions(GenerationRequest):
 
 class CompletionRequest(CompletionOptions, StructuredOutput):
     FIELDS = (*GENERATION, *COMPLETION)
+    SHAPES = {  # noqa: RUF012
+        **shapes.SAMPLING,
+        **shapes.STRUCTURED,
+        "prompt": shapes.PROMPT,
+        "stream": shapes.STREAM,
+    }
+    NEEDS = {"stream_options": ["stream"]}  # noqa: RUF012
 
     prompt: Prompts
     add_special_tokens: bool = True
@@ -191,6 +216,8 @@ class TokenizeRequest(Body):
     """`prompt`, or `messages` as the chat template renders them; or llama-server's `content`, to which special tokens
     are added with `add_special` alone, `with_pieces` with the tokens' texts."""
 
+    SHAPES = {"messages": shapes.CHAT_MESSAGES}  # noqa: RUF012
+    ONE_OF = ("prompt", "content", "messages")
     FIELDS = (
         supported("model", "as everywhere"),
         supported("prompt", "a text"),
@@ -231,5 +258,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
+    SHAPES = {"tokens": shapes.IDS}  # noqa: RUF012
+
     model: str | None = None
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[list[TokenId], FailFast(), WholeNumbers]

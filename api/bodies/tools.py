@@ -80,7 +80,7 @@ class ReasoningFields(BaseModel):
     include_reasoning: bool = True
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    thinking_token_budget: Count | None = None
     thinking: ThinkingObject | None = None
     reasoning: ReasoningObject | None = None
 

@@ -60,6 +60,7 @@ def _one_kind(value: Any) -> Any:
     """By hand, for the same reason: a union would check a wrong list once for each of its members."""
     if isinstance(value, str):
         return value
+    value = _ids(value)
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if kinds not in ({str}, {int}, {list}) or (kinds == {list} and any(set(map(type, ids)) - {int} for ids in value)):
         raise ValueError("a text, a list of token ids, or a list of either is expected")
@@ -102,6 +103,16 @@ PositiveOutput = Annotated[Output, AfterValidator(not_zero)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Integer]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), Integer]
 TokenId = Annotated[int, Field(ge=0, lt=INT32)]
+
+
+def _ids(value: Any) -> Any:
+    """Ids as some clients write them: 8.0."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [_integer(each) if isinstance(each, float) else each for each in value]
+    return value
+
+
+WholeNumbers = BeforeValidator(_ids)
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 _StopList = Annotated[list[StopString], Field(max_length=16)]
 _AnyStop = Annotated[str, Field(max_length=1000)]

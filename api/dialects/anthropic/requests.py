@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from api.bodies import shapes
 from api.bodies.body import Body, no_op, supported
 from api.bodies.parsing import Notes, parse
 from api.bodies.tools import Definitions, Effort
@@ -59,6 +60,16 @@ class OutputConfig(Body):
 
 class MessagesRequest(Body):
     """Anthropic's Messages. `max_tokens` may be left out, as for a count of tokens."""
+
+    SHAPES = {  # noqa: RUF012
+        "messages": shapes.CLAUDE_MESSAGES,
+        "system": shapes.CLAUDE_SYSTEM,
+        "tools": shapes.CLAUDE_TOOLS,
+        "tool_choice": shapes.CLAUDE_CHOICE,
+        "output_format": shapes.CLAUDE_FORMAT,
+        "output_config": shapes.CLAUDE_OUTPUT,
+        "thinking": shapes.CLAUDE_THINKING,
+    }
 
     FIELDS = (
         supported("model", "as everywhere"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
+from api.bodies import shapes
 from api.bodies.body import Body, alias, no_op, refused, supported
 from api.bodies.generation import CompletionRequest
 from api.bodies.parsing import Notes, parse, parse_object
@@ -106,6 +107,7 @@ class _OllamaRequest(Body):
 
 
 class OllamaChatRequest(_OllamaRequest):
+    SHAPES = {"messages": shapes.OLLAMA_MESSAGES, "tools": shapes.CHAT_TOOLS}  # noqa: RUF012
     FIELDS = (
         *_COMMON,
         supported("messages", "the answer goes on with an assistant's text at the end; none: the model is loaded"),
