@@ -145,7 +145,7 @@ def _known(kind: type[Body], body: dict[str, Any], where: str, notes: Notes) -> 
             part = parts.get(key)
             kept[key] = _known(part, value, prefix + key, notes) if part and isinstance(value, dict) else value
         elif known.of is not None:
-            if known.of in body and body[known.of] != value:
+            if (other := body.get(known.of)) is not None and other != value:
                 raise bad_request(f"{prefix + key!r} and {prefix + known.of!r} are one field and differ", prefix + key)
             kept[known.of] = value
         elif not known.takes(value):

@@ -22,7 +22,7 @@ from api.cli.launch import make_client, sampling_defaults, start_engine, text_se
 from api.config import ServeConfig
 from api.endpoints.application import create_app
 from api.http.middleware import RequestNotes
-from api.http.server import Server, check_origins, check_reach, connections_of, listen, repeated, url_of
+from api.http.server import Server, check_origins, check_reach, connections_of, is_loopback, listen, repeated, url_of
 from api.http.service import Service
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import tokenizer_of
@@ -72,7 +72,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         if has_key_files(config) or config.usage_log is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(service))
         app = create_app(service)
-        server = Server(app, service, connections)
+        server = Server(app, service, connections, on_loopback=is_loopback(bound))
         if config.data_dir is not None:
             service.batches = await Batches.open(config, config.data_dir)
         serving = asyncio.create_task(server.serve(sockets=repeated(bound)))

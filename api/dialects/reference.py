@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from api.bodies.body import Body, Field, Status
 from api.bodies.fields import CHAT, COMPLETION, GENERATION
 from api.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
+from api.bodies.tools import ReasoningObject, ThinkingObject
 from api.dialects.anthropic import requests as anthropic
 from api.dialects.common.content import SchemaFormat
 from api.dialects.ollama import requests as ollama
@@ -31,6 +32,8 @@ class Table(NamedTuple):
 TABLES = (
     Table("every generating endpoint", ChatRequest, GENERATION),
     Table("/v1/chat/completions", ChatRequest, CHAT),
+    Table("thinking of a chat", ThinkingObject),
+    Table("reasoning of a chat", ReasoningObject),
     Table("/v1/completions", CompletionRequest, COMPLETION),
     Table("stream_options", StreamOptions),
     Table("/v1/responses", responses.ResponsesRequest),
@@ -45,6 +48,7 @@ TABLES = (
     Table("/api/generate", ollama.OllamaGenerateRequest),
     Table("options", ollama.OllamaOptions),
     Table("/api/show", ollama.OllamaShowRequest),
+    Table("/api/pull", ollama.OllamaPullRequest),
 )
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -27,6 +27,7 @@ from api.tracing import current_trace
 log = logging.getLogger("ktserve")
 _MOST_NAMES = 256  # that are logged; clients choose names
 _MOST_NOTED = 1000  # characters of the header
+_LOOPBACK = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"  # origins of pages of this machine
 _SERVER = re.compile("https?://[^/]*", re.IGNORECASE)
 
 
@@ -89,14 +90,16 @@ class RequestNotes:
         await self._app({**scope, "method": method, "path": path, "state": state}, receive, with_notes)
 
 
-def with_headers(app: ASGIApp, config: ServeConfig) -> ASGIApp:
-    """The application with what every answer carries, faults included."""
+def with_headers(app: ASGIApp, config: ServeConfig, *, on_loopback: bool = False) -> ASGIApp:
+    """The application with what every answer carries, faults included. `on_loopback`: other machines cannot reach it,
+    and pages of this one may call it."""
     app = RequestNotes(app)
-    if not config.cors_origins:
+    if not (config.cors_origins or on_loopback):
         return app
     return CORSMiddleware(
         app,
         allow_origins=config.cors_origins,
+        allow_origin_regex=_LOOPBACK if on_loopback else None,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "warnings", "retry-after"],

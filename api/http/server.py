@@ -90,10 +90,15 @@ def repeated(bound: socket.socket) -> list[socket.socket]:
     return [bound, *(bound.dup() for _ in range(_ACCEPTED_IN_A_TURN - 1))]
 
 
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether this machine alone can reach it."""
+    address = str(bound.getsockname()[0])
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def check_reach(bound: socket.socket, config: ServeConfig, *, keys: bool) -> None:
     """Raises UserError for a server without keys that other machines can reach."""
-    address = bound.getsockname()[0]
-    if not (keys or config.open or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
+    if not (keys or config.open or is_loopback(bound)):
         raise UserError(
             f"--host {config.host}: other machines can reach it and there are no keys: give --tenants or "
             "--api-keys-file, or --open if everybody may use it",
@@ -120,9 +125,9 @@ class Server(uvicorn.Server):
     """The first SIGTERM or SIGINT drains: new requests are answered 503, open ones may end. The second ends at once,
     and so does the first while the model loads; `ended_by` is its number then."""
 
-    def __init__(self, app: FastAPI, service: Service, connections: Connections) -> None:
+    def __init__(self, app: FastAPI, service: Service, connections: Connections, *, on_loopback: bool) -> None:
         config = Config(
-            with_headers(app, service.config),
+            with_headers(app, service.config, on_loopback=on_loopback),
             connections,
             log_config=None,
             access_log=service.config.access_log,

@@ -16,6 +16,7 @@ LENGTH = struct.Struct("<Q")
 
 class Kind(Enum):
     CHAT = "chat"
+    TEMPLATE = "template"
     COMPLETION = "completion"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"

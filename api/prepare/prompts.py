@@ -79,6 +79,9 @@ class Preparer:
         match job.kind:
             case Kind.CHAT:
                 return self._chat(parse(ChatRequest, raw, notes), job, notes)
+            case Kind.TEMPLATE:
+                chat = self._templates.chat(parse(ChatRequest, raw, notes), None, notes)
+                return Prepared(b"", answer=_answer(chat.rendered.restored(), "messages"))
             case Kind.COMPLETION:
                 return self.completion(parse(CompletionRequest, raw, notes), job)
             case Kind.TOKENIZE:
@@ -193,8 +196,8 @@ class Preparer:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _tokenize(self, body: TokenizeRequest, notes: Notes) -> Prepared:
-        if body.prompt is not None:
-            ids = self._needed("prompt").encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        if body.text is not None:
+            ids = self._needed("prompt").encode(body.text, add_special_tokens=body.adds_special_tokens)
         else:
             rendered = self._templates.rendered(
                 body.messages or [],
@@ -205,7 +208,19 @@ class Preparer:
                 continue_final_message=False,
             )
             ids = self._encoded(rendered, None)
-        return Prepared(msgspec.json.encode({"model": body.model, "count": len(ids)}), answer=_answer(ids, "prompt"))
+        options = msgspec.json.encode({"model": body.model, "count": len(ids)})
+        return Prepared(options, answer=_answer(self._with_pieces(ids) if body.with_pieces else ids, "prompt"))
+
+    def _with_pieces(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """llama-server's form: a token that is no whole text has its bytes."""
+        made = []
+        for token in ids:
+            data = self._needed("content").token_bytes(token)
+            try:
+                made.append({"id": token, "piece": data.decode()})
+            except UnicodeDecodeError:
+                made.append({"id": token, "piece": list(data)})
+        return made
 
 
 TOKEN_BYTES = 4
@@ -260,7 +275,7 @@ def _model(name: str | None) -> bytes:
     return msgspec.json.encode({"model": name})
 
 
-def _answer(value: str | list[int], param: str) -> list[bytes]:
+def _answer(value: str | list[int] | list[dict[str, Any]], param: str) -> list[bytes]:
     """As JSON. ApiError 400 for one that is larger than any client can use."""
     content = msgspec.json.encode(value)
     if len(content) > _MAX_ANSWER_BYTES:

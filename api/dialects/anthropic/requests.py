@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from api.bodies import shapes
 from api.bodies.body import Body, no_op, supported
 from api.bodies.parsing import Notes, parse
 from api.bodies.tools import Definitions, Effort
-from api.bodies.values import INT32, MIN_TOP_P, Count, Integer, Messages, Number, PositiveCount, StopString, Temperature
+from api.bodies.values import INT32, Count, Integer, Messages, PositiveCount, StopString, Temperature, TopP
 from api.dialects.anthropic.blocks import Offers, messages_of, system_of
 from api.dialects.common.content import SchemaFormat, continuation, kind_of, response_format, string_in
 from api.errors import bad_request, shortened
@@ -60,6 +61,16 @@ class OutputConfig(Body):
 class MessagesRequest(Body):
     """Anthropic's Messages. `max_tokens` may be left out, as for a count of tokens."""
 
+    SHAPES = {  # noqa: RUF012
+        "messages": shapes.CLAUDE_MESSAGES,
+        "system": shapes.CLAUDE_SYSTEM,
+        "tools": shapes.CLAUDE_TOOLS,
+        "tool_choice": shapes.CLAUDE_CHOICE,
+        "output_format": shapes.CLAUDE_FORMAT,
+        "output_config": shapes.CLAUDE_OUTPUT,
+        "thinking": shapes.CLAUDE_THINKING,
+    }
+
     FIELDS = (
         supported("model", "as everywhere"),
         supported(
@@ -98,7 +109,7 @@ class MessagesRequest(Body):
     stop_sequences: list[StopString] = Field(default=[], max_length=16)
     stream: bool = False
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
     tools: Definitions = Field(default=[])
     tool_choice: dict[str, Any] | None = None

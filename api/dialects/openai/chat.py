@@ -86,6 +86,7 @@ class ChatFormatter(ResponseFormatter):
             "message": message,
             "logprobs": self._logprobs(update),
             "finish_reason": self._reason(update),
+            "matched_stop": update.matched_stop,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = update.tokens
@@ -122,6 +123,8 @@ class ChatFormatter(ResponseFormatter):
         if choices:
             choices[0]["logprobs"] = self._logprobs(update)
             choices[-1]["finish_reason"] = self._reason(update)
+            if ended:
+                choices[-1]["matched_stop"] = update.matched_stop
             if ids:
                 choices[0]["token_ids"] = update.tokens
         return b"".join(map(self._chunk, choices))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 from pydantic import Field
 
+from api.bodies import shapes
 from api.bodies.body import Body, no_op, refused, supported
 from api.bodies.fields import GENERATION
 from api.bodies.generation import SamplingFields
@@ -79,6 +80,14 @@ class TextConfig(Body):
 
 class ResponsesRequest(SamplingFields):
     """OpenAI's Responses, with the sampling fields of the other endpoints, as vLLM has them."""
+
+    SHAPES = {  # noqa: RUF012
+        **shapes.SAMPLING,
+        "structured_outputs": shapes.STRUCTURED["structured_outputs"],
+        "input": shapes.INPUT,
+        "tools": shapes.TOOLS,
+        "tool_choice": shapes.CHOICE,
+    }
 
     FIELDS = (
         supported("model", "as everywhere"),

@@ -137,7 +137,7 @@ def _choice(given: Any, param: str) -> Choice:
             return Choice("required", name)
         case {"type": "allowed_tools", "allowed_tools": {"tools": list(among), **how}} if param == "tool_choice":
             mode = how.get("mode", "auto")
-            names = frozenset(found for tool in among if (found := _name_in(tool)) is not None)
+            names = frozenset(each for each in map(_name_in, among) if each is not None)
             if mode in _CHOICES:
                 return Choice(mode, among=names)
     form = '{"type": "function", "function": {"name": ...}}' if param == "tool_choice" else '{"name": ...}'
