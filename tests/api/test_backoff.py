@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from api.client.backoff import Backoff
 from api.client.client import EngineClient
-from tests.api.test_client import ask, client, read, run, until
+from tests.api.test_client import ask, client, read, until
 
 SERVED_S = st.floats(0, 3600)
 ANSWERED = st.integers(0, 10_000)
