@@ -82,7 +82,7 @@ class Policy:
 def prefix(scope: str, prompt: str) -> list[bytes]:
     """Each whole block of the prompt as a hash of it and all before it. `scope`: requests of different ones share
     nothing (a key and a model)."""
-    found, before = [], scope.encode()
+    found, before = [], scope.encode(errors="replace")
     for i in range(min(_BLOCKS, len(prompt) // _CHARS)):
         text = prompt[i * _CHARS : (i + 1) * _CHARS].encode(errors="replace")
         before = blake2b(before + b"\0" + text, digest_size=16).digest()
@@ -100,4 +100,4 @@ def _touch(known: OrderedDict[str, None] | OrderedDict[bytes, None], names: Sequ
 
 def _home(replica: str, adapter: str) -> bytes:
     """Rendezvous hashing: of a replica that is gone, only its own adapters move."""
-    return blake2b(f"{replica}\0{adapter}".encode(), digest_size=8).digest()
+    return blake2b(f"{replica}\0{adapter}".encode(errors="replace"), digest_size=8).digest()
