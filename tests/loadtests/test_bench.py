@@ -127,7 +127,19 @@ def test_a_sweep_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert found["input_tokens_mean"] == pytest.approx(60, abs=4) and found["output_tokens_mean"] == 4
         assert found["expert_gb_s"] > 0 and found["roof_share"] == pytest.approx(found["expert_gb_s"], abs=1e-3)
         assert found["goodput_s"] == found["requests_s"]
-    assert (tmp_path / "a.html").read_text().count("<svg") == 12
+    shown = (tmp_path / "a.html").read_text()
+    assert shown.count("<svg") == 12 and shown.count("<tr>") > 3
+    for said in (
+        run["url"],
+        run["when"],
+        run["machine"],
+        "out tok/s",
+        "TTFT p50 ms",
+        "input tokens",
+        "4 open",
+        "500/s",
+    ):
+        assert said in shown, said
 
     status, _ = bench(
         Fake(tells=False), *flags[:-6], "--respect-eos", *lengths, "--json", str(files[1]), "--requests", "3"
