@@ -10,6 +10,7 @@ import msgspec
 _HOP = frozenset(
     {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 )
+DIED = "x-ktserve-died"  # a header of a replica's 503: its server ended before it answered
 _PROMPT_BYTES = 1 << 16  # that are kept; the policy looks at fewer
 
 

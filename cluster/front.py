@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from api.errors import ApiError
 from api.http.wire import json_response
 from cluster.adapters import changes_adapters
-from cluster.call import Call
+from cluster.call import DIED, Call
 from cluster.exposition import merged
 from cluster.gateway import application, config_of, error_event
 
@@ -46,7 +46,8 @@ class Front:
         self._change, self._asked_s = 0, -_FRESH_S
 
     async def forward(self, call: Call) -> Response:
-        """The first replica's answer that is not a refusal for now; if all refuse, the last one's."""
+        """The first replica's answer that is not a refusal for now; if all refuse, the last one's. One replica more is
+        asked if the first one's server ended before it answered."""
         changes = changes_adapters(call)
         with _answered():
             call = replace(call, catalogue=await self._newest())
@@ -55,7 +56,8 @@ class Front:
                 status, headers = await anext(parts)
                 named = dict(headers)
                 replica = named["x-ktserve-replica"]
-                if status != 429 or replica in call.tried or len(call.tried) + 1 >= _MOST_TRIES:
+                died = named.pop(DIED, None) is not None and not changes and not call.tried
+                if not (status == 429 or died) or replica in call.tried or len(call.tried) + 1 >= _MOST_TRIES:
                     break
                 parts.cancel()
                 call = replace(call, tried=(*call.tried, replica))
