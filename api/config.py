@@ -78,6 +78,11 @@ class ServeConfig:
         group="Server",
         many=True,
     )
+    root_path: str = option(
+        "",
+        "prefix of the paths under which a proxy publishes the server, such as /llm; it may leave it in or out",
+        group="Server",
+    )
     access_log: bool = option(False, "log every HTTP request", group="Server")
     log_format: str = option(
         "text", "text, or one JSON object a line, with the request's id", group="Server", choices=("text", "json")

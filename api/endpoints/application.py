@@ -97,7 +97,10 @@ def create_app(service: Service) -> Application:
     """All endpoints over one service."""
     app = Application(service)
     app.state.openapi = document(
-        app, keys=service.keys.required, reject_unknown=service.config.unknown_fields == "reject"
+        app,
+        keys=service.keys.required,
+        reject_unknown=service.config.unknown_fields == "reject",
+        root_path=service.config.root_path,
     )
 
     async def on_purpose(request: Request, error: Exception) -> Response:

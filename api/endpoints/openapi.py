@@ -81,9 +81,11 @@ def of_server(document: dict[str, Any], models: list[str], most_tokens: int, voc
     return {**document, "components": {**document["components"], "schemas": own}}
 
 
-def document(app: FastAPI, *, keys: bool, reject_unknown: bool) -> dict[str, Any]:
-    """`keys`: every endpoint but a few asks for one. `reject_unknown`: unknown fields are a 400."""
-    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+def document(app: FastAPI, *, keys: bool, reject_unknown: bool, root_path: str = "") -> dict[str, Any]:
+    """`keys`: every endpoint but a few asks for one. `reject_unknown`: unknown fields are a 400. `root_path`: under
+    which a proxy publishes the server."""
+    servers: list[dict[str, Any]] | None = [{"url": root_path}] if root_path else None
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             _complete(path, operation, reject_unknown=reject_unknown)

@@ -44,6 +44,7 @@ def router() -> APIRouter:
         service.metrics.engine_up = service.client.state == "ready"
         service.metrics.usage_lines_lost = 0 if service.usage is None else service.usage.dropped
         service.metrics.restarts = service.client.restarts
+        service.metrics.residency = service.client.residency
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/ping")

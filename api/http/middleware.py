@@ -11,6 +11,7 @@ from typing import Protocol
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.batches.call import TENANT
@@ -63,10 +64,12 @@ def answer_id(request: Request, prefix: str, wanted: str | None) -> str:
 
 class RequestNotes:
     """Middleware: `x-request-id` (the client's, if it is one, else a new one) and `warnings` on every answer. HEAD is
-    answered as GET; the server leaves the body out. A path may have the server before it, as those to proxies have."""
+    answered as GET; the server leaves the body out. A path may have the server before it, as those to proxies have,
+    and `root_path`, under which a proxy publishes the server; `root_path` alone leads to the page below it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
         self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,13 +90,18 @@ class RequestNotes:
             await send(message)
 
         path = _SERVER.sub("", scope["path"], 1) or "/" if not scope["path"].startswith("/") else scope["path"]
+        if self._root_path and path == self._root_path:
+            await RedirectResponse(f"{path}/", 308)(scope, receive, with_notes)
+            return
+        if self._root_path and path.startswith(f"{self._root_path}/"):
+            path = path.removeprefix(self._root_path)
         await self._app({**scope, "method": method, "path": path, "state": state}, receive, with_notes)
 
 
 def with_headers(app: ASGIApp, config: ServeConfig, *, on_loopback: bool = False) -> ASGIApp:
     """The application with what every answer carries, faults included. `on_loopback`: other machines cannot reach it,
     and pages of this one may call it."""
-    app = RequestNotes(app)
+    app = RequestNotes(app, config.root_path)
     if not (config.cors_origins or on_loopback):
         return app
     return CORSMiddleware(

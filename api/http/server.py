@@ -29,6 +29,7 @@ _ACCEPTED_AT_ONCE = 64  # connections whose descriptors are taken before they ar
 _DESCRIPTORS = 80  # for files, the engine's sockets, ours that listen, and what libraries open
 _MOST_CONNECTIONS = 8192
 _PORT_IS_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")  # as browsers send it
 
 
@@ -119,6 +120,12 @@ def url_of(bound: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check_root_path(config: ServeConfig) -> None:
+    """Raises UserError for one that is no beginning of a path."""
+    if config.root_path and not _PREFIX.fullmatch(config.root_path):
+        raise UserError(f"--root-path {config.root_path}: write it as /llm, without a slash at its end", "root_path")
 
 
 class Server(uvicorn.Server):

@@ -170,7 +170,7 @@ def test_the_servers_own_settings() -> None:
     always |= {"api_keys_file", "admin_key_file", "header_timeout_s", "send_timeout_s"}
     always |= {"max_connections", "max_connections_per_address"}
     always |= {"tenants", "open", "adapter_root", "allow_any_adapter_path", "log_format", "usage_log", "otlp_endpoint"}
-    always |= {"unknown_fields", "cors_origins", "tool_format", "reasoning_format"}
+    always |= {"unknown_fields", "cors_origins", "root_path", "tool_format", "reasoning_format"}
     always |= {
         "data_dir",
         "max_file_bytes",
