@@ -13,10 +13,8 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from engine.device import to_device
 from engine.errors import UserError
 from scheduler.request import SamplingParams, ThinkingBudget
 
@@ -152,22 +150,3 @@ def allowed_words(masks: Sequence[TokenMask], output: Sequence[int], vocab_size:
         names = " and ".join(sorted({mask.name for mask in masks if mask.applies(len(output))}))
         raise UserError(f"no token may come next, after {len(output)} of output: none is left by {names}")
     return words
-
-
-def forbid(logits: torch.Tensor, words: dict[int, Words]) -> None:
-    """Set what is not allowed to -inf, in place: logits float32 [R, V], `words` by row. NaN stays."""
-    if not words:
-        return
-    device, vocabulary = logits.device, logits.shape[1]
-    stacked = np.stack(list(words.values()))
-    if device.type == "cpu":  # torch's masked_fill is scalar there: 0.7 ms a row of 150,000 tokens
-        allowed = np.unpackbits(stacked.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
-        most = (torch.from_numpy(allowed) - 0.5) * float("inf")
-        for row, limit in zip(words, most, strict=True):
-            torch.minimum(logits[row], limit, out=logits[row])
-        return
-    rows = to_device(list(words), torch.int64, device)
-    packed = to_device(stacked.view(np.int32), torch.int32, device)
-    bits = (packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
-    forbidden = bits.reshape(len(words), -1)[:, :vocabulary] == 0
-    logits[rows] = logits[rows].masked_fill(forbidden, float("-inf"))
