@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.device import to_device, to_host
-from engine.grammar.masks import Words
+from engine.grammar.masks import TokenBitmask
 from engine.messages import Logprob, TokenLogprobs
 from engine.ops.greedy import NOT_FINITE, greedy_tokens
 from scheduler.request import SamplingParams
@@ -35,7 +35,7 @@ class SampleRow:
     position: int  # of the token to be sampled
     seen: NDArray[np.int64]
     counts: NDArray[np.int64]
-    words: Words | None = None  # the tokens that a mask allows; None: all
+    words: TokenBitmask | None = None  # the tokens that a mask allows; None: all
 
 
 @dataclass
@@ -202,7 +202,7 @@ class PendingLogprobs:
         return out
 
 
-def forbid(logits: torch.Tensor, words: dict[int, Words]) -> None:
+def forbid(logits: torch.Tensor, words: dict[int, TokenBitmask]) -> None:
     """Set what is not allowed to -inf, in place: logits float32 [R, V], `words` by row. NaN stays."""
     if not words:
         return
