@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from api.bodies.body import Body
+import pytest
+
+from api.bodies.body import Body, Status, fields_of
 from api.bodies.generation import ChatRequest, CompletionRequest, SamplingFields, StreamOptions
 from api.bodies.tools import ReasoningObject, ThinkingObject
 from api.dialects.anthropic.requests import MessagesRequest, OutputConfig, Thinking
@@ -250,3 +253,13 @@ PARTS: dict[type[Body], dict[str, _Part]] = {
 
 def body(kind: type[Body], **fields: Any) -> bytes:
     return json.dumps({**KINDS[kind], **fields}).encode()
+
+
+def lines(*statuses: Status, kinds: Iterable[type[Body]] = KINDS) -> list[Any]:
+    """The fields of some statuses, as a parametrisation."""
+    return [
+        pytest.param(kind, field, id=f"{kind.__name__}-{field.name}")
+        for kind in kinds
+        for field in fields_of(kind).values()
+        if field.status in statuses
+    ]

@@ -37,7 +37,7 @@ from native import _native
 from testing.harness import Harness
 from testing.models.shapes import config
 from testing.models.tiny import FAMILIES
-from tests.engine.test_lora_serving import Family
+from tests.engine.family import Family
 from tests.native.batches import batch, batch_of
 from tests.native.isas import ISAS
 

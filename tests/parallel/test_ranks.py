@@ -29,8 +29,8 @@ from testing.harness import Harness, Result, greedy
 from testing.models.tiny import save_hf, tiny_model
 from testing.processes import gone
 from testing.waiting import PATIENCE_S, eventually
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import CLEAR, prompts
+from tests.engine.family import Family
+from tests.engine.parity import CLEAR, prompts
 from tests.parallel import forks
 
 SHAPE = {

@@ -17,7 +17,7 @@ from engine.weights.dequant import first_nonfinite
 from engine.weights.store import WeightTensor
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import BACKENDS
+from tests.engine.parity import BACKENDS
 
 LAYER = "model.layers.0."
 TENSORS = [
