@@ -105,7 +105,7 @@ def to_text(found: Sequence[Finding]) -> str:
         if each.remedy:
             lines.append(f"{'':<{width}}  -> {each.remedy}")
     remedies = sum(bool(each.remedy) for each in found)
-    lines.append("nothing holds this machine back" if not remedies else f"{remedies} lines have a remedy (->)")
+    lines.append(f"lines with a remedy (->): {remedies}" if remedies else "nothing holds this machine back")
     return "\n".join(lines)
 
 
