@@ -194,7 +194,14 @@ class EngineClient:
     # ---- calls
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, expert_scaling: str | None = None, pinned: bool = False
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        expert_scaling: str | None = None,
+        expert_b_layout: str | None = None,
+        pinned: bool = False,
     ) -> m.AdapterInfo:
         """Raises CallRefused with the engine's reason, or EngineUnavailable."""
         message = m.LoadAdapter(
@@ -203,6 +210,7 @@ class EngineClient:
             path=path,
             replace=replace,
             expert_scaling=expert_scaling,
+            expert_b_layout=expert_b_layout,
             pinned=pinned,
         )
         # a caller that goes away does not stop the load: what the engine did must be known here
@@ -390,6 +398,7 @@ def startup_loads(config: EngineConfig) -> dict[str, m.LoadAdapter]:
             name=name,
             path=path,
             expert_scaling=config.expert_scaling,
+            expert_b_layout=config.expert_b_layout,
             pinned=name in config.pinned_adapters,
         )
         for name, path in startup_adapters(config)

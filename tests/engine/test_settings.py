@@ -50,6 +50,10 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kv_disk_dir": ({"kv_disk_dir": "somewhere", "kv_disk": "1GiB"}, {"kv_disk_dir": "somewhere"}),
     "cuda_graphs": ({"cuda_graphs": "padded"}, {"cuda_graphs": "off"}),
     "expert_scaling": ({"expert_scaling": "alpha/r", "adapters": [ADAPTER]}, {"expert_scaling": "alpha/r"}),
+    "expert_b_layout": (
+        {"expert_b_layout": "rank_major", "adapters": [ADAPTER]},
+        {"expert_b_layout": "rank_major"},
+    ),
     "adapter_memory": ({"adapter_memory": "1GiB"}, {"adapter_memory": "1GiB", "max_adapter_slots": 0}),
     "max_adapter_rank": ({"max_adapter_rank": 8}, {"max_adapter_rank": 8, "max_adapter_slots": 0}),
     "expert_backend": ({"expert_backend": "native"}, {}),
