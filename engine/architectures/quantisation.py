@@ -1,4 +1,4 @@
-"""What config.json says of quantised safetensors: FP8 in blocks, GPTQ, AWQ. Torch-free."""
+"""What config.json says of quantised safetensors: FP8 in blocks, GPTQ, AWQ, MXFP4. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.architectures.config import Quantisation
 from engine.architectures.fields import Fields
 from engine.errors import shown
 
-METHODS = ("fp8", "gptq", "awq")
+METHODS = ("fp8", "gptq", "awq", "mxfp4")
 _STEP = 32  # values that share a scale come in multiples of it
 
 
@@ -25,6 +25,8 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
             "(GGUF files may be quantised)",
         )
     own = Fields(held, f"{fields.where}: quantization_config")
+    if method == "mxfp4":
+        return Quantisation("mxfp4", group=_STEP)
     return _fp8(own) if method == "fp8" else _int4(own, str(method))
 
 

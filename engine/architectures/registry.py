@@ -12,6 +12,7 @@ from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.glm4_moe import GLM4_MOE
+from engine.architectures.gpt_oss import GPT_OSS
 from engine.architectures.minimax_m2 import MINIMAX_M2
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
@@ -19,7 +20,7 @@ from engine.architectures.qwen3_moe import QWEN3_MOE
 from engine.architectures.unserved import why_not
 from engine.errors import ModelFileError, shown
 
-_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2)
+_OURS: tuple[Architecture, ...] = (QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2, GPT_OSS)
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 
 

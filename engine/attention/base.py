@@ -82,6 +82,10 @@ class AttentionBackend(ABC):
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]."""
 
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        """float32 [H] of a layer whose heads have sinks, before the first step."""
+        raise EngineError(f"{type(self).__name__} computes attention without sinks")
+
     def kv_planes(self) -> list[NDArray[np.uint8]]:
         """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.
         EngineError if it is elsewhere."""

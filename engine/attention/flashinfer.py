@@ -67,6 +67,8 @@ def flashinfer_limit(spec: GroupedQuery, dtype: torch.dtype) -> str | None:
     """Why flashinfer cannot serve this model; None if it can."""
     if dtype != torch.bfloat16:
         return f"flashinfer's attention takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if spec.sinks or spec.window is not None:
+        return "attention with sinks or a window is not computed by flashinfer here"
     if spec.head_dim not in HEAD_DIMS:
         return f"flashinfer's attention takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {spec.head_dim}"
     return None

@@ -23,6 +23,8 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
 
 def native_limit(spec: GroupedQuery) -> str | None:
     """Why the kernels cannot compute this attention; None if they can."""
+    if spec.sinks or spec.window is not None:
+        return "attention with sinks or a window has no native kernel"
     dim = spec.head_dim
     if MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % HEAD_DIM_STEP == 0:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,12 +34,17 @@ class ReferenceAttention(AttentionBackend):
             layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for layer in layers
         }
+        self._spec = spec
+        self._sinks: dict[int, torch.Tensor] = {}
         self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
         self._plan: _Plan | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
+
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        self._sinks[layer] = sinks
 
     def kv_planes(self) -> list[NDArray[np.uint8]]:
         tensors = [tensor for pair in self.cache.values() for tensor in pair]
@@ -55,9 +61,11 @@ class ReferenceAttention(AttentionBackend):
             blocks = torch.tensor(batch.block_tables[r][:used], dtype=torch.int64, device=device)
             offsets = torch.arange(BLOCK_SIZE, device=device)
             plan.gathers.append((blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:context])
-            # query i stands at position context - new + i and sees itself and all before
+            # query i stands at position context - new + i and sees itself and all before, or the last of them
             mask = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
-            plan.masks.append(None if new == 1 else mask)
+            if (window := self._spec.window) is not None:
+                mask = mask.triu(context - new - window + 1)
+            plan.masks.append(None if new == 1 and (window is None or context <= window) else mask)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         plan = self._plan
@@ -70,12 +78,24 @@ class ReferenceAttention(AttentionBackend):
         out = torch.empty_like(q)
         for r in range(batch.num_rows):
             rows = slice(batch.row_starts[r], batch.row_starts[r + 1])
-            attended = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1),
-                keys[plan.gathers[r]].transpose(0, 1),
-                values[plan.gathers[r]].transpose(0, 1),
-                attn_mask=plan.masks[r],
-                enable_gqa=True,
-            )
+            asked, held, given = (t.transpose(0, 1) for t in (q[rows], keys[plan.gathers[r]], values[plan.gathers[r]]))
+            if layer in self._sinks:
+                attended = _with_sinks(asked, held, given, plan.masks[r], self._sinks[layer])
+            else:
+                attended = F.scaled_dot_product_attention(asked, held, given, attn_mask=plan.masks[r], enable_gqa=True)
             out[rows] = attended.transpose(0, 1)
         return out
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """q [H, T, D], k, v [G, C, D], mask [T, C], sinks [H] -> [H, T, D]: a sink takes part in the softmax alone. In
+    float32."""
+    grouped = q.float().reshape(k.shape[0], -1, *q.shape[1:])
+    scores = grouped @ k.float()[:, None].transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    sink = sinks.view(*grouped.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+    return (shares @ v.float()[:, None]).flatten(0, 1).to(q.dtype)
