@@ -24,7 +24,7 @@ from engine.errors import ModelFileError
 from engine.files.json_file import read_json
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
-from training.experts.base import TrainableExperts
+from training.experts.base import TrainableExperts, refuse_untrainable
 from training.layer import BatchRows, RoutedExperts, place_experts
 
 _TOKENS = "tokens_not_padding"  # an argument of layers, and of their attention
@@ -44,6 +44,7 @@ def load_model(
     and of the weights beside the experts; routers stay in float32, as the server has them. `experts_from`: another
     file or folder of the same model, whose experts are used. UserError for what cannot be opened."""
     source = open_model(model)
+    refuse_untrainable(source.config, model)
     experts = source if experts_from is None else open_model(experts_from)
     if experts.config.sparse_layers != source.config.sparse_layers or _sizes(experts) != _sizes(source):
         raise ModelFileError(

@@ -26,6 +26,7 @@ from scheduler.request import ThinkingBudget
 _SET = {"messages", "tools", "add_generation_prompt"}  # variables that requests have fields for
 _SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 _CLOSING = f"\n{END_THINK}\n\n"
+_HARMONY = ("<|channel|>", "<|message|>")
 _MAX_KWARGS = 1024  # values in chat_template_kwargs, nested ones counted
 _MAX_DEPTH = 16
 
@@ -74,6 +75,7 @@ class Chats:
         reasoning_format: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
+        self._harmony = all(sign in template.source for sign in _HARMONY)
         self._trust = trust_control_tokens
         self._plain = _Template.of(template, tool_format, reasoning_format)
         others = tokenizer.tool_template
@@ -84,6 +86,12 @@ class Chats:
 
     def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes) -> Chat:
         """`answer`: what the body asks its output to be. Raises ApiError or TemplateError."""
+        if self._harmony:
+            message = (
+                "this model's template writes answers in channels (harmony), which cannot be read; /v1/completions "
+                "serves it, or --chat-template another one"
+            )
+            raise bad_request(message, "messages", "unsupported_field")
         generate = body.add_generation_prompt and not body.continue_final_message
         rendered = self.rendered(
             body.messages,

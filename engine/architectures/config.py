@@ -15,7 +15,7 @@ from engine.architectures.parts.mlp import Dense, Sparse
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How safetensors hold quantised weights: `method` "fp8", "gptq", "awq" or
+    """How safetensors hold quantised weights: `method` "fp8", "gptq", "awq", "mxfp4" or
     "compressed-tensors"."""
 
     method: str
@@ -50,9 +50,9 @@ class LayerSpec:
         yield Module("input_layernorm", "norm", "attn_norm", (hidden,))
         yield Module("post_attention_layernorm", "norm", self.post_norm_gguf, (hidden,))
 
-    def vectors(self) -> Iterator[Vector]:
-        yield from self.attention.vectors()
-        yield from self.mlp.vectors()
+    def vectors(self, hidden: int) -> Iterator[Vector]:
+        yield from self.attention.vectors(hidden)
+        yield from self.mlp.vectors(hidden)
 
 
 @dataclass(frozen=True)

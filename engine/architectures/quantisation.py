@@ -1,4 +1,4 @@
-"""What config.json says of quantised safetensors: FP8 in blocks, GPTQ, AWQ, packed int4. Torch-free."""
+"""What config.json says of quantised safetensors: FP8 in blocks, GPTQ, AWQ, packed int4, MXFP4. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.architectures.config import Quantisation
 from engine.architectures.fields import Fields
 from engine.errors import shown
 
-METHODS = ("fp8", "gptq", "awq", "compressed-tensors")
+METHODS = ("fp8", "gptq", "awq", "mxfp4", "compressed-tensors")
 _STEP = 32  # values that share a scale come in multiples of it
 
 
@@ -27,6 +27,8 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
     own = Fields(held, f"{fields.where}: quantization_config")
     if method == "compressed-tensors":
         return _packed(own)
+    if method == "mxfp4":
+        return Quantisation("mxfp4", group=_STEP)
     return _fp8(own) if method == "fp8" else _int4(own, str(method))
 
 

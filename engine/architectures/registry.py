@@ -15,6 +15,7 @@ from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.glm4_moe import GLM4_MOE
 from engine.architectures.glm4_moe_lite import GLM4_MOE_LITE
+from engine.architectures.gpt_oss import GPT_OSS
 from engine.architectures.kimi_k25 import KIMI_K25
 from engine.architectures.minimax_m2 import MINIMAX_M2
 from engine.architectures.mixtral import MIXTRAL
@@ -24,7 +25,7 @@ from engine.architectures.unserved import why_not
 from engine.errors import ModelFileError, shown
 
 _OURS: tuple[Architecture, ...] = (
-    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
+    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
 )  # fmt: skip
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 

@@ -86,6 +86,10 @@ class AttentionBackend(ABC):
         """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]. (Of latent attention v
         and what returns have kv_rank values.)"""
 
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        """float32 [H] of a layer whose heads have sinks, before the first step."""
+        raise EngineError(f"{type(self).__name__} computes attention without sinks")
+
     def kv_planes(self) -> list[NDArray[np.uint8]]:
         """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.
         EngineError if it is elsewhere."""

@@ -27,6 +27,8 @@ def native_limit(spec: GroupedQuery | Latent) -> str | None:
     """Why the kernels cannot compute this attention; None if they can."""
     if isinstance(spec, Latent):
         return _latent_limit(spec)
+    if spec.sinks or spec.window is not None:
+        return "attention with sinks or a window has no native kernel"
     dim = spec.head_dim
     if MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % HEAD_DIM_STEP == 0:
         return None

@@ -170,6 +170,9 @@ class Loader:
     def _grouped_query(self, layer: int, spec: GroupedQuery) -> GroupedQueryAttention:
         name, normed = f"model.layers.{layer}.self_attn", spec.qk_norm != "none"
         q, k, v, o = (self.linear(f"{name}.{part}_proj") for part in "qkvo")
+        backend = self.backends.attention(layer)
+        if spec.sinks:
+            backend.set_sinks(layer, self._float32(f"model.layers.{layer}.{spec.SINKS}"))
         return GroupedQueryAttention(
             spec=spec,
             layer=layer,
@@ -180,7 +183,7 @@ class Loader:
             q_norm=self.vector(f"{name}.q_norm.weight") if normed else None,
             k_norm=self.vector(f"{name}.k_norm.weight") if normed else None,
             rope=self.backends.rope(spec.rotation),
-            backend=self.backends.attention(layer),
+            backend=backend,
             joined=self._join([f"{name}.{part}_proj" for part in "qkv"]),
         )
 

@@ -13,13 +13,13 @@ from peft import PeftModel
 from engine.errors import UserError
 from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
-from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
+from testing.models.tiny import PLAIN_EXPERTS, save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.layer import lora_config
 from training.loop.save import save_adapter
 from training.model import checkpoint_layers, load_model
 
-EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EACH_FAMILY = pytest.mark.parametrize("family", PLAIN_EXPERTS)
 IDS = torch.randint(2, 128, (2, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, 11:] = 0
@@ -29,7 +29,7 @@ SEEN = MASK.bool()
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
+    for family in PLAIN_EXPERTS:
         save_hf(tiny_model(family=family), root / family)
     return root
 

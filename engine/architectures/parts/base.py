@@ -57,9 +57,11 @@ class Plane:
 
 @dataclass(frozen=True)
 class Cache:
-    """What one layer keeps of each position, in blocks of positions."""
+    """What one layer keeps of each position, in blocks of positions. `window`: how many of the last positions a query
+    reads, its own included; None: all. What lies before every later query's window is never read again."""
 
     planes: tuple[Plane, ...]
+    window: int | None = None
 
     def position_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """`scale_bytes`: of each vector beside its elements."""
@@ -81,7 +83,7 @@ class Part(Protocol):
     def modules(self, hidden: int) -> Iterator[Module]:
         """Parents before children, with names from the layer on ("self_attn.q_proj")."""
 
-    def vectors(self) -> Iterator[Vector]:
+    def vectors(self, hidden: int) -> Iterator[Vector]:
         """Its tensors beside modules."""
 
     def row_values(self, hidden: int) -> int:

@@ -24,6 +24,12 @@ Layers = dict[int, dict[str, Halves]]
 
 def read_fused_3d(reading: Reading, layers: Layers) -> dict[int, ExpertLora]:
     """Experts by layer. The A that gate_up shares becomes gate's and up's; block-diagonal gate|up is taken apart."""
+    if reading.config.experts is not None and reading.config.experts.interleaved:
+        keys = [entry.key for nested in layers.values() for halves in nested.values() for entry in halves.entries]
+        message = (
+            "LoRA on whole parameters of experts whose gate and up lie by turns; that of single experts can be read"
+        )
+        raise refusal(message, keys)
     swapped = _orientation(reading, layers)
     absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
     if absent:
