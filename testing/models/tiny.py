@@ -149,6 +149,7 @@ def tiny_model(
     if family.startswith("deepseek"):  # keys and values of as many heads as queries
         fields["n_routed_experts"] = fields.pop("num_experts")
         fields.pop("mlp_only_layers", None)
+        fields.pop("head_dim", None)  # of the rotated part there
         fields["num_key_value_heads"] = fields["num_attention_heads"]
         fields["norm_topk_prob"] = family == "deepseek_v3" and fields["norm_topk_prob"]
     with torch.random.fork_rng(devices=[]):

@@ -129,7 +129,7 @@ def test_half_a_character_at_the_end_is_shown_as_such(server: Running) -> None:
         {"prompt": ["a"] * 65, "n": 2},
         {"prompt": "x" * 2048},
         {"max_tokens": 2048},
-        {"stop": ""},
+        {"stop": ["a"] * 17},
         {"suffix": "x"},
         {"best_of": 1, "n": 2},
     ],
@@ -142,7 +142,7 @@ def test_mistakes_are_400(server: Running, fields: dict[str, Any]) -> None:
 def test_tokenize_and_detokenize(server: Running) -> None:
     tokens = ids(server, "héllo<|im_end|>")
     answer = server.http.post("/detokenize", json={"model": "tiny", "tokens": tokens}).json()
-    assert answer == {"prompt": "héllo<|im_end|>"}
+    assert answer["prompt"] == answer["content"] == "héllo<|im_end|>"  # vLLM's name and llama-server's
     messages = [{"role": "user", "content": "x"}]
     answer = server.http.post("/tokenize", json={"model": "tiny", "messages": messages}).json()
     assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 2048

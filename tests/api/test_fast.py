@@ -246,7 +246,7 @@ FORMATTERS: dict[str, tuple[int, Callable[[Answers], ResponseFormatter]]] = {  #
     "ollama": (1, lambda answers: OllamaFormatter("m", answers, "message")),
 }
 STEPS = st.lists(st.lists(st.tuples(st.integers(0, 1), st.text(min_size=1)), min_size=1, max_size=4), max_size=5)
-CLOCK = re.compile(rb'"(created_at|total_duration|eval_duration)":("[^"]*"|[0-9]+)')  # of Ollama's lines
+CLOCK = re.compile(rb'"(created_at|(?:total|prompt_eval|eval)_duration)":("[^"]*"|[0-9]+)')  # of Ollama's lines
 
 
 class Delivered(NamedTuple):

@@ -178,6 +178,9 @@ HOSTILE: dict[str, bytes] = {
 def test_hostile_bodies_are_refused_in_form(front: Front, name: str) -> None:
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/v1/load_lora_adapter"):
         answer = front.http.post(path, content=HOSTILE[name], headers={"Content-Type": "application/json"})
+        if path == "/api/chat" and name in ("names", "spaces"):  # to Ollama, a request to load the model
+            assert answer.status_code == 200 and answer.json()["done_reason"] == "load"
+            continue
         assert 400 <= answer.status_code < 500, (path, answer.text)
         assert answer.json()["error"]
     assert front.http.post("/v1/chat/completions", json=CHAT).status_code == 200

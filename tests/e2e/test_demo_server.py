@@ -154,7 +154,7 @@ def test_n_seed_stop_bias_and_penalties(demo):
     "bad",
     [
         {"temperature": -1},
-        {"top_p": 0},
+        {"top_p": -0.5},
         {"max_tokens": 10**9},
         {"logit_bias": {"no token": 1}},
         {"tools": [{"type": "function", "function": {"name": "not a name"}}]},

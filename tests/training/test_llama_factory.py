@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import Seq2SeqTrainingArguments
 
 from training.config import ConfigError, TrainConfig, load_config
+from training.config.fields import ATTENTION_TARGETS
 from training.config.others import NO_OPS, belongs
 from training.config.refused import REFUSED
 from training.data import DataError, build_datasets, load_tokenizer
@@ -161,8 +162,8 @@ def test_their_examples_start(kind, chat_model, talks, tmp_path, capfd):
 
 @pytest.mark.parametrize(
     ("written", "wanted"),
-    [("all_attention", ("q_proj", "k_proj", "v_proj", "o_proj")), ("all-linear", ("all",)),
-     ("all_attention,up_proj", ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"))],
+    [("all_attention", ATTENTION_TARGETS), ("all-linear", ("all",)),
+     ("all_attention,up_proj", (*ATTENTION_TARGETS, "up_proj"))],
 )  # fmt: skip
 def test_names_that_stand_for_targets(tmp_path, written, wanted):
     assert _load(tmp_path, {"lora_target": written}).lora_target == wanted
