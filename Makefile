@@ -59,7 +59,9 @@ test: setup $(VENV)/.train
 # Small shapes: the interpreter computes an instruction at a time. Processes of their own, as Triton reads the variable
 # when it is imported.
 TRITON := 3.8.0
-KERNELS := tests/gpu/test_kernels.py
+KERNELS := tests/gpu/test_kernels.py tests/gpu/test_training_kernels.py tests/gpu/test_experts_handshake_kernels.py \
+  tests/gpu/test_fused.py::test_of_equal_experts_the_lower_ones_are_chosen tests/gpu/test_fused.py::test_nan_routes_within_range \
+  $(foreach adapters,0 1,'tests/gpu/test_experts_kernels.py::test_weights_are_read_once_per_expert_whatever_the_number_of_adapters[$(adapters)]')
 
 test-kernels: setup $(VENV)/.triton
 	@TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PY) -m pytest -p no:schemathesis -p no:locust -n 2 $(KERNELS) $(ARGS)

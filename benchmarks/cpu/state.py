@@ -136,7 +136,7 @@ class Run:
     def measure_peaks(self, mix: str, pool: Any) -> None:
         """By this pool; of several measurements of a type the highest counts, for rows recorded before it too."""
         pool.begin_step()
-        peaks = measure_peaks(pool, "")
+        peaks = measure_peaks(pool, "", 1 << 26 if self.quick else 1 << 30)
         pool.end_step()
         print(f"  {peaks}{compared(peaks, self.data['machine'].get('known_read_gb_s'))}", flush=True)
         if mix in self.peaks:

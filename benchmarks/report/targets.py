@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Entry = dict[str, Any]
@@ -17,7 +17,7 @@ _READ = {
 _DECODE_RATIO = 1.15  # over llama.cpp at least, in every type
 # Prefill, by tokens: the share of the peak of the products that are used.
 _PEAK = {"avx512": {512: 0.65, 2048: 0.65, 8192: 0.55, 32768: 0.5}, "amx": {2048: 0.2}}
-_FLAT = {  # text, and what holds
+_FLAT: dict[str, tuple[str, Callable[[Entry], bool]]] = {  # what is written, and what holds
     "idle": ("98%", lambda entry: entry["ours"] >= 98),
     "arrivals": ("at most 3x", lambda entry: entry["ours"] <= 3),
     "first": ("none of the others ended", lambda entry: entry["ended"] == 0),

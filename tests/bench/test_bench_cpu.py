@@ -82,7 +82,7 @@ def test_kept_shares_are_of_the_peaks_that_are_told(path):
 def test_a_higher_peak_counts_for_earlier_rows_too(tmp_path, monkeypatch):
     run = Run(parse(_flags(tmp_path)), SHAPE)
     found = iter((Peaks(10e9, 1e9, 1e9, 4e9), Peaks(20e9, 0.5e9, 1e9, 8e9)))
-    monkeypatch.setattr(state, "measure_peaks", lambda pool, isa: next(found))
+    monkeypatch.setattr(state, "measure_peaks", lambda pool, isa, read_bytes: next(found))
     pool = SimpleNamespace(begin_step=lambda: None, end_step=lambda: None)
     run.measure_peaks("Q8_0", pool)
     run.record("decode", "Q8_0", "decode", "tok/s", [1.0], [], gb_s=5.0)
