@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ktserve.strict_yaml import YamlError, compose
-from training.config.errors import ConfigError
+from training.errors import ConfigError
 
 _MAX_DEPTH = 8  # adapters -> entry -> kt_config is four
 _PLAIN = {
