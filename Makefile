@@ -9,7 +9,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := ktserve api cluster engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat train-demo setup quick test test-clients test-ray lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat train-demo setup quick test test-kernels test-gpu test-clients test-ray lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
@@ -17,6 +17,8 @@ help:
 	@echo 'make train-demo train the demo adapters into a running server on this CPU; before, after, and what they score'
 	@echo 'make quick      the tests that need no server and no torch: scheduler, rules, texts, fields, grammars, headers'
 	@echo 'make test       set everything up and run all tests'
+	@echo 'make test-kernels  the kernels for GPUs in the interpreter of Triton, on this CPU'
+	@echo 'make test-gpu   on a machine with an NVIDIA GPU: set up, run tests/gpu and tests/bridge, record the outcome in benchmarks/results'
 	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
 	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
@@ -54,6 +56,19 @@ quick: setup
 test: setup $(VENV)/.train
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Small shapes: the interpreter computes an instruction at a time. Processes of their own, as Triton reads the variable
+# when it is imported.
+TRITON := 3.8.0
+KERNELS := tests/gpu/test_kernels.py tests/gpu/test_training_kernels.py tests/gpu/test_experts_handshake_kernels.py \
+  tests/gpu/test_fused.py::test_of_equal_experts_the_lower_ones_are_chosen tests/gpu/test_fused.py::test_nan_routes_within_range \
+  $(foreach adapters,0 1,'tests/gpu/test_experts_kernels.py::test_weights_are_read_once_per_expert_whatever_the_number_of_adapters[$(adapters)]')
+
+test-kernels: setup $(VENV)/.triton
+	@TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PY) -m pytest -p no:schemathesis -p no:locust -n 2 $(KERNELS) $(ARGS)
+
+test-gpu: setup
+	@$(PY) -m benchmarks.gpu.tests $(ARGS)
+
 test-clients: setup $(VENV)/.clients
 	@KTSERVE_TEST_CLIENTS=1 $(PY) -m pytest tests/clients $(ARGS)
 
@@ -86,7 +101,7 @@ fuzz: setup
 
 bench-cpu: setup
 	@$(PY) -m benchmarks.cpu.run --models '$(or $(MODELS),$(error MODELS=DIR: a folder with 40 GB to spare))' $(if $(LLAMA),--llama '$(LLAMA)') $(if $(OUT),--out '$(OUT)') $(ARGS)
-	@$(PY) -m benchmarks.report.tables
+	@$(PY) -m benchmarks.report.pages
 
 # Stops at the first report; the tiles of AMX are emulated, so every kernel runs on any machine with AVX2.
 sanitize: $(VENV)/.packages
@@ -143,6 +158,12 @@ $(VENV)/.ray: pyproject.toml constraints.txt | $(VENV)/.packages
 $(VENV)/.kt: constraints.txt | $(VENV)/.packages
 	@$(PIP) install -qq --no-deps --constraint constraints.txt kt-kernel 2>$(VENV)/kt.log \
 	  || echo 'kt_kernel is not available here (see $(VENV)/kt.log); the kt expert backend will be off'
+	@touch $@
+
+# Beside the environment, not in it: torch for CPUs comes without Triton and behaves otherwise where it finds it.
+$(VENV)/.triton: Makefile | $(VENV)/.packages
+	@echo 'installing the interpreter of Triton ...'
+	@$(PIP) install -qq --no-deps --upgrade --target $(VENV)/triton triton==$(TRITON)
 	@touch $@
 
 # flashinfer's metadata asks for packages of other kernels than attention's: a gigabyte that is not used here.

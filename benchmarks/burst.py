@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks import record
+
 PROMPTS = ("What is 23 + 48?", "What colour is a banana?", "Tell me a story about a fox.")
 TIMEOUT_S = 120
 
@@ -124,7 +126,7 @@ def main() -> None:
     found = asyncio.run(streams(args.url, args.streams))
     print(json.dumps(found))
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        record.write(args.out, found)
 
 
 if __name__ == "__main__":

@@ -154,3 +154,7 @@ def paired(run_ours: Callable[[], Burst], run_peer: Callable[[], Burst] | None, 
         theirs = run_peer()
         return [run_ours(), theirs]
     return [run_ours(), run_peer()]
+
+
+def p95(seconds: Sequence[float]) -> float:
+    return statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.gateway import config_of
 from cluster.policy import Affinity
 from cluster.scaling.first_tokens import LEAST_S, MOST_S
 from engine.errors import UserError
+from ktserve.strict_yaml import YamlError, load
 
 _LEAST = {
     "replicas": 1, "num_cpus": 0, "num_gpus": 0, "max_open": 1, "fronts": 1, "drain_s": 0, "surge_percent": 0
@@ -80,9 +79,9 @@ class ClusterConfig:
     def read(path: Path) -> ClusterConfig:
         """ValueError for what makes no sense, OSError for a file that cannot be read."""
         try:
-            said = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: {error}") from None
+            said = load(path.read_bytes())
+        except YamlError as error:
+            raise ValueError(f"{path}{f', line {error.line}' if error.line else ''}: {error}") from None
         return ClusterConfig.of(said)
 
     @staticmethod

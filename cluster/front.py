@@ -19,8 +19,8 @@ from api.errors import ApiError
 from api.http.wire import json_response
 from cluster.adapters import changes_adapters
 from cluster.call import DIED, Call
-from cluster.exposition import merged
 from cluster.gateway import application, config_of, error_event
+from cluster.metrics import merged
 
 _MOST_TRIES = 8  # of a request that replicas refuse for now
 _FRESH_S = 1.0  # so old may be what a front knows of adapters that another front's clients changed

@@ -69,7 +69,7 @@ class Policy:
         age = next(i for i, name in enumerate(reversed(known)) if name == adapter)
         return SLOT if age < self._settings.slots else HOST
 
-    def told(self, replica: str, slot: Iterable[str], host: Iterable[str]) -> None:
+    def update_adapters(self, replica: str, slot: Iterable[str], host: Iterable[str]) -> None:
         """A replica's report: its adapters in slots and in host memory. What was sent there shortly before may not be
         in it yet: it counts until the next report."""
         self._told[replica] = {**dict.fromkeys(host, HOST), **dict.fromkeys(slot, SLOT)}

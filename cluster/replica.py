@@ -27,7 +27,7 @@ from api.errors import ApiError
 from cluster.adapters import Adapters
 from cluster.call import DIED, Call, kept_headers
 from cluster.directory import Report
-from cluster.residency import resident
+from cluster.metrics import resident
 from cluster.scaling.first_tokens import FirstTokens
 from cluster.shares import write_share
 from ktserve.launcher import die_with_parent, program

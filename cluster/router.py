@@ -50,11 +50,11 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has
         super().on_request_completed(replica_id, internal_request_id)
         self._sent[replica_id.unique_id] = max(0, self._sent[replica_id.unique_id] - 1)
 
-    def _learn(self, name: str, told: Mapping[str, Any]) -> None:
+    def _learn(self, name: str, report: Mapping[str, Any]) -> None:
         """What a replica reported, once each time."""
-        if "report" in told and self._learnt.get(name) != told["report"]:
-            self._learnt[name] = told["report"]
-            self._policy.told(name, told["slot"], told["host"])
+        if "report" in report and self._learnt.get(name) != report["report"]:
+            self._learnt[name] = report["report"]
+            self._policy.update_adapters(name, report["slot"], report["host"])
 
     def _open(self, replica: RunningReplica) -> int:
         """At least what this router sent. Serve's cache has other routers' requests too, but forgets what it has not

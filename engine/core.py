@@ -113,7 +113,7 @@ class EngineCore:
         try:
             if self._drain is not None:
                 raise RefusalError(m, 503, "draining", "the server is shutting down and takes no new requests", None)
-            request, displaced = admit(m, self.scheduler, self.adapters, self._grammars, vocabulary, time.monotonic())
+            request, evicted = admit(m, self.scheduler, self.adapters, self._grammars, vocabulary, time.monotonic())
         except RefusalError as refusal:
             return self._send(refusal.answer)
         if self.disk is not None:
@@ -126,7 +126,7 @@ class EngineCore:
             request.held = not compiled
         if masks:
             self._masks[m.request_id] = masks
-        self._end(displaced)
+        self._end(evicted)
         return None
 
     def _load_adapter(self, m: LoadAdapter) -> None:
@@ -216,7 +216,7 @@ class EngineCore:
         }
 
     def _launch(self, plan: StepPlan) -> Launched | None:
-        self._grammars.look_ahead(plan)
+        self._grammars.prefetch(plan)
         try:
             launched: Launched = self.runner.launch_forward(plan, self._masks)
             return launched
@@ -225,7 +225,7 @@ class EngineCore:
             return None
 
     def _sample(self, step: Launched) -> bool:
-        self._grammars.look_ahead(step.plan)
+        self._grammars.prefetch(step.plan)
         try:
             self.runner.launch_sample(step, self._masks)
         except Exception as error:  # noqa: BLE001 - as in _launch
@@ -285,7 +285,7 @@ class EngineCore:
         for event in events:
             rid = event.request.request_id
             answer = live[rid]
-            if event.tokens or (answer.owes_prompt and event.kind is EventKind.FINISHED):
+            if event.tokens or (answer.prompt_logprobs_due and event.kind is EventKind.FINISHED):
                 send(Tokens(request_id=rid, tokens=event.tokens) if answer.plain else answer.tokens(event, step))
                 if self.profiler and step:
                     self.profiler.tokens(event, step.plan.step)

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
+from ktserve.strict_yaml import YamlError, compose
 from rules.errors import RulesError
 
 MAX_BYTES = 1 << 18
-MAX_DEPTH = 16  # a rule is 5 deep; PyYAML takes quadratic time on nesting without end
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}": name for name in ("str", "bool", "int", "float", "null")}
 
@@ -50,9 +50,10 @@ class RawRule:
 
 def parse_rules(data: bytes, file: str) -> list[RawRule]:
     """The rules of a file's bytes. RulesError for everything that is not a list of well-formed rules."""
-    if len(data) > MAX_BYTES:
-        raise RulesError(f"{len(data)} bytes are too many for a rules file", file=file, allowed=[f"<= {MAX_BYTES}"])
-    root = _compose(data, file)
+    try:
+        root = compose(data, max_bytes=MAX_BYTES)
+    except YamlError as error:
+        raise RulesError(str(error), file=file, line=error.line) from None
     if not isinstance(root, yaml.SequenceNode):
         raise RulesError("a rules file is a list of rules (`- match: ...`)", file=file, line=_line(root))
     if not root.value:
@@ -62,29 +63,6 @@ def parse_rules(data: bytes, file: str) -> list[RawRule]:
 
 def _line(node: yaml.Node | None) -> int:
     return 1 if node is None else int(node.start_mark.line) + 1
-
-
-def _compose(data: bytes, file: str) -> yaml.Node | None:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise RulesError(f"not UTF-8: {e.reason} at byte {e.start}", file=file) from None
-    try:
-        depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise RulesError("nested too deeply", file=file, allowed=[f"<= {MAX_DEPTH} levels"])
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-                line = event.start_mark.line + 1 if event.start_mark else None
-                raise RulesError("anchors and aliases are not read here: write the value out", file=file, line=line)
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as e:
-        mark = e.problem_mark or e.context_mark
-        line = mark.line + 1 if mark else None
-        raise RulesError(f"not YAML: {e.problem or e.context}", file=file, line=line) from None
-    except yaml.YAMLError as e:
-        raise RulesError(f"not YAML: {e}".replace("\n", " "), file=file) from None
 
 
 def _scalar(node: yaml.ScalarNode, file: str, rule: int, key: str) -> Any:

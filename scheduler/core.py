@@ -155,7 +155,7 @@ class Core:
             self.disk.forget(request.block_hashes[: request.num_published])
 
     def land(self, flight: Flight) -> None:
-        """The step has ended: nothing reads what was held for it, unless an older step is still under way. What it
+        """The step has ended: nothing reads what was held for it, unless an older step is still in flight. What it
         made findable, if it was not undone, is computed."""
         older = [f for f in self.flights if f.plan.step < flight.plan.step]
         if older:

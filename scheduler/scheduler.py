@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from scheduler.batching.batch import Batch
-from scheduler.batching.shares import displaced
+from scheduler.batching.shares import evicted
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
@@ -70,7 +70,7 @@ class Scheduler:
         share leaves it: its REFUSED is returned."""
         core, config = self._core, self.config
         if request.request_id in core.requests:
-            raise AdmissionError("duplicate", f"request {request.request_id!r} is under way already")
+            raise AdmissionError("duplicate", f"request {request.request_id!r} is in flight already")
         if not request.prompt:
             raise AdmissionError("empty_prompt", "the prompt has no tokens, at least 1 is needed")
         if "\0" in request.tenant:
@@ -91,7 +91,7 @@ class Scheduler:
         if waiting >= config.max_queue:
             full = f"{waiting} requests are waiting, the limit is {config.max_queue}"
             retry_after_s = self._pace.retry_after_s(waiting)
-            victim = displaced(core, request.account, tenant_weight)
+            victim = evicted(core, request.account, tenant_weight)
             if victim is None:
                 raise AdmissionError("queue_full", full, retry_after_s)
             event = replace(self._end(victim, EventKind.REFUSED, full), retry_after_s=retry_after_s)
@@ -141,7 +141,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step; None if nothing can run now. The step counts as launched until `commit` or `drop`.
 
-        At most two steps are under way: raises IntegrityError when a third is asked for.
+        At most two steps are in flight: raises IntegrityError when a third is asked for.
         """
         if self.disk is not None:
             self.disk.expire(now)

@@ -149,7 +149,7 @@ def _write(config: TrainConfig, model: PeftModel, folder: Path, adapter: str = "
         try:
             draw_curve(folder)
         except OSError as error:
-            raise TrainingError(f"{folder}: loss.png: {error.strerror or error}", "output_dir") from error
+            raise TrainingError(f"{folder}: loss.svg: {error.strerror or error}", "output_dir") from error
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:

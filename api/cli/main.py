@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from getpass import getpass
 
 import uvloop
 from rich.console import Console
@@ -17,7 +18,7 @@ from api.cli.train import ordered
 from api.config import ServeConfig
 from api.logs import JsonFormatter, RateLimit
 from api.tenants.file import tenant_name
-from api.tenants.hashes import new_key
+from api.tenants.hashes import HashedKey, new_key
 from api.version import project_version
 from engine.config import EngineConfig
 from engine.errors import KtserveError, UserError
@@ -153,6 +154,8 @@ def build_parser() -> Parser:
     new = below.add_parser("new", help="print a new key, and its line for tenants.yaml", formatter_class=_Help)
     new.add_argument("--tenant", metavar="NAME", help="whose key it is to be")
     new.set_defaults(run=_new_key)
+    hashed = below.add_parser("hash", help="read a key and print its line for tenants.yaml", formatter_class=_Help)
+    hashed.set_defaults(run=_hash_key)
     return parser
 
 
@@ -257,6 +260,16 @@ def _new_key(args: argparse.Namespace, console: Console) -> int:
         print(f"stored as:        {stored.line}")
     else:
         print(f"tenants:\n  {args.tenant}:\n    keys:\n      - {stored.line}")
+    return 0
+
+
+def _hash_key(args: argparse.Namespace, console: Console) -> int:
+    """Of a key on stdin; a terminal does not show it."""
+    key = getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    try:
+        print(HashedKey.of(key.strip()).line)
+    except ValueError as error:
+        raise UserError(str(error), "key") from None
     return 0
 
 

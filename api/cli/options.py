@@ -21,6 +21,7 @@ import yaml
 from api.config import ServeConfig
 from engine.config import EngineConfig, refusal
 from engine.errors import UserError
+from ktserve.strict_yaml import YamlError, load
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _PREFIX = "KTSERVE_"
@@ -273,9 +274,12 @@ _PlainLoader.add_implicit_resolver(
 
 def _from_file(path: Path, settings: Sequence[Setting], notes: list[str]) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path}: {' '.join(str(error).split())}", "config") from None
+        content = load(path.read_bytes(), loader=_PlainLoader)
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror or error}", "config") from None
+    except YamlError as error:
+        where = path if error.line is None else f"{path}, line {error.line}"
+        raise UserError(f"--config {where}: {error}", "config") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -131,7 +131,7 @@ class Callers:
             return await self._app(scope, receive, send)
         caller: Tenant | ApiError
         try:
-            caller = scope.get(TENANT) or await self._service.keys.identify(authorization_of(Headers(scope=scope)))
+            caller = scope.get(TENANT) or self._service.keys.tenant(authorization_of(Headers(scope=scope)))
         except ApiError as error:
             caller = error
         scope.setdefault("state", {})["caller"] = caller

@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from api.tenants.hashes import HashedKey
 from api.tenants.record import Tenant
 from engine.errors import UserError
+from ktserve.strict_yaml import YamlError, compose
 
 _MOST_BYTES = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -75,12 +76,9 @@ class _Reader:
 
     def read(self) -> dict[HashedKey, Tenant]:
         try:
-            node = yaml.compose(self._text(), Loader=_NoAliases)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            raise self._error(error.problem or "not YAML", mark.line + 1 if mark else 1) from None
-        except (yaml.YAMLError, RecursionError):
-            raise self._error("not YAML", 1) from None
+            node = compose(self._bytes(), max_bytes=_MOST_BYTES)
+        except YamlError as error:
+            raise self._error(str(error), error.line) from None
         if node is None:
             raise self._error("'tenants:' with a tenant below it is expected", 1)
         try:
@@ -113,21 +111,15 @@ class _Reader:
             raise self._error("no tenant has a key: `ktserve keys new --tenant NAME` prints the lines of one", 1)
         return found
 
-    def _text(self) -> str:
+    def _bytes(self) -> bytes:
         try:
             path = Path(self._path)
             if not stat.S_ISREG(path.stat().st_mode):
                 raise self._error("it is not a file", None)
             with path.open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
+                return file.read(_MOST_BYTES + 1)
         except OSError as error:
             raise self._error(error.strerror or "it cannot be read", None) from None
-        if len(data) > _MOST_BYTES:
-            raise self._error(f"it has more than {_MOST_BYTES} bytes", None)
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise self._error("it is not UTF-8", data[: error.start].count(b"\n") + 1) from None
 
     def _data(self, node: yaml.Node, place: _Place) -> Any:
         """The node as Python's objects; where each of them stands is remembered."""
@@ -158,16 +150,6 @@ class _Reader:
 
     def _error(self, text: str, line: int | None) -> UserError:
         return UserError(f"--tenants {self._path}{'' if line is None else f', line {line}'}: {text}", "tenants")
-
-
-class _NoAliases(yaml.SafeLoader):
-    """An alias may make a small file a large one, or one without an end."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not possible", problem_mark=mark)
-        return super().compose_node(parent, index)
 
 
 def _dotted(place: _Place) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +16,10 @@ from api.tenants.hashes import HashedKey, id_of
 from api.tenants.record import Tenant
 from engine.errors import UserError
 
-_MOST_CHECKS = 32  # unknown keys that wait for their hash
-_WRONG_KEPT = 1024
-
 
 class Keys:
     """Parsed `--api-key` values and a tenants file's hashes. Keys are kept as digests alone. A key without a tenant's
     name is a tenant of its own. Raises UserError for one that is malformed, without showing the key.
-
-    Checking a stored hash takes tens of milliseconds, so it is done on a thread, one at a time, and keys that were
-    right or wrong are remembered by a digest that is keyed for this process.
     """
 
     _given: list[tuple[bytes, Tenant]]  # the command line's
@@ -40,8 +32,8 @@ class Keys:
         in_file: Sequence[str] = (),
         before: Keys | None = None,
     ) -> None:
-        """`in_file`: keys of --api-keys-file. `before`: the keys until now; those of the command line are theirs, and
-        what has been checked is not checked again. Requests in flight keep the tenant they have."""
+        """`in_file`: keys of --api-keys-file. `before`: the keys until now; those of the command line are theirs.
+        Requests in flight keep the tenant they have."""
         numbered = enumerate((*api_keys, *in_file), 1)
         parsed = [_parse(value, number) for number, value in numbered]
         self._given = parsed[: len(api_keys)] if before is None else before._given
@@ -55,16 +47,9 @@ class Keys:
         if both := sorted({tenant.name for tenant in self._stored.values()} & names):
             raise UserError(f"--tenants: {both[0]} is a tenant of --api-key or --api-keys-file too", "tenants")
         self._by_id = {key.id: key for key in self._stored}
-        self._wrong: dict[bytes, None] = {}  # the newest last
-        self._checks: dict[bytes, asyncio.Task[bool]] = {}
-        self._lane = asyncio.Semaphore(1)
         self._admin = _digest(admin_key.encode()) if admin_key is not None else None
-        self._secret = secrets.token_bytes(32)
-        self._right: dict[bytes, HashedKey] = {}
         if before is not None:
             self._admin = self._admin or before._admin
-            self._secret = before._secret
-            self._right = {digest: key for digest, key in before._right.items() if key in self._stored}
 
     @property
     def required(self) -> bool:
@@ -82,21 +67,13 @@ class Keys:
     def named_models(self) -> set[str]:
         return {model for tenant in self.tenants for model in tenant.models or ()}
 
-    async def identify(self, authorization: str | None) -> Tenant:
-        """Whom an Authorization header stands for. Raises ApiError 401, or 503 if too many unknown keys are tried."""
-        given = _bearer(authorization)
-        digest = hashlib.blake2b(given, key=self._secret, digest_size=32).digest()
-        key = self._by_id.get(id_of(given) or "")
-        if key is not None and digest not in self._right and digest not in self._wrong:
-            await self._check(given, digest, key)
-        return self.tenant(authorization)
-
     def tenant(self, authorization: str | None) -> Tenant:
-        """As `identify`, of the command line's keys and those of the file that have been checked."""
+        """Whom an Authorization header stands for. Raises ApiError 401."""
         if not self.required:
             return Tenant()
         given = _bearer(authorization)
-        if stored := self._right.get(hashlib.blake2b(given, key=self._secret, digest_size=32).digest()):
+        stored = self._by_id.get(id_of(given) or "")
+        if stored is not None and stored.matches(given):
             return self._stored[stored]
         found, digest = None, _digest(given)
         for known, tenant in self._tenants:  # all of them, so that the time tells nothing
@@ -114,30 +91,6 @@ class Keys:
         found = [tenant for tenant in self.tenants if tenant.name == name]
         seen = [tenant.models for tenant in found if tenant.models is not None]
         return replace(found[0], models=frozenset.intersection(*seen) if seen else None) if found else None
-
-    async def _check(self, given: bytes, digest: bytes, key: HashedKey) -> None:
-        task = self._checks.get(digest)
-        if task is None:
-            if len(self._checks) >= _MOST_CHECKS:
-                raise ApiError(503, "too many unknown keys are being checked", code="busy", retry_after_s=1.0)
-            task = self._checks[digest] = asyncio.create_task(self._compare(given, key))
-            task.add_done_callback(lambda done: self._checked(digest, key, done))
-        await asyncio.shield(task)  # others may wait for it too
-
-    async def _compare(self, given: bytes, key: HashedKey) -> bool:
-        async with self._lane:
-            return await asyncio.to_thread(key.matches, given)
-
-    def _checked(self, digest: bytes, key: HashedKey, done: asyncio.Task[bool]) -> None:
-        del self._checks[digest]
-        if done.cancelled() or done.exception() is not None:
-            return
-        if done.result():
-            self._right[digest] = key
-            return
-        self._wrong[digest] = None
-        if len(self._wrong) > _WRONG_KEPT:
-            del self._wrong[next(iter(self._wrong))]
 
     def is_admin(self, authorization: str | None) -> bool:
         return self._admin is not None and hmac.compare_digest(self._admin, _digest(_bearer(authorization)))

@@ -41,7 +41,7 @@ class Bucket:
     def take(self, amount: float, now: float) -> None:
         self._level = self.level(now) - amount
 
-    def give_back(self, amount: float, now: float) -> None:
+    def refund(self, amount: float, now: float) -> None:
         self._level = min(self.capacity, self.level(now) + amount)
 
 
@@ -96,7 +96,7 @@ class Ticket:
         self._account.open -= 1
         unused = max(0, self._reserved - self._delivered) + (0 if ran else self._prompt)
         if self._tokens is not None:
-            self._tokens.give_back(unused, self._clock())
+            self._tokens.refund(unused, self._clock())
 
 
 class Limits:

@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.cpu.engine import BenchEngine
-from benchmarks.cpu.state import commit, describe_machine, versions
+from benchmarks.cpu.state import describe_machine, versions
 from benchmarks.models.make import Shape, model_path, write_model
 from demo.paths import demo_model
 from testing.harness import Harness
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--mix", default="Q8_0", help="weights of that model")
     parser.add_argument("--out", type=Path, help="JSON")
     args = parser.parse_args()
-    results: dict[str, Any] = {"commit": commit(), "machine": describe_machine(None), "versions": versions(None)}
+    results: dict[str, Any] = {"machine": describe_machine(None), "versions": versions(None)}
     for name, deterministic in SETTINGS.items():
         results[name] = measure(args.model, deterministic, args.prompts, args.tokens)
         print(name, json.dumps(results[name]), flush=True)
@@ -97,7 +98,7 @@ def main() -> None:
         results["prefill"] = prefill(args.layers, args.mix)
         print("prefill", json.dumps(results["prefill"]), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(results, indent=2) + "\n")
+        record.write(args.out, results)
 
 
 if __name__ == "__main__":

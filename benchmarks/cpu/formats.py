@@ -13,15 +13,15 @@ chooses an older instruction set for ours.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.cpu.engine import BenchEngine
-from benchmarks.cpu.state import SHORT, commit, describe_machine, versions
+from benchmarks.cpu.state import SHORT, describe_machine, versions
 from benchmarks.kernels.formats import GGUF, errors, weight
 from benchmarks.kernels.probe import measure_peaks
 from benchmarks.models.make import Shape, model_path, write_model
@@ -127,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     shape, peer = Shape(layers=args.layers), Peer(args.llama) if args.llama else None
-    data: dict[str, Any] = {"machine": describe_machine(args.threads), "versions": versions(peer), "commit": commit()}
+    data: dict[str, Any] = {"machine": describe_machine(args.threads), "versions": versions(peer)}
     data |= {"layers": args.layers, "isa": _native.choose_isa(""), "rows": []}
     args.models.mkdir(parents=True, exist_ok=True)
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
@@ -144,7 +144,7 @@ def main() -> None:
         data["rows"].append(asdict(row))
         print(row.line(), flush=True)
         if args.out:
-            args.out.write_text(json.dumps(data, indent=1) + "\n")
+            record.write(args.out, data)
 
 
 if __name__ == "__main__":

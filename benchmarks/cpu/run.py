@@ -5,7 +5,7 @@
 
 Models and adapters that DIR lacks are written there first (Q8_0 5.4 GB, Q4_K_M 3.1 GB, BF16 10 GB, the same again for
 packed experts). Without --llama the peer's columns stay empty. Results are written after every row, so an
-interruption loses one row; `python -m benchmarks.report.tables` makes the table and the plot from them.
+interruption loses one row; `python -m benchmarks.report.pages` makes tables and plots of them.
 """
 
 from __future__ import annotations

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
-import json
 import os
 import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.client import our_server
 from benchmarks.cpu.engine import BenchEngine
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s, measure_peaks
@@ -45,10 +42,15 @@ class Run:
         self._key: tuple[str, str] | None = None
         self._up = ExitStack()
         self._held: Any = None
-        self.data: dict[str, Any] = {"machine": describe_machine(args.threads), "versions": versions(self.peer)}
+        self.data: dict[str, Any] = record.origin() | {"machine": describe_machine(args.threads)}
         self.threads = int(self.data["machine"]["threads"])
-        self.data |= {"command": shlex.join(["python", "-m", "benchmarks.cpu.run", *public(sys.argv[1:])])}
-        self.data |= {"commit": commit(), "layers": shape.layers, "peaks": {}, "peer_sweep": {}, "rows": []}
+        self.data |= {
+            "versions": versions(self.peer),
+            "layers": shape.layers,
+            "peaks": {},
+            "peer_sweep": {},
+            "rows": [],
+        }
 
     # ---- files
 
@@ -134,7 +136,7 @@ class Run:
     def measure_peaks(self, mix: str, pool: Any) -> None:
         """By this pool; of several measurements of a type the highest counts, for rows recorded before it too."""
         pool.begin_step()
-        peaks = measure_peaks(pool, "")
+        peaks = measure_peaks(pool, "", 1 << 26 if self.quick else 1 << 30)
         pool.end_step()
         print(f"  {peaks}{compared(peaks, self.data['machine'].get('known_read_gb_s'))}", flush=True)
         if mix in self.peaks:
@@ -192,11 +194,7 @@ class Run:
 
     def write(self) -> None:
         self.data["seconds"] = round(self.args.minutes * 60 - (self.end_s - time.monotonic()))
-        path: Path = self.args.out
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(self.data, indent=1) + "\n")
-        part.replace(path)
+        record.write(self.args.out, self.data)
 
 
 def shares(seen: dict[str, Any], peaks: Peaks) -> dict[str, float]:
@@ -205,11 +203,6 @@ def shares(seen: dict[str, Any], peaks: Peaks) -> dict[str, float]:
     if "gop_s" in seen:
         found["of_peak"] = seen["gop_s"] * 1e9 / peaks.of(seen["peak_of"])
     return found
-
-
-def public(argv: Sequence[str]) -> list[str]:
-    """The command without this machine's folders."""
-    return [Path(word).name if word.startswith("/") else word for word in argv]
 
 
 def describe_machine(threads: int | None) -> dict[str, Any]:
@@ -249,12 +242,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def commit() -> str:
-    """`unknown` without git or its folder."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"

@@ -113,13 +113,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--out", type=Path, help="JSON")
     args = parser.parse_args()
-    from benchmarks.cpu.state import commit, describe_machine, versions
+    from benchmarks import record
+    from benchmarks.cpu.state import describe_machine, versions
     from benchmarks.models.make import Shape, model_path, write_model
 
     with tempfile.TemporaryDirectory(prefix="ktserve-turns-") as temporary:
         folder = args.models or Path(temporary)
         results: dict[str, Any] = {
-            "commit": commit(),
             "machine": describe_machine(args.threads),
             "versions": versions(None),
             "layers": args.layers,
@@ -131,7 +131,7 @@ def main() -> None:
                 write_model(path, Shape(layers=args.layers), mix)
             results["rows"][mix] = compare(args.before.resolve(), path, mix, args)
     if args.out:
-        args.out.write_text(json.dumps(results, indent=2) + "\n")
+        record.write(args.out, results)
 
 
 if __name__ == "__main__":

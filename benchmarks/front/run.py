@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from benchmarks import record
 from benchmarks.front.client import Tally, closed_loop, post
 from loadtests.child import ended_after, served_at
 
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found.append(measure(case, args.seconds, args.checkout))
             print(json.dumps(found[-1]), flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"load_before": psutil.getloadavg()[0], "cases": found}, indent=1) + "\n")
+        record.write(args.out, {"load_before": psutil.getloadavg()[0], "cases": found})
     return 1 if any(case["refused"] for case in found) else 0
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtests.report.svg import Line, plot
+from ktserve.plot import Line, plot
 from scheduler.config import SchedulerConfig
 from scheduler.request import AdapterKey, Request, SamplingParams
 from scheduler.scheduler import Scheduler

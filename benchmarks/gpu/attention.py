@@ -10,13 +10,13 @@ engine's way. `max_error` is the largest mean|difference| / mean|value| between 
 from __future__ import annotations
 
 import argparse
-import json
 from array import array
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import record
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.flashinfer import FlashInferAttention
 from testing.models.shapes import config
@@ -117,7 +117,7 @@ def main() -> None:
         print(line, flush=True)
     results |= {"prefill": prefill, "decode": decode, "max_error": max(line["error"] for line in prefill)}
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        record.write(args.out, results)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import record
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import DRY, LORA_RANK, expert_bytes, random_lora, random_values
@@ -299,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "layers": args.layers, "experts": args.experts, "quantise": args.quantise, "context": args.context,
             "read_gb_s": bytes_per_s / 1e9, "loaded_s": loaded_s,
         }  # fmt: skip
-        args.out.write_text(json.dumps({"about": about, "results": results}, indent=1))
+        record.write(args.out, {"about": about, "results": results})
 
 
 if __name__ == "__main__":

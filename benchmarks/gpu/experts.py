@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import record
 from benchmarks.models.random import LORA_RANK, QWEN3_30B_A3B, expert_bytes, random_lora, random_store
 from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
@@ -340,7 +340,7 @@ def main() -> None:
         else:
             parser.error(f"section {section}: handshake, decode, gpu, hybrid or prefill")
         if args.out:
-            args.out.write_text(json.dumps({"machine": bench.machine} | bench.results, indent=1))
+            record.write(args.out, {"machine": bench.machine} | bench.results)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import record
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import DRY
@@ -234,7 +235,7 @@ def main() -> None:
     for row in results:
         print(json.dumps({name: value for name, value in row.items() if name != "changed"}), flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+        record.write(args.out, {"about": about, "results": results})
 
 
 if __name__ == "__main__":

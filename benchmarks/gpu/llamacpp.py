@@ -24,11 +24,9 @@ interrupted run keeps its tables. BINARIES holds llama-batched-bench and its lib
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +36,8 @@ from typing import Any
 import torch
 
 import rules
-from benchmarks.cpu.state import commit, describe_machine, public, versions
+from benchmarks import record
+from benchmarks.cpu.state import describe_machine, versions
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.make import TYPES, Shape, made_model
 from benchmarks.peers.kt import spare_threads
@@ -144,8 +143,7 @@ class Comparison:
         machine = describe_machine(args.threads or spare_threads(self.cpus))
         machine["gpu"] = torch.cuda.get_device_name() if self.gpu else None
         self.data: dict[str, Any] = {"machine": machine, "versions": versions(self.peer)}
-        self.data |= {"command": " ".join(["python -m benchmarks.gpu.llamacpp", *public(sys.argv[1:])])}
-        self.data |= {"commit": args.commit or commit(), "layers": shape.layers, "prompt": args.prompt}
+        self.data |= {"layers": shape.layers, "prompt": args.prompt}
         self.data |= {"sweep": [], "results": []}
         self._best: dict[tuple[str, int], dict[Flags, list[int]]] = {}
 
@@ -172,7 +170,8 @@ class Comparison:
         flags += where.flags if self.gpu else ()
         flags += ["--cpu-threads", str(self.args.threads)] if self.args.threads else []
         served = Served(served_config(model, flags), context=self.args.prompt)
-        print(f"{mix}, {name}: ktserve serve MODEL {' '.join(public(flags))}, loaded in {served.loaded_s:.0f} s")
+        shown = " ".join(record.without_folders(flags))
+        print(f"{mix}, {name}: ktserve serve MODEL {shown}, loaded in {served.loaded_s:.0f} s")
         print("\n".join(f"  {line}" for line in served.lines), flush=True)
         flags_at = {n: str(peers) for peers, counts in best.items() for n in counts}
         entries = {n: self._entry(mix, name, n, flags, flags_at[n]) for n in sorted(flags_at)}
@@ -192,7 +191,12 @@ class Comparison:
 
     def _entry(self, mix: str, name: str, rows: int, ours: list[str], peers: str) -> dict[str, Any]:
         entry: dict[str, Any] = {"type": mix, "placement": name, "rows": rows}
-        entry |= {"flags": " ".join(public(ours)), "llamacpp_flags": peers, "all_ours": [], "all_llamacpp": []}
+        entry |= {
+            "flags": " ".join(record.without_folders(ours)),
+            "llamacpp_flags": peers,
+            "all_ours": [],
+            "all_llamacpp": [],
+        }
         self.data["results"].append(entry)
         return entry
 
@@ -215,9 +219,8 @@ class Comparison:
             entry |= {"ours_tok_s": ours, "llamacpp_tok_s": peers, "ratio": ours / peers}
             print(row(entry), flush=True)
         if self.args.out:
-            self.args.out.parent.mkdir(parents=True, exist_ok=True)
             done = [entry for entry in self.data["results"] if "ratio" in entry]
-            self.args.out.write_text(json.dumps(self.data | {"results": done}, indent=1) + "\n")
+            record.write(self.args.out, self.data | {"results": done})
 
 
 HEAD = "| weights | experts | rows | ours, tok/s | llama.cpp | ratio | its flags |\n|---|---|---|---|---|---|---|"
@@ -242,7 +245,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of ours; default: as `ktserve serve` chooses")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="one short repetition: shows that it works")
-    parser.add_argument("--commit", help="named in the results where git cannot tell")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(argv)
 

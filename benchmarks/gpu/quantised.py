@@ -13,7 +13,6 @@ Experts are drawn evenly. Kernels are compiled first, format by format, which ta
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import record
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu import widened
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
@@ -131,7 +131,7 @@ def main() -> None:
             row = found[f"{form} {rows} long"] = long_chunk(form, rows, device)
             print(f"{form:8} {rows:5} rows, long: {row}", flush=True)
         if args.out:
-            args.out.write_text(json.dumps(results, indent=1) + "\n")
+            record.write(args.out, results)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import torch
 
 from api.cli.options import Parser, add_flags, resolve, settings_of
 from api.config import ServeConfig
+from benchmarks import record
 from benchmarks.client import Burst, burst, our_request, our_server
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import QWEN3_30B_A3B
@@ -253,7 +254,7 @@ def main() -> None:
             "layers": args.layers, "flags": flags, "context": CONTEXT, "loaded_s": served.loaded_s,
             "lines": served.lines,
         }  # fmt: skip
-        args.out.write_text(json.dumps({"about": about, "results": results, "prompts": prompts}, indent=1) + "\n")
+        record.write(args.out, {"about": about, "results": results, "prompts": prompts})
 
 
 if __name__ == "__main__":

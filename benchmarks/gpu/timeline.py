@@ -14,7 +14,6 @@ experts     their products
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import record
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
 from engine.experts.base import ExpertTask
@@ -154,7 +154,7 @@ def main() -> None:
     served.core.close()
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "layers": args.layers, "prompt": args.prompt, "flags": flags}
-        args.out.write_text(json.dumps({"about": about, **results}, indent=1) + "\n")
+        record.write(args.out, {"about": about, **results})
 
 
 if __name__ == "__main__":

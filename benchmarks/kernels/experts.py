@@ -12,22 +12,19 @@ faster of two settings of K_CFG.
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import importlib.metadata
 import itertools
-import json
 import math
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import record
 from benchmarks.kernels.probe import Peaks, arguments, best_s, line, make_pool, measure_peaks
 from benchmarks.models.blocks import random_bytes
 from benchmarks.peers.kt import KtPeer, Variant, spare_threads, variants
@@ -159,22 +156,16 @@ class Bench:
         print(text, flush=True)
         self.results.append({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
         if args.json:
-            args.json.write_text(json.dumps(self.describe() | {"results": self.results}, indent=1) + "\n")
+            record.write(args.json, self.describe() | {"results": self.results})
 
     def describe(self) -> dict[str, Any]:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        info = Path("/proc/cpuinfo").read_text()
-        model = next((x.split(":")[1].strip() for x in info.splitlines() if x.startswith("model name")), "unknown")
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         if self.args.peer:
             versions["kt-kernel"] = importlib.metadata.version("kt-kernel")
         return {
             "what": "routed experts of one layer, hidden 2048, intermediate 768, 128 experts, top-8",
-            "command": " ".join(["python -m benchmarks.kernels.experts", *sys.argv[1:]]),
-            "date": datetime.date.today().isoformat(),
-            "commit": self.args.commit or done.stdout.strip() or "unknown",
-            "hardware": {
-                "cpu": model, "cpus": len(os.sched_getaffinity(0)),
+            "machine": {
+                "cpus": len(os.sched_getaffinity(0)),
                 "threads": self.args.threads, "peer_threads": self.args.peer_threads,
                 "cache_bytes": cache_bytes(), "isa": self.runner.isa,
             },
@@ -202,7 +193,6 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="time kt_kernel beside; its threads need CPUs to spare")
     parser.add_argument("--peer-threads", type=int, default=spare_threads(cpus))
     parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--commit", help="named in the results where git cannot tell")
     args = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(args)

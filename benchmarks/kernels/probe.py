@@ -73,11 +73,13 @@ def make_pool(threads: int) -> Any:
     return topology.make_pool(threads)
 
 
-def measure_peaks(pool: Any, isa: str) -> Peaks:
+def measure_peaks(pool: Any, isa: str, read_bytes: int = 1 << 30) -> Peaks:
+    """`read_bytes`: more than all caches hold, or the read peak is a cache's."""
+
     def peak(type: str) -> float:
         return float(_native.peak_operations(pool, type, isa=isa))
 
-    return Peaks(_native.read_bandwidth(pool, 1 << 30, repeats=5, isa=isa), peak("f32"), peak("bf16"), peak("int8"))
+    return Peaks(_native.read_bandwidth(pool, read_bytes, repeats=5, isa=isa), peak("f32"), peak("bf16"), peak("int8"))
 
 
 def best_s(pool: Any, repeats: int, run: Callable[[], None]) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 760, 460, 70, 50, 30, 20
+from ktserve.plot import Line
+from ktserve.plot import plot as line_plot
+
+_LEAST_INTENSITY, _MOST_INTENSITY = 0.5, 200.0
 _COLOURS = {"Q8_0": "#1f6fb4", "Q4_K_M": "#c8501e", "BF16": "#3a8a3a"}
 
 
@@ -28,54 +30,35 @@ def plot(data: dict[str, Any]) -> str:
     seen, measured = points(data), list(data["peaks"].values())
     if not seen or not measured:
         return ""
-    read = max(r["bytes_per_s"] for r in measured)
-    peaks = {name: max(r[f"{name}_per_s"] for r in measured) for name in ("f32", "bf16", "int8")}
+    read = max(each["bytes_per_s"] for each in measured)
+    peaks = {name: max(each[f"{name}_per_s"] for each in measured) for name in ("f32", "bf16", "int8")}
     peaks = {name: value for name, value in peaks.items() if value}
-    x_low, x_high = 0.5, max(200.0, 2 * max(peaks.values()) / read)
-    y_high = 1.6 * max(peaks.values())
-    y_low = min(min(p[3] for p in seen), read * x_low) / 2
-
-    def x(value: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * math.log(value / x_low) / math.log(x_high / x_low)
-
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * math.log(value / y_low) / math.log(y_high / y_low)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+    highest, right = max(peaks.values()), max(_MOST_INTENSITY, 2 * max(peaks.values()) / read)
+    lines = [
+        _roof(f"read {read / 1e9:.1f} GB/s", [(_LEAST_INTENSITY, read * _LEAST_INTENSITY), (highest / read, highest)])
     ]
-    for power in range(-1, 6):
-        for value in (10.0**power, 2 * 10.0**power, 5 * 10.0**power):
-            if x_low <= value <= x_high:
-                parts.append(_line(x(value), y(y_low), x(value), y(y_high), "#e4e4e4"))
-                parts.append(_text(x(value), _HEIGHT - _BOTTOM + 16, f"{value:g}", "middle"))
-            if y_low <= value * 1e9 <= y_high:
-                parts.append(_line(x(x_low), y(value * 1e9), x(x_high), y(value * 1e9), "#e4e4e4"))
-                parts.append(_text(_LEFT - 6, y(value * 1e9) + 4, f"{value:g}", "end"))
     for name, peak in peaks.items():
-        parts.append(_line(x(max(x_low, peak / read)), y(peak), x(x_high), y(peak), "#444"))
-        parts.append(_text(x(x_high) - 4, y(peak) - 5, f"{name} {peak / 1e9:.0f} Gop/s", "end"))
-    top = min(max(peaks.values()) / read, x_high)
-    parts.append(_line(x(x_low), y(read * x_low), x(top), y(read * top), "#444"))
-    parts.append(_text(x(x_low) + 8, y(read * x_low * 1.5) - 22, f"read {read / 1e9:.1f} GB/s", "start"))
-    for kind, label, intensity, rate in seen:
-        colour = _COLOURS.get(kind, "#555")
-        fill = colour if label else "none"
-        parts.append(f'<circle cx="{x(intensity):.1f}" cy="{y(rate):.1f}" r="4" fill="{fill}" stroke="{colour}"/>')
-        if label:
-            parts.append(_text(x(intensity) + 7, y(rate) + 12, label, "start", colour))
-    for i, kind in enumerate(dict.fromkeys(p[0] for p in seen)):
-        parts.append(_text(_LEFT + 10, _TOP + 14 + 16 * i, kind, "start", _COLOURS.get(kind, "#555")))
-    parts.append(_text(_WIDTH / 2, _HEIGHT - 10, "operations per byte of weights and KV", "middle"))
-    parts.append(_text(_LEFT, 18, "G operations/s; filled: ktserve, by sequences; hollow: llama.cpp", "start"))
-    return "\n".join([*parts, "</svg>\n"])
+        lines.append(
+            _roof(f"{name} {peak / 1e9:.0f} Gop/s", [(max(_LEAST_INTENSITY, peak / read), peak), (right, peak)])
+        )
+    for kind in dict.fromkeys(point[0] for point in seen):
+        for ours in (True, False):
+            shown = [point for point in seen if point[0] == kind and bool(point[1]) is ours]
+            lines.append(
+                Line(
+                    kind if ours else "",
+                    [(intensity, rate / 1e9) for _, _, intensity, rate in shown],
+                    joined=False,
+                    marks="filled" if ours else "hollow",
+                    labels=[label for _, label, _, _ in shown],
+                    colour=_COLOURS.get(kind, "#555"),
+                )
+            )
+    title = "Filled: ktserve, by sequences; hollow: llama.cpp"
+    return line_plot(
+        lines, title=title, x="operations per byte of weights and KV", y="G operations/s", log_x=True, log_y=True
+    )
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, colour: str = "#222") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
+def _roof(name: str, ends: list[tuple[float, float]]) -> Line:
+    return Line(name, [(intensity, rate / 1e9) for intensity, rate in ends], marks="none", colour="#444")

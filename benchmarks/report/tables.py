@@ -1,82 +1,14 @@
-"""The tables of docs/performance.md and the roofline plots beside it, from the results of benchmarks/cpu/run.py.
-
-    python -m benchmarks.report.tables [RESULTS.json ...]      # default: benchmarks/results/cpu*.json
-
-Each file of results, one a machine, has a section of its own and a plot; what people wrote between them stays.
-"""
+"""A machine's section of docs/performance.md, from the results of benchmarks/cpu/run.py."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.probe import LEAST_OF_KNOWN_READ
-from benchmarks.report.roofline import plot, points
-
-ROOT = Path(__file__).parents[2]
-Entry = dict[str, Any]
-
-# What is to be reached: by row and what is measured, the ratio to the peer and the share of a peak.
-_RATIO = {
-    "decode, 1 sequence": 1.4,
-    "decode, 8 sequences": 2.0,
-    "decode, 16 sequences": 2.4,
-    "decode, 32 sequences": 3.0,
-    "prefill 512": 2.0,
-    "prefill 2048": 2.0,
-    "server, 8 streams": 2.0,
-    "server, 16 streams": 2.0,
-}
-
-
-def target(entry: Entry) -> tuple[str, bool | None]:
-    """What an entry is to reach, and whether it does; None where that cannot be told (no peer)."""
-    row, ratio = entry["row"], entry["ratio"]
-    if row in ("decode", "batch", "prefill", "server") and entry["what"] in _RATIO:
-        want = 1.7 if row == "prefill" and entry["type"] == "BF16" else _RATIO[entry["what"]]
-        parts: list[tuple[str, bool | None]] = [(f"{want:g}x", None if ratio is None else ratio >= want)]
-        if row == "decode":
-            parts.append(("85% of read", entry["of_read"] >= 0.85))
-        if row == "prefill":
-            parts.append(("50% of peak", entry["of_peak"] >= 0.5))
-        if row == "server":
-            theirs = entry.get("peer_ttft_s")
-            parts.append(("TTFT 1/3", None if theirs is None else entry["ttft_s"] <= theirs / 3))
-        return " and ".join(text for text, _ in parts), _all([good for _, good in parts])
-    if row == "adapters":
-        want = 0.83 if entry["type"] == "Q4_K_M" else 0.9
-        return f"{want:.0%} of base", entry["kept"] >= want
-    if row == "idle":
-        return "98%", entry["ours"] >= 98
-    if row == "python":
-        return ("under 3%", entry["ours"] < 3) if "8 rows" in entry["what"] else ("", None)
-    if row == "arrivals":
-        return "at most 3x", entry["ours"] <= 3
-    if row == "first":
-        return "none of the others ended", entry["ended"] == 0
-    if row == "start":
-        return ("seconds: under 10", entry["ours"] < 10) if entry["what"] == "second start" else ("", None)
-    if row == "kt":
-        want = _kt_target(entry)
-        return f"{want:g}x", None if ratio is None else ratio >= want
-    return "", None
-
-
-def _kt_target(entry: Entry) -> float:
-    """Over kt_kernel: 2x on a small machine; with cores to spare the memory bounds both."""
-    if entry["threads"] <= 2:
-        return 2.0
-    return {"BF16": 1.1, "Q8_0": 1.4, "Q4_K_M": 1.5}[entry["type"]] if entry["rows"] == 1 else 1.0
-
-
-def _all(parts: Sequence[bool | None]) -> bool | None:
-    if any(part is False for part in parts):
-        return False
-    return None if None in parts else True
+from benchmarks.report.roofline import points
+from benchmarks.report.targets import Entry, target
 
 
 def instruction(isa: Sequence[str], format: str) -> str:
@@ -94,7 +26,7 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
     machine, versions = data["machine"], data["versions"]
     lines = [
         f"{machine['cpu']}; {machine['cores']} cores, {machine['threads']} threads, {machine['memory_gb']} GB; "
-        f"{', '.join(machine['isa'])}. Commit {data['commit']}; "
+        f"{', '.join(machine['isa'])}. Commit {data['commit']}, {data['date']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + f". {data['seconds'] / 60:.0f} minutes, load before it {machine['load_before']:.1f}.",
         "",
@@ -124,7 +56,8 @@ def render(data: dict[str, Any], image: str = "roofline.svg") -> str:
     lines += [_row(entry, isa, void(data, entry["type"])) for entry in data["rows"]]
     if points(data) and data["peaks"]:
         lines += ["", f"![Operations per second against operations per byte]({image})"]
-    lines += ["", f"Missed: {'; '.join(_missed([e for e in data['rows'] if not void(data, e['type'])])) or 'nothing'}."]
+    judged = [entry for entry in data["rows"] if not void(data, entry["type"])]
+    lines += ["", f"Missed: {'; '.join(_missed(judged, machine['isa'])) or 'nothing'}."]
     for text in data.get("left_out", []):
         lines += ["", f"Not measured: {text}"]
     return "\n".join(map(_wrapped, lines))
@@ -150,10 +83,10 @@ def void(data: dict[str, Any], mix: str) -> bool:
     return bool(known and measured) and measured["bytes_per_s"] / 1e9 < LEAST_OF_KNOWN_READ * known
 
 
-def _missed(rows: Sequence[Entry]) -> list[str]:
+def _missed(rows: Sequence[Entry], isa: Sequence[str]) -> list[str]:
     out = []
     for entry in rows:
-        text, good = target(entry)
+        text, good = target(entry, isa)
         if good is False:
             out.append(f"{entry['what']} in {entry['type']} ({text}{_reached(entry)})")
     return out
@@ -165,13 +98,15 @@ def _reached(entry: Entry) -> str:
         return f", {entry['kept']:.0%}"
     if entry["row"] == "first":
         return f", {entry['ended']}"
-    if entry["row"] in ("idle", "python", "arrivals", "start"):
+    if entry["row"] in ("idle", "python", "arrivals"):
         return f", {_number(entry['ours'])} {entry['unit']}"
-    return f", {entry['ratio']:.2f}x" if entry["ratio"] is not None else ""
+    found = [f"{entry['ratio']:.2f}x"] if entry["ratio"] is not None else []
+    found += [f"{entry[key]:.0%}" for key in ("of_read", "of_peak") if key in entry]
+    return f", {' and '.join(found)}" if found else ""
 
 
 def _row(entry: Entry, isa: Sequence[str], void: bool) -> str:
-    text, good = target(entry)
+    text, good = target(entry, isa)
     unit, peer, ratio = entry["unit"], entry["peer"], entry["ratio"]
     cells = [
         entry["what"],
@@ -221,35 +156,3 @@ def _details(entry: Entry, isa: Sequence[str]) -> list[str]:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def insert(page: str, name: str, machine: str, table: str) -> str:
-    """The page with the section of the results `name` replaced, or added behind the last one."""
-    begin, end = (f"<!-- results of {name}: {word} -->" for word in ("begin", "end"))
-    before, found, behind = page.partition(begin)
-    if found:
-        _, closed, after = behind.partition(end)
-        if not closed:
-            raise ValueError(f"the page has {begin} without its end")
-        return f"{before}{begin}\n\n{table}\n\n{end}{after}"
-    return f"{page.rstrip()}\n\n## {machine}\n\n{begin}\n\n{table}\n\n{end}\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="*", metavar="RESULTS.json")
-    docs, folder = ROOT / "docs", ROOT / "benchmarks" / "results"
-    files = parser.parse_args().results or sorted(folder.glob("cpu*.json"))
-    page = docs / "performance.md"
-    for results in files:
-        data, image = json.loads(results.read_text()), f"roofline-{results.stem}.svg"
-        machine = data["machine"]
-        title = f"Results: {machine['cpu'].partition(',')[0]}, {machine['threads']} threads"
-        page.write_text(insert(page.read_text(), results.name, title, render(data, image)))
-        if svg := plot(data):
-            (docs / image).write_text(svg)
-        print(f"{page.relative_to(ROOT)} from {results.name}: {len(data['rows'])} rows")
-
-
-if __name__ == "__main__":
-    main()

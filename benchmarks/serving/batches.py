@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.client import our_server
-from benchmarks.serving.latency import p95
+from benchmarks.client import our_server, p95
 
 BOUND = 1.1
 SPARE_MIB = 64.0

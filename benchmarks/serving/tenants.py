@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from benchmarks.serving.latency import p95
+from benchmarks.client import p95
 
 BOUND = 1.5
 

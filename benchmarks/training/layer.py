@@ -15,7 +15,6 @@ workers were busy.
 from __future__ import annotations
 
 import importlib
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import record
 from benchmarks.kernels.experts import HIDDEN, INTERMEDIATE, TOP_K, choices, make_layer
 from benchmarks.kernels.probe import Peaks, arguments, make_pool, measure_peaks
 from benchmarks.peers.kt import KtError
@@ -238,7 +238,7 @@ class Bench:
     def write(self, result: dict[str, Any]) -> None:
         self.results.append(result)
         if self.args.json:
-            self.args.json.write_text(json.dumps({"isa": self.trainer.isa, "results": self.results}, indent=1) + "\n")
+            record.write(self.args.json, {"isa": self.trainer.isa, "results": self.results})
 
 
 def main() -> None:

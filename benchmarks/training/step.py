@@ -30,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import record
 from benchmarks.models.folder import write_folder
 from benchmarks.training.soak import write_tokenizer
 from training.loop.progress import LOG, read_log
@@ -218,7 +219,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                 flush=True,
             )
         if args.json:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+            record.write(args.json, results)
 
 
 if __name__ == "__main__":

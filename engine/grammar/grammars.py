@@ -1,6 +1,6 @@
 """All grammars of an engine: compiled on threads, kept by text, followed by requests.
 
-    open -> (compiled already | COMPILING -> Compiled | CompileFailed) -> look_ahead, a step after the other -> close
+    open -> (compiled already | COMPILING -> Compiled | CompileFailed) -> prefetch, a step after the other -> close
 
 All methods belong to the engine's thread. Steps never wait for a compiler: a request whose grammar is being compiled
 waits in the queue. The masks of a step are computed on other threads while the model is.
@@ -142,7 +142,7 @@ class Grammars:
         """Whether compilers are at work: `events` will report it."""
         return bool(self._compiling)
 
-    def look_ahead(self, plan: StepPlan) -> None:
+    def prefetch(self, plan: StepPlan) -> None:
         """Begin the masks of a step's rows, as far as their tokens are known. Called when the step is launched and,
         for the rows whose last token the step before still had to deliver, when it is sampled."""
         if not self._masks:

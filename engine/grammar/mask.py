@@ -53,7 +53,7 @@ class GrammarMask(TokenMask):
         return True
 
     def restrict(self, words: TokenBitmask, output: Sequence[int]) -> None:
-        """Waits for the mask, which `Grammars.look_ahead` has begun. Raises UserError if the grammar went beyond a
+        """Waits for the mask, which `Grammars.prefetch` has begun. Raises UserError if the grammar went beyond a
         limit."""
         if self.matcher is None or self.ahead is None:
             raise RuntimeError("a mask is asked for before it was begun")

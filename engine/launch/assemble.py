@@ -31,7 +31,7 @@ from engine.messages import FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
-from engine.steps.graphs.blockers import graph_blocker
+from engine.steps.graphs.padded import graph_blocker
 from engine.steps.runner import ModelRunner
 from scheduler.config import SchedulerConfig
 from scheduler.policy.drafts import NgramProposer

@@ -27,7 +27,7 @@ from engine.launch.warm import warm_up
 from engine.lora.adapter import AdapterWeights
 from engine.lora.sealed_memory import map_sealed
 from engine.model.causal_lm import CausalLM
-from engine.model.step import Want
+from engine.model.step import OutputKind
 from engine.planning.plan import EnginePlan
 from engine.ranks.group import Ranks
 from engine.ranks.shard import Shard
@@ -104,7 +104,7 @@ def follow(runner: ModelRunner, order: Step) -> None:
         given = runner.step_input(arrays, every=order.every, greedy=order.greedy)
         model.plan(given.batch)
         hidden = runner.executor.forward(given).hidden
-        if given.want is Want.HIDDEN and len(arrays.kept):
+        if given.output_kind is OutputKind.HIDDEN and len(arrays.kept):
             model.logits(hidden[torch.from_numpy(arrays.kept).to(hidden.device)])
         for first, end in order.logits:
             model.logits(hidden[first:end])

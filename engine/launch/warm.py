@@ -10,7 +10,7 @@ import torch
 from engine.attention.base import BLOCK_SIZE
 from engine.errors import EngineError
 from engine.model.load import Progress
-from engine.model.step import Want
+from engine.model.step import OutputKind
 from engine.planning.plan import EnginePlan, computes_chunks
 from engine.steps.inputs import StepArrays
 from engine.steps.runner import ModelRunner
@@ -51,7 +51,7 @@ def run_prompt(runner: ModelRunner, tokens: int, slot: int, scratch_block: int) 
         runner.model.plan(given.batch)
         nothing = torch.zeros(1, dtype=torch.int32, device=runner.device)
         hidden = runner.executor.forward(replace(given, bsz=nothing)).hidden
-        runner.model.output(hidden[-1:], Want.GREEDY)
+        runner.model.output(hidden[-1:], OutputKind.GREEDY)
         if runner.device.type == "cuda":
             torch.cuda.current_stream(runner.device).synchronize()
         runner.model.check()

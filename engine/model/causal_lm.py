@@ -19,7 +19,7 @@ from engine.linear.embedding import Embedding
 from engine.lora.adapter import AdapterWeights, ExtraMlp
 from engine.model.attention import Attention
 from engine.model.mlp import Mlp, SparseMlp
-from engine.model.step import StepInput, StepOutput, Want
+from engine.model.step import OutputKind, StepInput, StepOutput
 from engine.ops.base import Ops
 from engine.ops.greedy import greedy_tokens
 from engine.ranks.group import ALONE, Group
@@ -103,7 +103,7 @@ class CausalLM:
             if step.observe:
                 step.observe(f"model.layers.{layer.index}.mlp", delta)
         hidden = self.ops.add_rms_norm(residual, delta, self.final_norm)
-        return self.output(hidden if step.keep is None else hidden[step.keep], step.want)
+        return self.output(hidden if step.keep is None else hidden[step.keep], step.output_kind)
 
     def check(self) -> None:
         """Once for each begun step, when it has ended: raises the first of its experts' errors, or that of an exchange
@@ -140,12 +140,16 @@ class CausalLM:
         """int64 [T] -> fresh [T, H] in the activations' dtype."""
         return self.embedding(ids).to(self.dtype)
 
-    def output(self, hidden: torch.Tensor, want: Want) -> StepOutput:
+    def output(self, hidden: torch.Tensor, kind: OutputKind) -> StepOutput:
         """From the hidden states after the final norm, [K, H]."""
-        if want is Want.HIDDEN:
+        if kind is OutputKind.HIDDEN:
             return StepOutput(hidden)
         logits = self.logits(hidden)
-        return StepOutput(hidden, logits) if want is Want.LOGITS else StepOutput(hidden, greedy=greedy_tokens(logits))
+        return (
+            StepOutput(hidden, logits)
+            if kind is OutputKind.LOGITS
+            else StepOutput(hidden, greedy=greedy_tokens(logits))
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> float32 [rows, V]."""

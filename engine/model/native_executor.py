@@ -8,7 +8,7 @@ from engine.experts.base import ExpertBuffers
 from engine.linear.base import LoraBatch
 from engine.model.causal_lm import CausalLM
 from engine.model.native_decoder import NativeDecoder, all_native
-from engine.model.step import Executor, StepInput, StepOutput, Want
+from engine.model.step import Executor, OutputKind, StepInput, StepOutput
 
 
 class NativeExecutor:
@@ -32,12 +32,12 @@ class NativeExecutor:
         if step.observe is not None:
             return model.forward(step)
         if step.bsz is not None or not self.runs_in_one_call(step.lora):
-            return model.output(self._by_layers(step), step.want)
-        greedy = step.want is Want.GREEDY
+            return model.output(self._by_layers(step), step.output_kind)
+        greedy = step.output_kind is OutputKind.GREEDY
         hidden, tokens = self._decoder.run(
             model.embed(step.ids), step.batch, step.lora, step.keep, greedy=greedy, trace=step.trace
         )
-        return StepOutput(hidden, greedy=tokens) if greedy else model.output(hidden, step.want)
+        return StepOutput(hidden, greedy=tokens) if greedy else model.output(hidden, step.output_kind)
 
     def _by_layers(self, step: StepInput) -> torch.Tensor:
         """Behind the last attention nothing but the kept tokens is needed: the last MLP runs on them alone."""

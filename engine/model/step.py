@@ -29,7 +29,7 @@ class Trace:
         return [torch.unique(ids).numel() for ids in self.ids]
 
 
-class Want(enum.Enum):
+class OutputKind(enum.Enum):
     """What is to be computed of the kept tokens."""
 
     HIDDEN = "hidden"
@@ -46,7 +46,7 @@ class StepInput:
     batch: BatchLayout
     lora: LoraBatch | None = None
     keep: torch.Tensor | None = None
-    want: Want = Want.HIDDEN
+    output_kind: OutputKind = OutputKind.HIDDEN
     bsz: torch.Tensor | None = None
     trace: Trace | None = None  # filled
     observe: Observer | None = None

@@ -16,17 +16,17 @@ class Answer:
 
     request: Request
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
-    owes_prompt: bool = field(init=False)  # its prompt's log-probabilities, even if its very first token ended it
+    prompt_logprobs_due: bool = field(init=False)  # even if its very first token ended it
     plain: bool = False  # its messages are tokens and nothing else from now on
 
     def __post_init__(self) -> None:
-        self.owes_prompt = self.request.sampling.prompt_logprobs is not None
+        self.prompt_logprobs_due = self.request.sampling.prompt_logprobs is not None
 
     def tokens(self, event: Event, step: Launched | None) -> Tokens:
         """Those of the event, which came of the step."""
         request, prompt = self.request, None
-        if self.owes_prompt:
-            self.owes_prompt = False
+        if self.prompt_logprobs_due:
+            self.prompt_logprobs_due = False
             prompt = [self.prompt_logprobs.get(i) for i in range(len(request.prompt))]
         logprobs = step.logprobs.get(request.request_id) if step is not None and step.logprobs else None
         first, self.plain = len(request.output) <= len(event.tokens), request.sampling.logprobs is None

@@ -26,7 +26,7 @@ from engine.errors import EngineError
 from engine.grammar.masks import NO_MASKS, Masks, TokenBitmask, allowed_words
 from engine.model.causal_lm import CausalLM
 from engine.model.native_executor import choose_executor
-from engine.model.step import StepInput, Trace, Want
+from engine.model.step import OutputKind, StepInput, Trace
 from engine.ops.greedy import NOT_FINITE
 from engine.steps.base import Launched
 from engine.steps.graphs.padded import PaddedDecode
@@ -204,24 +204,24 @@ class ModelRunner:
             self.model.plan(given.batch)
             out = self.executor.forward(given)
             step.hidden, step.logits, step.greedy, step.trace = out.hidden, out.logits, out.greedy, given.trace
-            if given.want is Want.HIDDEN and len(arrays.kept):  # all of the prompt's are wanted too
+            if given.output_kind is OutputKind.HIDDEN and len(arrays.kept):  # all of the prompt's are wanted too
                 step.logits = self.model.logits(out.hidden[to_device(arrays.kept, torch.int64, self.device)])
         step.phases = {"prepare_s": built - began, "forward_s": time.perf_counter() - built}
         return step
 
     def step_input(self, arrays: StepArrays, *, every: bool, greedy: bool) -> StepInput:
         """Of a step that is not padded. `every`: the hidden states of all tokens are wanted."""
-        keep, want = arrays.kept, Want.HIDDEN
+        keep, output_kind = arrays.kept, OutputKind.HIDDEN
         if len(keep) == 0:
             keep = np.zeros(1, np.int64)  # any one: the step is run for its keys and values
         elif not every:
-            want = Want.GREEDY if greedy else Want.LOGITS
+            output_kind = OutputKind.GREEDY if greedy else OutputKind.LOGITS
         return StepInput(
             ids=arrays.token_ids(self.sampled),
             batch=arrays.layout(self.device),
             lora=arrays.lora(self.device),
             keep=None if every or len(keep) == arrays.num_tokens else to_device(keep, torch.int64, self.device),
-            want=want,
+            output_kind=output_kind,
             trace=Trace() if self.tracing else None,
         )
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from ktserve.plot import Line, plot
 from loadtests.report.document import document, facts, plots
 from loadtests.report.document import table as html_table
-from loadtests.report.svg import Line, plot
 
 _COLUMNS = {
     "requests": "requests", "failed": "failed", "requests_s": "req/s", "output_tokens_s": "out tok/s",

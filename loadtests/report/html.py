@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from ktserve.plot import Line, plot
 from loadtests.chaos.watch import Held
 from loadtests.load.limits import error_share, percentile_ms
 from loadtests.load.records import Answer, Stage
 from loadtests.report.document import document, facts, plots, table
-from loadtests.report.svg import Line, plot
 
 _WINDOWS = 40
 _LINES = 8  # groups that a plot can tell apart

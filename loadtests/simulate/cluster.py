@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cluster.policy import Affinity, Policy
-from loadtests.report.svg import Line, plot
+from ktserve.plot import Line, plot
 from loadtests.simulate.cost import MEASURED, StepCost, fitted
 from loadtests.simulate.report import Limits, summary
 from loadtests.simulate.run import Outcome, Simulation, Slots

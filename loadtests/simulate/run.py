@@ -140,15 +140,15 @@ class Simulation:
         sampling = SamplingParams(max_tokens=asked.output, ignore_eos=True)
         request = Request(request_id, list(context), sampling, adapter, conversation.tenant)
         try:
-            displaced = self._scheduler.add(request, asked_s, conversation.weight)
+            evicted = self._scheduler.add(request, asked_s, conversation.weight)
         except AdmissionError:
             self._refused += 1
             return
         self._seen[request_id] = Seen(conversation.tenant, len(context), asked_s)
         self._gap.arrived(conversation.tenant, conversation.weight, len(context))
-        if displaced is not None:
+        if evicted is not None:
             self._refused += 1
-            del self._seen[displaced.request.request_id]
+            del self._seen[evicted.request.request_id]
 
     def _step(self, plan: StepPlan) -> None:
         self._gap.look(self._scheduler)

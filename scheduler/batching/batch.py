@@ -55,7 +55,7 @@ class Batch:
             self._gaps.live(now)
         if self._config.num_adapter_slots:
             core.slots.assign(core.waiting.best_ranks(background=not live), now)
-        self._displace_background()
+        self._preempt_background()
         self._add_rows()
         if not self._rows and not self._live_could_run and (live or not self._gaps.paused(now)):
             self._background, self._admitting = True, not core.num_live_waiting
@@ -91,7 +91,7 @@ class Batch:
         accounts = (name for name in waiting.accounts() if not is_background(name))
         return self._pressed or any(waiting.first(name, self._is_open, ()) is not None for name in accounts)
 
-    def _displace_background(self) -> None:
+    def _preempt_background(self) -> None:
         """Take what waiting live requests lack of seats, blocks and adapter slots from background ones, the newest
         first."""
         core, most = self._core, self._config.max_num_seqs

@@ -65,7 +65,7 @@ class Shares:
         return next((request for request in reversed(self._running) if request.account == tenant), None)
 
 
-def displaced(core: Core, tenant: str, weight: float) -> Request | None:
+def evicted(core: Core, tenant: str, weight: float) -> Request | None:
     """The waiting request that has to leave a full queue for one of `tenant`, an account: the last of the one with the
     most waiting for its weight, if that is more than `tenant` then has. Requests that ran before stay."""
     waiting = {

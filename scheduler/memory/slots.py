@@ -189,7 +189,7 @@ class AdapterSlots:
         if 2 * sum(slot.promised is not None for slot in self.slots) >= max(2, len(self.slots)):
             return  # the others go on: with all slots promised at once, what runs would dwindle
         # what was loaded is used before it has to go, however long loading takes: else two adapters could
-        # displace each other indefinitely
+        # evict each other indefinitely
         ready = [
             s
             for s in self.slots

@@ -31,7 +31,7 @@ def test_a_server_killed_again_and_again_answers_each_line_once(model_dir: Path,
     """The kills fall into validation, answers, assembly and what comes after, wherever this machine's speed has it."""
     rng, data = random.Random(seed), tmp_path / "data"
     flags = ["--data-dir", str(data), "--max-num-seqs", "4", *ADAPTERS]
-    count = 300
+    count = 150
     lines = [line(f"r{n}", text=f"text {n}", model=rng.choice(["tiny", "reverse", "nobody"])) for n in range(count)]
     batch_id = None
     while True:

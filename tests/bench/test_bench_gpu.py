@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import record
 from benchmarks.client import Burst
 from benchmarks.gpu import hybrid, timeline
 from benchmarks.gpu import run as bench_gpu
 from benchmarks.gpu.run import PARTS, Part, command, parse, run
 from benchmarks.gpu.served import Served, served_config, steady_tok_s
+from benchmarks.gpu.tests import run as run_tests
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import DRY
 from engine.config import EngineConfig
@@ -132,3 +135,23 @@ def test_tokens_a_second_while_all_streams_run():
     seen = Burst(8, 9.0, ttft_s=[1.0, 2.0], gaps_s=[[1.0, 1.0, 1.0], [0.5, 0.5, 5.0]])
     assert steady_tok_s(seen) == 2  # from 2 to 4 s: two of the first stream, two of the second
     assert math.isnan(steady_tok_s(Burst(2, 9.0, ttft_s=[1.0, 7.0], gaps_s=[[1.0], [1.0]])))
+
+
+def test_the_gpu_tests_write_how_they_ended(tmp_path, monkeypatch):
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 0\n"
+        "@pytest.mark.skip(reason='no')\n"
+        "def test_left_out(): pass\n"
+        "@pytest.fixture\n"
+        "def broken(): raise ValueError\n"
+        "def test_broken(broken): pass\n"
+    )
+    status = run_tests([str(tests)], 1, tmp_path / "gpu-tests.json")
+    found = json.loads((tmp_path / "gpu-tests.json").read_text())
+    assert status == 1
+    assert list(found)[: len(record.KEYS)] == list(record.KEYS)
+    assert [found[name] for name in ("passed", "skipped", "failures", "errors")] == [1, 1, 1, 1]
+    assert [name.rpartition("::")[2] for name in found["failed"]] == ["test_bad", "test_broken"]

@@ -21,7 +21,9 @@ SOURCES = {
     if not found.ispkg
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-DOCUMENTS = "\n".join(path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES = "\n".join(path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+# Commands of kept results are those of their commits.
+DOCUMENTS = re.sub(r"<!-- results of (\S+): begin -->.*?<!-- results of \1: end -->", "", PAGES, flags=re.DOTALL)
 
 
 def named(name: str) -> set[str]:

@@ -87,7 +87,7 @@ def test_a_report_is_believed_and_what_was_sent_since(steps: list[tuple[str, str
             if replica in reports:
                 reports[replica][-1].add(adapter)
         else:
-            policy.told(replica, [adapter], [f"{adapter}-host", adapter])
+            policy.update_adapters(replica, [adapter], [f"{adapter}-host", adapter])
             reports.setdefault(replica, []).append(set())
         if replica not in reports:
             continue
@@ -98,15 +98,15 @@ def test_a_report_is_believed_and_what_was_sent_since(steps: list[tuple[str, str
 def test_where_adapters_are_decides_and_who_left_is_forgotten() -> None:
     policy = Policy(Affinity())
     policy.sent("a", "law", ())
-    policy.told("a", [], [])
-    policy.told("b", ["med"], ["law"])
-    policy.told("c", ["law"], [])
+    policy.update_adapters("a", [], [])
+    policy.update_adapters("b", ["med"], ["law"])
+    policy.update_adapters("c", ["law"], [])
     assert policy.rank(IDLE, "law", ())[:2] == ["c", "b"], "it has left the replica that it was sent to"
     assert policy.rank(IDLE, "med", ())[0] == "b" and policy.tier("a", "med") == DISK
     policy.sent("a", "med", ())
     assert policy.tier("a", "med") == SLOT, "on its way"
     for tier in (SLOT, DISK):
-        policy.told("a", [], [])
+        policy.update_adapters("a", [], [])
         assert policy.tier("a", "med") == tier
     policy.keep(["a"])
     assert policy.tier("c", "law") == DISK and policy.tier("b", "med") == DISK

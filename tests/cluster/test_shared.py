@@ -15,7 +15,7 @@ from api.tenants.hashes import new_key
 from cluster.adapters import LOAD, UNLOAD, Adapters
 from cluster.call import Call
 from cluster.directory import Catalogue, Directory, Report
-from cluster.exposition import merged
+from cluster.metrics import merged
 from cluster.shares import divided, write_share
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.experts.base import ExpertBackend, ExpertTask
 from engine.experts.reference import ReferenceExperts
 from engine.linear.base import LoraBatch
-from engine.model.step import StepInput, Want
+from engine.model.step import OutputKind, StepInput
 from engine.steps.touched import TouchedCounter
 from scheduler.plan import StepPlan
 from testing.harness import Harness
@@ -89,10 +89,10 @@ def test_one_call_and_calls_by_layer_count_the_rows_that_count(
 
     try:
         on.executor._whole_steps = False
-        by_layers = counted(keep=keep, want=Want.GREEDY)
+        by_layers = counted(keep=keep, output_kind=OutputKind.GREEDY)
         assert by_layers == choices.take() and list(by_layers) == [0, 2]
         on.executor._whole_steps = True
-        assert counted(keep=keep, want=Want.GREEDY) == by_layers
+        assert counted(keep=keep, output_kind=OutputKind.GREEDY) == by_layers
         assert not choices.take(), "one call posts nothing in Python"
         valid = max(0, tokens - padding)
         found = counted(bsz=torch.tensor([valid], dtype=torch.int32))

@@ -43,9 +43,12 @@ def worker() -> Worker:
             pytest.skip(f"kt_kernel cannot be installed here: {why}")
         pytest.fail(f"kt_kernel must load on this machine: {why}")
     answers: dict[str, Any] = {}
+    missing: dict[str, str] = {}  # why this CPU cannot run a case
 
     def run(case: str, variant: str | None = None, **arguments: Any) -> Any:
         key = json.dumps([case, variant, arguments], sort_keys=True)
+        if key in missing:
+            pytest.skip(missing[key])
         if key not in answers:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             if variant:
@@ -54,8 +57,9 @@ def worker() -> Worker:
                 [sys.executable, "-m", "tests.kt.worker", case, json.dumps(arguments)],
                 cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
             )  # fmt: skip
-            if not CPU_HAS_AVX512 and (missing := re.search(r"kt_method \w+: not on this CPU.*", done.stderr)):
-                pytest.skip(missing[0])
+            if not CPU_HAS_AVX512 and (why := re.search(r"kt_method \w+: not on this CPU.*", done.stderr)):
+                missing[key] = why[0]
+                pytest.skip(missing[key])
             assert done.returncode == 0, f"{case} ended with {done.returncode}: {done.stderr[-3000:]}"
             assert "CPUInfer" not in done.stdout, "kt_kernel's chatter reached stdout"
             answers[key] = json.loads(done.stdout)

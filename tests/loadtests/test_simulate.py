@@ -95,7 +95,7 @@ def test_what_is_cached_goes_first_where_memory_is_short() -> None:
 
 
 def test_slot_hits_are_a_share() -> None:
-    """Adapters that displace each other: more loads than requests that ran."""
+    """Adapters that evict each other: more loads than requests that ran."""
     found = simulated(TRACES["adapters"](0, 6, 4.0), num_adapter_slots=1, slot_patience_s=0.0)
     assert 0 <= found["slot_hits"] <= 1
 

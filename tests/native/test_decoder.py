@@ -29,7 +29,7 @@ from engine.model.causal_lm import Layer
 from engine.model.mlp import DenseMlp, SparseMlp
 from engine.model.native_decoder import NativeDecoder, all_native
 from engine.model.native_executor import NativeExecutor
-from engine.model.step import Executor, StepInput, StepOutput, Trace, Want
+from engine.model.step import Executor, OutputKind, StepInput, StepOutput, Trace
 from engine.ops.native import NativeOps
 from engine.ops.rope import Rope
 from engine.weights.store import WeightTensor
@@ -229,13 +229,13 @@ def test_a_step_in_one_call_has_the_bits_of_its_parts(
         used, traces, sparse = on.lora if with_lora else None, [Trace(), Trace()], len(on.model.sparse)
         assert on.executor.runs_in_one_call(used)
         outs = [
-            on.step(used, keep=kept, want=Want.GREEDY, trace=traces[0]),
-            on.step(used, keep=kept, want=Want.LOGITS),
-            on.step(used, on.model, keep=kept, want=Want.LOGITS),
+            on.step(used, keep=kept, output_kind=OutputKind.GREEDY, trace=traces[0]),
+            on.step(used, keep=kept, output_kind=OutputKind.LOGITS),
+            on.step(used, on.model, keep=kept, output_kind=OutputKind.LOGITS),
             on.step(used, keep=kept, observe=lambda place, value: None),
         ]
         on.executor._whole_steps = False
-        outs.append(on.step(used, keep=kept, want=Want.GREEDY, trace=traces[1]))
+        outs.append(on.step(used, keep=kept, output_kind=OutputKind.GREEDY, trace=traces[1]))
     greedy, logits, plain, observed, by_layers = outs
     assert torch.isfinite(greedy.hidden).all() and all(torch.equal(greedy.hidden, other.hidden) for other in outs)
     assert logits.logits is not None and plain.logits is not None and torch.equal(logits.logits, plain.logits)

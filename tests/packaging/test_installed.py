@@ -9,6 +9,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -75,11 +76,15 @@ def decoys(folder: Path, *names: str) -> None:
 def test_every_command_runs_our_code_wherever_it_is_typed(installed: Path, tmp_path: Path) -> None:
     decoys(tmp_path, *_PACKAGES, "torch", "yaml", "random", "importlib")
     ktserve = str(installed / "ktserve")
-    assert "memory plan" in run([ktserve, "plan", *SMALL], tmp_path).stdout
     (adapter,) = installed.parent.glob("lib/*/site-packages/demo/adapters/json")
-    assert "json" in run([ktserve, "adapters", "inspect", str(adapter)], tmp_path).stdout
-    assert run([ktserve, "chat", *SMALL], tmp_path, "What is 2 + 3?\n").stdout.strip() == "2 + 3 = 5."
-    serve(ktserve, tmp_path)
+    with ThreadPoolExecutor() as side_by_side:
+        planned = side_by_side.submit(run, [ktserve, "plan", *SMALL], tmp_path)
+        inspected = side_by_side.submit(run, [ktserve, "adapters", "inspect", str(adapter)], tmp_path)
+        answered = side_by_side.submit(run, [ktserve, "chat", *SMALL], tmp_path, "What is 2 + 3?\n")
+        serve(ktserve, tmp_path)
+    assert "memory plan" in planned.result().stdout
+    assert "json" in inspected.result().stdout
+    assert answered.result().stdout.strip() == "2 + 3 = 5."
 
 
 def test_the_python_path_does_not_replace_our_code(installed: Path, tmp_path: Path) -> None:

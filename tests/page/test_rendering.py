@@ -102,7 +102,7 @@ MARKS = [
 ONE_PAGE = [HealthCheck.function_scoped_fixture]  # every example renders into nodes of its own
 
 
-@settings(max_examples=150, suppress_health_check=ONE_PAGE)
+@settings(max_examples=80, suppress_health_check=ONE_PAGE)
 @given(parts=st.lists(st.sampled_from(HOSTILE + MARKS) | st.text(max_size=8), max_size=24))
 def test_whatever_a_model_writes_stays_text(page: Browser, parts: list[str]) -> None:
     rendered(page, "".join(parts).encode("utf-8", "replace").decode())
@@ -115,14 +115,18 @@ def test_nothing_is_lost(page: Browser, words: list[str]) -> None:
     assert rendered(page, f"x {text}")["text"] == f"x {text}"
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_answers_are_inert(page: Browser, text: str) -> None:
-    page.fill("#prompt", "")
-    page.script("document.querySelector('#prompt').value = arguments[0]", text)
-    page.find("#prompt").send_keys(Keys.ENTER)
-    page.until(lambda: page.script("return !!document.querySelector('.answer:not(.working)')"), "no answer")
-    assert page.script("return window.pwned ?? null") is None
-    assert not page.all(".turns :is(script, img, iframe, svg, style, object)")
+ANSWERED = "return document.querySelectorAll('.answer:not(.working)').length"
+
+
+def test_hostile_answers_are_inert(page: Browser) -> None:
+    """One conversation with all of them: opening a page takes longer than an answer."""
+    for number, text in enumerate(HOSTILE, 1):
+        page.fill("#prompt", "")
+        page.script("document.querySelector('#prompt').value = arguments[0]", text)
+        page.find("#prompt").send_keys(Keys.ENTER)
+        page.until(lambda number=number: page.script(ANSWERED) == number, f"no answer to {text!r}")
+        assert page.script("return window.pwned ?? null") is None, text
+        assert not page.all(".turns :is(script, img, iframe, svg, style, object)"), text
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Guesser:
 
 
 class FakeDisk:
-    """What is on disk, and the orders under way. Writes and deletions end in order, reads whenever they want."""
+    """What is on disk, and the orders in flight. Writes and deletions end in order, reads whenever they want."""
 
     def __init__(self, seed: int = 0) -> None:
         self.kept: dict[bytes, list[int]] = {}
@@ -141,7 +141,7 @@ class FakeDisk:
                 assert GARBAGE not in self.writer[-1][1], "a block is saved before it is computed"
 
     def finish(self, disk: DiskBlocks, kv: list[list[int]], least: int = 0) -> None:
-        """Some of what is under way, from `least` orders on."""
+        """Some of what is in flight, from `least` orders on."""
         for _ in range(self.rng.randint(min(least, len(self.writer)), len(self.writer))):
             order, content = self.writer.popleft()
             if isinstance(order, Save):

@@ -12,7 +12,7 @@ from tests.scheduler.harness import FakeEngine, config, make_request
 
 
 def backlog(engine: FakeEngine, tenant: str, count: int, weight: float = 1.0) -> None:
-    """Keep so many requests of the tenant under way."""
+    """Keep so many requests of the tenant in flight."""
     while sum(r.tenant == tenant for r in engine.scheduler.requests()) < count:
         number = len(engine.submitted)
         engine.add(

@@ -56,7 +56,7 @@ class Timed:
         return self.now - began
 
     def background(self, name: int) -> None:
-        """Sixteen requests under way at the least."""
+        """Sixteen requests in flight at the least."""
         for number in range(16 - len(self.scheduler.requests())):
             self.add(f"b{name}.{number}", 25, background=True)
 

@@ -134,7 +134,7 @@ def test_a_popular_set_of_adapters_cannot_starve_another(depth: int, load_steps:
     assert all(e.kind is EventKind.FINISHED for e in engine.terminal.values())
 
 
-def test_two_adapters_in_one_slot_take_turns_without_displacing_each_other_unused() -> None:
+def test_two_adapters_in_one_slot_take_turns_without_evicting_each_other_unused() -> None:
     engine = FakeEngine(config(num_adapter_slots=1, slot_patience_s=0.0, aging_s=0.0))
     for i in range(20):
         engine.add(make_request(f"r{i}", [i], 2, adapter=(A, B)[i % 2]))

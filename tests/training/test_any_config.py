@@ -83,7 +83,7 @@ def _config(folder: Path, written: dict[str, Any], model: Path, data: Path) -> T
 
 # No deadline: a step's time is the machine's. Not shrunk: every attempt is a whole run.
 @settings(
-    max_examples=20, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=10, deadline=None, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(written=configurations(), resumed=st.booleans())

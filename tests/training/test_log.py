@@ -84,8 +84,8 @@ def test_the_tokens_that_count_are_among_those_of_the_samples(config, pairs):
     assert report.learnt < report.tokens
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_nothing_but_our_lines_is_printed(config, pairs, stage, tmp_path):
+@pytest.mark.parametrize(("stage", "commands"), [("sft", ([], ["--resume", "max_steps=3"])), ("dpo", ([],))])
+def test_nothing_but_our_lines_is_printed(config, pairs, stage, commands, tmp_path):
     """By a whole command: no library's warnings, on either stream."""
     if stage == "dpo":
         pytest.importorskip("trl", reason="stage: dpo needs trl")
@@ -97,7 +97,7 @@ def test_nothing_but_our_lines_is_printed(config, pairs, stage, tmp_path):
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     program = Path(__file__).parents[2] / "ktserve" / "__main__.py"
-    for arguments in ([], ["--resume", "max_steps=3"]):
+    for arguments in commands:
         done = subprocess.run(
             [sys.executable, str(program), "train", str(tmp_path / "run.yaml"), *arguments], capture_output=True,
             text=True,

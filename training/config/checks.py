@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 
 from training.config.document import Settings, Value
-from training.config.errors import ConfigError
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS, REPORTERS, TrainConfig
+from training.errors import ConfigError
 
 # Of each pair one may be given, whatever its value; an override of one takes the place of the other.
 EXCLUSIVE = (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"), ("val_size", "eval_dataset"))

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from training.config.errors import ConfigError
+from ktserve.strict_yaml import YamlError, compose
+from training.errors import ConfigError
 
-_MAX_BYTES = 1 << 20
 _MAX_DEPTH = 8  # adapters -> entry -> kt_config is four
 _PLAIN = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "int", "float", "null", "timestamp", "merge", "value")
@@ -42,13 +42,7 @@ def read_settings(path: Path) -> Settings:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}", "config") from None
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{path}: {len(data)} bytes; at most {_MAX_BYTES} are allowed", "config")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}", "config") from None
-    root = _compose(text, str(path))
+    root = _read(data, str(path))
     if root is None or not isinstance(root.data, dict):
         raise ConfigError(f"{path}:1: 'name: value' lines are expected", "config")
     return root.data
@@ -60,28 +54,20 @@ def parse_override(override: str) -> tuple[list[str], Value]:
     where = f"override {override}"
     if not equals or not name:
         raise ConfigError(f"{where}: key=value is expected", "overrides")
-    return name.split("."), Value((_compose(text, where, numbered=False) or Value(None, where)).data, where)
+    return name.split("."), Value((_read(text.encode(), where, numbered=False) or Value(None, where)).data, where)
 
 
-def _compose(text: str, source: str, numbered: bool = True) -> Value | None:
+def _read(data: bytes, source: str, numbered: bool = True) -> Value | None:
+    def at_line(line: int | None) -> str:
+        return f"{source}:{line}" if numbered and line else source
+
     def where(mark: Any) -> str:
-        return f"{source}:{mark.line + 1}" if numbered and mark else source
+        return at_line(mark.line + 1 if mark else None)
 
     try:
-        depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_DEPTH:
-                raise ConfigError(f"{where(event.start_mark)}: nested more than {_MAX_DEPTH} levels deep", "config")
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-                message = "anchors and aliases are not read here: write the value out"
-                raise ConfigError(f"{where(event.start_mark)}: {message}", "config")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        place = where(error.problem_mark or error.context_mark)
-        raise ConfigError(f"{place}: not YAML: {error.problem or error.context}", "config") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}", "config") from None
+        node = compose(data, max_depth=_MAX_DEPTH)
+    except YamlError as error:
+        raise ConfigError(f"{at_line(error.line)}: {error}", "config") from None
 
     def read(node: yaml.Node) -> Value:
         at = where(node.start_mark)

@@ -246,7 +246,7 @@ class TrainConfig:
         (), "where the log goes beside log.jsonl: none, tensorboard (output_dir/runs), wandb", "Output"
     )
     run_name: str | None = setting(None, "the run's name there", "Output")
-    plot_loss: bool = setting(True, "draw the loss curve (loss.png)", "Output")
+    plot_loss: bool = setting(True, "draw the loss curve (loss.svg)", "Output")
     save_strategy: str = setting("steps", "when checkpoints are written", "Output", choices=("no", "steps", "epoch"))
     save_steps: int = setting(500, "steps between checkpoints", "Output", limits=(1, _LARGE))
     save_only_model: bool = setting(

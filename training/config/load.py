@@ -11,11 +11,11 @@ from typing import Any
 
 from training.config.checks import EXCLUSIVE, check_adapters, check_run, check_written
 from training.config.document import Settings, Value, parse_override, read_settings
-from training.config.errors import ConfigError
 from training.config.fields import ATTENTION_TARGETS, KT_FIELDS, PATHS, PER_ADAPTER, TrainConfig
 from training.config.others import NO_OPS, belongs
 from training.config.refused import OFF, REFUSED
 from training.config.values import FALSE, FIELDS, TRUE, converted_value, is_optional
+from training.errors import ConfigError
 
 _ALIASES = {alias: name for name, f in FIELDS.items() for alias in f.metadata["aliases"]}
 _OWN_TEMPLATES = (

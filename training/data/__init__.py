@@ -9,8 +9,8 @@ from training.data.build import (
     build_datasets,
     load_tokenizer,
 )
-from training.data.errors import DataError
 from training.data.sampler import ShuffledSampler
+from training.errors import DataError
 
 __all__ = [
     "IGNORED",

@@ -17,12 +17,12 @@ from api.text.tokenizer import Tokenizer
 from api.text.tokenizer import load_tokenizer as load_model_tokenizer
 from training.config import TrainConfig
 from training.data.cutting import cut, kept
-from training.data.errors import DataError
 from training.data.files import Row, read_rows
 from training.data.formats import Conversation, conversation, preference
 from training.data.info import Source, find_sources
 from training.data.packing import pack, shuffled
 from training.data.render import Renderer, Tokens
+from training.errors import DataError
 
 IGNORED = -100  # a label that the loss leaves out
 Item = dict[str, list[int]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.data.errors import DataError
+from training.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 

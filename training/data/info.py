@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from training.config import TrainConfig
-from training.data.errors import DataError
 from training.data.files import SUFFIXES
+from training.errors import DataError
 
 _FORMATS = ("alpaca", "sharegpt", "openai")
 _COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected")

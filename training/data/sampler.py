@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from training.data.errors import DataError
 from training.data.packing import shuffled
+from training.errors import DataError
 
 
 class ShuffledSampler:

@@ -1,8 +1,7 @@
-"""What a person and a program see of a run: lines on the terminal, log.jsonl, loss.png."""
+"""What a person and a program see of a run: lines on the terminal, log.jsonl, loss.svg."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import signal
@@ -13,9 +12,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ktserve.plot import Line, plot
 from training.loop.meter import Meter
 
-LOG, CURVE = "log.jsonl", "loss.png"
+LOG, CURVE = "log.jsonl", "loss.svg"
 _SHOWN = ("loss", "eval_loss", "rewards/margins", "rewards/accuracies", "grad_norm", "learning_rate")
 
 
@@ -143,24 +143,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curve(output: Path) -> bool:
-    """loss.png from log.jsonl. False, and nothing, without matplotlib or without a loss in the log."""
+    """loss.svg from log.jsonl. False, and nothing, without a loss in the log."""
     records = read_log(output / LOG)
     curves = {key: [(r["step"], r[key]) for r in records if math.isfinite(r.get(key, math.nan))] for key in _SHOWN[:2]}
-    if importlib.util.find_spec("matplotlib") is None or not curves["loss"]:
+    if not curves["loss"]:
         return False
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for key, points in curves.items():
-        if points:
-            axes.plot(*zip(*points, strict=True), label=key, marker="." if len(points) < 50 else "")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.legend()
+    lines = [Line(key, points) for key, points in curves.items() if points]
     partial = output / f".{CURVE}.partial"
     try:
-        figure.savefig(partial, format="png", dpi=110)
+        partial.write_text(plot(lines, title="", x="step", y="loss"))
         partial.replace(output / CURVE)
     finally:
         partial.unlink(missing_ok=True)

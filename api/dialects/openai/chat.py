@@ -104,7 +104,7 @@ class ChatFormatter(ResponseFormatter):
     def begin(self) -> bytes:
         more: dict[str, Any] = {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
         if self._usage_so_far:  # tokens may have come, but no event has told of them
-            more["usage"] = self._answers.usage(told=False)
+            more["usage"] = self._answers.usage(with_output=False)
         first = {"role": "assistant", "content": self._echoed}
         return b"".join(self._chunk(_delta(index, first), **more) for index in range(self._body.n))
 

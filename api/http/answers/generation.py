@@ -253,11 +253,11 @@ class Answers:
                 parts[index].append(update)
         return [_sum(updates) for updates in parts]
 
-    def usage(self, *, told: bool = True) -> dict[str, Any]:
-        """Prompts count once, however many answers they have; outputs as delivered. `told` False: none of the output
-        has been delivered yet."""
+    def usage(self, *, with_output: bool = True) -> dict[str, Any]:
+        """Prompts count once, however many answers they have; outputs as delivered, or none of them
+        (`with_output` False: before the first delivery)."""
         firsts = self.choices[:: self._n]
-        outputs = self.choices if told else []
+        outputs = self.choices if with_output else []
         prompt = sum(choice.prompt_tokens for choice in firsts)
         output = sum(choice.num_tokens for choice in outputs)
         return {

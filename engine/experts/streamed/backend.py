@@ -29,7 +29,7 @@ from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.parts import GpuParts
 from engine.experts.stream import on_stream
 from engine.experts.streamed.layers import LayerStream, fastest_of_two
-from engine.experts.streamed.threshold import threshold as crossing
+from engine.experts.streamed.threshold import threshold as measured_threshold
 from engine.lora.adapter import ExpertLora
 from engine.weights.store import ExpertStore
 
@@ -227,7 +227,7 @@ class StreamedExperts(ExpertBackend):
 
     @torch.inference_mode()
     def measure(self) -> int:
-        """Measure both ways on the first layer and take the crossing as threshold. No step may be in flight."""
+        """Measure both ways on the first layer; the threshold is where they meet. No step may be in flight."""
         layer = self._order[0]
         self._prepare()
         streamed_s = self._layers.copy_seconds(layer)
@@ -236,7 +236,7 @@ class StreamedExperts(ExpertBackend):
             cpu_s[rows] = self._cpu_seconds(layer, rows)
             if cpu_s[rows] > streamed_s:
                 break
-        found = crossing(cpu_s, streamed_s)
+        found = measured_threshold(cpu_s, streamed_s)
         self.threshold = NEVER if found is None else found
         self.measured = {"streamed_s": streamed_s, "cpu_s": cpu_s, "threshold": self.threshold}
         return self.threshold

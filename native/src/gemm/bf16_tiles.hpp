@@ -200,7 +200,7 @@ inline DotTail tail_of(const DotArgs& a, int64_t panel, int64_t row) {
 template <class Source>
 void dot_by_parts(const DotArgs& a, Source& source) {
   const int64_t blocks = padded_k(a.k) / kBlock;
-  // Equal groups but for the last: 36 rows are 18 + 18, since few rows have too few sums under way.
+  // Equal groups but for the last: 36 rows are 18 + 18, since few rows have too few sums in flight.
   const int64_t groups = (a.rows + kGroup - 1) / kGroup;
   const int64_t most = (a.rows + groups - 1) / groups;
   const int64_t parts = (blocks + kPart - 1) / kPart;

@@ -79,7 +79,7 @@ class Dequantiser {
 
 // A source for dot_by_parts: one part is multiplied while the next is made, panel by panel.
 //
-// A store that is under way delays loads of the same address modulo 4 KB. A step reads block b of both panels (b modulo
+// A store that is in flight delays loads of the same address modulo 4 KB. A step reads block b of both panels (b modulo
 // 4: panels are whole pages apart), so the blocks that are made beside it are those of b - 1 modulo 4.
 template <Format F>
 class Parts {

@@ -4,7 +4,7 @@
 namespace ktserve::avx512 {
 namespace {
 
-// The second level has room for more of them under way than the 16 lines that the first one waits for.
+// The second level has room for more of them in flight than the 16 lines that the first one waits for.
 constexpr _mm_hint kFetched = _MM_HINT_T1;
 constexpr int64_t kAheadBytes = 32 << 10;
 
