@@ -85,6 +85,7 @@ class ResponsesRequest(SamplingFields):
         **shapes.SAMPLING,
         "structured_outputs": shapes.STRUCTURED["structured_outputs"],
         "input": shapes.INPUT,
+        "previous_response_id": shapes.PREVIOUS,
         "tools": shapes.TOOLS,
         "tool_choice": shapes.CHOICE,
     }
