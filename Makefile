@@ -17,7 +17,7 @@ help:
 	@echo 'make train-demo train the demo adapters into a running server on this CPU; before, after, and what they score'
 	@echo 'make quick      the tests that need no server and no torch: scheduler, rules, texts, fields, grammars, headers'
 	@echo 'make test       set everything up and run all tests'
-	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
+	@echo 'make test-clients  install LangChain, LiteLLM, openai-node, Claude Code, Codex, opencode and more; run them against a server'
 	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       [SCENARIO=chat|tenants|adapters|long_prefill|churn|soak] [UI=1]: a minute of locust against a server of its own'
