@@ -73,7 +73,7 @@ def _fuzz_document(base: str, headers: dict[str, str], known: Known, seconds: fl
             checks += [status_code_conformance, response_schema_conformance] if described else []
 
             def check(case: Any, operation: Any = operation, checks: Any = checks) -> None:
-                if case.meta.generation.mode.is_positive:
+                if operation.body and case.meta.generation.mode.is_positive:
                     case.body = known.filled(operation.path, case.body)
                 response = case.call(base_url=base, headers=headers, timeout=_PATIENCE_S)
                 fault = None
