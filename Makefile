@@ -19,7 +19,7 @@ help:
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-kernels  the kernels for GPUs in the interpreter of Triton, on this CPU'
 	@echo 'make test-gpu   on a machine with an NVIDIA GPU: set up, run tests/gpu and tests/bridge, record the outcome in benchmarks/results'
-	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
+	@echo 'make test-clients  install LangChain, LiteLLM, openai-node, Claude Code, Codex, opencode and more; run them against a server'
 	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       [SCENARIO=chat|tenants|adapters|long_prefill|churn|soak] [UI=1]: a minute of locust against a server of its own'

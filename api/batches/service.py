@@ -261,6 +261,8 @@ def expires_after(value: dict[str, Any], param: str) -> int:
     anchor, seconds = value.get("anchor"), value.get("seconds")
     if anchor != "created_at":
         raise bad_request(f"{param}.anchor: 'created_at' is expected, got {shortened(anchor)}", f"{param}.anchor")
+    if isinstance(seconds, float) and seconds.is_integer():  # JSON's 3600.0 is a whole number
+        seconds = int(seconds)
     if type(seconds) is not int or not 3600 <= seconds <= _LONGEST_S:
         raise bad_request(
             f"{param}.seconds: 3600 to {_LONGEST_S} are expected, got {shortened(seconds)}", f"{param}.seconds"

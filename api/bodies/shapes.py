@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from api.bodies.values import INT32
+
 Shape = dict[str, Any]
 _TEXT: Shape = {"type": "string", "minLength": 1, "maxLength": 1000}
 _NAME: Shape = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
@@ -146,7 +148,13 @@ STRUCTURED: dict[str, Shape] = {
 _IDS: Shape = {"type": "array", "minItems": 1, "maxItems": 64, "items": {"$ref": "#/components/schemas/TokenId"}}
 SAMPLING: dict[str, Shape] = {
     "temperature": {"type": "number", "minimum": 0.01, "maximum": 2, "description": "or 0: greedy"},
-    "truncate_prompt_tokens": {"type": "integer", "minimum": 1, "description": "or -1: what fits"},
+    "min_tokens": {"type": "integer", "minimum": 0, "maximum": 16, "description": "or up to what the output may have"},
+    "truncate_prompt_tokens": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": INT32 - 1,
+        "description": "or -1: what fits",
+    },
     "stop_token_ids": _IDS,
     "allowed_token_ids": _IDS,
     "logit_bias": {
@@ -157,9 +165,11 @@ SAMPLING: dict[str, Shape] = {
     },
 }
 IDS = _IDS
-# Other names for what `structured_outputs` says; a request has one of them. docs/api.md has them, the document not.
+# Other names for what `structured_outputs` and `tools` say; a request has one of them. docs/api.md has them, the
+# document not.
 OTHER_NAMES = {
     "guided_json", "guided_regex", "guided_grammar", "guided_choice", "json_schema", "regex", "ebnf", "grammar",
+    "functions", "function_call",
 }  # fmt: skip
 STREAM: Shape = {"const": True, "description": "or false, as without"}
 LOGPROBS: Shape = {"const": True, "description": "or false, as without"}
@@ -184,4 +194,5 @@ CLAUDE_THINKING: Shape = {
         {**_object(("type",), type={"enum": ["adaptive", "disabled"]}), "additionalProperties": False},
     ]
 }
+PREVIOUS: Shape = {"type": "null", "description": "or the id of a stored response"}
 CHOICE: Shape = {"enum": ["auto", "none", "required"], "description": "or a tool, or `allowed_tools`"}

@@ -37,6 +37,23 @@ class UnloadAdapterRequest(Body):
     lora_name: Annotated[str, Field(min_length=1, max_length=200)]
 
 
+_SCALES: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["id", "scale"],
+                        "properties": {"id": {"type": "integer", "minimum": 0}, "scale": {"const": 0}},
+                    },
+                }
+            }
+        },
+    }
+}
 _Request = TypeVar("_Request", LoadAdapterRequest, UnloadAdapterRequest)
 
 
@@ -103,7 +120,7 @@ def router() -> APIRouter:
         check_admin(request, "the list of adapters with their folders")
         return json_response(_llama(service_of(request)))
 
-    @routes.post("/lora-adapters")
+    @routes.post("/lora-adapters", openapi_extra=_SCALES)
     async def llama_scales(request: Request) -> Response:
         """A scale for all requests would change other clients' answers: only 0, as it is, is accepted."""
         check_admin(request)

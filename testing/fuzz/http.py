@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -28,6 +29,7 @@ from schemathesis.specs.openapi.checks import (
 
 from loadtests.chaos.wire import Target
 from testing.fuzz.bodies import PATHS, bodies, content_type
+from testing.fuzz.known import Known
 
 Operation = APIOperation[Any, Any, Any, Any]
 
@@ -50,12 +52,17 @@ class Tally:
             self.faults.setdefault(f"{place}: {fault}", example[:2000])
 
 
-def fuzz_document(target: Target, seconds: float, rng: Random) -> Tally:
+def fuzz_document(target: Target, adapter: Path, seconds: float, rng: Random) -> Tally:
     """Requests that schemathesis generates, and the answers checked against the document. Statuses and bodies of
-    endpoints that describe no refusals are not compared."""
-    tally = Tally()
+    endpoints that describe no refusals are not compared. `adapter`: a folder that the server may load."""
     base, headers = f"http://{target.host}:{target.port}", {"Authorization": f"Bearer {target.key}"}
-    schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
+    with httpx.Client(base_url=base, headers=headers, timeout=_PATIENCE_S) as client:
+        return _fuzz_document(base, headers, Known(client, str(adapter)), seconds, rng)
+
+
+def _fuzz_document(base: str, headers: dict[str, str], known: Known, seconds: float, rng: Random) -> Tally:
+    tally = Tally()
+    schema = schemathesis.openapi.from_url(f"{base}/openapi.json", headers=headers)
     operations = [_operation(found) for found in schema.get_all_operations()]
     until = time.monotonic() + seconds
     while time.monotonic() < until or not tally.ends:
@@ -66,6 +73,8 @@ def fuzz_document(target: Target, seconds: float, rng: Random) -> Tally:
             checks += [status_code_conformance, response_schema_conformance] if described else []
 
             def check(case: Any, operation: Any = operation, checks: Any = checks) -> None:
+                if operation.body and case.meta.generation.mode.is_positive:
+                    case.body = known.filled(operation.path, case.body)
                 response = case.call(base_url=base, headers=headers, timeout=_PATIENCE_S)
                 fault = None
                 try:

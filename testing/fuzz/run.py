@@ -17,7 +17,7 @@ from random import Random
 import torch
 import transformers
 
-from demo.paths import HERE
+from demo.paths import ADAPTERS, HERE
 from loadtests.chaos.server import serving
 from testing.fuzz.corpus import fuzz
 from testing.fuzz.http import Tally, fuzz_bodies, fuzz_document
@@ -41,10 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rng, seconds = Random(args.seed), args.minutes * 60
     files = [fuzz(reader, seconds * _OF_FILES / len(READERS), rng, args.keep) for reader in READERS]
     with tempfile.TemporaryDirectory(prefix="ktfuzz-") as folder:
-        flags = (*_SERVE, "--data-dir", f"{folder}/data", "--adapter-root", str(HERE / "adapters"))
+        root = HERE / "adapters"
+        flags = (*_SERVE, "--data-dir", f"{folder}/data", "--adapter-root", str(root))
         with serving(Path(folder) / "log", flags, _KEY) as (_, target):
             of_requests = seconds * (1 - _OF_FILES) / 2
-            requests = [fuzz_document(target, of_requests, rng), fuzz_bodies(target, of_requests, rng)]
+            requests = [
+                fuzz_document(target, root / ADAPTERS[0], of_requests, rng),
+                fuzz_bodies(target, of_requests, rng),
+            ]
         log = (Path(folder) / "log").read_text(errors="replace")
     faults = [fault for tally in files for fault in tally.faults]
     faults += [f"{fault} ({example})" for tally in requests for fault, example in tally.faults.items()]

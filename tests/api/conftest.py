@@ -55,6 +55,8 @@ class Running:
         self.url = url
         self.log = log
         self.stderr_path = stderr
+        self._received: list[dict[str, Any]] = []
+        self._read = 0  # bytes of the log
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {key}"})
         import openai  # a second and a half, and many of these tests start no server
 
@@ -65,9 +67,14 @@ class Running:
         return self.stderr_path.read_text()
 
     def received(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """What the fake engine was sent."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
-        return [line for line in lines if kind is None or line["type"] == kind]
+        """What the fake engine was sent. Only what has come since the last look is read."""
+        if self.log.exists():
+            with self.log.open("rb") as file:
+                file.seek(self._read)
+                whole, _, _ = file.read().rpartition(b"\n")
+            self._read += len(whole) + 1 if whole else 0
+            self._received += map(json.loads, whole.splitlines())
+        return [line for line in self._received if kind is None or line["type"] == kind]
 
     def wait_for(self, kind: str, count: int = 1) -> list[dict[str, Any]]:
         eventually(lambda: len(self.received(kind)) >= count, f"{count} {kind} messages did not come")

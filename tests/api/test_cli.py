@@ -11,15 +11,21 @@ import select
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from api.cli import main as command_line
+from api.cli.options import settings_of
+from api.config import ServeConfig
+from engine.config import EngineConfig
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import ROOT, environment
 
+Here = Callable[..., tuple[int, str, str]]
 ANSWER = "user\n{}\nassistant\n"
 
 
@@ -30,26 +36,38 @@ def ktserve(*argv: str, stdin: str = "", **fake: Any) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Runs a command that starts no process in this one: its status, and what it printed."""
+    for name in [name for name in os.environ if name.startswith("KTSERVE_")]:
+        monkeypatch.delenv(name)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        try:
+            status = command_line.main(argv)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
 @pytest.mark.parametrize(
     "argv", [[], ["serve"], ["chat"], ["plan"], ["check"], ["doctor"], ["adapters"], ["adapters", "inspect"]]
 )
-def test_help(argv: list[str]) -> None:
-    done = ktserve(*argv, "--help")
-    assert done.returncode == 0 and done.stdout.startswith("usage: ktserve")
-    assert "--model_path" not in done.stdout or argv == ["serve"]
+def test_help(here: Here, argv: list[str]) -> None:
+    status, said, _ = here(*argv, "--help")
+    assert status == 0 and said.startswith("usage: ktserve")
+    assert "--model_path" not in said or argv == ["serve"]
 
 
-def test_every_setting_is_in_the_help() -> None:
-    from api.cli.options import settings_of
-    from api.config import ServeConfig
-    from engine.config import EngineConfig
-
-    text = ktserve("serve", "--help").stdout
+def test_every_setting_is_in_the_help(here: Here) -> None:
+    _, text, _ = here("serve", "--help")
     for setting in settings_of(EngineConfig) + settings_of(ServeConfig):
         assert re.search(rf"^  {setting.flag}[ ,]", text, re.MULTILINE), setting.flag
 
 
-def test_mistakes_are_one_line() -> None:
+def test_mistakes_are_one_line(here: Here) -> None:
     for argv, part in (
         ([], "required"),
         (["sevre"], "did you mean serve?"),
@@ -60,9 +78,9 @@ def test_mistakes_are_one_line() -> None:
         (["chat", "/nope"], "no such file"),
         (["serve", "--backend_type", "ktransformers", "--max_batch_size", "4"], "one request at a time"),
     ):
-        done = ktserve(*argv)
-        assert done.returncode == 1, argv
-        assert part in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        status, _, error = here(*argv)
+        assert status == 1, argv
+        assert part in error and len(error.splitlines()) == 1, error
 
 
 def test_children_get_the_settings_and_give_their_status(model_dir: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -42,13 +42,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    """On a free port; ends with SIGTERM and insists on a clean exit."""
+def serving(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """On a free port; ends with SIGTERM and insists on a clean exit. `environment`: variables beside this process's."""
     output = folder / "output.txt"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KTSERVE_")}
     with output.open("wb") as sink:
         command = [sys.executable, "-m", "api.cli.main", "serve", "--port", "0", *flags]
-        process = subprocess.Popen(command, env=clean, stdout=sink, stderr=sink, cwd=ROOT)
+        process = subprocess.Popen(command, env={**clean, **(environment or {})}, stdout=sink, stderr=sink, cwd=ROOT)
     try:
         server = Server(process, _address(process, output), output)
         yield server

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from api.text.messages import normalise
 from api.text.tokenizer import Tokenizer, load_tokenizer
 from demo.paths import demo_model
+from demo.texts.tools import CLOCK, WEATHER
 from testing.models.tiny import tiny_model
 from training.config import TrainConfig
 from training.data import IGNORED, DataError, PackedDataset, ShuffledSampler, build, build_datasets
@@ -24,9 +25,17 @@ _QWEN3 = Path(__file__).with_name("qwen3.jinja")
 _TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen3"])
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return load_tokenizer(demo_model(), chat_template=_QWEN3 if request.param == "qwen3" else None)
+@pytest.fixture(scope="module", params=["demo", "qwen3", "named"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The demo's, with its own template, with another, and with a list: another, and its own for chats with tools."""
+    if request.param != "named":
+        return load_tokenizer(demo_model(), chat_template=_QWEN3 if request.param == "qwen3" else None)
+    folder, own = tmp_path_factory.mktemp("named"), load_tokenizer(demo_model())
+    own._backend.save(str(folder / "tokenizer.json"))
+    templates = {"tool_use": own.template.source if own.template else "", "default": _QWEN3.read_text()}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "<|im_end|>"}))
+    return load_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +89,16 @@ def _talks(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(talk=_talks())
+@given(talk=_talks(), tools=st.sampled_from([[], [WEATHER], [WEATHER, CLOCK]]))
 def test_every_answer_is_learnt_once_behind_what_the_server_shows(
-    tokenizer: Tokenizer, folder: Path, talk: list[dict[str, Any]]
+    tokenizer: Tokenizer, folder: Path, talk: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> None:
     """Prompts are rendered and tokenised here as a request is; nothing of the renderer under test is used."""
-    data, _ = build_datasets(_config(folder, [{"messages": talk}]), tokenizer)
+    data, _ = build_datasets(_config(folder, [{"messages": talk, "tools": tools}]), tokenizer)
     checked = normalise(talk)
     expected = []
-    how: dict[str, Any] = {"trust_control_tokens": False, "variables": {}}
+    how: dict[str, Any] = {"trust_control_tokens": False, "variables": {"tools": tools} if tools else {}}
+    how["template"] = (tokenizer.tool_template if tools else None) or tokenizer.template
     for i, message in enumerate(checked):
         if message["role"] == "assistant":
             prompt = tokenizer.render(checked[:i], **how, add_generation_prompt=True)

@@ -41,17 +41,18 @@ class Pair:
 
 
 class Renderer:
-    """Renders with a tokenizer and its template, as the server does. `variables`: the template's own."""
+    """Renders with a tokenizer and its templates, as the server does: conversations with tools with the one for them,
+    where the model has one. `variables`: the templates' own."""
 
     def __init__(self, tokenizer: Tokenizer, variables: dict[str, Any], *, trust_control_tokens: bool) -> None:
         if tokenizer.template is None:
             raise UserError(f"{tokenizer.source}: no chat template; give template: FILE.jinja", "template")
-        unknown = sorted(set(variables) - tokenizer.template.variables)
+        self._tokenizer, self._plain = tokenizer, tokenizer.template
+        self._with_tools = tokenizer.tool_template or tokenizer.template
+        unknown = sorted(set(variables) - self._plain.variables - self._with_tools.variables)
         if unknown:
             raise UserError(f"{unknown[0]} changes nothing: the chat template has no such variable", unknown[0])
-        self._tokenizer, self._template = tokenizer, tokenizer.template
         self._variables, self._trust = variables, trust_control_tokens
-        self._knows_tools = "tools" in self._template.variables and format_of(self._template.source) is not None
 
     def conversation(self, sample: Conversation, *, last_only: bool = False) -> Iterator[Tokens]:
         """One sample, or several where the template rewrites history. `last_only`: only the last answer is learnt."""
@@ -84,15 +85,16 @@ class Renderer:
         return Pair(prompt, *ends)
 
     def _chat(self, messages: Sequence[Message], sample: Conversation | Preference) -> _Chat:
-        return _Chat(self._tokenizer, self._template, *self._written(messages, sample), sample.row)
+        template = self._with_tools if sample.tools else self._plain
+        return _Chat(self._tokenizer, template, *self._written(messages, sample, template), sample.row)
 
     def _written(
-        self, messages: Sequence[Message], sample: Conversation | Preference
+        self, messages: Sequence[Message], sample: Conversation | Preference, template: ChatTemplate
     ) -> tuple[list[list[Message]], dict[str, Any], dict[str, str]]:
         """What the template is given for the first 0, 1, ... messages, without control tokens in their strings."""
         variables: dict[str, Any] = dict(self._variables)
         counts = range(len(messages) + 1)
-        if self._knows_tools:
+        if "tools" in template.variables and format_of(template.source) is not None:
             if sample.tools:
                 variables["tools"] = [tool.definition for tool in sample.tools]
             given: Any = (list(messages), variables)

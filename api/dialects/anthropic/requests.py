@@ -69,6 +69,7 @@ class MessagesRequest(Body):
         "output_format": shapes.CLAUDE_FORMAT,
         "output_config": shapes.CLAUDE_OUTPUT,
         "thinking": shapes.CLAUDE_THINKING,
+        "temperature": shapes.SAMPLING["temperature"],
     }
 
     FIELDS = (

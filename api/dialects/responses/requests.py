@@ -85,6 +85,7 @@ class ResponsesRequest(SamplingFields):
         **shapes.SAMPLING,
         "structured_outputs": shapes.STRUCTURED["structured_outputs"],
         "input": shapes.INPUT,
+        "previous_response_id": shapes.PREVIOUS,
         "tools": shapes.TOOLS,
         "tool_choice": shapes.CHOICE,
     }
@@ -118,6 +119,7 @@ class ResponsesRequest(SamplingFields):
         no_op("prompt_cache_options", "the prefix cache finds equal prompts by itself"),
         no_op("stream_options", "nothing is padded"),
         no_op("context_management", "the input is taken as it is"),
+        no_op("client_metadata", "a client's own record"),
         refused("moderation", "there is no moderation"),
         refused("image", "the model writes text only"),
         refused("truncation", "an input that does not fit is a 400", "disabled"),

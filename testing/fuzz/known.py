@@ -1,0 +1,40 @@
+"""Bodies made from the OpenAPI document, with what a document cannot know: files and adapters that this server has."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any
+
+import httpx
+
+_ADAPTER = "made"
+_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
+
+
+class Known:
+    """`client`: with the admin key. `adapter`: a folder that may be loaded."""
+
+    def __init__(self, client: httpx.Client, adapter: str) -> None:
+        self._client = client
+        self._adapter = adapter
+
+    def filled(self, path: str, body: Any) -> Any:
+        """A body for `path` that names what is there. Raises httpx.HTTPStatusError if it cannot be put there."""
+        if path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            return {**body, "lora_name": _ADAPTER, "lora_path": self._adapter, "replace": True}
+        if path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+            load = {"lora_name": _ADAPTER, "lora_path": self._adapter, "replace": True}
+            self._client.post("/v1/load_lora_adapter", json=load).raise_for_status()
+            return {**body, "lora_name": _ADAPTER}
+        if path == "/lora-adapters":
+            return [{**each, "id": 0} for each in body]
+        if path == "/v1/batches":
+            return {**body, "input_file_id": self._file}
+        return body
+
+    @cached_property
+    def _file(self) -> str:
+        file = ("a.jsonl", json.dumps(_LINE).encode() + b"\n")
+        answer = self._client.post("/v1/files", data={"purpose": "batch"}, files={"file": file})
+        return str(answer.raise_for_status().json()["id"])

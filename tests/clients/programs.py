@@ -1,0 +1,164 @@
+"""Coding agents as their vendors ship them, run without a terminal: how each is started, what its calls look like, and
+what it reports at its end. None of them reaches anything but this machine: their proxy is a closed port."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from testing.waiting import PATIENCE_S
+
+BIN = Path(__file__).parent / "node" / "node_modules" / ".bin"
+NOWHERE = "http://127.0.0.1:9"
+
+
+class Ended(NamedTuple):
+    """What a run says. `prompt`, `cached`: tokens of its requests."""
+
+    answer: str
+    prompt: int
+    cached: int
+
+
+def call(name: str, **arguments: Any) -> str:
+    """As the demo's template has it."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+class Program(ABC):
+    """One of them, with `home` and `folder` of its own, against the server at `url`."""
+
+    name: ClassVar[str]
+
+    def __init__(self, url: str, home: Path, folder: Path) -> None:
+        self.url, self.home, self.folder = url, home, folder
+
+    @abstractmethod
+    def read(self, file: Path) -> str:
+        """The call that reads a text file."""
+
+    @abstractmethod
+    def look(self, file: Path) -> str:
+        """The call that reads an image."""
+
+    @abstractmethod
+    def flags(self) -> list[str]: ...
+
+    @abstractmethod
+    def environment(self) -> Mapping[str, str]: ...
+
+    @abstractmethod
+    def ended(self, lines: list[dict[str, Any]]) -> Ended:
+        """From what it has printed: an object a line."""
+
+    def run(self, prompt: str) -> Ended:
+        """A new conversation, to its end."""
+        proxies = {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1,localhost"}
+        done = subprocess.run(
+            [str(BIN / self.name), *self.flags(), prompt],
+            cwd=self.folder,
+            env={"PATH": os.environ["PATH"], "HOME": str(self.home), **proxies, **self.environment()},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=4 * PATIENCE_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self.ended([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+
+
+class ClaudeCode(Program):
+    name = "claude"
+
+    def read(self, file: Path) -> str:
+        return call("Read", file_path=str(file))
+
+    look = read
+
+    def flags(self) -> list[str]:
+        few = "Read,Bash,Edit,Write,TodoWrite"  # all of them are 24,000 tokens
+        return ["--tools", few, "--allowedTools", few, "--output-format", "stream-json", "--verbose", "--print"]
+
+    def environment(self) -> Mapping[str, str]:
+        model = {"ANTHROPIC_MODEL": "demo", "ANTHROPIC_SMALL_FAST_MODEL": "demo"}
+        return {
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": "none",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            **model,
+        }
+
+    def ended(self, lines: list[dict[str, Any]]) -> Ended:
+        usage = lines[-1]["usage"]
+        cached = usage["cache_read_input_tokens"]
+        return Ended(lines[-1]["result"], usage["input_tokens"] + cached, cached)
+
+
+class Codex(Program):
+    name = "codex"
+
+    def read(self, file: Path) -> str:
+        return call("exec_command", cmd=f"cat {file}")
+
+    def look(self, file: Path) -> str:
+        return call("view_image", path=str(file))
+
+    def flags(self) -> list[str]:
+        provider = f'{{name="ktserve", base_url="{self.url}/v1", wire_api="responses"}}'
+        settings = {"model_provider": "ktserve", "model_providers.ktserve": provider}
+        said = [flag for name, value in settings.items() for flag in ("-c", f"{name}={value}")]
+        without = [flag for feature in ("multi_agent", "goals") for flag in ("--disable", feature)]
+        return [
+            "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "demo",
+            *said, *without,
+        ]  # fmt: skip
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    def ended(self, lines: list[dict[str, Any]]) -> Ended:
+        items = [line["item"] for line in lines if line["type"] == "item.completed"]
+        (usage,) = [line["usage"] for line in lines if line["type"] == "turn.completed"]
+        said = [item["text"] for item in items if item["type"] == "agent_message"]
+        return Ended(said[-1], usage["input_tokens"], usage["cached_input_tokens"])
+
+
+class OpenCode(Program):
+    name = "opencode"
+
+    def read(self, file: Path) -> str:
+        return call("read", filePath=str(file))
+
+    look = read
+
+    def flags(self) -> list[str]:
+        return ["run", "--format", "json"]
+
+    def environment(self) -> Mapping[str, str]:
+        models = {"demo": {"name": "demo", "limit": {"context": 32768, "output": 1000}}}
+        options = {"baseURL": f"{self.url}/v1", "apiKey": "none"}
+        provider = {"npm": "@ai-sdk/openai-compatible", "name": "ktserve", "options": options, "models": models}
+        config = {
+            "provider": {"ktserve": provider},
+            "model": "ktserve/demo",
+            "small_model": "ktserve/demo",
+            "autoupdate": False,
+            "share": "disabled",
+            "permission": {"*": "deny", "read": "allow"},  # a denied tool is not offered
+        }
+        off = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+        return {"OPENCODE_CONFIG_CONTENT": json.dumps(config), **{f"OPENCODE_DISABLE_{each}": "1" for each in off}}
+
+    def ended(self, lines: list[dict[str, Any]]) -> Ended:
+        said = [line["part"]["text"] for line in lines if line["type"] == "text"]
+        steps = [line["part"]["tokens"] for line in lines if line["type"] == "step_finish"]
+        cached = sum(step["cache"]["read"] for step in steps)
+        return Ended(said[-1], sum(step["input"] for step in steps) + cached, cached)
+
+
+PROGRAMS: tuple[type[Program], ...] = (ClaudeCode, Codex, OpenCode)
