@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
+from scheduler.drafts import Drafter
 from scheduler.errors import IntegrityError
 from scheduler.memory.blocks import BlockManager, Match
 from scheduler.memory.disk import DiskBlocks
 from scheduler.memory.slots import AdapterSlots
 from scheduler.plan import StepPlan, StepRow
 from scheduler.policy.deadlines import Deadlines
-from scheduler.policy.drafts import Proposer
 from scheduler.policy.fairness import Fairness
 from scheduler.policy.waiting import Entry, WaitingQueue, entry
 from scheduler.request import AdapterKey, Request, Status
@@ -39,9 +39,9 @@ class Core:
     """The requests, and all that they hold: places among the waiting and running, blocks, adapter slots, service. Each
     method is one change of a request's state."""
 
-    def __init__(self, config: SchedulerConfig, proposer: Proposer | None, stored: Iterable[tuple[bytes, int]]) -> None:
+    def __init__(self, config: SchedulerConfig, drafter: Drafter | None, stored: Iterable[tuple[bytes, int]]) -> None:
         self.config = config
-        self.proposer = proposer
+        self.drafter = drafter
         self.requests: dict[str, Request] = {}
         self.deadlines = Deadlines(self.requests)
         self.running: list[Entry] = []  # by rank
@@ -110,8 +110,8 @@ class Core:
             self.void(flight, request)
         request.status = status
         request.num_in_flight = request.num_drafts = 0
-        if self.proposer is not None:
-            self.proposer.forget(request)
+        if self.drafter is not None:
+            self.drafter.end(request)
         del self.requests[request.request_id]
         self.fairness.end(request.account)
         self.slots.drop_user(request.adapter)

@@ -13,10 +13,10 @@ from scheduler.batching.batch import Batch
 from scheduler.batching.shares import evicted
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, Flight
+from scheduler.drafts import Drafter
 from scheduler.errors import IntegrityError
 from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan, StepRow
 from scheduler.policy.cost import CostModel
-from scheduler.policy.drafts import Proposer
 from scheduler.policy.gaps import Gaps
 from scheduler.policy.pace import Pace
 from scheduler.request import BASE, AdapterKey, Request, Status, is_background
@@ -36,16 +36,16 @@ class Scheduler:
     """Continuous batching over paged KV, adapter slots and fair tenants.
 
     Times are seconds of the caller's clock, which must not run backwards. Ended requests are forgotten: their last
-    event is returned once, by whichever call ended them. `proposer`: decode rows carry the drafts that it makes.
+    event is returned once, by whichever call ended them. `drafter`: decode rows carry the drafts that it chooses.
     `disk`, if the config has one, says which blocks are to be written and read, and is told when they were; `stored`:
     keys and sizes of what is there, least recently used first.
     """
 
     def __init__(
-        self, config: SchedulerConfig, proposer: Proposer | None = None, stored: Iterable[tuple[bytes, int]] = ()
+        self, config: SchedulerConfig, drafter: Drafter | None = None, stored: Iterable[tuple[bytes, int]] = ()
     ) -> None:
         self.config = config
-        self._core = Core(config, proposer, stored)
+        self._core = Core(config, drafter, stored)
         self.disk = self._core.disk
         self._cost = CostModel(config.initial_chunk)
         self._pace = Pace()
@@ -58,6 +58,7 @@ class Scheduler:
         self._num_decode_tokens = 0
         self._num_drafted_tokens = 0
         self._num_accepted_tokens = 0
+        self._num_committed = 0  # tokens of the step that was committed last
 
     # ---- requests
 
@@ -178,6 +179,7 @@ class Scheduler:
                 f"step {plan.step}: not accepted drafts and one token per sampling row for requests {wrong}"
             )
         del core.flights[0]
+        self._num_committed = sum(map(len, tokens))
         events, void, take = [], flight.void, self._take_tokens
         for row, new in zip(plan.rows, tokens, strict=True):
             request = row.request
@@ -210,6 +212,8 @@ class Scheduler:
         config = self._core.config
         if self.disk is not None:
             self.disk.observe(plan, seconds)
+        if self._core.drafter is not None:
+            self._core.drafter.observe(plan, self._num_committed, seconds)
         if config.itl_target_s is None and not plan.rows[0].request.background:
             return  # nobody asks what such a step will take
         if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:

@@ -1,9 +1,9 @@
-"""Decode with draft tokens looked up in prompt and output (`--speculate ngram:K`), K from 0 (none) to 4.
+"""Decode with draft tokens looked up in texts, as many as pay (`--speculate ngram:8`), all there are, and none.
 
     python -m benchmarks.cpu.speculate [--model FILE] [--streams 1,8] [--tokens 128] [--turns 3]
 
 Two kinds of prompts: "repetitive", lines that differ in little, which the model goes on with, and "other", a task in
-words. The engine is built as `ktserve serve` builds it; greedy, prompts uncached. Each turn runs every K once; printed
+words. The engine is built as `ktserve serve` builds it; greedy, prompts uncached. Each turn runs every setting once; printed
 are medians: tokens a second while decoding, the share of drafts that was accepted, tokens a step and row.
 """
 
@@ -30,8 +30,7 @@ _TEXTS = {
 
 
 class Engine:
-    def __init__(self, model: Path, drafts: int, streams: int) -> None:
-        speculate = f"ngram:{drafts}" if drafts else None
+    def __init__(self, model: Path, speculate: str | None, streams: int) -> None:
         config = EngineConfig(model=str(model), speculate=speculate, max_num_seqs=streams, prefix_caching=False)
         self.core: EngineCore = assemble(plan_engine(config), self._take, lambda *_: None)
         self._seen: dict[str, int] = {}  # tokens by request
@@ -73,24 +72,24 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--drafts", default="0,1,2,3,4", help="values of K")
+    parser.add_argument("--settings", default="none,ngram:8,suffix:8,ngram:4:always", help="values of --speculate")
     args = parser.parse_args()
     model = args.model or demo_model()
     tokenizer = load_tokenizer(model)
-    print(f"{'text':<12}{'streams':>8}{'K':>3}{'tok/s':>10}{'accepted':>10}{'tokens/step':>13}")
+    print(f"{'text':<12}{'streams':>8} {'speculate':<16}{'tok/s':>10}{'accepted':>10}{'tokens/step':>13}")
     for streams in map(int, args.streams.split(",")):
-        runs: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+        runs: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for _ in range(args.turns):
-            for drafts in map(int, args.drafts.split(",")):
-                engine = Engine(model, drafts, streams)
+            for speculate in args.settings.split(","):
+                engine = Engine(model, None if speculate == "none" else speculate, streams)
                 for name, text in _TEXTS.items():
                     prompt = tokenizer.encode(text, add_special_tokens=False)
                     engine.decode(prompt, streams, min(16, args.tokens))  # caches and threads are warm
-                    runs.setdefault((name, drafts), []).append(engine.decode(prompt, streams, args.tokens))
+                    runs.setdefault((name, speculate), []).append(engine.decode(prompt, streams, args.tokens))
                 engine.core.close()
-        for (name, drafts), seen in sorted(runs.items(), reverse=True, key=lambda item: (item[0][0], -item[0][1])):
+        for (name, speculate), seen in sorted(runs.items(), reverse=True, key=lambda item: item[0]):
             speed, accepted, made = (statistics.median(values) for values in zip(*seen, strict=True))
-            print(f"{name:<12}{streams:>8}{drafts:>3}{speed:>10.1f}{accepted:>10.2f}{made:>13.2f}")
+            print(f"{name:<12}{streams:>8} {speculate:<16}{speed:>10.1f}{accepted:>10.2f}{made:>13.2f}")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ from engine.lora.loader import AdapterReader
 from engine.lora.reader_process import ReaderProcesses
 from engine.messages import FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
+from engine.planning.drafts import make_drafter
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
 from engine.steps.graphs.padded import graph_blocker
 from engine.steps.runner import ModelRunner
 from scheduler.config import SchedulerConfig
-from scheduler.policy.drafts import NgramProposer
 from scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _assemble(
         leader.begin(decode)
     pad_decode(runner, plan, decode, progress)
     warm_up(runner, plan, progress)
-    if plan.num_drafts and runner.padded is not None:
+    if config.speculate and runner.padded is not None:
         runner.notes.append("steps with draft tokens run without CUDA graphs")
     scheduler = Scheduler(
         SchedulerConfig(
@@ -115,7 +115,7 @@ def _assemble(
             disk_block_bytes=store.plan.block_bytes if store else 0,
             **pace(plan),
         ),
-        NgramProposer(plan.num_drafts) if plan.num_drafts else None,
+        make_drafter(config),
         store.stored if store else (),
     )
     disk = None
@@ -142,12 +142,16 @@ def _assemble(
             no_expert_lora=NO_EXPERT_LORA if "kt" in plan.placement.used(".mlp.experts") else "",
         ),
         send,
-        overlap=backends.device.type == "cuda" and not plan.num_drafts if config.overlap is None else config.overlap,
+        overlap=_overlaps(config, backends),
         check_integrity=config.check_integrity,
         profiler=profiler,
         read_bandwidth=bandwidth,
         disk=disk,
     )
+
+
+def _overlaps(config: EngineConfig, backends: Backends) -> bool:
+    return backends.device.type == "cuda" and config.speculate is None if config.overlap is None else config.overlap
 
 
 def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Progress) -> ModelRunner:

@@ -24,6 +24,7 @@ from engine.memory.costs import (
 from engine.memory.items import DevicePlan, Item, Kind
 from engine.memory.limits import Memory
 from engine.units import format_bytes, parse_bytes
+from scheduler.drafts.gain import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from engine.architectures.config import ModelConfig
@@ -114,6 +115,11 @@ def plan_memory(inputs: Inputs) -> MemoryPlan:
     return replace(plan, remedies=_remedies(inputs, plan)) if plan.short else plan
 
 
+def sampled_rows(config: EngineConfig) -> int:
+    """Rows of logits of a step, at most."""
+    return config.max_num_seqs + (MOST_DRAFTS if config.speculate else 0)
+
+
 def _plan(inputs: Inputs) -> MemoryPlan:
     config, source, main, cpu = inputs.config, inputs.source, inputs.main, inputs.cpu
     items = [*_expert_items(inputs), *inputs.extra]
@@ -125,7 +131,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     stated = inputs.scratch is not None and bool(backends & {"native", "hybrid"})
     inside = not (stated and backends == {"native"} and inputs.gpu is None)
     step = rows * buffer_row_bytes(source.config, experts=inside)
-    buffers = step + logits_bytes(source.config, config.max_num_seqs)
+    buffers = step + logits_bytes(source.config, sampled_rows(config))
     items.append(Item(main.name, Kind.STEP, f"step buffers, {rows} tokens", buffers, step))
     if stated and inputs.scratch is not None:
         items.append(Item(cpu.name, Kind.STEP, f"expert scratch, {rows} tokens", inputs.scratch(rows)))

@@ -32,9 +32,11 @@ from engine.memory.plan import (
     asked_tokens,
     plan_memory,
     reserve_bytes,
+    sampled_rows,
     wanted_tokens,
 )
 from engine.memory.stated import STATED, tiled_projections
+from engine.planning.drafts import make_drafter
 from engine.planning.gpu_experts import gpu_share, share_lines, suits
 from engine.planning.gpu_memory import (
     adapter_copies,
@@ -57,8 +59,6 @@ from native import available as native_available
 
 _F32 = 4
 _STEP_SHARE = 0.125  # of a device's free memory, that steps longer than GPU_BATCHED_TOKENS may take
-
-MAX_DRAFTS = 8
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,6 @@ class EnginePlan:
     def cache_blocks(self) -> int:
         """All blocks of the KV cache: padding rows write to one more."""
         return self.num_blocks + 1
-
-    @property
-    def num_drafts(self) -> int:
-        """Draft tokens of a decode row, at most."""
-        return draft_tokens(self.config)
 
     @property
     def torch_threads(self) -> int:
@@ -155,7 +150,7 @@ class EnginePlan:
 def plan_engine(config: EngineConfig) -> EnginePlan:
     """Open the files, choose the backends, plan the memory. Reads headers only, of adapters none. UserError for
     settings that cannot be."""
-    draft_tokens(config)
+    make_drafter(config)
     check_settings(config)
     if config.adapters and not config.max_adapter_slots:
         raise UserError("--adapters with --max-adapter-slots 0: allowed is 1 or more", "max_adapter_slots")
@@ -278,7 +273,7 @@ def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], aske
     if asked is not None or said != "auto":
         return parse_bytes(said, "rules") if asked is None else asked
     used = inputs.stated.weight_bytes(inputs) + sum(item.num_bytes for item in items if item.device == gpu.name)
-    used += inputs.token_budget * buffer_row_bytes(model) + logits_bytes(model, config.max_num_seqs)
+    used += inputs.token_budget * buffer_row_bytes(model) + logits_bytes(model, sampled_rows(config))
     used += reserve_bytes(gpu)
     kv_tokens = asked_tokens(inputs)
     kv_bytes = (kv_tokens or int(wanted_tokens(config, model) / GPU_KV_SHARE)) * inputs.kv_token_bytes
@@ -293,20 +288,6 @@ def pool_threads(config: EngineConfig) -> int | None:
     if config.cpu_threads is not None and not 1 <= config.cpu_threads <= most:
         raise UserError(f"--cpu-threads {config.cpu_threads}: 1 to {most} on this machine", field="cpu_threads")
     return config.cpu_threads
-
-
-def draft_tokens(config: EngineConfig) -> int:
-    """What --speculate asks for, 0 without it."""
-    if config.speculate is None:
-        return 0
-    kind, _, count = config.speculate.partition(":")
-    if kind != "ngram" or count not in map(str, range(1, MAX_DRAFTS + 1)):
-        raise UserError(
-            f"--speculate {config.speculate!r}: ngram:K is expected, K from 1 to {MAX_DRAFTS}", field="speculate"
-        )
-    if config.overlap:
-        raise UserError("--speculate needs each step's tokens before the next one: leave out --overlap", "overlap")
-    return int(count)
 
 
 def _slot_copies(placement: Placement) -> dict[str, int]:

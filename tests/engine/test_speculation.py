@@ -57,11 +57,17 @@ def requests(draw) -> list[tuple[list[int], dict]]:
 
 @BACKENDS
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), shape=st.integers(0, 2), k=st.integers(1, 8), budget=st.sampled_from([8, 64]))
-def test_tokens_are_those_of_one_token_a_step(families, backend, data, shape, k, budget):
+@given(
+    data=st.data(),
+    shape=st.integers(0, 2),
+    kind=st.sampled_from(["ngram", "suffix"]),
+    k=st.integers(1, 8),
+    budget=st.sampled_from([8, 64]),
+)
+def test_tokens_are_those_of_one_token_a_step(families, backend, data, shape, kind, k, budget):
     asked = requests(data.draw)
     runs = []
-    for speculate in (None, f"ngram:{k}"):
+    for speculate in (None, f"{kind}:{k}:always", f"{kind}:{k}"):
         engine = families[shape].engine(speculate=speculate, max_num_seqs=4, max_num_batched_tokens=budget, **backend)
         rids = [engine.submit(prompt, **options) for prompt, options in asked]
         results = engine.run()
@@ -69,7 +75,8 @@ def test_tokens_are_those_of_one_token_a_step(families, backend, data, shape, k,
         stats = engine.core.stats()
         assert stats["accepted_tokens"] <= stats["drafted_tokens"]
         engine.close()
-    for plain, drafted in zip(*runs, strict=True):
+    first, *others = runs
+    for plain, drafted in [(p, d) for other in others for p, d in zip(first, other, strict=True)]:
         assert isinstance(plain.end, Finished)
         ends = [replace(run.end, stop_logprobs=None) for run in (plain, drafted)]  # equal within rounding, as all are
         assert plain.tokens == drafted.tokens and ends[0] == ends[1]
@@ -89,7 +96,7 @@ def folder(tmp_path_factory):
 
 def test_a_text_that_repeats_itself_takes_fewer_steps(folder):
     steps = []
-    for speculate in (None, "ngram:4"):
+    for speculate in (None, "ngram:4:always"):
         engine = Harness(folder, speculate=speculate)
         # one token again and again, whatever the model says: every draft is right once it has been seen
         engine.generate([[3, 4, 5]], max_tokens=40, allowed_token_ids=(9,))
@@ -101,7 +108,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(folder):
 
 
 def test_a_stop_string_ends_within_a_run_of_drafts(folder):
-    engine = Harness(folder, speculate="ngram:4")
+    engine = Harness(folder, speculate="ngram:4:always")
     rid = engine.submit([3, 4, 5], max_tokens=40, allowed_token_ids=(9,))
     engine.until(lambda: len(engine.results[rid].tokens) > 8)
     engine.core.handle(StopFound(request_id=rid, num_tokens=7))
@@ -111,9 +118,25 @@ def test_a_stop_string_ends_within_a_run_of_drafts(folder):
     engine.close()
 
 
-@pytest.mark.parametrize("wrong", ["ngram", "ngram:", "ngram:0", "ngram:9", "ngram:+1", "ngram: 1", "draft:2", "4", ""])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "ngram",
+        "ngram:",
+        "ngram:0",
+        "ngram:33",
+        "ngram:+1",
+        "ngram: 1",
+        "draft:2",
+        "4",
+        "",
+        "ngram:4:",
+        "suffix:4:ever",
+        "suffix",
+    ],
+)
 def test_what_cannot_be_is_refused(folder, wrong):
-    with pytest.raises(UserError, match=r"ngram:K is expected, K from 1 to 8"):
+    with pytest.raises(UserError, match=r"ngram:K or suffix:K is expected, K from 1 to 32"):
         plan_engine(EngineConfig(model=str(folder), speculate=wrong))
 
 

@@ -24,7 +24,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = GrammarSpec("json_schema", json.dumps(SCHEMA))
-MODES: list[dict[str, Any]] = [{}, {"overlap": True}, {"speculate": "ngram:4"}]
+MODES: list[dict[str, Any]] = [{}, {"overlap": True}, {"speculate": "ngram:4:always"}]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])

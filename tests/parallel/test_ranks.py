@@ -88,7 +88,7 @@ def quick_starts() -> Iterator[None]:
         pytest.param(4, {"overlap": True, "cuda_graphs": "padded"}, id="4-padded-overlapped"),
         pytest.param(
             2,
-            {"rules": None, "pack_cache": "off", "speculate": "ngram:2"},
+            {"rules": None, "pack_cache": "off", "speculate": "ngram:2:always"},
             id="2-native-drafts",
             marks=pytest.mark.skipif(not available()[0], reason=available()[1]),
         ),

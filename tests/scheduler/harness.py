@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from scheduler.drafts import Drafter, Proposal
 from scheduler.memory.disk import DiskBlocks
 from scheduler.plan import DiskOrder, Drop, Event, EventKind, Fetch, Save, StepPlan
-from scheduler.policy.drafts import Proposer
 from scheduler.request import BASE, AdapterKey, Request, SamplingParams, Status
 from scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -104,15 +104,16 @@ class Guesser:
         self._most = most
         self.known: set[Request] = set()
 
-    def propose(self, request: Request) -> list[int]:
+    def propose(self, request: Request, most: int) -> Proposal:
         assert not request.num_in_flight > 1 and not request.num_drafts
         self.known.add(request)
         rng = self._rng
         coming = expected_tokens(request, self._config)[0][len(request.output) :]
         right = coming[: rng.randint(0, self._most)]
-        return (right + [rng.randrange(VOCAB) for _ in range(self._most)])[: rng.randint(0, self._most)]
+        tokens = (right + [rng.randrange(VOCAB) for _ in range(self._most)])[: rng.randint(0, min(most, self._most))]
+        return Proposal(tokens, rng.randint(2, 20))
 
-    def forget(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
         self.known.discard(request)
 
 
@@ -181,15 +182,17 @@ class FakeEngine:
         config: SchedulerConfig,
         depth: int = 0,
         dt: float = 0.01,
-        proposer: Proposer | None = None,
+        drafter: Drafter | None = None,
         disk: FakeDisk | None = None,
+        seconds: Callable[[StepPlan], float] | None = None,
     ) -> None:
         self.config = config
         self.disk = disk or FakeDisk()
-        self.scheduler = Scheduler(config, proposer, self.disk.scan(config.disk_block_bytes))
+        self.scheduler = Scheduler(config, drafter, self.disk.scan(config.disk_block_bytes))
         self.depth = depth
         self.now = 0.0
         self.dt = dt
+        self.seconds = seconds  # what the scheduler is told that steps took
         self.kv = [[GARBAGE] * config.block_size for _ in range(config.num_blocks)]
         self.resident: dict[int, AdapterKey] = {0: BASE}
         self.loading: dict[int, AdapterKey] = {}
@@ -315,6 +318,8 @@ class FakeEngine:
         for row in plan.rows:
             assert self.resident[row.adapter_slot] == row.request.adapter, "the slot changed under a step"
         self.take(*self.scheduler.commit(plan, results, self.now))
+        if self.seconds is not None:
+            self.scheduler.observe(plan, self.seconds(plan), None)
 
     def drop(self, index: int) -> None:
         """The step failed: whatever it wrote is garbage."""

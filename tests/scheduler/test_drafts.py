@@ -1,4 +1,4 @@
-"""Steps of several tokens a row, and the proposer that looks drafts up."""
+"""Steps of several tokens a row, and the proposers that look drafts up."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.drafts import Drafter, OwnText, Proposal, RecentTexts, texts
 from scheduler.errors import IntegrityError
 from scheduler.plan import EventKind
-from scheduler.policy import drafts
-from scheduler.policy.drafts import NgramProposer
 from scheduler.scheduler import Scheduler
 from tests.scheduler.harness import FakeEngine, config, expected_tokens, make_request
 
@@ -20,23 +19,27 @@ class Fixed:
     def __init__(self, *tokens: int) -> None:
         self.tokens = list(tokens)
 
-    def propose(self, request) -> list[int]:
-        return list(self.tokens)
+    def propose(self, request, most: int) -> Proposal:
+        return Proposal(self.tokens[:most], 4)
 
-    def forget(self, request) -> None:
+    def end(self, request) -> None:
         pass
 
 
 class Oracle(Fixed):
     """Always right."""
 
-    def propose(self, request) -> list[int]:
-        return expected_tokens(request, config())[0][len(request.output) :][:3]
+    def propose(self, request, most: int) -> Proposal:
+        return Proposal(expected_tokens(request, config())[0][len(request.output) :][:3], 4)
+
+
+def always(proposer) -> Drafter | None:
+    return None if proposer is None else Drafter(proposer, 32, always=True)
 
 
 def decoding(proposer, max_tokens: int = 20, **changes):
     """A scheduler whose one request has a prompt of 3 tokens and the output [10]."""
-    scheduler = Scheduler(config(**changes), proposer)
+    scheduler = Scheduler(config(**changes), always(proposer))
     request = make_request("a", [1, 2, 3], max_tokens, ignore_eos=False, stop_token_ids=(8,))
     scheduler.add(request, 0.0)
     scheduler.commit(scheduler.schedule(0.0), [[10]], 0.0)
@@ -46,7 +49,7 @@ def decoding(proposer, max_tokens: int = 20, **changes):
 def test_right_drafts_save_steps() -> None:
     steps = []
     for proposer in (None, Oracle()):
-        engine = FakeEngine(config(), proposer=proposer)
+        engine = FakeEngine(config(), drafter=always(proposer))
         engine.add(make_request("a", [1, 2], 21))
         steps.append(engine.drain(50))
         engine.check_outputs()
@@ -109,7 +112,7 @@ def _drafted(max_tokens: int = 20, **changes) -> tuple[int, ...]:
 
 
 def test_drafts_take_only_what_no_row_wants() -> None:
-    engine = FakeEngine(config(max_num_batched_tokens=8, num_blocks=6), proposer=Fixed(*range(11, 20)))
+    engine = FakeEngine(config(max_num_batched_tokens=8, num_blocks=6), drafter=always(Fixed(*range(11, 20))))
     engine.add(make_request("a", [1, 2], 9))
     engine.step()
     engine.add(make_request("b", [5] * 12, 3))
@@ -141,24 +144,102 @@ def test_rows_whose_last_token_is_in_flight_have_no_drafts_and_drafts_are_waited
     data=st.data(),
 )
 def test_lookup_proposes_what_followed_the_last_time(prompt, output, count, data) -> None:
-    proposer, request = NgramProposer(count), make_request("a", prompt)
+    proposer, request = OwnText(), make_request("a", prompt)
     for cut in [*sorted(data.draw(st.sets(st.integers(0, len(output))))), len(output)]:
         request.output = output[:cut]
-        assert proposer.propose(request) == _looked_up(prompt + output[:cut], count)
-    proposer.forget(request)
-    assert not proposer._indices
+        tokens, matched = proposer.propose(request, count)
+        assert list(tokens) == _looked_up(prompt + output[:cut], count)
+        assert (matched >= 2) == bool(tokens)
+    proposer.end(request)
+    assert not proposer._texts
 
 
 def _looked_up(tokens: list[int], count: int) -> list[int]:
-    for size in (4, 2):
-        for end in range(len(tokens) - 1, size - 1, -1):
-            if tokens[end - size : end] == tokens[len(tokens) - size :]:
-                return (tokens[end:] * count)[:count]
-    return []
+    end = _end(tokens, tokens)
+    return [] if end is None else (tokens[end:] * count)[:count]
 
 
 def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "_CATCH_UP", 10)
-    proposer, request = NgramProposer(2), make_request("a", [1, 2, 3] * 11)
-    answers = [proposer.propose(request) for _ in range(4)]
+    monkeypatch.setattr(texts, "CATCH_UP", 10)
+    proposer, request = OwnText(), make_request("a", [1, 2, 3] * 11)
+    answers = [list(proposer.propose(request, 2).tokens) for _ in range(4)]
     assert answers == [[], [], [], [1, 2]]
+
+
+# ---- texts of late
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ended=TEXTS, prompt=st.lists(st.integers(0, 2), min_size=1, max_size=30), count=st.integers(1, 8))
+def test_the_longest_match_is_proposed(ended, prompt, count) -> None:
+    proposer, others = RecentTexts(), list[list[int]]()
+    for i, tokens in enumerate([*ended, prompt]):
+        request = make_request(str(i), tokens)
+        tokens_proposed, matched = proposer.propose(request, count)
+        for other in reversed(others):
+            if other == tokens[: len(other)]:
+                others.remove(other)  # goes on from it
+                break
+        end = _end(tokens, tokens)
+        best = (0, []) if end is None else (_common(tokens, end, tokens), _looked_up(tokens, count))
+        if best[0] < texts.ENOUGH:
+            for other in others:
+                end = _end(other, tokens[-4:]) if len(tokens) >= 4 else None
+                if end is not None and _common(other, end, tokens) > best[0]:
+                    best = _common(other, end, tokens), other[end : end + count]
+        assert (matched, list(tokens_proposed)) == best
+        proposer.end(request)
+        others = [list(text.tokens) for text in proposer._ended]
+
+
+def _end(text: list[int], tail: list[int]) -> int | None:
+    """Where `text` last goes on after the last four tokens of `tail`, or after two, in its own text alone."""
+    for size in (4, 2) if text is tail else (4,):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == tail[len(tail) - size :]:
+                return end
+    return None
+
+
+def _common(text: list[int], end: int, tokens: list[int]) -> int:
+    count = 0
+    while count < min(end, len(tokens)) and text[end - 1 - count] == tokens[-1 - count]:
+        count += 1
+    return count
+
+
+@given(st.lists(st.tuples(st.sampled_from("xy"), st.integers(1, 30)), max_size=20), st.integers(1, 60))
+def test_what_is_kept_is_bounded(ended, most_tokens) -> None:
+    proposer = RecentTexts(most_tokens)
+    for i, (tenant, length) in enumerate(ended):
+        request = make_request(str(i), [i] * length, tenant=tenant)
+        proposer.propose(request, 1)
+        proposer.end(request)
+        assert proposer._held == sum(len(text.tokens) for text in proposer._ended) <= most_tokens
+        assert sorted(proposer._ended.values()) == sorted(t for t, own in proposer._by_tenant.items() for _ in own)
+
+
+def test_the_next_turn_takes_the_index_over() -> None:
+    proposer = RecentTexts()
+    first = make_request("a", [1, 2, 3, 4, 5, 6])
+    proposer.propose(first, 4)
+    first.output = [7, 8]
+    proposer.propose(first, 4)
+    proposer.end(first)
+    (text,) = proposer._ended
+    second = make_request("b", [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5])
+    assert list(proposer.propose(second, 3).tokens) == [6, 7, 8]
+    assert proposer._texts[second] is text and not proposer._ended
+
+
+def test_other_tenants_texts_are_not_looked_at() -> None:
+    proposer = RecentTexts()
+    ended = make_request("a", [1, 2, 3, 4, 5, 6, 7, 8], tenant="x")
+    proposer.propose(ended, 4)
+    proposer.end(ended)
+    for tenant, wanted in (("x", [5, 6, 7]), ("y", [])):
+        request = make_request(f"of {tenant}", [1, 2, 3, 4], tenant=tenant)
+        assert list(proposer.propose(request, 3).tokens) == wanted

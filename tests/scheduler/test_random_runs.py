@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.drafts import Drafter
 from scheduler.plan import AdmissionError, EventKind
 from scheduler.request import BASE, AdapterKey
 from tests.scheduler.harness import EOS, FakeDisk, FakeEngine, Guesser, config, make_request
@@ -60,7 +61,10 @@ def run(
     if disk is not None:
         values |= {"disk_bytes": max(rng.choice([1, 3, 10, 100]), len(disk.kept)), "disk_block_bytes": 1}
     settings = config(**{**values, **changes})
-    engine = FakeEngine(settings, depth, proposer=Guesser(settings, seed) if drafts else None, disk=disk)
+    drafter = Drafter(Guesser(settings, seed), 32, always=rng.random() < 0.5) if drafts else None
+    pace = random.Random(seed)
+    seconds = (lambda plan: pace.uniform(0.001, 0.002) * plan.num_tokens) if drafts else None
+    engine = FakeEngine(settings, depth, drafter=drafter, disk=disk, seconds=seconds)
     number = 0
     retired: set[AdapterKey] = set()
     for _ in range(num_steps):

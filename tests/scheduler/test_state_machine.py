@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler.drafts import Drafter
 from scheduler.plan import AdmissionError, EventKind
 from scheduler.request import BASE, AdapterKey
 from tests.scheduler.harness import EOS, FakeEngine, Guesser, config, make_request
@@ -43,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             disk_block_bytes=int(disk is not None),
         )
         self.proposer = None if guesses is None else Guesser(settings, guesses)
-        self.engine = FakeEngine(settings, depth, proposer=self.proposer)
+        self.engine = FakeEngine(settings, depth, drafter=self.proposer and Drafter(self.proposer, 32, always=True))
 
     @rule(
         same=st.integers(0, 17),

@@ -21,10 +21,9 @@ from engine.lora.budget import AdapterSize
 from engine.lora.reader_process import ParsedAdapter, ParseRequest
 from engine.messages import FromEngine, Ready
 from engine.null import NullSettings, null_settings
-from engine.planning.plan import draft_tokens
+from engine.planning.drafts import make_drafter
 from engine.weights.gguf import GGUFSource
 from scheduler.config import SchedulerConfig
-from scheduler.policy.drafts import NgramProposer
 from scheduler.scheduler import Scheduler
 
 _MODEL_LEN = 8192
@@ -55,10 +54,7 @@ def build_null(config: EngineConfig, send: Callable[[FromEngine], None]) -> tupl
     file = open_gguf(find_gguf(Path(config.gguf or "")))
     model = GGUFSource(file).config
     name, length = config.served_model_name or "null", config.max_model_len or _MODEL_LEN
-    num_drafts = draft_tokens(config)
-    scheduler = Scheduler(
-        _scheduler_config(config, length, model.eos_token_ids), NgramProposer(num_drafts) if num_drafts else None
-    )
+    scheduler = Scheduler(_scheduler_config(config, length, model.eos_token_ids), make_drafter(config))
 
     def fill(slot: int, weights: AdapterWeights) -> None:
         time.sleep(settings.load_ms / 1000)

@@ -1,0 +1,162 @@
+"""How many drafts a step checks: simulated steps whose time and texts are drawn."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from scheduler.drafts import Drafter, Proposal
+from scheduler.drafts.chances import Chances
+from scheduler.drafts.gain import Gain, Offer
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from tests.scheduler.harness import config, make_request
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a step: a constant, each token's, each distinct expert's; some steps take longer."""
+
+    fixed: float
+    token: float
+    expert: float
+    experts: int = 128
+    chosen: int = 8
+
+    def seconds(self, tokens: int) -> float:
+        touched = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
+        return self.fixed + self.token * tokens + self.expert * touched
+
+    def rate(self, rows: int, drafts: int, chance: float) -> float:
+        """Tokens a second if each row checks so many drafts."""
+        expected = sum(chance**i for i in range(drafts + 1))
+        return rows * expected / self.seconds(rows * (1 + drafts))
+
+
+class Text:
+    """Token i is i. Proposes what comes, each token right with a chance that changes in the middle of the text."""
+
+    def __init__(self, chances: tuple[float, float], seed: int) -> None:
+        self._chances = chances
+        self._rng = random.Random(seed)
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        start = len(request.output)
+        chance = self._chances[start >= LENGTH // 2]
+        return Proposal([i if self._rng.random() < chance else -1 for i in range(start, start + most)], 8)
+
+    def end(self, request: Request) -> None:
+        pass
+
+
+CONFIG = config(
+    num_blocks=4000,
+    max_num_seqs=16,
+    max_num_batched_tokens=512,
+    max_model_len=2000,
+    prefix_caching=False,
+    block_size=16,
+)
+CHEAP = Machine(0.01, 0.0001, 0.00001)
+LENGTH = 600  # of each output
+
+
+def simulate(machine: Machine, text: Text | None, rows: int, seed: int, hiccups: float) -> tuple[float, float]:
+    """(seconds of the steps, tokens a step). Hiccups are seen by the scheduler and not counted."""
+    rng = random.Random(seed)
+    scheduler = Scheduler(CONFIG, None if text is None else Drafter(text, 16))
+    for i in range(rows):
+        scheduler.add(make_request(str(i), [3 + i, 5], LENGTH), 0.0)
+    total, steps = 0.0, 0
+    while (plan := scheduler.schedule(0.0)) is not None:
+        said = []
+        for row in plan.rows:
+            start = len(row.request.output)
+            coming = list(range(start, start + 1 + len(row.drafts)))
+            accepted = 0
+            while accepted < len(row.drafts) and row.drafts[accepted] == coming[accepted]:
+                accepted += 1
+            said.append(coming[: accepted + 1])
+        scheduler.commit(plan, said, 0.0)
+        taken = machine.seconds(plan.num_tokens) * rng.uniform(0.95, 1.05)
+        total += taken
+        steps += 1
+        scheduler.observe(plan, taken * (3 if rng.random() < hiccups else 1), None)
+    return total, rows * LENGTH / steps
+
+
+machines = st.builds(
+    Machine,
+    st.sampled_from([0.0, 0.005, 0.02]),
+    st.sampled_from([0.00001, 0.0005]),
+    st.sampled_from([0.0001, 0.001]),
+    st.sampled_from([8, 128]),
+    st.just(4),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    machine=machines,
+    chances=st.tuples(st.sampled_from([0.0, 0.3, 0.6, 0.8, 0.95]), st.sampled_from([0.0, 0.3, 0.6, 0.8, 0.95])),
+    rows=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 99),
+    hiccups=st.sampled_from([0.0, 0.01]),
+)
+def test_drafts_never_cost_more_than_they_save(machine, chances, rows, seed, hiccups) -> None:
+    plain, _ = simulate(machine, None, rows, seed, hiccups)
+    drafted, _ = simulate(machine, Text(chances, seed), rows, seed, hiccups)
+    assert drafted <= (1.06 if hiccups else 1.04) * plain  # a short run: what trying costs counts in full
+
+
+@settings(max_examples=15, deadline=None)
+@given(machine=machines, chance=st.sampled_from([0.6, 0.8, 0.95]), rows=st.sampled_from([1, 4, 16]))
+def test_most_of_what_can_be_gained_is(machine, chance, rows) -> None:
+    """Beside the best fixed number of drafts, where that gains more than trying them out may cost."""
+    plain_rate = machine.rate(rows, 0, chance)
+    best = max(machine.rate(rows, drafts, chance) for drafts in range(min(16, 128 // rows) + 1)) / plain_rate
+    assume(best > 1.3)
+    plain, _ = simulate(machine, None, rows, 1, 0.0)
+    drafted, _ = simulate(machine, Text((chance, chance), 1), rows, 1, 0.0)
+    assert plain / drafted >= 1 + 0.25 * (best - 1)
+
+
+def test_a_text_that_is_always_right_takes_few_steps() -> None:
+    _, tokens_a_step = simulate(CHEAP, Text((1.0, 1.0), 0), 1, 0, 0.0)
+    assert tokens_a_step > 8
+
+
+def test_what_was_not_checked_is_learnt_from_too() -> None:
+    chances, request = Chances(), make_request("a", [1, 2])
+    before = chances.of(request, 8)
+    for _ in range(20):
+        chances.watch(request, Proposal((7, 7, 7), 8))
+        request.output += [7, 7, 7]
+    assert chances.of(request, 8) > 0.9 > before
+    other = make_request("b", [1])
+    assert chances.of(other, 8) > 0.9 and chances.of(other, 2) == before
+    for _ in range(20):
+        chances.watch(request, Proposal((7, 7, 7), 8))
+        request.output += [8]
+    assert chances.of(request, 8) < 0.5
+    chances.end(request)
+    assert not chances._requests
+
+
+@given(
+    offers=st.lists(st.builds(Offer, st.integers(0, 32), st.floats(0.01, 0.98)), min_size=1, max_size=40),
+    steps=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 128), st.integers(0, 168), st.floats(0, 10)), max_size=40
+    ),
+    mixed=st.booleans(),
+)
+def test_choices_stay_within_what_is_offered(offers, steps, mixed) -> None:
+    gain = Gain()
+    for step in steps:
+        gain.observe(*step)
+    chosen = gain.choose(offers, len(offers), mixed=mixed)
+    assert len(chosen) == len(offers) and sum(chosen) <= 128
+    assert all(0 <= count <= offer.count for count, offer in zip(chosen, offers, strict=True))
