@@ -42,6 +42,10 @@ def load_model(
     and of the weights beside the experts; routers stay in float32, as the server has them. `experts_from`: another
     file or folder of the same model, whose experts are used. UserError for what cannot be opened."""
     source = open_model(model)
+    if source.config.state_bytes:
+        raise ModelFileError(
+            f"{model}: layers of linear attention cannot be trained yet; the model can be served", "model_name_or_path"
+        )
     experts = source if experts_from is None else open_model(experts_from)
     if experts.config.sparse_layers != source.config.sparse_layers or _sizes(experts) != _sizes(source):
         raise ModelFileError(

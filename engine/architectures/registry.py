@@ -18,11 +18,12 @@ from engine.architectures.minimax_m2 import MINIMAX_M2
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
 from engine.architectures.qwen3_moe import QWEN3_MOE
+from engine.architectures.qwen3_next import QWEN3_NEXT
 from engine.architectures.unserved import why_not
 from engine.errors import ModelFileError, shown
 
 _OURS: tuple[Architecture, ...] = (
-    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V2, DEEPSEEK_V3
+    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V2, DEEPSEEK_V3, QWEN3_NEXT
 )  # fmt: skip
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 

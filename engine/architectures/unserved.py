@@ -24,8 +24,6 @@ MISSING = {
     "minimax": _LIGHTNING,
     "minimax_m1": _LIGHTNING,
     "minimax_text_01": _LIGHTNING,
-    "qwen3_next": _DELTA,
-    "qwen3next": _DELTA,
     "qwen3_5_moe": _DELTA,
     "qwen3_5_moe_text": _DELTA,
     "qwen35moe": _DELTA,

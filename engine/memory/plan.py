@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
 _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
 CPU_KV_SHARE, GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
+_STATE_SHARE = 0.5  # of the cache's memory, that states and their snapshots may take
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
 _AGAIN = ("", "once more", "twice more")  # by copies
 
@@ -40,7 +41,9 @@ _AGAIN = ("", "once more", "twice more")  # by copies
 class MemoryPlan(DevicePlan):
     """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `adapter_bytes`
     is what loaded adapters may take on the CPU, those at start included; `gpu_adapter_bytes` what those in slots may
-    take on the GPU, beside the tables of their projections (None: no experts are computed there). `notes` are printed;
+    take on the GPU, beside the tables of their projections (None: no experts are computed there). `num_states`:
+    sequences that may run at once in a model whose layers keep states (0: they keep none), `num_snapshots`: copies of
+    states that the prefix cache has beside them. `notes` are printed;
     `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
 
     devices: list[Memory]
@@ -51,6 +54,13 @@ class MemoryPlan(DevicePlan):
     notes: list[str]
     remedies: list[str]
     gpu_adapter_bytes: int | None = None
+    num_states: int = 0
+    num_snapshots: int = 0
+
+    @property
+    def state_slots(self) -> int:
+        """Of running sequences, and of snapshots."""
+        return self.num_states + self.num_snapshots
 
     def step_bytes(self, device: Memory) -> int:
         """What is needed there in proportion to the tokens of a step."""
@@ -134,8 +144,20 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     items += [Item(d.name, Kind.OTHER, "reserve", reserve_bytes(d)) for d in devices]
     used = sum(item.num_bytes for item in items if item.device == main.name)
     share = CPU_KV_SHARE if inputs.gpu is None else GPU_KV_SHARE
-    per_token = inputs.kv_token_bytes
-    tokens, length, notes = _cache(inputs, int(share * max(main.free_bytes - used, 0)) // per_token)
+    per_token, affordable = inputs.kv_token_bytes, int(share * max(main.free_bytes - used, 0))
+    states, snapshots = _states(inputs, affordable)
+    if each_state := source.config.state_bytes:
+        label = f"states, {states} sequences and {snapshots} snapshots"
+        items.append(Item(main.name, Kind.KV_CACHE, label, (states + snapshots) * each_state))
+        affordable -= items[-1].num_bytes
+    tokens, length, notes = _cache(inputs, max(affordable, 0) // per_token)
+    if each_state and config.prefix_caching:
+        notes.append("the prefix cache is not used: this model's layers keep states, of which it has no snapshots yet")
+    if states < config.max_num_seqs and each_state:
+        notes.append(
+            f"at most {states} requests run at the same time instead of {config.max_num_seqs}: the state of each takes "
+            f"{format_bytes(each_state)}"
+        )
     items.append(Item(main.name, Kind.KV_CACHE, f"KV cache, {tokens} tokens", tokens * per_token))
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
     room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
@@ -159,7 +181,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
             f"adapters in slots may take {format_bytes(on_gpu)} on {main.name}; one of rank {TYPICAL_RANK} on every "
             f"expert takes {format_bytes(takes)}, and a load beyond that is refused"
         )
-    return MemoryPlan(devices, items, tokens, length, room, notes, [], on_gpu)
+    return MemoryPlan(devices, items, tokens, length, room, notes, [], on_gpu, states, snapshots)
 
 
 def reserve_bytes(device: Memory) -> int:
@@ -194,6 +216,15 @@ def _expert_items(inputs: Inputs) -> list[Item]:
         device = inputs.main if backend == "gpu" else inputs.cpu
         items.append(Item(device.name, Kind.EXPERTS, f"experts, {len(layers)} layers on {backend}", sum(layers)))
     return items
+
+
+def _states(inputs: Inputs, affordable: int) -> tuple[int, int]:
+    """(states of running sequences, snapshots), which may take half of the bytes that the cache may; at least one."""
+    each, config = inputs.source.config.state_bytes, inputs.config
+    if not each:
+        return 0, 0
+    most = int(_STATE_SHARE * affordable) // each
+    return max(1, min(config.max_num_seqs, most)), 0
 
 
 def _cache(inputs: Inputs, affordable: int) -> tuple[int, int, list[str]]:

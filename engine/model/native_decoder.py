@@ -33,6 +33,8 @@ def all_native(layers: Sequence[Layer], ops: Ops) -> bool:
         held = layer.attention
         if not isinstance(held, GroupedQueryAttention) or not isinstance(held.backend, NativeAttention):
             return False
+        if held.spec.gated:
+            return False
         linears = [held.q, held.k, held.v, held.o]
         if isinstance(layer.mlp, SparseMlp):
             linears.append(layer.mlp.gate)

@@ -28,6 +28,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 # Where a block's float16 scale and minimum lie, and the minimum that centres random quants (per unit of scale).
@@ -99,6 +101,20 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
         _LATENT | {"n_group": 4, "topk_group": 2, "rope_interleave": True, "num_nextn_predict_layers": 0},
     ),
 }
+_DELTA = {
+    "head_dim": 32,
+    "shared_expert_intermediate_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+# whose layers keep states: they have tests of their own, beside those of every family
+STATEFUL: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, _DELTA),
+}
 GGUF_NAMES = {
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
@@ -107,6 +123,7 @@ GGUF_NAMES = {
     "minimax_m2": "minimax-m2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "qwen3_next": "qwen3next",
 }
 _WIDE_EXPERTS = ("mixtral", "minimax_m2")  # as wide as `intermediate_size`, in all layers, and normalised
 
@@ -116,7 +133,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model in eval mode whose logits differ clearly between tokens. `config` overrides fields of the family's
     configuration; K-quants need hidden_size and moe_intermediate_size to be multiples of 256, Q8_0 of 32."""
-    make_config, make_model, own = FAMILIES[family]
+    make_config, make_model, own = (FAMILIES | STATEFUL)[family]
     fields: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -151,7 +168,12 @@ def tiny_model(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
-                    parameter.normal_(1.0, 0.1)
+                    less_one = family in STATEFUL and not name.endswith("linear_attn.norm.weight")
+                    parameter.normal_(0.0 if less_one else 1.0, 0.1)
+                elif name.endswith("A_log"):
+                    parameter.uniform_(-3.0, 1.0)
+                elif name.endswith(("dt_bias", "conv1d.weight")):
+                    parameter.normal_(0.0, 0.5)
                 elif name.endswith(".bias"):
                     parameter.normal_(0.0, 0.1)
                 elif "embed_tokens" in name and not model.config.tie_word_embeddings:

@@ -15,7 +15,7 @@ from engine.architectures.names import StoredNames
 from engine.architectures.registry import architectures, config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
 from engine.lora.files.formats.linears import linear_sizes
-from testing.models.tiny import FAMILIES, GGUF_NAMES, tiny_model
+from testing.models.tiny import FAMILIES, GGUF_NAMES, STATEFUL, tiny_model
 
 ROOT = Path(registry.__file__).parents[2]
 
@@ -57,7 +57,6 @@ def test_an_unknown_family_is_refused_with_those_that_work(kind: object) -> None
         ("deepseek_v32", "an indexer chooses is missing"),
         ("glm_moe_dsa", "an indexer chooses is missing; the nearest name is glm4_moe"),
         ("deepseek_v4", "hyper-connections is missing"),
-        ("qwen3_next", "gated delta net of its linear attention layers is missing; the nearest name is qwen3_moe"),
         ("qwen3_5_moe", "gated delta net"),
         ("qwen4_moe", "the nearest name is qwen"),
     ],
@@ -101,8 +100,8 @@ def test_families_are_told_apart() -> None:
 @pytest.mark.parametrize("family", architectures(), ids=lambda family: family.name)
 def test_modules_are_those_of_transformers(family: registry.Architecture) -> None:
     """Names, shapes and biases; every projection of a layer is a target of LoRA, and every target occurs."""
-    assert family.name in FAMILIES
-    latent = "kv_lora_rank" in FAMILIES[family.name][2]
+    assert family.name in FAMILIES | STATEFUL
+    latent = "kv_lora_rank" in (FAMILIES | STATEFUL)[family.name][2]
     variants: list[dict] = [{}, {"q_lora_rank": None}] if latent else [{"mlp_only_layers": [1]}]
     assert set().union(*(projections(family, fields) for fields in variants)) == set(family.lora_targets)
 
@@ -110,7 +109,8 @@ def test_modules_are_those_of_transformers(family: registry.Architecture) -> Non
 def projections(family: registry.Architecture, fields: dict) -> set[str]:
     model = tiny_model(0, family=family.name, num_hidden_layers=3, **fields)
     config = config_from_hf(model.config.to_dict())
-    theirs = {name: tuple(p.shape) for name, p in model.named_parameters() if ".experts." not in name}
+    parameters = {family.canonical(name): p for name, p in model.named_parameters() if ".experts." not in name}
+    theirs = {name: tuple(p.shape) for name, p in parameters.items()}
     ours, targets = {}, set()
     for layer in range(3):
         for module in config.modules(layer):
@@ -120,6 +120,9 @@ def projections(family: registry.Architecture, fields: dict) -> set[str]:
             if module.kind == "linear":
                 targets.add(module.name)
                 assert linear_sizes(config, at) == module.shape[::-1]
+    for layer, spec in enumerate(config.layers):
+        vectors = {f"model.layers.{layer}.{vector.name}": vector.shape for vector in spec.vectors()}
+        ours |= {name: shape for name, shape in vectors.items() if name in theirs}  # others are buffers
     assert ours == {name: shape for name, shape in theirs.items() if name.startswith("model.layers.")}
     for name in [*ours, *(f"model.layers.1.mlp.experts.12.{part}_proj.weight" for part in ("gate", "up", "down"))]:
         assert family.canonical(family.stored(name)) == name == family.canonical(name)

@@ -57,9 +57,11 @@ class Plane:
 
 @dataclass(frozen=True)
 class Cache:
-    """What one layer keeps of each position, in blocks of positions."""
+    """What one layer keeps of each position, in blocks of positions; `state_bytes`: of each sequence, whatever its
+    length."""
 
     planes: tuple[Plane, ...]
+    state_bytes: int = 0
 
     def position_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """`scale_bytes`: of each vector beside its elements."""
