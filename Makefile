@@ -1,5 +1,6 @@
 # make serve    set everything up and serve the demo model
 # make test     set everything up and run all tests
+# make quick    the tests that need no server and no torch, in a minute
 # make help     the rest
 PYTHON ?= python3
 VENV   := .venv
@@ -8,12 +9,13 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := ktserve api cluster engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat train-demo setup test test-clients test-ray lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat train-demo setup quick test test-clients test-ray lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
 	@echo 'make chat       talk to the demo model in this terminal'
 	@echo 'make train-demo train the demo adapters into a running server on this CPU; before, after, and what they score'
+	@echo 'make quick      the tests that need no server and no torch: scheduler, rules, texts, fields, grammars, headers'
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-clients  install LangChain, LiteLLM, pydantic-ai, openai-node, Vercel AI SDK; run them and others against a server'
 	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
@@ -35,6 +37,18 @@ chat: setup
 
 train-demo: setup $(VENV)/.train
 	@$(PY) -m demo.tuning.run $(ARGS)
+
+# Less than a minute on two cores. The longest files come first; pytest's plugins of other tools take seconds to load.
+API_QUICK := segments detokenize fast fields generation limits link options protocol stops template tenants tenants_file \
+  tokenizer
+CLUSTER_QUICK := config manifest policy scaling shared
+QUICK := tests/scheduler $(API_QUICK:%=tests/api/test_%.py) tests/rules tests/files $(CLUSTER_QUICK:%=tests/cluster/test_%.py) \
+  tests/batches/test_lines.py tests/grammar/test_calls.py tests/grammar/test_reasoning.py \
+  tests/architectures/test_rules.py tests/engine/test_kv_disk_files.py tests/loadtests/test_load_parts.py \
+  tests/native/test_pool.py tests/native/test_stub.py tests/packaging/test_makefile.py tests/packaging/test_docs.py
+
+quick: setup
+	@$(PY) -m pytest -p testing.quick -p no:schemathesis -p no:locust -n 2 --dist loadfile --no-loadscope-reorder $(QUICK) $(ARGS)
 
 # Two processes, a file at a time: half of the time goes into waiting.
 test: setup $(VENV)/.train

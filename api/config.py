@@ -31,8 +31,8 @@ class ServeConfig:
     )
     max_restarts: int | None = option(
         None,
-        "deaths of the engine in a row after which the server ends with status 1; default: it is restarted, after "
-        "growing delays, as often as it takes",
+        "restarts of the engine in a row, without service between them, after which its next death ends the server "
+        "with status 1; default: it is restarted, after growing delays, as often as it takes",
         group="Server",
         limits=(0, 1_000_000),
     )
@@ -77,6 +77,11 @@ class ServeConfig:
         "origins whose pages may call the server, such as https://example.com; * for all; may be repeated",
         group="Server",
         many=True,
+    )
+    root_path: str = option(
+        "",
+        "prefix of the paths under which a proxy publishes the server, such as /llm; it may leave it in or out",
+        group="Server",
     )
     access_log: bool = option(False, "log every HTTP request", group="Server")
     log_format: str = option(

@@ -50,6 +50,17 @@ class ApiError(KtserveError):
         return headers
 
 
+class TooLongError(ApiError):
+    """A prompt, with the output that was asked for (None: without), takes more than `limit` tokens. The message is
+    OpenAI's; a dialect whose clients look for other words makes its own of the numbers."""
+
+    def __init__(self, message: str, param: str, prompt_tokens: int, output_tokens: int | None, limit: int) -> None:
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.limit = limit
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

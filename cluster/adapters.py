@@ -13,6 +13,7 @@ from cluster.call import Call
 from cluster.directory import Catalogue
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LOADS, _UNLOADS = (LOAD, "/load_lora_adapter"), (UNLOAD, "/unload_lora_adapter")
 _Fetch = Callable[[Call], Awaitable[tuple[int, bytes]]]
 
 
@@ -29,7 +30,7 @@ class Adapters:
     async def answer(self, call: Call) -> tuple[int, bytes] | None:
         """To a load or an unload, and to a request for an adapter that this replica cannot load; None: the server
         answers."""
-        if call.path in (LOAD, UNLOAD):
+        if changes_adapters(call):
             return await self._change(call)
         if call.catalogue > self._catalogue.number or call.model in self._failed:
             async with self._lock:
@@ -65,7 +66,7 @@ class Adapters:
             if self._done.get(name) == change.number:
                 continue
             status, said = await self._fetch(_again(change.call))
-            if status == 200 or (status == 404 and change.call.path == UNLOAD):  # it was never here
+            if status == 200 or (status == 404 and _unloads(change.call)):  # it was never here
                 self._done[name] = change.number
                 self._failed.pop(name, None)
             else:
@@ -73,8 +74,21 @@ class Adapters:
         self._catalogue = catalogue
 
 
+def changes_adapters(call: Call) -> bool:
+    """Whether it loads or unloads one."""
+    return call.method == "POST" and _path(call) in (*_LOADS, *_UNLOADS)
+
+
+def _unloads(call: Call) -> bool:
+    return _path(call) in _UNLOADS
+
+
+def _path(call: Call) -> str:
+    return call.path.partition("?")[0]
+
+
 def _again(call: Call) -> Call:
     """As it is to be made at another server, whatever that has under the name."""
-    if call.path == UNLOAD:
+    if _unloads(call):
         return call
     return replace(call, body=json.dumps({**json.loads(call.body), "replace": True}).encode())

@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
+from cluster.gateway import config_of
 from cluster.policy import Affinity
 from cluster.scaling.first_tokens import LEAST_S, MOST_S
+from engine.errors import UserError
 
 _LEAST = {
     "replicas": 1, "num_cpus": 0, "num_gpus": 0, "max_open": 1, "fronts": 1, "drain_s": 0, "surge_percent": 0
@@ -52,6 +54,10 @@ class ClusterConfig:
             raise ValueError("serve must be settings of `ktserve serve`: NAME: VALUE")
         if taken := {"host", "port", "config"} & self.serve.keys():
             raise ValueError(f"serve has {', '.join(sorted(taken))}: each replica chooses its own")
+        try:
+            config_of(self.serve)
+        except UserError as error:
+            raise ValueError(str(error)) from None
         if self.autoscaling is not None:
             self._check_autoscaling(self.autoscaling)
         unknown = self.routing.keys() - {each.name for each in fields(Affinity)}
@@ -130,7 +136,7 @@ def build(args: dict[str, Any]) -> Any:
         graceful_shutdown_timeout_s=config.drain_s,
         max_ongoing_requests=100_000,
         ray_actor_options=on_head if config.fronts_on == "head" else {"num_cpus": 0},
-    )(serve.ingress(asgi)())
+    )(serve.ingress(asgi(config.serve))())
     first_tokens = _TARGET in (config.autoscaling or {})
     return front.bind(engines.bind(config.serve, directory, first_tokens), directory)
 

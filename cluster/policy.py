@@ -4,7 +4,7 @@ open. Knows nothing of Ray; the simulator drives it too."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -32,13 +32,16 @@ class Affinity:
 
 
 class Policy:
-    """Remembers what was sent where: the most recently used adapters of a replica are in its slots, the next in its
-    host memory. What is assumed wrongly costs a load or a prefill, nothing else. Replicas are any hashable names."""
+    """Remembers what was sent where, and what replicas told of their adapters. Of one that tells nothing, the most
+    recently used adapters are taken to be in its slots, the next in its host memory. What is assumed wrongly costs a
+    load or a prefill, nothing else. Replicas are any hashable names."""
 
     def __init__(self, settings: Affinity) -> None:
         self._settings = settings
         self._adapters: dict[str, OrderedDict[str, None]] = {}  # by replica, the last used last
         self._blocks: dict[str, OrderedDict[bytes, None]] = {}
+        self._told: dict[str, dict[str, int]] = {}  # by replica: the tiers of its adapters
+        self._since: dict[str, tuple[set[str], set[str]]] = {}  # sent since the last report, and since the one before
 
     def rank(self, open_requests: Mapping[str, int], adapter: str, blocks: Sequence[bytes]) -> list[str]:
         """Replicas, the best first. `open_requests` of each; `adapter` "" is the base; `blocks` are of `prefix`."""
@@ -58,19 +61,30 @@ class Policy:
         known = self._adapters.get(replica, OrderedDict())
         if not adapter:
             return SLOT
+        if replica in self._told:
+            on_its_way = any(adapter in sent for sent in self._since[replica])
+            return SLOT if on_its_way else self._told[replica].get(adapter, DISK)
         if adapter not in known:
             return DISK
         age = next(i for i, name in enumerate(reversed(known)) if name == adapter)
         return SLOT if age < self._settings.slots else HOST
 
+    def told(self, replica: str, slot: Iterable[str], host: Iterable[str]) -> None:
+        """A replica's report: its adapters in slots and in host memory. What was sent there shortly before may not be
+        in it yet: it counts until the next report."""
+        self._told[replica] = {**dict.fromkeys(host, HOST), **dict.fromkeys(slot, SLOT)}
+        self._since[replica] = (set(), self._since.get(replica, (set(), set()))[0])
+
     def sent(self, replica: str, adapter: str, blocks: Sequence[bytes]) -> None:
+        if adapter and replica in self._since:
+            self._since[replica][0].add(adapter)
         if adapter:
             _touch(self._adapters.setdefault(replica, OrderedDict()), (adapter,), self._settings.host)
         _touch(self._blocks.setdefault(replica, OrderedDict()), blocks, self._settings.remembered)
 
     def keep(self, replicas: Sequence[str]) -> None:
         """Forget all others: they ended, and what follows them begins with nothing."""
-        for known in (self._adapters, self._blocks):
+        for known in (self._adapters, self._blocks, self._told, self._since):
             for replica in known.keys() - set(replicas):
                 del known[replica]
 
@@ -82,7 +96,7 @@ class Policy:
 def prefix(scope: str, prompt: str) -> list[bytes]:
     """Each whole block of the prompt as a hash of it and all before it. `scope`: requests of different ones share
     nothing (a key and a model)."""
-    found, before = [], scope.encode()
+    found, before = [], scope.encode(errors="replace")
     for i in range(min(_BLOCKS, len(prompt) // _CHARS)):
         text = prompt[i * _CHARS : (i + 1) * _CHARS].encode(errors="replace")
         before = blake2b(before + b"\0" + text, digest_size=16).digest()
@@ -100,4 +114,4 @@ def _touch(known: OrderedDict[str, None] | OrderedDict[bytes, None], names: Sequ
 
 def _home(replica: str, adapter: str) -> bytes:
     """Rendezvous hashing: of a replica that is gone, only its own adapters move."""
-    return blake2b(f"{replica}\0{adapter}".encode(), digest_size=8).digest()
+    return blake2b(f"{replica}\0{adapter}".encode(errors="replace"), digest_size=8).digest()

@@ -23,9 +23,11 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from api.errors import ApiError
 from cluster.adapters import Adapters
-from cluster.call import Call, kept_headers
+from cluster.call import DIED, Call, kept_headers
 from cluster.directory import Report
+from cluster.residency import resident
 from cluster.scaling.first_tokens import FirstTokens
 from cluster.shares import write_share
 from ktserve.launcher import die_with_parent, program
@@ -56,6 +58,7 @@ class Engine:
         if self._tenants is not None:
             settings = {**settings, "tenants": str(self._share)}
             write_share(self._tenants, self._share, self._count)
+        self._resident: dict[str, Any] = {}
         self._admin_key = _admin_key(settings)
         config = self._folder / "config.yaml"
         config.touch(mode=0o600)  # there may be keys in it
@@ -80,7 +83,9 @@ class Engine:
             await asyncio.sleep(_POLL_S)
 
     async def __call__(self, call: Call) -> AsyncIterator[Any]:
-        """(status, headers), then the body as it comes. Raises ServerDied if the server ends before its answer has."""
+        """(status, headers), then the body as it comes. A server that ends before it answers is a 503 with `DIED`, so
+        that another replica can be asked; ServerDied if it ends after that."""
+        begun = False
         try:
             answer = await self._adapters.answer(call)
             if answer is not None:
@@ -89,11 +94,16 @@ class Engine:
                 yield said
                 return
             async with self._ask(call) as stream:
+                begun = True
                 yield stream.status, [*kept_headers(stream.headers.items()), ("x-ktserve-replica", self._name)]
                 async for part in stream.content.iter_any():
                     yield part
         except (OSError, aiohttp.ClientError) as error:
-            raise ServerDied(f"the replica's server ended: {error}") from None
+            if begun:
+                raise ServerDied(f"the replica's server ended: {error}") from None
+            refused = ApiError(503, "the replica's server ended; ask again", code="not_available", retry_after_s=1.0)
+            yield 503, [("content-type", "application/json"), ("x-ktserve-replica", self._name), (DIED, "1")]
+            yield json.dumps(refused.body()).encode()
 
     def _ask(self, call: Call) -> Any:
         url = yarl.URL(f"http://127.0.0.1:{self._port}{call.path}", encoded=True)
@@ -103,11 +113,12 @@ class Engine:
         async with self._ask(call) as answer:
             return answer.status, await answer.read()
 
-    async def record_routing_stats(self) -> dict[str, int]:
-        """Serve asks every second: the moment to tell the directory how the server does. For the router, nothing."""
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve asks every second: the moment to tell the directory how the server does. For the routers: where the
+        adapters were at the last report, and its number; nothing where the server does not tell."""
         if time.monotonic() - self._reported_s >= _REPORT_S:
             await self._report()
-        return {}
+        return self._resident
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks every few seconds where it scales: what `ByFirstTokens` reads."""
@@ -131,6 +142,7 @@ class Engine:
             health = json.loads((await self._fetch(Call("GET", "/health", (), b"")))[1])
             status, page = await self._metrics()
             report = Report(str(health["status"]), page if status == 200 else "")
+            self._resident = {"report": self._resident.get("report", 0) + 1, **resident(page)} if status == 200 else {}
             self._follow(await self._directory.report.remote(self._name, report))
 
     def _follow(self, replicas: int) -> None:

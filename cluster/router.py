@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -17,6 +17,7 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has
 
     def initialize_state(self, **settings: Any) -> None:
         self._policy = Policy(Affinity(**settings))
+        self._learnt: dict[str, int] = {}  # the number of the last report of each replica
         self._sent: Counter[str] = Counter()  # requests of this router that have not ended, by replica
 
     async def choose_replicas(
@@ -26,6 +27,8 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has
         names = {replica.unique_id for replica in self.curr_replicas}
         self._policy.keep(list(names))
         self._sent = Counter({name: count for name, count in self._sent.items() if name in names})
+        for name, replica in by_name.items():
+            self._learn(name, replica.routing_stats)
         opened = {name: self._open(replica) for name, replica in by_name.items()}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # all are full: do not spin
@@ -46,6 +49,12 @@ class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has
         """Also of one that the replica had no room for, or that could not be sent: then one too few are counted."""
         super().on_request_completed(replica_id, internal_request_id)
         self._sent[replica_id.unique_id] = max(0, self._sent[replica_id.unique_id] - 1)
+
+    def _learn(self, name: str, told: Mapping[str, Any]) -> None:
+        """What a replica reported, once each time."""
+        if "report" in told and self._learnt.get(name) != told["report"]:
+            self._learnt[name] = told["report"]
+            self._policy.told(name, told["slot"], told["host"])
 
     def _open(self, replica: RunningReplica) -> int:
         """At least what this router sent. Serve's cache has other routers' requests too, but forgets what it has not

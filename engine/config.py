@@ -121,6 +121,13 @@ class EngineConfig:
         group="Adapters",
         choices=("alpha/r", "alpha/sqrt(r)", "peft"),
     )
+    expert_b_layout: str | None = option(
+        None,
+        "how lora_B of start-up adapters on fused experts lies where their files leave it open: as PEFT's (rank_major) "
+        "or as that of Unsloth's older releases (grouped_by_expert)",
+        group="Adapters",
+        choices=("rank_major", "grouped_by_expert"),
+    )
 
     # ---- placement
     rules: str | None = option(

@@ -131,7 +131,7 @@ class EngineCore:
 
     def _load_adapter(self, m: LoadAdapter) -> None:
         try:
-            self.adapters.load(m.call_id, m.name, m.path, m.replace, m.expert_scaling, m.pinned)
+            self.adapters.load(m.call_id, m.name, m.path, m.replace, m.expert_scaling, m.pinned, m.expert_b_layout)
         except UserError as error:
             self._refuse_call(m.call_id, 400, error)
 

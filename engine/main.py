@@ -1,4 +1,4 @@
-"""`python -m ktserve engine serve|plan|check|inspect|convert`: the engine as a child process. People use `ktserve`."""
+"""`python -m ktserve engine COMMAND`: the engine as a child process. People use `ktserve`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     rank = commands.add_parser("rank")  # started by rank 0, of the settings of which it computes a part
     rank.add_argument("--orders", type=int, required=True, help="socket that rank 0 has made for it")
     rank.add_argument("--slots", type=int, required=True, help="another, for adapters")
+    doctor = commands.add_parser("doctor")
+    doctor.add_argument("--config-json", default="{}")
+    doctor.add_argument("--quick", action="store_true")
+    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--share")
     for name in ("serve", "plan", "check", "inspect", "convert"):
         command = commands.add_parser(name)
         command.add_argument("--config-json", required=name not in ("inspect", "convert"), default="{}")
@@ -53,6 +58,10 @@ def _run(args: argparse.Namespace, config: EngineConfig) -> int:
         return _check(config, args.tokens, args.tolerance)
     if args.command == "convert":
         return _convert(config, args.path, args.to, args.out)
+    if args.command == "doctor":
+        from engine.diagnostics.doctor.report import doctor
+
+        return doctor(config.model, quick=args.quick, as_json=args.json, share=args.share)
     return _inspect(config, args.path)
 
 

@@ -80,14 +80,16 @@ class StopFound(_Message, frozen=True):
 
 class LoadAdapter(_Message, frozen=True):
     """Read an adapter from disk and make it known under `name`. A name already known is replaced if `replace`,
-    else refused. `expert_scaling`: "alpha/r", "alpha/sqrt(r)" or "peft", where the files leave it open. `pinned`: it
-    stays in host memory; others are evicted when the least recently used, and read again when they are wanted."""
+    else refused. `expert_scaling`: "alpha/r", "alpha/sqrt(r)" or "peft", `expert_b_layout`: "rank_major" or
+    "grouped_by_expert", where the files leave it open. `pinned`: it stays in host memory; others are evicted when the
+    least recently used, and read again when they are wanted."""
 
     call_id: int
     name: str
     path: str
     replace: bool = False
     expert_scaling: str | None = None
+    expert_b_layout: str | None = None
     pinned: bool = False
 
 

@@ -28,6 +28,7 @@ from loadtests.load.server import serving
 from loadtests.load.traffic import Traffic
 from loadtests.load.watch import Watch, held_table
 from loadtests.load.wire import Api, LoadError
+from loadtests.report.document import machine
 from loadtests.report.html import COLUMNS, page, row
 
 _WORKERS_S = 120.0
@@ -196,11 +197,26 @@ def _report(options: Options, stages: Sequence[Stage], grown: Sequence[str], wat
         console.print(f"failed {count}x: {outcome}", markup=False, highlight=False)
     if options.report:
         held = watch.seen if watch else ()
-        options.report.write_text(page(title, stages, broken, held), encoding="utf-8")
+        options.report.write_text(page(title, stages, broken, held, _setting(options, stages)), encoding="utf-8")
         console.print(f"report: {options.report}", highlight=False)
     for line in broken:
         console.print(f"missed: {line}", markup=False, highlight=False)
     return 1 if broken else 0
+
+
+def _setting(options: Options, stages: Sequence[Stage]) -> dict[str, str]:
+    """What was run, where and when."""
+    traffic = options.traffic
+    began = time.gmtime(min((stage.began_s for stage in stages), default=time.time()))
+    return {
+        "server": options.host or "",
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", began),
+        "measured from": machine(),
+        "scenario": f"{options.scenario}, {options.duration_s:g} s a stage",
+        "words of a prompt, median": str(traffic.prompt_words),
+        "tokens of an answer, median": f"{traffic.answer_tokens}, at most {traffic.max_tokens}",
+        "models": ", ".join(traffic.models) or "the server's",
+    }
 
 
 if __name__ == "__main__":

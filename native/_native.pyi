@@ -363,9 +363,11 @@ class PagedAttention:
         isa: str = "",
         float_rows: bool = False,
         products: str = "",
+        latent: int = 0,
+        scale: float = 0.0,
     ) -> None:
         """
-        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. ValueError for a shape that the kernels do not take.
+        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: of a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, 0: 1 / sqrt(head_dim). ValueError for a shape that the kernels do not take.
         """
 
     @property
@@ -488,6 +490,53 @@ class LinearRunner:
         The same for projections that share x; each has its own out and stride.
         """
 
+class LatentUp:
+    """The projection from latents to keys and values, by heads."""
+
+    def __init__(self, pool: WorkerPool, keys: PackedLinear, values: PackedLinear, heads: int, isa: str = "") -> None:
+        """
+        keys [heads * latent, nope], of each head transposed; values [heads * value, latent]. ValueError for sizes that do not go together.
+        """
+
+    def absorb(
+        self,
+        *,
+        x: int,
+        x_stride: int,
+        x_head_stride: int,
+        out: int,
+        out_stride: int,
+        out_head_stride: int,
+        tokens: int,
+        is_bf16: bool,
+        slots: int,
+    ) -> None:
+        """
+        Queries [tokens, heads, nope] -> [tokens, heads, latent], which meet latents. slots: int32 [tokens] or 0.
+        """
+
+    def values(
+        self,
+        *,
+        x: int,
+        x_stride: int,
+        x_head_stride: int,
+        out: int,
+        out_stride: int,
+        out_head_stride: int,
+        tokens: int,
+        is_bf16: bool,
+        slots: int,
+    ) -> None:
+        """Sums of latents [tokens, heads, latent] -> [tokens, heads, value]."""
+
+    def set_adapter(self, slot: int, a: int, keys: int, values: int, is_bf16: bool, rank: int, scale: float) -> None:
+        """
+        A [rank, latent], and B's rows of keys [heads, nope, rank] and of values [heads, value, rank], all bf16 or all float32, copied into a slot (1 or more) that no call in flight uses.
+        """
+
+    def clear_adapter(self, slot: int) -> None: ...
+
 def read_bandwidth(pool: WorkerPool, bytes: int, repeats: int = 5, isa: str = "") -> float:
     """Bytes per second that all workers read."""
 
@@ -539,6 +588,29 @@ class Ops:
     ) -> None:
         """
         out [rows, dim] = RMS norm of x, or (residual given) of residual += x. weight: [dim], bf16 or float32.
+        """
+
+    def rotate(
+        self,
+        *,
+        x: int,
+        x_stride: int,
+        x_head_stride: int,
+        out: int,
+        out_stride: int,
+        out_head_stride: int,
+        cos: int,
+        sin: int,
+        positions: int,
+        table_rows: int,
+        tokens: int,
+        heads: int,
+        dim: int,
+        interleaved: bool,
+        is_bf16: bool,
+    ) -> None:
+        """
+        out [tokens, heads, dim] = x rotated to its positions, int64 [tokens]; cos, sin float32 [table_rows, dim / 2]. interleaved: neighbours are rotated together and come out as halves.
         """
 
     def qk_norm_rope(
@@ -661,6 +733,28 @@ class GroupedQueryPart(AttentionPart):
     ) -> None:
         """
         layer: of the attention's. qk_norm: none, head (weights [head_dim]) or whole (of all heads at once: [heads * head_dim] and [kv_heads * head_dim]); addresses of weights, which must outlive the part. ValueError for sizes that do not fit.
+        """
+
+class LatentPart(AttentionPart):
+    """Latent attention, absorbed."""
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        layer: int,
+        rotation: Rotation,
+        q_a: PackedLinear | None,
+        q_a_norm: int,
+        q: PackedLinear,
+        kv_a: PackedLinear,
+        kv_a_norm: int,
+        up: LatentUp,
+        o: PackedLinear,
+        norm_eps: float,
+        interleaved: bool,
+    ) -> None:
+        """
+        layer: of the attention's. q_a: None where queries have one projection, with 0 for its norm. Addresses of norm weights, which must outlive the part. ValueError for sizes that do not fit.
         """
 
 class DensePart(MlpPart):

@@ -34,7 +34,7 @@ def _limit(folder: Path, v2: bool) -> float | None:
 def node_cpus(root: Path = Path("/")) -> dict[int, set[int]]:
     """All CPUs by the system's number of their NUMA node; empty where the machine does not say."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    return {int(folder.name[4:]): set(_parse_list((folder / "cpulist").read_text())) for folder in folders}
+    return {int(folder.name[4:]): set(parse_cpu_list((folder / "cpulist").read_text())) for folder in folders}
 
 
 def numa_nodes(cpus: list[int], root: Path = Path("/")) -> list[list[int]]:
@@ -43,7 +43,7 @@ def numa_nodes(cpus: list[int], root: Path = Path("/")) -> list[list[int]]:
     return [node for node in nodes if node] if sum(map(len, nodes)) == len(cpus) else [cpus]
 
 
-def _parse_list(text: str) -> list[int]:
+def parse_cpu_list(text: str) -> list[int]:
     """ "0-3,8" -> [0, 1, 2, 3, 8]"""
     cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):

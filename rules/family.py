@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-KINDS = ("model", "layer", "attention", "moe_block", "experts", "mlp", "norm", "rope", "linear", "embedding")
+KINDS = ("model", "layer", "attention", "moe_block", "experts", "mlp", "norm", "rope", "router", "linear", "embedding")
 ANY_CLASS = "Module"
 _TORCH = "torch.nn"
 # Classes of torch's own that any model has. KTransformers' experts are a ModuleList.
@@ -29,6 +29,11 @@ class Family:
     def kind(self, module_class: str) -> str:
         """The kind of a canonical class."""
         return _TORCH_CLASSES.get(module_class) or self.classes[module_class]
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether routers have a class of their own, which is no projection's."""
+        return "router" in self.classes.values()
 
     def class_of(self, kind: str) -> str:
         """The canonical class of a kind."""

@@ -44,6 +44,7 @@ _LINEAR_OPS = ("KLinearTorch", "KLinearMarlin", "VLinearMarlin", "KLinearQ8", "K
 _KT_BACKENDS = {"AMXBF16": "AMXBF16", "AMXInt8": "AMXInt8", "AMXInt4": "AMXInt4", "llamafile": "GGUF"}
 _SAME_PRECISION = {"AMXInt8": "int8", "AMXInt4": "int4"}  # the others hold weights as the file does, or as bf16
 _PHASES = "generate_device prefill_device"
+_ABSORB = "absorb_for_prefill"
 _THRESHOLD = "per_layer_prefill_intput_threshold"  # spelt so in KTransformers
 
 
@@ -116,6 +117,8 @@ def _kt_linear(kwargs: Kwargs) -> Built:
 
 def _kt_attention(kwargs: Kwargs) -> Built:
     device = _one_device(kwargs)
+    if kwargs.has(_ABSORB):
+        kwargs.note(_ABSORB, "latents are expanded where this is less work: sequences with many tokens in a step")
     return Built("reference" if device == "cpu" else "flashinfer", device, device)
 
 
@@ -200,9 +203,9 @@ OWN: dict[str, Operator] = {
     "ktserve.attention.reference": _op("attention", "device", _own("reference", "auto")),
     "ktserve.attention.native": _op("attention", "device", _own("native", "cpu")),
     "ktserve.attention.flashinfer": _op("attention", "device prefill", _own_flashinfer),
-    "ktserve.linear.reference": _op("linear", "device", _own("reference", "auto")),
-    "ktserve.linear.native": _op("linear", "device", _own("native", "cpu")),
-    "ktserve.linear.gpu": _op("linear", "device", _own("gpu", "cuda")),
+    "ktserve.linear.reference": _op("linear router", "device", _own("reference", "auto")),
+    "ktserve.linear.native": _op("linear router", "device", _own("native", "cpu")),
+    "ktserve.linear.gpu": _op("linear router", "device", _own("gpu", "cuda")),
     "ktserve.torch": Operator(EVERY_KIND, ("device",), _own("reference", "auto")),
 }
 
@@ -212,7 +215,7 @@ KTRANSFORMERS: dict[str, Operator] = {
     "default": Operator(EVERY_KIND, tuple(_PHASES.split()), _kt_plain),
     f"{_KT}experts.KTransformersExperts": _KT_EXPERTS,
     f"{_KT}experts.KTransformersExpertsV2": _KT_EXPERTS,
-    f"{_KT}linear.KTransformersLinear": _op("linear", f"{_PHASES} generate_op prefill_op", _kt_linear),
+    f"{_KT}linear.KTransformersLinear": _op("linear router", f"{_PHASES} generate_op prefill_op", _kt_linear),
     f"{_KT}layernorm.RMSNorm": _op("norm", _PHASES, _kt_plain),
     f"{_KT}RoPE.RotaryEmbedding": _op("rope", _PHASES, _kt_plain),
 }
@@ -220,8 +223,8 @@ KTRANSFORMERS: dict[str, Operator] = {
 _OF_FAMILY: dict[str, Operator] = {
     "model": _op("model", f"device {_THRESHOLD} transfer_map", _kt_model),
     "moe_block": _op("moe_block mlp", _PHASES, _kt_plain),  # a rule by name meets dense layers' MLPs too
-    "attention": _op("attention", _PHASES, _kt_attention),
-    **{kind: _op(kind, _PHASES, _kt_plain) for kind in ("mlp", "norm", "rope")},
+    "attention": _op("attention", f"{_PHASES} {_ABSORB}", _kt_attention),
+    **{kind: _op(kind, _PHASES, _kt_plain) for kind in ("mlp", "norm", "rope", "router")},
 }
 
 

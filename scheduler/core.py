@@ -224,14 +224,21 @@ class Core:
         pins: dict[int, int] = {}
         users: dict[AdapterKey, int] = {}
         holders: list[Sequence[int]] = []
+        in_flight: dict[str, tuple[int, int]] = {}  # tokens and drafts by request
+        for flight in self.flights:
+            for request, row in flight.rows.items():
+                if request not in flight.void:
+                    tokens, drafts = in_flight.get(request.request_id, (0, 0))
+                    in_flight[request.request_id] = tokens + row.samples, drafts + len(row.drafts)
         for request in listed:
             users[request.adapter] = users.get(request.adapter, 0) + 1
             holders.append(request.blocks)
-            rows = [f.rows[request] for f in self.flights if request in f.rows and request not in f.void]
             known = request.num_in_flight, request.num_drafts
-            in_flight = sum(row.samples for row in rows), sum(len(row.drafts) for row in rows)
-            if known != in_flight:
-                found.append(f"request {request.request_id}: {known} tokens, drafts in flight, rows say {in_flight}")
+            if known != in_flight.get(request.request_id, (0, 0)):
+                found.append(
+                    f"request {request.request_id}: {known} tokens, drafts in flight, rows say "
+                    f"{in_flight.get(request.request_id, (0, 0))}"
+                )
             if len(request.blocks) * self.config.block_size < request.num_computed:
                 found.append(f"request {request.request_id}: {request.num_computed} positions computed, blocks too few")
             if request.slot:

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as _CAUSAL
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import ROUTERS, Dense
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
+from engine.files.json_file import read_json
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
-from training.experts.base import TrainableExperts
+from training.experts.base import TrainableExperts, refuse_untrainable
 from training.layer import BatchRows, RoutedExperts, place_experts
 
 _TOKENS = "tokens_not_padding"  # an argument of layers, and of their attention
@@ -42,10 +44,7 @@ def load_model(
     and of the weights beside the experts; routers stay in float32, as the server has them. `experts_from`: another
     file or folder of the same model, whose experts are used. UserError for what cannot be opened."""
     source = open_model(model)
-    if source.config.state_bytes:
-        raise ModelFileError(
-            f"{model}: layers of linear attention cannot be trained yet; the model can be served", "model_name_or_path"
-        )
+    refuse_untrainable(source.config, model)
     experts = source if experts_from is None else open_model(experts_from)
     if experts.config.sparse_layers != source.config.sparse_layers or _sizes(experts) != _sizes(source):
         raise ModelFileError(
@@ -94,11 +93,16 @@ def routed_experts(model: nn.Module) -> list[TrainableExperts]:
 
 
 def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
-    """The folder's own config.json, or what a GGUF file says."""
+    """The folder's own config.json, or what a GGUF file says, or a folder whose model is another family's in all but
+    name. ModelFileError for a family that transformers does not have."""
     path = Path(os.path.expanduser(model))
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() and read_json(path / "config.json").get("model_type") in _CAUSAL:
         return AutoConfig.from_pretrained(path)
-    attention, layers = config.layers[0].attention, config.layers
+    if config.architecture not in _CAUSAL:
+        raise ModelFileError(
+            f"{model}: {config.architecture} is no family of transformers; it cannot be trained", "model"
+        )
+    attention, layers = config.paged_attention[0], config.layers
     rotation = attention.rotation
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotation.theta}
     if isinstance(attention, GroupedQuery) and rotation.dim != attention.head_dim:
@@ -112,7 +116,7 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
             rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
     dense = [index for index, layer in enumerate(layers) if isinstance(layer.mlp, Dense)]
     widths = [layer.mlp.intermediate for layer in layers if isinstance(layer.mlp, Dense)]
-    fields = {**config.numbers(), **architecture_of(config).transformers_fields(config)}
+    fields = {**config.numbers(), **architecture_of(config).own_fields(config)}
     fields.pop("rope_theta")
     return AutoConfig.for_model(
         config.architecture,

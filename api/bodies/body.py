@@ -59,9 +59,15 @@ def refused(name: str, note: str, *but: Any) -> Field:
 
 
 class Body(BaseModel):
-    """A body, or a part of one. `FIELDS` is its table; without one the fields of its model are all supported."""
+    """A body, or a part of one. `FIELDS` is its table; without one the fields of its model are all supported. `SHAPES`:
+    what the OpenAPI document says of fields that parsing checks by hand (api/bodies/shapes.py). `ONE_OF`: fields of
+    which it has one; `NEEDS`: fields that need others. `STREAM`: the type of answers that are streams."""
 
     FIELDS: ClassVar[tuple[Field, ...]] = ()
+    SHAPES: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    ONE_OF: ClassVar[tuple[str, ...]] = ()
+    NEEDS: ClassVar[Mapping[str, list[str]]] = {}
+    STREAM: ClassVar[str] = "text/event-stream"
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 

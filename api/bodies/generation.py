@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, field_validator, model_validator
 
-from api.bodies.body import Body
+from api.bodies import shapes
+from api.bodies.body import Body, no_op, supported
 from api.bodies.fields import CHAT, COMPLETION, GENERATION, STREAM_OPTIONS
 from api.bodies.structured import StructuredOutput
 from api.bodies.tools import ReasoningFields, ToolFields
@@ -14,7 +15,6 @@ from api.bodies.values import (
     INT32,
     INT64,
     MAX_TOKEN_IDS,
-    MIN_TOP_P,
     TOKEN_ID,
     Alternatives,
     Choices,
@@ -22,14 +22,17 @@ from api.bodies.values import (
     Integer,
     Messages,
     Number,
+    Output,
     Penalty,
-    PositiveCount,
+    PositiveOutput,
     Prompts,
     RequestId,
     Stops,
     StopString,
     Temperature,
     TokenId,
+    TopP,
+    WholeNumbers,
     not_zero,
 )
 from api.errors import bad_request, shortened
@@ -46,12 +49,12 @@ class SamplingFields(Body):
     """How tokens are chosen and where they end. None: the model's default (generation_config.json), else OpenAI's."""
 
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
     min_p: Annotated[float, Field(ge=0, le=1), Number] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64), Integer] | None = None
     stop: Stops = Field(default=[])
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=64)
+    stop_token_ids: Annotated[list[TokenId], WholeNumbers] = Field(default=[], max_length=64)
     include_stop_str_in_output: bool = False
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -59,7 +62,9 @@ class SamplingFields(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100), Number]] = Field(default={}, max_length=1024)
     min_tokens: Count = 0
     bad_words: list[StopString] = Field(default=[], max_length=128)
-    allowed_token_ids: Annotated[list[TokenId], FailFast()] = Field(default=[], min_length=1, max_length=MAX_TOKEN_IDS)
+    allowed_token_ids: Annotated[list[TokenId], FailFast(), WholeNumbers] = Field(
+        default=[], min_length=1, max_length=MAX_TOKEN_IDS
+    )
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32), Integer, AfterValidator(not_zero)] | None = None
@@ -80,7 +85,7 @@ class GenerationRequest(SamplingFields):
     """Common to chat and text completions."""
 
     model: str | None = None
-    max_tokens: Count | None = None
+    max_tokens: Output | None = None
     n: Choices = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -106,8 +111,8 @@ class GenerationRequest(SamplingFields):
 class ChatOptions(GenerationRequest):
     """A chat request without what becomes the prompt."""
 
-    max_tokens: PositiveCount | None = None
-    max_completion_tokens: PositiveCount | None = None
+    max_tokens: PositiveOutput | None = None
+    max_completion_tokens: PositiveOutput | None = None
     logprobs: bool = False
     top_logprobs: Alternatives | None = None
     echo: bool = False
@@ -131,6 +136,20 @@ class ChatOptions(GenerationRequest):
 
 class ChatRequest(ChatOptions, StructuredOutput, ToolFields, ReasoningFields):
     FIELDS = (*GENERATION, *CHAT)
+    SHAPES = {  # noqa: RUF012
+        **shapes.SAMPLING,
+        **shapes.STRUCTURED,
+        "messages": shapes.CHAT_MESSAGES,
+        "tools": shapes.CHAT_TOOLS,
+        "tool_choice": shapes.CHAT_CHOICE,
+        "logprobs": shapes.LOGPROBS,
+        "stream": shapes.STREAM,
+    }
+    NEEDS = {  # noqa: RUF012
+        "top_logprobs": ["logprobs"],
+        "tool_choice": ["tools"],
+        "stream_options": ["stream"],
+    }
 
     messages: Messages
     add_generation_prompt: bool = True
@@ -181,28 +200,65 @@ class CompletionOptions(GenerationRequest):
 
 class CompletionRequest(CompletionOptions, StructuredOutput):
     FIELDS = (*GENERATION, *COMPLETION)
+    SHAPES = {  # noqa: RUF012
+        **shapes.SAMPLING,
+        **shapes.STRUCTURED,
+        "prompt": shapes.PROMPT,
+        "stream": shapes.STREAM,
+    }
+    NEEDS = {"stream_options": ["stream"]}  # noqa: RUF012
 
     prompt: Prompts
     add_special_tokens: bool = True
 
 
 class TokenizeRequest(Body):
-    """`prompt`, or `messages` as the chat template renders them."""
+    """`prompt`, or `messages` as the chat template renders them; or llama-server's `content`, to which special tokens
+    are added with `add_special` alone, `with_pieces` with the tokens' texts."""
+
+    SHAPES = {"messages": shapes.CHAT_MESSAGES}  # noqa: RUF012
+    ONE_OF = ("prompt", "content", "messages")
+    FIELDS = (
+        supported("model", "as everywhere"),
+        supported("prompt", "a text"),
+        supported("content", "a text, as llama-server has it"),
+        supported("messages", "a chat"),
+        supported("add_special_tokens", "of a `prompt`"),
+        supported("add_special", "of a `content`"),
+        supported("with_pieces", "tokens with their texts"),
+        supported("add_generation_prompt", "of `messages`"),
+        supported("chat_template_kwargs", "of `messages`"),
+        no_op("parse_special", "control tokens are read", True),
+        no_op("return_token_strs", "see `with_pieces`", False),
+    )
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    add_special: bool = False
+    with_pieces: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise bad_request("send either prompt or messages", "prompt")
+        if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
+            raise bad_request("send one of prompt, content and messages", "prompt")
         return self
+
+    @property
+    def text(self) -> str | None:
+        return self.content if self.prompt is None else self.prompt
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return self.add_special_tokens if self.content is None else self.add_special
 
 
 class DetokenizeRequest(Body):
+    SHAPES = {"tokens": shapes.IDS}  # noqa: RUF012
+
     model: str | None = None
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[list[TokenId], FailFast(), WholeNumbers]

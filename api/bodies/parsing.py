@@ -20,6 +20,8 @@ from api.errors import ApiError, bad_request, shortened
 _MAX_FIELDS = 256
 _MAX_NAME = 100  # characters of a field's name that are looked at and shown
 _MAX_DIGITS = 40
+_MAX_REMARKS = 64
+_PLACE_IN_LIST = r"\[\d+\]"
 _OF_PARTS = ("value_error", "too_long", "too_short")  # what is wrong is in the value, or how many it has
 _OTHER_TYPE = (
     "string_type", "list_type", "dict_type", "bool_type", "bool_parsing", "int_type", "int_parsing", "literal_error",
@@ -33,11 +35,24 @@ _Model = TypeVar("_Model", bound=Body)
 @dataclass
 class Notes:
     """Fields of a request that had no effect: those that nobody knows, and no-ops. `unknown_fields` "reject" makes the
-    first a 400, "ignore" leaves them out here."""
+    first a 400, "ignore" leaves them out here. `remarks`: what else became of parts of it, as sentences."""
 
     unknown_fields: str = "reject"
     unknown: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def remark(self, where: str, what: str) -> None:
+        """`what` becomes of the place `where`. In a list it is noted once, whatever its place."""
+        sentence = f"{re.sub(_PLACE_IN_LIST, '[]', where)}: {what}"
+        if len(self.remarks) < _MAX_REMARKS and sentence not in self.remarks:
+            self.remarks.append(sentence)
+
+    def left_out(self, where: str, kind: str) -> None:
+        self.remark(where, f"{shortened(kind[:_MAX_NAME])} is left out")
+
+    def made_a_line(self, where: str, kind: str) -> None:
+        self.remark(where, f"{shortened(kind[:_MAX_NAME])} became a line of text")
 
     def found_unknown(self, key: str, where: str = "", known: Iterable[str] = ()) -> None:
         """In a list it is noted once, whatever its place. Raises ApiError that names the nearest of `known`."""
@@ -47,7 +62,7 @@ class Notes:
             hint = f"; did you mean {prefix + near[0]!r}?" if near else ""
             name = prefix + key[:_MAX_NAME]
             raise bad_request(f"unknown field {name!r}{hint}", name, "unknown_field")
-        name = re.sub(r"\[\d+\]", "[]", prefix) + key[:_MAX_NAME]
+        name = re.sub(_PLACE_IN_LIST, "[]", prefix) + key[:_MAX_NAME]
         if self.unknown_fields == "warn" and name not in self.unknown:
             self.unknown.append(name)
 
@@ -130,7 +145,7 @@ def _known(kind: type[Body], body: dict[str, Any], where: str, notes: Notes) -> 
             part = parts.get(key)
             kept[key] = _known(part, value, prefix + key, notes) if part and isinstance(value, dict) else value
         elif known.of is not None:
-            if known.of in body and body[known.of] != value:
+            if (other := body.get(known.of)) is not None and other != value:
                 raise bad_request(f"{prefix + key!r} and {prefix + known.of!r} are one field and differ", prefix + key)
             kept[known.of] = value
         elif not known.takes(value):

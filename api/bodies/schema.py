@@ -5,20 +5,67 @@ from __future__ import annotations
 from typing import Any
 
 from api.bodies.body import Body, Field, Status, fields_of, parts_of
+from api.bodies.shapes import OTHER_NAMES
 from api.bodies.values import NUMBER
 
 _NULL = {"type": "null"}
+_STRING = {"type": "string"}
+_OUTPUTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def described(kind: type[Body], *, strict: bool = False) -> dict[str, Any]:
     """For a route's `openapi_extra`: the body, and that the answer may be a stream. `strict`: unknown fields are a 400
     whatever the settings say."""
-    schema = {**body_schema(kind), "additionalProperties": not strict}
+    schema = _documented(kind)
+    if not kind.ONE_OF:
+        schema = {**schema, "additionalProperties": not strict}
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     if "stream" in kind.model_fields:
-        form = "application/x-ndjson" if "options" in kind.model_fields else "text/event-stream"
-        extra["responses"] = {"200": {"content": {form: {}}}}  # a schema would be read as that of each event
+        extra["responses"] = {"200": {"content": {kind.STREAM: {}}}}  # a schema would be read as that of each event
     return extra
+
+
+def _documented(kind: type[Body]) -> dict[str, Any]:
+    """Of what parsing takes, what a client is to send: no numbers in quotes, models and sizes of this server
+    (api/endpoints/openapi.py), and the shapes of what is checked by hand."""
+    schema = body_schema(kind)
+    required = {*schema.get("required", ()), *(name for needed in kind.NEEDS.values() for name in needed)}
+    properties = {name: _without_quotes(each) for name, each in schema["properties"].items()}
+    for name, shape in _shapes(kind).items():
+        properties[name] = shape if name in required else {"anyOf": [shape, _NULL]}
+    properties = {name: each for name, each in properties.items() if name not in OTHER_NAMES}
+    if not kind.ONE_OF:
+        needs = {"dependentRequired": dict(kind.NEEDS)} if kind.NEEDS else {}
+        return {**schema, "properties": properties, **needs}
+    common = {name: each for name, each in properties.items() if name not in kind.ONE_OF}
+    forms = [
+        {
+            "type": "object",
+            "required": [name],
+            "properties": {**common, name: kind.SHAPES.get(name, {"type": "string"})},
+        }
+        for name in kind.ONE_OF
+    ]
+    return {"anyOf": forms}
+
+
+def _shapes(kind: type[Body]) -> dict[str, dict[str, Any]]:
+    names = fields_of(kind)
+    shapes = dict(kind.SHAPES)
+    shapes |= {name: {"$ref": "#/components/schemas/Model"} for name in ("model",) if name in names}
+    shapes |= {name: {"$ref": "#/components/schemas/OutputTokens"} for name in _OUTPUTS if name in names}
+    shapes |= {name: shapes[field.of] for name, field in names.items() if field.of in shapes}
+    return shapes
+
+
+def _without_quotes(schema: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(schema.get("properties"), dict):
+        inner = {name: _without_quotes(each) for name, each in schema["properties"].items()}
+        schema = {**schema, "properties": inner}
+    if "anyOf" in schema:
+        kinds = [_without_quotes(each) for each in schema["anyOf"] if each.get("pattern") != NUMBER]
+        schema = {**schema, "anyOf": kinds}
+    return schema
 
 
 def body_schema(kind: type[Body]) -> dict[str, Any]:

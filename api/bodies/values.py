@@ -1,7 +1,7 @@
 """What the fields of bodies hold, with the range of every number. What becomes of each field is in `Body.FIELDS`.
 
 The ranges are what sampling can compute in float32 and int64: a temperature of 1e-40 or a top_p of 1e-50 would
-underflow to zero on the way.
+underflow to zero on the way; a top_p below the least is the least.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _objects(value: Any) -> Any:
     return value
 
 
-Messages = Annotated[list[dict[str, Any]], BeforeValidator(_objects), Field(min_length=1, max_length=MAX_MESSAGES)]
+AnyMessages = Annotated[list[dict[str, Any]], BeforeValidator(_objects), Field(max_length=MAX_MESSAGES)]
+Messages = Annotated[AnyMessages, Field(min_length=1)]
 _Prompts = str | list[str] | list[int] | list[list[int]]
 
 
@@ -59,6 +60,7 @@ def _one_kind(value: Any) -> Any:
     """By hand, for the same reason: a union would check a wrong list once for each of its members."""
     if isinstance(value, str):
         return value
+    value = _ids(value)
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if kinds not in ({str}, {int}, {list}) or (kinds == {list} and any(set(map(type, ids)) - {int} for ids in value)):
         raise ValueError("a text, a list of token ids, or a list of either is expected")
@@ -69,7 +71,14 @@ Prompts = Annotated[_Prompts, PlainValidator(_one_kind, json_schema_input_type=_
 
 
 def _one_stop(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    """Some clients write an empty text for none."""
+    stops = [value] if isinstance(value, str) else value
+    return [stop for stop in stops if stop != ""] if isinstance(stops, list) else stops
+
+
+def _not_zero_top_p(top_p: float) -> float:
+    """0 stands for the most likely token alone."""
+    return max(top_p, MIN_TOP_P)
 
 
 def not_zero(count: int) -> int:
@@ -87,12 +96,26 @@ def _not_tiny(temperature: float) -> float:
 Penalty = Annotated[float, Field(ge=-2, le=2), Number]
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_tiny), Number]
 Count = Annotated[int, Field(ge=0, lt=INT32), Integer]
+TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(_not_zero_top_p), Number]
 PositiveCount = Annotated[int, Field(ge=1, lt=INT32), Integer]
+Output = Annotated[int, Field(ge=-1, lt=INT32), Integer]  # tokens; -1: what fits
+PositiveOutput = Annotated[Output, AfterValidator(not_zero)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Integer]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), Integer]
 TokenId = Annotated[int, Field(ge=0, lt=INT32)]
+
+
+def _ids(value: Any) -> Any:
+    """Ids as some clients write them: 8.0."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [_integer(each) if isinstance(each, float) else each for each in value]
+    return value
+
+
+WholeNumbers = BeforeValidator(_ids)
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-_Stops = list[StopString]
-_StopList = Annotated[_Stops, Field(max_length=16)]
-Stops = Annotated[_StopList, BeforeValidator(_one_stop, json_schema_input_type=StopString | _StopList)]
+_StopList = Annotated[list[StopString], Field(max_length=16)]
+_AnyStop = Annotated[str, Field(max_length=1000)]
+_AnyStops = Annotated[list[_AnyStop], Field(max_length=16)]
+Stops = Annotated[_StopList, BeforeValidator(_one_stop, json_schema_input_type=_AnyStop | _AnyStops)]
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]

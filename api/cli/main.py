@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ examples:
   ktserve serve MODEL --adapters law=~/a --adapters med=~/b
   ktserve chat MODEL                                   talk to it in this terminal
   ktserve plan MODEL --max-model-len 32768             what it would need; loads nothing
+  ktserve doctor MODEL                                 what this machine is and what holds it back
   ktserve bench http://127.0.0.1:8000 --help           measure a server that runs
   ktserve loadtests --help                             load a server, or one of its own (docs/load.md)
   ktserve ray deploy CONFIG.yaml                       replicas over a Ray cluster (docs/scale-out.md)
@@ -101,6 +103,17 @@ def build_parser() -> Parser:
         "check", "read all that serving reads; compare the backends with the reference by layer", engine + text
     )
     command.set_defaults(run=_child, child="check", path=None)
+    command = commands.add_parser(
+        "doctor",
+        help="what this machine is, what holds it back, and what to do",
+        description="what this machine is, what holds it back, and what to do (docs/doctor.md)",
+        formatter_class=_Help,
+    )
+    command.add_argument("model_path", nargs="?", default="", metavar="MODEL", help="measure the disk where it lies")
+    command.add_argument("--quick", action="store_true", help="measure nothing")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--share", metavar="FILE", help="write JSON without names and paths, for a bug report")
+    command.set_defaults(run=_doctor)
     command = commands.add_parser(
         "train",
         help="fine-tune an adapter on the weights that are served",
@@ -258,6 +271,15 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
     from api.cli.child import run_training_plan
 
     return run_training_plan(*args.train)
+
+
+def _doctor(args: argparse.Namespace, console: Console) -> int:
+    from api.cli.child import run_child
+
+    more = [f"--{name}" for name in ("quick", "json") if getattr(args, name)]
+    more += [] if args.share is None else [f"--share={args.share}"]
+    model = os.path.expanduser(args.model_path)
+    return run_child("doctor", None, EngineConfig(model=model), ServeConfig(), more)
 
 
 def _child(args: argparse.Namespace, console: Console) -> int:

@@ -22,12 +22,22 @@ from api.cli.launch import make_client, sampling_defaults, start_engine, text_se
 from api.config import ServeConfig
 from api.endpoints.application import create_app
 from api.http.middleware import RequestNotes
-from api.http.server import Server, check_origins, check_reach, connections_of, listen, repeated, url_of
+from api.http.server import (
+    Server,
+    check_origins,
+    check_reach,
+    check_root_path,
+    connections_of,
+    is_loopback,
+    listen,
+    repeated,
+    url_of,
+)
 from api.http.service import Service
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import tokenizer_of
 from api.tenants.keys import keys_of
-from api.tenants.reload import Reload, has_key_files
+from api.tenants.reload import Reload
 from api.tenants.usage import UsageLog
 from api.tracing import Tracing
 from engine.config import EngineConfig
@@ -49,6 +59,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
     config = dataclasses.replace(config, api_key=[], admin_key=None)  # digests are kept, keys are not
     _check_limits()
     check_origins(config)
+    check_root_path(config)
     connections = connections_of(config)
     notes = [
         *notes,
@@ -69,10 +80,9 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             service.tracing = Tracing(config.otlp_endpoint)
         if config.usage_log is not None:
             service.usage = UsageLog(config.usage_log)
-        if has_key_files(config) or config.usage_log is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(service))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(service))
         app = create_app(service)
-        server = Server(app, service, connections)
+        server = Server(app, service, connections, on_loopback=is_loopback(bound))
         if config.data_dir is not None:
             service.batches = await Batches.open(config, config.data_dir)
         serving = asyncio.create_task(server.serve(sockets=repeated(bound)))
@@ -126,7 +136,7 @@ async def _served(service: Service, serving: asyncio.Task[None]) -> int:
         gave_up.cancel()
         serving.result()
         return 0
-    log.error("the engine has ended %d times in a row (--max-restarts): giving up", service.client.restarts + 1)
+    log.error("the engine has ended %d times in a row (--max-restarts): giving up", service.client.backoff.deaths)
     return 1
 
 

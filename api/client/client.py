@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from api.client.backoff import Backoff
 from api.client.link import EngineLink
 from api.client.process import ENGINE_COMMAND, SocketDir
 from api.client.stream import EngineUnavailable, Inbox, OpenRequest
@@ -27,8 +28,6 @@ _WATCH_S = 0.25
 _LOADING_S = 60.0  # an engine that loads may be silent at least that long: it imports, and shares its CPUs with others
 _SILENT_S = 4.0  # without a heartbeat (`engine.heartbeat.BEAT_S`) until requests are refused
 _LATE_S = 1.0  # the engine's own deadline comes first; this is for one that does not answer
-_HEALTHY_S = 300.0  # an engine that lived so long has its restarts forgiven
-_MAX_DELAY_S = 60.0  # between restarts
 
 
 class EngineClient:
@@ -37,7 +36,8 @@ class EngineClient:
 
     `max_open` bounds the requests that are open at the same time; more raise EngineUnavailable (429). An engine that
     has been silent, or at one step, for `hang_s` seconds is killed (None: never). An engine that ended is started
-    again, after growing delays; after `max_restarts` deaths in a row (None: no limit) `gave_up` is set instead.
+    again, after delays that grow while engines die without service (`Backoff`); after `max_restarts` such deaths in a
+    row (None: no limit) `gave_up` is set instead.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class EngineClient:
         self.adapters: dict[str, m.AdapterInfo] = {}
         self.residency: dict[str, str] = {}  # of adapters: "disk", "host" or "slot"
         self.vocabulary: m.SetVocabulary | None = None  # what every engine is told of its tokens
-        self.restarts = 0
+        self.restarts = 0  # of all time
+        self.backoff = Backoff()
         self._command = tuple(command)
         self._max_open = max_open or 4 * (config.max_num_seqs + config.max_queue)
         self._max_restarts = max_restarts
@@ -75,6 +76,8 @@ class EngineClient:
         self._started: asyncio.Future[m.Ready] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._serves_since: float | None = None  # of the engine that is there now
+        self._answered = 0  # by that engine
         self._awake_s = 0.0  # when this process last went on after it had been stopped itself
         self._restoring: asyncio.Task[None] | None = None
 
@@ -191,7 +194,14 @@ class EngineClient:
     # ---- calls
 
     async def load_adapter(
-        self, name: str, path: str, *, replace: bool = False, expert_scaling: str | None = None, pinned: bool = False
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool = False,
+        expert_scaling: str | None = None,
+        expert_b_layout: str | None = None,
+        pinned: bool = False,
     ) -> m.AdapterInfo:
         """Raises CallRefused with the engine's reason, or EngineUnavailable."""
         message = m.LoadAdapter(
@@ -200,6 +210,7 @@ class EngineClient:
             path=path,
             replace=replace,
             expert_scaling=expert_scaling,
+            expert_b_layout=expert_b_layout,
             pinned=pinned,
         )
         # a caller that goes away does not stop the load: what the engine did must be known here
@@ -264,8 +275,9 @@ class EngineClient:
     async def _supervise(self) -> None:
         for number in itertools.count():
             self.state = "restarting" if number else "loading"
-            began = time.monotonic()
+            self._serves_since, self._answered = None, 0
             status = await self._run(number)
+            served_s = 0.0 if self._serves_since is None else time.monotonic() - self._serves_since
             self._disconnect(f"the engine ended ({status})")
             if self.state == "stopped":
                 return
@@ -273,20 +285,18 @@ class EngineClient:
                 self.state = "dead"
                 self._started.set_exception(self._start_error(status))
                 return
-            if time.monotonic() - began > _HEALTHY_S:
-                self.restarts = 0
             log.error("the engine ended (%s)%s", status, f": {self._fatal.message}" if self._fatal else "")
             if self.state == "draining":
                 return
-            if self._max_restarts is not None and self.restarts >= self._max_restarts:
+            delay_s = self.backoff.died(served_s, self._answered)
+            if self._max_restarts is not None and self.backoff.deaths > self._max_restarts:
                 self.state = "dead"
                 self.gave_up.set()
                 return
             self.restarts += 1
             self.state = "restarting"
-            delay = min(_MAX_DELAY_S, 0.5 * 2 ** min(self.restarts - 1, 10))
-            log.warning("restart %d in %.1f s", self.restarts, delay)
-            await asyncio.sleep(delay)
+            log.warning("restart %d in %.1f s", self.restarts, delay_s)
+            await asyncio.sleep(delay_s)
 
     def _start_error(self, status: str) -> Exception:
         if self._fatal is None:
@@ -320,6 +330,7 @@ class EngineClient:
                 if request := self._open.get(message.request_id):
                     request.inbox.put(message)
             case m.Finished() | m.Refused() | m.Cancelled() | m.Failed():
+                self._answered += isinstance(message, m.Finished)
                 if request := self._take(message.request_id):
                     request.inbox.put(message)
             case m.AdapterMoved():
@@ -364,7 +375,7 @@ class EngineClient:
         if self.state == "restarting":
             log.info("the engine serves again")
         if self.state in ("loading", "restarting"):
-            self.state = "ready"
+            self.state, self._serves_since = "ready", time.monotonic()
         if first and self._started is not None:
             self._started.set_result(ready)
 
@@ -387,6 +398,7 @@ def startup_loads(config: EngineConfig) -> dict[str, m.LoadAdapter]:
             name=name,
             path=path,
             expert_scaling=config.expert_scaling,
+            expert_b_layout=config.expert_b_layout,
             pinned=name in config.pinned_adapters,
         )
         for name, path in startup_adapters(config)

@@ -1,4 +1,5 @@
-"""The tables of docs/api.md, made from the tables of fields: `python -m api.dialects.reference` rewrites them."""
+"""The tables of docs/api.md and docs/agents.md, made from those of fields and of kinds:
+`python -m api.dialects.reference` rewrites them."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from typing import Any, NamedTuple
 from api.bodies.body import Body, Field, Status
 from api.bodies.fields import CHAT, COMPLETION, GENERATION
 from api.bodies.generation import ChatRequest, CompletionRequest, StreamOptions
+from api.bodies.tools import ReasoningObject, ThinkingObject
 from api.dialects.anthropic import requests as anthropic
 from api.dialects.common.content import SchemaFormat
 from api.dialects.ollama import requests as ollama
 from api.dialects.responses import requests as responses
+from api.text.kinds import TABLES as KINDS
+from api.text.kinds import Kinds
 
 
 class Table(NamedTuple):
@@ -28,6 +32,8 @@ class Table(NamedTuple):
 TABLES = (
     Table("every generating endpoint", ChatRequest, GENERATION),
     Table("/v1/chat/completions", ChatRequest, CHAT),
+    Table("thinking of a chat", ThinkingObject),
+    Table("reasoning of a chat", ReasoningObject),
     Table("/v1/completions", CompletionRequest, COMPLETION),
     Table("stream_options", StreamOptions),
     Table("/v1/responses", responses.ResponsesRequest),
@@ -42,9 +48,11 @@ TABLES = (
     Table("/api/generate", ollama.OllamaGenerateRequest),
     Table("options", ollama.OllamaOptions),
     Table("/api/show", ollama.OllamaShowRequest),
+    Table("/api/pull", ollama.OllamaPullRequest),
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = (_DOCS / "api.md", _DOCS / "agents.md")
 _BOUNDS = (
     ("minimum", " from {}"),
     ("maximum", " to {}"),
@@ -58,7 +66,8 @@ _BOUNDS = (
 
 def tables() -> dict[str, str]:
     """Markdown of each table by its name."""
-    return {table.name: _table(table) for table in TABLES}
+    of_fields = {f"fields: {table.name}": _table(table) for table in TABLES}
+    return of_fields | {f"kinds: {kinds.title}": _kinds(kinds) for kinds in KINDS}
 
 
 def updated(page: str) -> str:
@@ -68,7 +77,7 @@ def updated(page: str) -> str:
     def replaced(match: re.Match[str]) -> str:
         return f"{match[1]}\n{made[match[2]]}\n{match[3]}"
 
-    return re.sub(r"(<!-- fields: (.+?) -->)\n.*?\n?(<!-- end -->)", replaced, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- (.+?: .+?) -->)\n.*?\n?(<!-- end -->)", replaced, page, flags=re.DOTALL)
 
 
 def _table(table: Table) -> str:
@@ -79,6 +88,17 @@ def _table(table: Table) -> str:
     for field in rows:
         takes = _type(properties[field.name]) if field.status is Status.SUPPORTED else _values(field)
         lines.append(f"| `{field.name}` | {field.status.value} | {takes} | {field.note} |")
+    return "\n".join(lines)
+
+
+def _kinds(kinds: Kinds) -> str:
+    """Kinds with one fate and one note share a line."""
+    lines = ["| type | | |", "|---|---|---|"]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for kind in kinds.rows.values():
+        fate = kind.fate.value + (f"; {kind.newly.value} where a user newly asks for it" if kind.newly else "")
+        rows.setdefault((fate, kind.note), []).append(f"`{kind.name}`")
+    lines += [f"| {', '.join(names)} | {fate} | {note} |" for (fate, note), names in rows.items()]
     return "\n".join(lines)
 
 
@@ -110,4 +130,5 @@ def _shown(bound: float) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(updated(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
@@ -17,7 +18,7 @@ from api.dialects.anthropic import routes as anthropic
 from api.dialects.ollama import routes as ollama
 from api.dialects.openai import chat, completions
 from api.dialects.responses import routes as responses
-from api.endpoints import batches, files, models, page, system
+from api.endpoints import batches, files, models, page, probes, system
 from api.endpoints.openapi import document
 from api.errors import ApiError
 from api.http.middleware import Callers
@@ -46,10 +47,12 @@ class Application(FastAPI):
             for route in filter(_takes_the_request_alone, routes):
                 assert isinstance(route, Route)
                 self._direct |= {(method, route.path): route.endpoint for method in route.methods or ()}
-        for family in (models, files, batches, system, page):
+        for family in (models, files, batches, system, probes, page):
             self.routes.extend(family.router().routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope["method"], scope["path"]) not in self._direct:
+            scope = {**scope, "path": _known_path(scope["path"])}
         if scope["type"] == "http" and (scope["method"], scope["path"]) in self._direct:
             scope["app"] = self
             await self._callers(scope, receive, send)
@@ -68,6 +71,22 @@ class Application(FastAPI):
         await response(scope, receive, send)
 
 
+# As other servers have them, and clients look for them.
+_WITHOUT_V1 = re.compile(r"/(chat/completions|completions|responses|messages|models)(/.*)?")
+_ELSEWHERE = {
+    "/v1/tokenize": "/tokenize",
+    "/v1/detokenize": "/detokenize",
+    "/v1/health": "/health",
+    "/healthz": "/health",
+    "/health_generate": "/health",
+}
+
+
+def _known_path(path: str) -> str:
+    """A path as it is here."""
+    return f"/v1{path}" if _WITHOUT_V1.fullmatch(path) else _ELSEWHERE.get(path, path)
+
+
 def _takes_the_request_alone(route: BaseRoute) -> bool:
     if not isinstance(route, Route) or route.param_convertors:
         return False
@@ -78,7 +97,10 @@ def create_app(service: Service) -> Application:
     """All endpoints over one service."""
     app = Application(service)
     app.state.openapi = document(
-        app, keys=service.keys.required, reject_unknown=service.config.unknown_fields == "reject"
+        app,
+        keys=service.keys.required,
+        reject_unknown=service.config.unknown_fields == "reject",
+        root_path=service.config.root_path,
     )
 
     async def on_purpose(request: Request, error: Exception) -> Response:

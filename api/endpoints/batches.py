@@ -23,6 +23,19 @@ _Value = Annotated[str, Field(max_length=512)]
 
 
 class BatchRequest(Body):
+    SHAPES = {  # noqa: RUF012
+        "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions", "/v1/responses"]},
+        "completion_window": {"const": "24h"},
+        "output_expires_after": {
+            "type": "object",
+            "required": ["anchor", "seconds"],
+            "properties": {
+                "anchor": {"const": "created_at"},
+                "seconds": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+            },
+        },
+    }
+
     input_file_id: str
     endpoint: str
     completion_window: str

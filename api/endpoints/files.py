@@ -25,6 +25,11 @@ _FORM: dict[str, Any] = {
                 "schema": {
                     "type": "object",
                     "required": ["file", "purpose"],
+                    "additionalProperties": False,
+                    "dependentRequired": {
+                        "expires_after[anchor]": ["expires_after[seconds]"],
+                        "expires_after[seconds]": ["expires_after[anchor]"],
+                    },
                     "properties": {
                         "file": {
                             "type": "string",

@@ -29,6 +29,7 @@ class LoadAdapterRequest(Body):
     replace: bool = False
     load_inplace: bool = False  # vLLM's name for the same
     expert_scaling: Literal["alpha/r", "alpha/sqrt(r)", "peft"] | None = None
+    expert_b_layout: Literal["rank_major", "grouped_by_expert"] | None = None
     pinned: bool = False  # SGLang's name: it stays in host memory
 
 
@@ -153,6 +154,7 @@ async def load(service: Service, body: LoadAdapterRequest) -> m.AdapterInfo:
         await asyncio.to_thread(_allowed, body.lora_path, service.config),  # a file system may take its time
         replace=body.replace or body.load_inplace,
         expert_scaling=body.expert_scaling,
+        expert_b_layout=body.expert_b_layout,
         pinned=body.pinned,
     )
 

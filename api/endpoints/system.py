@@ -10,10 +10,12 @@ from starlette.responses import PlainTextResponse, Response
 from api.bodies.generation import DetokenizeRequest, TokenizeRequest
 from api.bodies.schema import described
 from api.client.stream import EngineUnavailable
+from api.endpoints.openapi import of_server
 from api.errors import ApiError
 from api.http.handling import check_admin, service_of, tenant_of
 from api.http.wire import ChunkedResponse, json_response
 from api.prepare.job import Kind
+from api.tenants.record import Tenant
 from api.version import project_version
 
 
@@ -42,6 +44,7 @@ def router() -> APIRouter:
         service.metrics.engine_up = service.client.state == "ready"
         service.metrics.usage_lines_lost = 0 if service.usage is None else service.usage.dropped
         service.metrics.restarts = service.client.restarts
+        service.metrics.residency = service.client.residency
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/ping")
@@ -73,7 +76,13 @@ def router() -> APIRouter:
 
     @routes.get("/openapi.json", include_in_schema=False)
     async def openapi(request: Request) -> Response:
-        return json_response(request.app.state.openapi)
+        service, caller = service_of(request), request.scope["state"]["caller"]
+        if service.client.ready is None:
+            return json_response(of_server(request.app.state.openapi, [], 1, 1))
+        names = [entry["id"] for entry in service.models(caller)] if isinstance(caller, Tenant) else []
+        return json_response(
+            of_server(request.app.state.openapi, names, service.ready.max_model_len, service.ready.vocab_size)
+        )
 
     @routes.get("/version")
     async def version_() -> Response:
@@ -93,6 +102,7 @@ def router() -> APIRouter:
         service, tenant = service_of(request), tenant_of(request)
         prepared = await service.prepare(Kind.DETOKENIZE, request)
         service.adapter(tenant, msgspec.json.decode(prepared.options)["model"])
-        return ChunkedResponse([b'{"prompt":', *prepared.answer, b"}"], service.bodies)
+        text = prepared.answer  # under llama-server's name too
+        return ChunkedResponse([b'{"prompt":', *text, b',"content":', *text, b"}"], service.bodies)
 
     return routes

@@ -155,6 +155,7 @@ class Metrics:
         self.stats: Mapping[str, Any] = {}
         self.engine_up = False
         self.restarts = 0
+        self.residency: Mapping[str, str] = {}  # of adapters: "slot", "host" or "disk"
         self.usage_lines_lost = 0
         self.requests = self._counter("requests", "ended requests by outcome", ["outcome", *_WHO])
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of ended requests", _WHO)
@@ -197,6 +198,13 @@ class Metrics:
                 value = found[0] / max(found[1], 1.0) if len(found) == 2 else found[0]
                 kind = CounterMetricFamily if counter else GaugeMetricFamily
                 yield kind(f"ktserve_{name}", help, value=value)
+        places = GaugeMetricFamily(
+            "ktserve_adapter_resident", "adapters in slots and in host memory", labels=["model_name", "place"]
+        )
+        for adapter, place in self.residency.items():
+            if place != "disk":
+                places.add_metric([adapter, place], 1.0)
+        yield places
         if "running_adapters" in self.stats:
             yield self._adapters()
         labelled: dict[str, dict[str, float]] = {}

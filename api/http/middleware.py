@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.batches.call import TENANT
@@ -18,6 +19,7 @@ from api.bodies.values import REQUEST_ID
 from api.config import ServeConfig
 from api.errors import ApiError
 from api.logs import current_request
+from api.prepare.job import Prepared
 from api.tenants.keys import Keys, authorization_of
 from api.tenants.limits import Limits
 from api.tenants.record import Tenant
@@ -26,6 +28,7 @@ from api.tracing import current_trace
 log = logging.getLogger("ktserve")
 _MOST_NAMES = 256  # that are logged; clients choose names
 _MOST_NOTED = 1000  # characters of the header
+_LOOPBACK = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"  # origins of pages of this machine
 _SERVER = re.compile("https?://[^/]*", re.IGNORECASE)
 
 
@@ -42,10 +45,11 @@ class UnknownFields:
                 log.warning("requests carry the unknown field %a; it is ignored (--unknown-fields)", name)
 
 
-def note(request: Request, unknown: Sequence[str], unused: Sequence[str]) -> None:
-    """Name fields in the answer's `warnings` header."""
-    notes = [f"unknown field {name!a} is ignored" for name in unknown]
-    notes += [f"{name!a} has no effect" for name in unused]
+def note(request: Request, prepared: Prepared) -> None:
+    """Say in the answer's `warnings` header what of the request had no effect."""
+    notes = [ascii(remark)[1:-1] for remark in prepared.remarks]
+    notes += [f"unknown field {name!a} is ignored" for name in prepared.unknown]
+    notes += [f"{name!a} has no effect" for name in prepared.unused]
     if notes:
         request.state.warnings = "; ".join(notes)[:_MOST_NOTED]
 
@@ -60,10 +64,12 @@ def answer_id(request: Request, prefix: str, wanted: str | None) -> str:
 
 class RequestNotes:
     """Middleware: `x-request-id` (the client's, if it is one, else a new one) and `warnings` on every answer. HEAD is
-    answered as GET; the server leaves the body out. A path may have the server before it, as those to proxies have."""
+    answered as GET; the server leaves the body out. A path may have the server before it, as those to proxies have,
+    and `root_path`, under which a proxy publishes the server; `root_path` alone leads to the page below it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
         self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,17 +90,24 @@ class RequestNotes:
             await send(message)
 
         path = _SERVER.sub("", scope["path"], 1) or "/" if not scope["path"].startswith("/") else scope["path"]
+        if self._root_path and path == self._root_path:
+            await RedirectResponse(f"{path}/", 308)(scope, receive, with_notes)
+            return
+        if self._root_path and path.startswith(f"{self._root_path}/"):
+            path = path.removeprefix(self._root_path)
         await self._app({**scope, "method": method, "path": path, "state": state}, receive, with_notes)
 
 
-def with_headers(app: ASGIApp, config: ServeConfig) -> ASGIApp:
-    """The application with what every answer carries, faults included."""
-    app = RequestNotes(app)
-    if not config.cors_origins:
+def with_headers(app: ASGIApp, config: ServeConfig, *, on_loopback: bool = False) -> ASGIApp:
+    """The application with what every answer carries, faults included. `on_loopback`: other machines cannot reach it,
+    and pages of this one may call it."""
+    app = RequestNotes(app, config.root_path)
+    if not (config.cors_origins or on_loopback):
         return app
     return CORSMiddleware(
         app,
         allow_origins=config.cors_origins,
+        allow_origin_regex=_LOOPBACK if on_loopback else None,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "warnings", "retry-after"],

@@ -29,6 +29,7 @@ _ACCEPTED_AT_ONCE = 64  # connections whose descriptors are taken before they ar
 _DESCRIPTORS = 80  # for files, the engine's sockets, ours that listen, and what libraries open
 _MOST_CONNECTIONS = 8192
 _PORT_IS_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")  # as browsers send it
 
 
@@ -90,10 +91,15 @@ def repeated(bound: socket.socket) -> list[socket.socket]:
     return [bound, *(bound.dup() for _ in range(_ACCEPTED_IN_A_TURN - 1))]
 
 
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether this machine alone can reach it."""
+    address = str(bound.getsockname()[0])
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def check_reach(bound: socket.socket, config: ServeConfig, *, keys: bool) -> None:
     """Raises UserError for a server without keys that other machines can reach."""
-    address = bound.getsockname()[0]
-    if not (keys or config.open or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
+    if not (keys or config.open or is_loopback(bound)):
         raise UserError(
             f"--host {config.host}: other machines can reach it and there are no keys: give --tenants or "
             "--api-keys-file, or --open if everybody may use it",
@@ -116,13 +122,19 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def check_root_path(config: ServeConfig) -> None:
+    """Raises UserError for one that is no beginning of a path."""
+    if config.root_path and not _PREFIX.fullmatch(config.root_path):
+        raise UserError(f"--root-path {config.root_path}: write it as /llm, without a slash at its end", "root_path")
+
+
 class Server(uvicorn.Server):
     """The first SIGTERM or SIGINT drains: new requests are answered 503, open ones may end. The second ends at once,
     and so does the first while the model loads; `ended_by` is its number then."""
 
-    def __init__(self, app: FastAPI, service: Service, connections: Connections) -> None:
+    def __init__(self, app: FastAPI, service: Service, connections: Connections, *, on_loopback: bool) -> None:
         config = Config(
-            with_headers(app, service.config),
+            with_headers(app, service.config, on_loopback=on_loopback),
             connections,
             log_config=None,
             access_log=service.config.access_log,

@@ -19,7 +19,7 @@ from api.bodies.generation import ChatOptions, CompletionOptions
 from api.bodies.sampling import check_vocabulary, sampling_params
 from api.client.client import EngineClient
 from api.config import ServeConfig
-from api.errors import ApiError, bad_request
+from api.errors import ApiError, TooLongError, bad_request
 from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
 from api.http.fast.delivery import new_inbox
@@ -86,13 +86,13 @@ class Service:
     # ---- models
 
     def adapter(self, tenant: Tenant, model: str | None) -> str | None:
-        """The adapter that a model name means (its own, or BASE:ADAPTER), None for the base. `model` None: the
-        tenant's default. Raises ApiError 404 that lists what the tenant may see (what it may not is as unknown); 400
-        if none is named and the base is hidden; EngineUnavailable while adapters may still be loading."""
+        """The adapter that a model name means (its own, or BASE:ADAPTER), None for the base. `model` None or "": the
+        tenant's default. Raises ApiError 404 that lists what the tenant may see (what it may not is as unknown); 400 if
+        none is named and the base is hidden; EngineUnavailable while adapters may still be loading."""
         base = self.ready.model_name
-        if model is None and tenant.default_model is None and not tenant.sees(base):
+        if not model and tenant.default_model is None and not tenant.sees(base):
             raise bad_request("model: name one of those that /v1/models lists", "model")
-        name = (tenant.default_model or base) if model is None else model
+        name = model or tenant.default_model or base
         for known in (name, name.removeprefix(f"{base}:")):
             if tenant.sees(known) and known == base:
                 return None
@@ -149,7 +149,7 @@ class Service:
                 job = msgspec.structs.replace(job, history=history(prepared.previous))
                 prepared = await self._prepared(job, raw, request)
         self.unknown_fields.log(prepared.unknown)
-        note(request, prepared.unknown, prepared.unused)
+        note(request, prepared)
         return prepared
 
     async def _prepared(self, job: Job, raw: bytes, request: Request) -> Prepared:
@@ -218,7 +218,7 @@ class Service:
         self, body: ChatOptions | CompletionOptions, tenant: Tenant, prompts: list[list[int]], limits: list[int]
     ) -> list[Ticket]:
         """Of each answer. A prompt counts once; max_tokens, if it is named, is set aside. Raises ApiError."""
-        named = body.output_tokens is not None
+        named = (body.output_tokens or -1) >= 0
         account = self.batch_limits if tenant.background else self.limits
         asked = [
             (0 if choice else len(prompt), limit if named else 0)
@@ -273,21 +273,23 @@ class Service:
         room = length - prompt_tokens
         param = "messages" if isinstance(body, ChatOptions) else "prompt"
         if room < 1:
-            raise too_long(f"{prompt_tokens} tokens", length, param)
+            raise too_long(prompt_tokens, length, param)
         wanted = body.output_tokens
-        if wanted is None:
+        if wanted is None or wanted < 0:
             default = self.config.default_max_tokens
             if default is None:
-                default = room if isinstance(body, ChatOptions) else _COMPLETION_TOKENS
+                default = room if isinstance(body, ChatOptions) or wanted is not None else _COMPLETION_TOKENS
             return min(default, room)
         if wanted > room:
             field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-            raise bad_request(
+            raise TooLongError(
                 f"This model's maximum context length is {length} tokens. However, you requested "
                 f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
                 f"Please reduce the length of the {param} or the completion: {field} can be at most {room}.",
                 field,
-                "context_length_exceeded",
+                prompt_tokens,
+                wanted,
+                length,
             )
         return wanted
 

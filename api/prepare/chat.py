@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,39 @@ from scheduler.request import ThinkingBudget
 _SET = {"messages", "tools", "add_generation_prompt"}  # variables that requests have fields for
 _SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 _CLOSING = f"\n{END_THINK}\n\n"
+_HARMONY = ("<|channel|>", "<|message|>")
 _MAX_KWARGS = 1024  # values in chat_template_kwargs, nested ones counted
 _MAX_DEPTH = 16
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A rendered chat, and its answer's layout, grammar and budget of reasoning."""
+    """A rendered chat, and its answer's layout, budget of reasoning, and the grammar that tools make of it."""
 
     rendered: Rendered
     layout: Layout
-    grammar: GrammarSpec | None
+    grammar_of: Callable[[ToolUse | None], GrammarSpec | None]
     thinking: ThinkingBudget | None
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A chat template and what its text says: the `form` of calls, whether it takes tools, whether answers reason."""
+
+    template: ChatTemplate
+    form: ToolFormat
+    takes_tools: bool
+    thinks: bool
+
+    @classmethod
+    def of(cls, template: ChatTemplate, tool_format: str, reasoning_format: str) -> _Template:
+        known = format_of(template.source) if tool_format == "auto" else format_named(tool_format)
+        thinks = THINK in template.source if reasoning_format == "auto" else reasoning_format == "think"
+        return cls(template, known or HERMES, "tools" in template.variables and known is not None, thinks)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        return self.template.variables
 
 
 class Chats:
@@ -54,15 +75,23 @@ class Chats:
         reasoning_format: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
-        self._variables = template.variables
+        self._harmony = all(sign in template.source for sign in _HARMONY)
         self._trust = trust_control_tokens
-        known = format_of(template.source) if tool_format == "auto" else format_named(tool_format)
-        self._form: ToolFormat = known or HERMES
-        self._tools_in_template = "tools" in template.variables and known is not None
-        self._thinks = THINK in template.source if reasoning_format == "auto" else reasoning_format == "think"
+        self._plain = _Template.of(template, tool_format, reasoning_format)
+        others = tokenizer.tool_template
+        self._with_tools = self._plain if others is None else _Template.of(others, tool_format, reasoning_format)
+
+    def _template(self, use: ToolUse | None) -> _Template:
+        return self._plain if use is None else self._with_tools
 
     def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes) -> Chat:
         """`answer`: what the body asks its output to be. Raises ApiError or TemplateError."""
+        if self._harmony:
+            message = (
+                "this model's template writes answers in channels (harmony), which cannot be read; /v1/completions "
+                "serves it, or --chat-template another one"
+            )
+            raise bad_request(message, "messages", "unsupported_field")
         generate = body.add_generation_prompt and not body.continue_final_message
         rendered = self.rendered(
             body.messages,
@@ -72,16 +101,24 @@ class Chats:
             add_generation_prompt=generate,
             continue_final_message=body.continue_final_message,
         )
+        style = self._template(body.use)
         layout = Layout(
-            thinks=self._thinks,
-            thinking=self._thinks and rendered.text.rstrip().endswith(THINK),
+            thinks=style.thinks,
+            thinking=style.thinks and rendered.text.rstrip().endswith(THINK),
             show_reasoning=body.include_reasoning,
-            tools=None if body.use is None else self._form,
-            parameters=parameters_of(body.use.tools) if body.use is not None and self._form.tags is not None else {},
+            tools=None if body.use is None else style.form,
+            parameters=parameters_of(body.use.tools) if body.use is not None and style.form.tags is not None else {},
             max_calls=1 if body.use is not None and body.use.one else None,
         )
-        grammar = self._grammar(body, layout, answer, rendered)
-        return Chat(rendered, layout, grammar, self._budget(body, layout, grammar, notes))
+
+        def grammar_of_tools(use: ToolUse | None) -> GrammarSpec | None:
+            return self._grammar(body, use, layout, answer, rendered)
+
+        if body.use is not None and not body.use.must and style.form.closes is None:
+            for name in (tool.name for tool in body.use.tools if tool.free and tool.held is not None):
+                notes.remark("tools", f"{name} is not held to its grammar: calls of this model have no closing marker")
+        constrained = body.thinking_token_budget is not None and grammar_of_tools(body.use) is not None
+        return Chat(rendered, layout, grammar_of_tools, self._budget(body, layout, notes, constrained=constrained))
 
     def rendered(
         self,
@@ -94,43 +131,38 @@ class Chats:
         if taken := sorted(_SET & set(variables)):
             raise bad_request(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
         _check_variables(variables)
-        notes.unused += [f"chat_template_kwargs.{name}" for name in sorted(set(variables) - self._variables)]
-        written = normalise(messages, notes.found_unknown)
-        if not self._tools_in_template:
+        style = self._template(use)
+        notes.unused += [f"chat_template_kwargs.{name}" for name in sorted(set(variables) - style.variables)]
+        written = normalise(messages, notes)
+        if not style.takes_tools:
             written = without_calls(written)
             if use is not None:
                 written = with_tools(written, use.tools)
         elif use is not None:
             variables = {**variables, "tools": [tool.definition for tool in use.tools]}
-        return self._tokenizer.render(written, trust_control_tokens=self._trust, variables=variables, **how)
+        return self._tokenizer.render(
+            written, trust_control_tokens=self._trust, variables=variables, template=style.template, **how
+        )
 
     def _with_reasoning(self, body: ChatRequest, notes: Notes) -> dict[str, Any]:
         """The template's variables: those of the request, and what its fields about reasoning mean here."""
-        variables = dict(body.chat_template_kwargs)
+        variables, known = dict(body.chat_template_kwargs), self._template(body.use).variables
         wanted = body.enable_thinking
-        if wanted is not None and not self._switch(variables, wanted):
+        if wanted is not None and not _switch(variables, known, thinking=wanted):
             notes.unused.append("enable_thinking")
         if body.reasoning_effort is not None:
             switched = body.reasoning_effort != "none"
-            if "reasoning_effort" in self._variables:
+            if "reasoning_effort" in known:
                 variables.setdefault("reasoning_effort", body.reasoning_effort)
-            elif not self._switch(variables, switched):
+            elif not _switch(variables, known, thinking=switched):
                 notes.unused.append("reasoning_effort")
         return variables
 
-    def _switch(self, variables: dict[str, Any], thinking: bool) -> bool:
-        """Whether the template can be told to think or not."""
-        names = [name for name in _SWITCHES if name in self._variables]
-        for name in names:
-            variables.setdefault(name, thinking)
-        return bool(names)
-
     def _grammar(
-        self, body: ChatRequest, layout: Layout, answer: GrammarSpec | None, rendered: Rendered
+        self, body: ChatRequest, use: ToolUse | None, layout: Layout, answer: GrammarSpec | None, rendered: Rendered
     ) -> GrammarSpec | None:
         """Of calls and answer; behind reasoning, if that is open or may come first and can be told by its tokens."""
-        use = body.use
-        spec = answer if use is None else grammar_of(use, self._form, answer)
+        spec = answer if use is None else grammar_of(use, self._template(use).form, answer)
         if spec is None or not (layout.thinking or self._may_think(body, rendered)):
             return spec
         begin, end = self._token(THINK), self._token(END_THINK)
@@ -146,11 +178,9 @@ class Chats:
         switches = [body.chat_template_kwargs.get(name) for name in _SWITCHES]
         off = body.enable_thinking is False or body.reasoning_effort == "none" or False in switches
         begun = body.continue_final_message or rendered.text.rstrip().endswith(END_THINK)
-        return self._thinks and not off and not begun
+        return self._template(body.use).thinks and not off and not begun
 
-    def _budget(
-        self, body: ChatRequest, layout: Layout, grammar: GrammarSpec | None, notes: Notes
-    ) -> ThinkingBudget | None:
+    def _budget(self, body: ChatRequest, layout: Layout, notes: Notes, *, constrained: bool) -> ThinkingBudget | None:
         if body.thinking_token_budget is None:
             return None
         if not layout.thinks:
@@ -161,7 +191,7 @@ class Chats:
         if end is None or begin is None or end not in closing:
             message = f"thinking_token_budget needs a model in which {THINK} and {END_THINK} are one token each"
             raise bad_request(message, "thinking_token_budget", "unsupported_field")
-        if grammar is not None:  # what stands behind the end is the grammar's
+        if constrained:  # what stands behind the end is the grammar's
             closing = closing[: closing.index(end) + 1]
         return ThinkingBudget(body.thinking_token_budget, None if layout.thinking else begin, end, tuple(closing))
 
@@ -169,6 +199,14 @@ class Chats:
         """The token that is always written for a text, if there is one."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens[0] if len(tokens) == 1 else None
+
+
+def _switch(variables: dict[str, Any], known: frozenset[str], *, thinking: bool) -> bool:
+    """Whether a template that asks for the `known` names can be told to think or not."""
+    names = [name for name in _SWITCHES if name in known]
+    for name in names:
+        variables.setdefault(name, thinking)
+    return bool(names)
 
 
 def _check_variables(variables: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ LENGTH = struct.Struct("<Q")
 
 class Kind(Enum):
     CHAT = "chat"
+    TEMPLATE = "template"
     COMPLETION = "completion"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
@@ -36,18 +37,20 @@ class Job(msgspec.Struct, frozen=True):
 
 class Reading(msgspec.Struct, frozen=True):
     """How a chat's answer is read: its layout and its budget of reasoning; `functions`: calls are given in their older
-    form."""
+    form; `free`: the tools whose calls have a text in place of arguments."""
 
     layout: Layout
     thinking: ThinkingBudget | None = None
     functions: bool = False
+    free: tuple[str, ...] = ()
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """`options`: JSON of the body's other fields, those of a chat unless the prompt is raw (`is_raw`). `prompts`: int32
     token ids of each prompt. `texts`: what `echo` repeats. `bad_words`: the body's, as tokens. `answer`: JSON that the
     client gets, in pieces; it follows in a frame of its own. `unknown`: fields that nobody knows; `unused`: known ones
-    that change nothing. `grammar`: what the output is to be; `reading`: how a chat's is read."""
+    that change nothing; `remarks`: what else became of parts of the body. `grammar`: what the output is to be;
+    `reading`: how a chat's is read."""
 
     options: bytes
     prompts: list[bytes] = []
@@ -57,20 +60,23 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     is_raw: bool = False
     messages: bytes = b""  # JSON of a response's messages, those before it included
     head: bytes = b""  # JSON of the fields that a response repeats
+    names: dict[str, tuple[str, str]] = {}  # of a response's tools in namespaces: their own names, and the namespaces
     previous: str | None = None  # the response whose messages are needed: nothing is prepared without them
     unknown: list[str] = []
     unused: list[str] = []
+    remarks: list[str] = []
     grammar: GrammarSpec | None = None
     reading: Reading | None = None
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):
-    """An ApiError."""
+    """An ApiError. `too_long`: tokens of the prompt and their limit, of a TooLongError."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    too_long: tuple[int, int] | None = None
 
 
 class TextSettings(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from collections import deque
 import msgspec
 
 from api.client.process import SocketDir, end, spawn
-from api.errors import ApiError
+from api.errors import ApiError, TooLongError
 from api.prepare.job import LENGTH, Declined, Job, Prepared, TextSettings, decode_answer, encode
 from engine.errors import EngineError
 from ktserve.launcher import program
@@ -115,6 +115,9 @@ class _Lane:
                         child.end()
         if isinstance(answer, Prepared):
             return answer
+        if answer.too_long is not None:
+            prompt_tokens, limit = answer.too_long
+            raise TooLongError(answer.message, answer.param or "prompt", prompt_tokens, None, limit)
         raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
 
     async def _opened(self) -> _Child:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
-from api.errors import ApiError
+from api.errors import ApiError, TooLongError
 from api.prepare.job import LENGTH, Declined, Job, Kind, Prepared, TextSettings, decode_job, encode
 from api.prepare.prompts import Form, Preparer, tokenizer_of
 from engine.errors import UserError
@@ -83,7 +83,8 @@ def _answer(preparer: Preparer, job: Job, raw: bytes) -> Prepared | Declined:
     try:
         return preparer.prepare(job, raw)
     except ApiError as error:
-        return Declined(error.status, error.message, error.param, error.code)
+        long = (error.prompt_tokens, error.limit) if isinstance(error, TooLongError) else None
+        return Declined(error.status, error.message, error.param, error.code, long)
     except UserError as error:
         return Declined(400, str(error), error.field)
     except MemoryError:

@@ -21,7 +21,7 @@ from api.bodies.generation import (
 from api.bodies.parsing import Notes, parse, parse_object
 from api.bodies.sampling import check_vocabulary
 from api.bodies.values import MAX_CHOICES
-from api.errors import ApiError, bad_request
+from api.errors import ApiError, TooLongError, bad_request
 from api.prepare.chat import Chats
 from api.prepare.grammars import Grammars
 from api.prepare.job import Job, Kind, Prepared, Reading, TextSettings
@@ -73,12 +73,15 @@ class Preparer:
         """Raises ApiError or UserError for what is wrong with the request."""
         notes = Notes(self._unknown_fields)
         prepared = self._prepare(job, raw, notes)
-        return msgspec.structs.replace(prepared, unknown=notes.unknown, unused=notes.unused)
+        return msgspec.structs.replace(prepared, unknown=notes.unknown, unused=notes.unused, remarks=notes.remarks)
 
     def _prepare(self, job: Job, raw: bytes, notes: Notes) -> Prepared:
         match job.kind:
             case Kind.CHAT:
                 return self._chat(parse(ChatRequest, raw, notes), job, notes)
+            case Kind.TEMPLATE:
+                chat = self._templates.chat(parse(ChatRequest, raw, notes), None, notes)
+                return Prepared(b"", answer=_answer(chat.rendered.restored(), "messages"))
             case Kind.COMPLETION:
                 return self.completion(parse(CompletionRequest, raw, notes), job)
             case Kind.TOKENIZE:
@@ -103,6 +106,7 @@ class Preparer:
             raise _in_words(error, words) from None
         notes.unknown += own.unknown
         notes.unused += [_renamed(name, words) for name in own.unused]
+        notes.remarks += [_renamed(remark, words) for remark in own.remarks]
         if prepared.grammar is None:
             return prepared
         grammar = msgspec.structs.replace(prepared.grammar, field=_renamed(prepared.grammar.field, words))
@@ -114,7 +118,10 @@ class Preparer:
         return self._tokenizer
 
     def _chat(self, body: ChatRequest, job: Job, notes: Notes) -> Prepared:
+        for where, what in body.offer.remarks:
+            notes.remark(where, what)
         chat = self._templates.chat(body, self._grammars.of(body), notes)
+        grammar = self._grammars.of_chat(chat.grammar_of, body.use, notes)
         ids = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
         ids = _truncated(ids, body, job)
         _check_prompt(ids, "messages", job)
@@ -123,8 +130,13 @@ class Preparer:
             [_packed(ids)],
             [_last_said(body)] if body.echo else [],
             bad_words=self._bad_words(body),
-            grammar=self._grammars.of_chat(chat.grammar, body.use),
-            reading=Reading(chat.layout, chat.thinking, functions=bool(body.functions)),
+            grammar=grammar,
+            reading=Reading(
+                chat.layout,
+                chat.thinking,
+                functions=bool(body.functions),
+                free=body.use.free if body.use is not None else (),
+            ),
         )
 
     @property
@@ -184,8 +196,8 @@ class Preparer:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _tokenize(self, body: TokenizeRequest, notes: Notes) -> Prepared:
-        if body.prompt is not None:
-            ids = self._needed("prompt").encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        if body.text is not None:
+            ids = self._needed("prompt").encode(body.text, add_special_tokens=body.adds_special_tokens)
         else:
             rendered = self._templates.rendered(
                 body.messages or [],
@@ -196,7 +208,19 @@ class Preparer:
                 continue_final_message=False,
             )
             ids = self._encoded(rendered, None)
-        return Prepared(msgspec.json.encode({"model": body.model, "count": len(ids)}), answer=_answer(ids, "prompt"))
+        options = msgspec.json.encode({"model": body.model, "count": len(ids)})
+        return Prepared(options, answer=_answer(self._with_pieces(ids) if body.with_pieces else ids, "prompt"))
+
+    def _with_pieces(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """llama-server's form: a token that is no whole text has its bytes."""
+        made = []
+        for token in ids:
+            data = self._needed("content").token_bytes(token)
+            try:
+                made.append({"id": token, "piece": data.decode()})
+            except UnicodeDecodeError:
+                made.append({"id": token, "piece": list(data)})
+        return made
 
 
 TOKEN_BYTES = 4
@@ -236,12 +260,14 @@ def _in_words(error: ApiError, words: Mapping[str, str]) -> ApiError:
         return error
     param = _renamed(error.param, words)
     message = error.message.replace(error.param, param)
+    if isinstance(error, TooLongError):
+        return TooLongError(message, param, error.prompt_tokens, error.output_tokens, error.limit)
     return ApiError(error.status, message, param=param, code=error.code, retry_after_s=error.retry_after_s)
 
 
 def _last_said(body: ChatRequest) -> str:
     """The text of an assistant's message at the end of a chat that has been checked."""
-    (last,) = normalise(body.messages[-1:], lambda key, where: None)
+    (last,) = normalise(body.messages[-1:], Notes("ignore"))
     return str(last["content"]) if last["role"] == "assistant" else ""
 
 
@@ -249,7 +275,7 @@ def _model(name: str | None) -> bytes:
     return msgspec.json.encode({"model": name})
 
 
-def _answer(value: str | list[int], param: str) -> list[bytes]:
+def _answer(value: str | list[int] | list[dict[str, Any]], param: str) -> list[bytes]:
     """As JSON. ApiError 400 for one that is larger than any client can use."""
     content = msgspec.json.encode(value)
     if len(content) > _MAX_ANSWER_BYTES:
@@ -266,7 +292,7 @@ def _check_prompt(ids: Sequence[int], param: str, job: Job) -> None:
     if not ids:
         raise bad_request(f"{param}: the prompt is empty", param)
     if len(ids) >= job.max_model_len:
-        raise too_long(f"{len(ids)} tokens", job.max_model_len, param)
+        raise too_long(len(ids), job.max_model_len, param)
     check_vocabulary(ids, job.vocab_size, param)
 
 
@@ -274,14 +300,16 @@ def _check_length(tokenizer: Tokenizer, text: str, job: Job, param: str) -> None
     """Refuses what cannot fit however it is tokenised, before time is spent on it."""
     least = tokenizer.least_tokens(text)
     if least >= job.max_model_len:
-        raise too_long(f"at least {least} tokens ({len(text)} characters)", job.max_model_len, param)
+        raise too_long(least, job.max_model_len, param, f"at least {least} tokens ({len(text)} characters)")
 
 
-def too_long(length: str, limit: int, param: str) -> ApiError:
-    """OpenAI's error for a prompt of `length` (in words), which leaves no room within `limit` tokens."""
-    return bad_request(
-        f"This model's maximum context length is {limit} tokens. However, your {param} resulted in {length}, and at "
-        f"least one is for the output. Please reduce the length of the {param}.",
+def too_long(tokens: int, limit: int, param: str, length: str | None = None) -> ApiError:
+    """OpenAI's error for a prompt of so many tokens (`length`: in words), which leaves no room within `limit`."""
+    return TooLongError(
+        f"This model's maximum context length is {limit} tokens. However, your {param} resulted in "
+        f"{length or f'{tokens} tokens'}, and at least one is for the output. Please reduce the length of the {param}.",
         param,
-        "context_length_exceeded",
+        tokens,
+        None,
+        limit,
     )

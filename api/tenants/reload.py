@@ -1,4 +1,5 @@
-"""SIGHUP: the files with keys and tenants are read again, the usage log is opened again."""
+"""SIGHUP: the files with keys and tenants are read again, the usage log is opened again. Without any of them it is
+logged and changes nothing: it never ends the server."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ class Reload:
     def __call__(self) -> None:
         if self._service.usage is not None:
             self._service.usage.reopen()
+        elif not has_key_files(self._service.config):
+            log.info("SIGHUP: there are no keys, tenants or usage log to read again")
         if self._running is not None:  # the file may have changed after that one has read it
             self._again = True
             return

@@ -3,42 +3,73 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from api.errors import ApiError, bad_request, shortened
+from api.text.kinds import CHAT_PARTS, FREE_TEXT, Content, Fate, unread
 
-Unknown = Callable[[str, str], None]  # is told the name of a field that nobody knows, and where it stands
-
-_FIELDS = {"role", "content", "name", "reasoning_content", "tool_calls", "function_call", "tool_call_id"}
-_NOT_YET = {"audio", "refusal"}
-_ECHOED = {"annotations"}  # what an answer carries and clients send back; empty here
+_FIELDS = {"role", "content", "name", "reasoning_content", "tool_calls", "function_call", "tool_call_id", "refusal"}
+_ECHOED = ("annotations", "audio")  # what an answer carries and clients send back
 _ROLES = {"system", "user", "assistant", "tool"}
 _MAX_CALLS = 1024  # of one message
 
 
-def refused(key: str, where: str) -> None:
-    """An `Unknown` that takes none. Raises ApiError."""
-    name = f"{where}.{key[:100]}"
-    raise bad_request(f"unknown field '{name}'", name, "unknown_field")
+class Findings(Protocol):
+    """Is told what of the messages is not taken as it is, and where that stands. May raise ApiError."""
+
+    def found_unknown(self, key: str, where: str) -> None: ...
+    def left_out(self, where: str, kind: str) -> None: ...
+    def made_a_line(self, where: str, kind: str) -> None: ...
 
 
-def normalise(messages: Sequence[dict[str, Any]], unknown: Unknown = refused) -> list[dict[str, Any]]:
+class Refusing:
+    """`Findings` that takes nothing but what it understands. Raises ApiError."""
+
+    def found_unknown(self, key: str, where: str) -> None:
+        name = f"{where}.{key[:100]}"
+        raise bad_request(f"unknown field '{name}'", name, "unknown_field")
+
+    def left_out(self, where: str, kind: str) -> None:
+        raise unsupported(where, kind)
+
+    made_a_line = left_out
+
+
+def unsupported(where: str, kind: str, expected: Sequence[str] = ("text",)) -> ApiError:
+    """A kind of part, block or item that a user newly asks for."""
+    named = " or ".join(map(repr, expected))
+    return bad_request(f"{where}: {shortened(kind)} is not supported, only {named}", where, "unsupported_field")
+
+
+def newest_request(roles: Sequence[Any]) -> int | None:
+    """Which of the messages is what a user newly asks: the last one, system messages behind it aside. None if it is no
+    user's, or stands behind a result: clients send what a tool has shown as a user's message there."""
+    last = next((i for i in reversed(range(len(roles))) if roles[i] not in ("system", "developer")), None)
+    if last is None or roles[last] != "user" or (last and roles[last - 1] in ("tool", "function")):
+        return None
+    return last
+
+
+def normalise(messages: Sequence[dict[str, Any]], findings: Findings | None = None) -> list[dict[str, Any]]:
     """Content parts joined to text, `developer` as `system`, `function` as `tool`, arguments of calls as objects where
-    they are such, null and unknown fields left out. Raises ApiError 400 naming messages[i].field."""
-    return [_message(message, f"messages[{i}]", unknown) for i, message in enumerate(messages)]
+    they are such, null and unknown fields left out; parts that are no text as api/text/kinds.py has it. Raises ApiError
+    400 naming messages[i].field. `findings` None: all that is not text is refused."""
+    newest = newest_request([message.get("role") for message in messages])
+    found = findings or Refusing()
+    return [_message(message, f"messages[{i}]", found, newly=i == newest) for i, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], where: str, unknown: Unknown) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, findings: Findings, *, newly: bool) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if value is not None}
     if "reasoning" in fields:  # another name of it
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     for key in fields:
-        if key in _NOT_YET or (key in _ECHOED and fields[key]):
+        if key in _ECHOED:
             if fields[key] not in ([], ""):
-                raise _not_yet(f"{where}.{key}")
-        elif key not in _FIELDS | _ECHOED:
-            unknown(key, where)
+                findings.left_out(where, key)
+        elif key not in _FIELDS:
+            findings.found_unknown(key, where)
     given = fields.get("role")
     role = {"developer": "system", "function": "tool"}.get(given, given) if isinstance(given, str) else given
     if not isinstance(role, str) or role not in _ROLES:
@@ -46,7 +77,9 @@ def _message(message: dict[str, Any], where: str, unknown: Unknown) -> dict[str,
             f"{where}.role: 'system', 'user', 'assistant' or 'tool' is expected, got {shortened(given)}",
             f"{where}.role",
         )
-    content = _content(fields.get("content"), role, f"{where}.content", unknown)
+    content = _content(fields.get("content"), role, f"{where}.content", findings, newly=newly)
+    if role == "assistant" and isinstance(fields.get("refusal"), str):
+        content = content or fields["refusal"]
     result: dict[str, Any] = {"role": role, "content": content}
     for key in ("name", "reasoning_content", "tool_call_id"):
         if key in fields:
@@ -75,7 +108,10 @@ def _calls(fields: dict[str, Any], role: str, where: str) -> list[dict[str, Any]
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     match call:
-        case {"function": {"name": str(name), **more}} if call.get("type", "function") == "function" and name:
+        case {"type": "custom", "custom": {"name": str(name), "input": str(text)}}:
+            call = {**call, "type": "function", "function": {"name": name, "arguments": {FREE_TEXT: text}}}
+    match call:
+        case {"function": {"name": str(name), **more}} if call.get("type", "function") == "function":
             arguments = more.get("arguments")
         case _:
             form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
@@ -103,30 +139,36 @@ def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     return value if isinstance(value, dict) else arguments
 
 
-def _content(content: Any, role: str, where: str, unknown: Unknown) -> str:
+def _content(content: Any, role: str, where: str, findings: Findings, *, newly: bool) -> str:
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant":
+    if content is None and role in ("assistant", "tool"):
         return ""
     if not isinstance(content, list):
         raise bad_request(f"{where}: a text or a list of text parts is expected", where)
-    return "".join(_part(part, f"{where}[{i}]", unknown) for i, part in enumerate(content))
+    text = Content()
+    for i, part in enumerate(content):
+        _add_part(text, part, f"{where}[{i}]", findings, newly=newly)
+    return str(text)
 
 
-def _part(part: Any, where: str, unknown: Unknown) -> str:
-    if not isinstance(part, dict) or "type" not in part:
+def _add_part(text: Content, part: Any, where: str, findings: Findings, *, newly: bool) -> None:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise bad_request(f'{where}: {{"type": "text", "text": ...}} is expected', where)
-    if part["type"] != "text":
-        raise bad_request(
-            f"{where}: only text parts are supported, got {shortened(part['type'])}", where, "unsupported_field"
-        )
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"{where}.text: a text is expected", f"{where}.text")
-    for key, value in part.items():
-        if key not in ("type", "text") and value is not None:
-            unknown(key, where)
-    return str(part["text"])
-
-
-def _not_yet(where: str, what: str = "") -> ApiError:
-    return bad_request(f"'{where}'{' ' + what if what else ''} is not supported yet", where, "unsupported_field")
+    kind = part["type"]
+    match CHAT_PARTS.fate(kind, newly=newly):
+        case Fate.READ:
+            key = "refusal" if kind == "refusal" else "text"
+            if not isinstance(part.get(key), str):
+                raise bad_request(f"{where}.{key}: a text is expected", f"{where}.{key}")
+            for name, value in part.items():
+                if name not in ("type", key) and value is not None:
+                    findings.found_unknown(name, where)
+            text.text(part[key])
+        case Fate.LINE:
+            findings.made_a_line(where, kind)
+            text.line(unread(kind))
+        case Fate.LEFT_OUT:
+            findings.left_out(where, kind)
+        case Fate.REFUSED:
+            raise unsupported(where, kind)

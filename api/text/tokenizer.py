@@ -27,19 +27,30 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Tokenizer:
-    """Text to token ids and back. `template` is None if the model brings none. Decoding is thread-safe."""
+    """Text to token ids and back. `template` is None if the model brings none; `tool_template`: the one for chats with
+    tools, where it brings another. Decoding is thread-safe."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, source: str) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: ChatTemplate | None,
+        source: str,
+        tool_template: ChatTemplate | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.template = template
+        self.tool_template = tool_template
         self.source = source
         added = backend.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
         self._control = {i: added[i].content for i in self._special if added[i].content}
         self._normalised_control = any(added[i].normalized for i in self._special)
-        self._guards = guarding_characters(list(self._control.values()), "".join(template.strings) if template else "")
+        self._guards = guarding_characters(
+            list(self._control.values()),
+            "".join(text for each in (template, tool_template) if each for text in each.strings),
+        )
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}  # of those asked for
         self._pieces: dict[tuple[bool, frozenset[str]], Pieces] = {}  # by what is shown: a few ways
@@ -68,15 +79,17 @@ class Tokenizer:
         *,
         trust_control_tokens: bool,
         variables: Mapping[str, Any],
+        template: ChatTemplate | None = None,
         **how: Any,
     ) -> Rendered:
-        """The chat template's text of `messages`; `how` as ChatTemplate.render has it. Control tokens in the client's
-        strings stay text unless `trust_control_tokens`. Raises TemplateError."""
-        if self.template is None:
+        """The chat template's text of `messages` (`template`: another one's); `how` as ChatTemplate.render has it.
+        Control tokens in the client's strings stay text unless `trust_control_tokens`. Raises TemplateError."""
+        template = template or self.template
+        if template is None:
             raise UserError("the model has no chat template: give one with --chat-template", "messages")
         given = (messages, variables)
         (messages, variables), stand_ins = self.guarded(given, trust_control_tokens=trust_control_tokens)
-        return Rendered(self.template.render(messages, variables=variables, **how), stand_ins)
+        return Rendered(template.render(messages, variables=variables, **how), stand_ins)
 
     def guarded(self, values: Any, *, trust_control_tokens: bool) -> tuple[Any, dict[str, str]]:
         """A client's values as a template may have them: no control token can be read out of their strings, unless
@@ -208,8 +221,9 @@ def _load(folder: Path, weights: Path, chat_template: Path | None) -> Tokenizer:
             "model",
         )
     backend.encode("one text, whatever it is")  # parts that do not fit each other are found only here
-    template = _template_source(folder, config, metadata, chat_template)
-    return Tokenizer(backend, ChatTemplate(template, special) if template else None, source)
+    template, with_tools = _template_sources(folder, config, metadata, chat_template)
+    of_tools = ChatTemplate(with_tools, special) if with_tools else None
+    return Tokenizer(backend, ChatTemplate(template, special) if template else None, source, of_tools)
 
 
 @contextmanager
@@ -329,23 +343,27 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return special
 
 
-def _template_source(
+def _template_sources(
     folder: Path, config: Mapping[str, Any], metadata: Mapping[str, Any], chosen: Path | None
-) -> str | None:
+) -> tuple[str | None, str | None]:
+    """The chat template, and another one for chats with tools if the model has one."""
     if chosen is not None:
         if not os.path.isfile(chosen):
             raise UserError(f"--chat-template {str(chosen)[:200]}: no such file", "chat_template")
-        return read_text(chosen)
+        return read_text(chosen), None
     if (path := folder / "chat_template.jinja").is_file():
-        return read_text(path)
+        beside = folder / "additional_chat_templates" / "tool_use.jinja"
+        return read_text(path), read_text(beside) if beside.is_file() else None
     if (path := folder / "chat_template.json").is_file():
         config = {**config, "chat_template": read_json(path).get("chat_template")}
-    source = config.get("chat_template")
+    source, with_tools = config.get("chat_template"), None
     if isinstance(source, list):  # several named ones
         named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
+        source, with_tools = named.get("default"), named.get("tool_use")
     if source is None:
         source = metadata.get("tokenizer.chat_template")
-    if not (source is None or isinstance(source, str)):
-        raise ModelFileError(f"{folder}: chat_template is {shown(source)}; allowed is a template's text", "model")
-    return source
+        with_tools = with_tools or metadata.get("tokenizer.chat_template.tool_use")
+    for each in (source, with_tools):
+        if not (each is None or isinstance(each, str)):
+            raise ModelFileError(f"{folder}: chat_template is {shown(each)}; allowed is a template's text", "model")
+    return (with_tools, None) if source is None else (source, with_tools)

@@ -7,13 +7,16 @@ the parts in it, never the family's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.names import AS_HERE, StoredNames
+from engine.architectures.parts.base import Module
+from engine.architectures.parts.mlp import ROUTERS
 from rules import Family
 
 
@@ -29,8 +32,8 @@ class Architecture:
     lora_targets: tuple[str, ...]  # modules of a layer that an adapter may change, besides routed experts
     rules: Family  # its module classes, as rules and KTransformers name them
     stored_names: StoredNames = AS_HERE
-    # of transformers' configuration, those that `ModelConfig.numbers` does not name as it does
-    transformers_fields: Callable[[ModelConfig], Mapping[str, object]] = lambda config: {}
+    other_names: tuple[str, ...] = ()  # of `model_type`, for models that are of the family in all but name
+    own_fields: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # of config.json, beside the common ones
     of_gguf: Callable[[GGUFModel], bool] = lambda file: True  # of files of one `gguf`, which families may share
 
     def canonical(self, stored: str) -> str:
@@ -48,5 +51,8 @@ class Architecture:
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}"
             placed.append((at, of("layer")))
-            placed += [(f"{at}.{module.name}", of(module.kind)) for module in config.modules(layer)]
+            placed += [(f"{at}.{module.name}", of(self._kind(module))) for module in config.modules(layer)]
         return [*placed, ("model.norm", of("norm")), ("model.rotary_emb", of("rope")), ("lm_head", of("linear"))]
+
+    def _kind(self, module: Module) -> str:
+        return "router" if module.name == ROUTERS[0] and self.rules.has_routers else module.kind

@@ -17,7 +17,8 @@ from engine.architectures.parts.rotation import Rotation
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How safetensors hold quantised weights: `method` "fp8", "gptq" or "awq"."""
+    """How safetensors hold quantised weights: `method` "fp8", "gptq", "awq", "mxfp4" or
+    "compressed-tensors"."""
 
     method: str
     group: int  # values of a row that share a scale; -1: all
@@ -51,9 +52,9 @@ class LayerSpec:
         yield Module("input_layernorm", "norm", "attn_norm", (hidden,))
         yield Module("post_attention_layernorm", "norm", self.post_norm_gguf, (hidden,))
 
-    def vectors(self) -> Iterator[Vector]:
-        yield from self.attention.vectors()
-        yield from self.mlp.vectors()
+    def vectors(self, hidden: int) -> Iterator[Vector]:
+        yield from self.attention.vectors(hidden)
+        yield from self.mlp.vectors(hidden)
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,8 @@ class ModelConfig:
 
     @cached_property
     def paged_attention(self) -> list[GroupedQuery | Latent]:
-        """Those kinds of attention that keep something of each position, in order of first use."""
-        specs = dict.fromkeys(layer.attention for layer in self.layers)
-        return [spec for spec in specs if not isinstance(spec, DeltaNet)]
+        """Of those layers that keep something of each position, in their order: all, where there are no states."""
+        return [layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet)]
 
     @cached_property
     def rotations(self) -> list[Rotation]:

@@ -1,4 +1,5 @@
-"""DeepSeek V3, R1, V3.1. Defaults are those of transformers' DeepseekV3Config."""
+"""DeepSeek V3, R1, V3.1, and Kimi K2, which is one of other sizes. Defaults are those of transformers'
+DeepseekV3Config."""
 
 from __future__ import annotations
 
@@ -35,19 +36,23 @@ _DEFAULTS = Defaults(
     moe_intermediate_size=2048,
     max_position_embeddings=4096,
 )
-_SUM_EPS = 1e-20  # beside the sum of chosen experts' weights
+SUM_EPS = 1e-20  # beside the sum of chosen experts' weights
 _KT = "ktransformers.operators."
 
 
 def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
-    """A sigmoid of each expert, a bias of the choice, groups by their two best."""
+    return read_layers(fields, generation, _NAME)
+
+
+def read_layers(fields: Fields, generation: Fields, architecture: str) -> ModelConfig:
+    """Of any family with these layers: a sigmoid of each expert, a bias of the choice, groups by their two best."""
     if (score := fields.text("scoring_func", "sigmoid")) != "sigmoid":
         raise fields.error("scoring_func", f"is {shown(score)}; DeepSeek V3 has sigmoid")
     if (method := fields.text("topk_method", "noaux_tc")) != "noaux_tc":
         raise fields.error("topk_method", f"is {shown(method)}; DeepSeek V3 has noaux_tc")
     router = Router(
         "sigmoid",
-        normalise=_SUM_EPS if fields.boolean("norm_topk_prob", True) else None,
+        normalise=SUM_EPS if fields.boolean("norm_topk_prob", True) else None,
         scale=fields.number("routed_scaling_factor", 2.5),
         bias=True,
         groups=fields.integer("n_group", 8),
@@ -59,17 +64,18 @@ def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
     count = fields.integer("num_hidden_layers", _DEFAULTS.num_hidden_layers)
     return config_of_hf(
         common_fields(fields, _DEFAULTS, dense=3), generation, _DEFAULTS,
-        architecture=_NAME, layers=lambda n: latent_layers(n, sizes, router),
+        architecture=architecture, layers=lambda n: latent_layers(n, sizes, router),
         left_out=extra_layers(fields, count, "num_nextn_predict_layers", 0),
     )  # fmt: skip
 
 
 def _read_gguf(file: GGUFModel) -> ModelConfig:
-    return latent_config_of_gguf(file, _NAME, _router_of_gguf)
+    return latent_config_of_gguf(file, _NAME, router_of_gguf)
 
 
-def _router_of_gguf(file: GGUFModel) -> Router:
-    normalise = _SUM_EPS if file.fields.boolean("expert_weights_norm", False) else None
+def router_of_gguf(file: GGUFModel) -> Router:
+    """Without its scale and groups."""
+    normalise = SUM_EPS if file.fields.boolean("expert_weights_norm", False) else None
     bias = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
     return Router("sigmoid", normalise=normalise, bias=bias, group_score="top2")
 
@@ -80,7 +86,8 @@ DEEPSEEK_V3 = Architecture(
     gguf="deepseek2",
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    transformers_fields=latent_fields,
+    own_fields=latent_fields,
+    other_names=("kimi_k2",),
     of_gguf=lambda file: gating(file) == SIGMOID,
     lora_targets=TARGETS,
     rules=Family(
@@ -90,13 +97,16 @@ DEEPSEEK_V3 = Architecture(
             "DeepseekV3Attention": "attention",
             "DeepseekV3MoE": "moe_block",
             "DeepseekV3Experts": "experts",
+            "DeepseekV3TopkRouter": "router",
             "DeepseekV3MLP": "mlp",
             "DeepseekV3RMSNorm": "norm",
             "DeepseekV3RotaryEmbedding": "rope",
         },
         packages=("transformers.models.deepseek_v3.modeling_deepseek_v3", "ktransformers.models.modeling_deepseek_v3"),
-        aliases={"DeepseekV3YarnRotaryEmbedding": "DeepseekV3RotaryEmbedding"},
+        aliases={"MoEGate": "DeepseekV3TopkRouter", "DeepseekV3YarnRotaryEmbedding": "DeepseekV3RotaryEmbedding"},
         operators={
+            f"{_KT}gate.KMoEGate": "router",
+            f"{_KT}gate.KMoEGateDeepSeekV3": "router",
             f"{_KT}experts.KDeepseekV3MoE": "moe_block",
             f"{_KT}experts.KDeepseekV3MoEV2": "moe_block",
             f"{_KT}attention.KDeepseekV2Attention": "attention",

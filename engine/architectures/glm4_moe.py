@@ -80,10 +80,10 @@ def _layers(n: Numbers, router: Router, *, bias: bool, normed: bool, shared: int
     return n.layers(attention, sparse, "post_attention_norm")
 
 
-def _transformers(config: ModelConfig) -> dict[str, object]:
+def _transformers(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     attention: Any = config.layers[0].attention
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "first_k_dense_replace": config.num_hidden_layers - len(config.sparse_layers),
         "use_qk_norm": attention.qk_norm != "none",
         "num_nextn_predict_layers": len(config.left_out),
@@ -107,7 +107,7 @@ GLM4_MOE = Architecture(
     read_hf=_read_hf,
     read_gguf=_read_gguf,
     lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS, *Dense.TARGETS, *SharedExpert.UNGATED_TARGETS),
-    transformers_fields=_transformers,
+    own_fields=_transformers,
     rules=Family(
         classes=_CLASSES,
         packages=("transformers.models.glm4_moe.modeling_glm4_moe", "ktransformers.models.modeling_glm4_moe"),

@@ -39,15 +39,17 @@ class LatentSizes:
     shared: int  # experts
 
 
-def latent_sizes(fields: Fields, shared: int, interleaved: bool) -> LatentSizes:
-    """An absent q_lora_rank has a default; null means that queries have one projection."""
-    ranked = fields.values.get("q_lora_rank", 1536) is not None
+def latent_sizes(
+    fields: Fields, shared: int, interleaved: bool, *, q_rank: int = 1536, nope: int = 128, value: int = 128
+) -> LatentSizes:
+    """`q_rank`, `nope`, `value`: of absent fields; a q_lora_rank of null means that queries have one projection."""
+    ranked = fields.values.get("q_lora_rank", q_rank) is not None
     return LatentSizes(
-        q_rank=fields.integer("q_lora_rank", 1536) if ranked else None,
+        q_rank=fields.integer("q_lora_rank", q_rank) if ranked else None,
         kv_rank=fields.integer("kv_lora_rank", 512),
-        nope_dim=fields.integer("qk_nope_head_dim", 128),
+        nope_dim=fields.integer("qk_nope_head_dim", nope),
         rope_dim=even(fields, "qk_rope_head_dim", 64),
-        value_dim=fields.integer("v_head_dim", 128),
+        value_dim=fields.integer("v_head_dim", value),
         bias=fields.boolean("attention_bias", False),
         interleaved=interleaved,
         shared=fields.integer("n_shared_experts", shared),
@@ -109,6 +111,7 @@ def latent_fields(config: ModelConfig) -> dict[str, Any]:
         "routed_scaling_factor": router.scale,
         "n_group": router.groups,
         "topk_group": router.top_groups,
+        "num_nextn_predict_layers": len(config.left_out),
     }
 
 

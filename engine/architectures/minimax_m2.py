@@ -100,7 +100,7 @@ MINIMAX_M2 = Architecture(
     read_gguf=_read_gguf,
     lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS),
     stored_names=_STORED,
-    transformers_fields=lambda config: {"num_local_experts": config.num_experts},
+    own_fields=lambda config: {"num_local_experts": config.num_experts},
     rules=Family(
         classes={name: kind for name, kind in named_after("MiniMaxM2").items() if kind != "mlp"},
         packages=("transformers.models.minimax_m2.modeling_minimax_m2", "ktransformers.models.modeling_minimax_m2"),

@@ -1,4 +1,4 @@
-"""What config.json says of quantised safetensors: FP8 in blocks, GPTQ, AWQ. Torch-free."""
+"""What config.json says of quantised safetensors: FP8 in blocks, GPTQ, AWQ, packed int4, MXFP4. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.architectures.config import Quantisation
 from engine.architectures.fields import Fields
 from engine.errors import shown
 
-METHODS = ("fp8", "gptq", "awq")
+METHODS = ("fp8", "gptq", "awq", "mxfp4", "compressed-tensors")
 _STEP = 32  # values that share a scale come in multiples of it
 
 
@@ -25,6 +25,10 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
             "(GGUF files may be quantised)",
         )
     own = Fields(held, f"{fields.where}: quantization_config")
+    if method == "compressed-tensors":
+        return _packed(own)
+    if method == "mxfp4":
+        return Quantisation("mxfp4", group=_STEP)
     return _fp8(own) if method == "fp8" else _int4(own, str(method))
 
 
@@ -37,6 +41,28 @@ def _fp8(own: Fields) -> Quantisation:
     if block[1] % 128:
         raise own.error("weight_block_size", f"is {block}; the second must be a multiple of 128")
     return Quantisation("fp8", group=block[1], rows=block[0])
+
+
+def _packed(own: Fields) -> Quantisation:
+    """Of compressed-tensors the symmetric int4 of groups, packed; which modules have it, their tensors say."""
+    _allow(own, "format", own.text("format", "pack-quantized"), ("pack-quantized",))
+    groups = own.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise own.error("config_groups", f"is {shown(groups)}; allowed is one group")
+    (name, group), *_ = groups.items()
+    held = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(held, Mapping):
+        raise own.error("config_groups", f"has no weights in {shown(name)}")
+    weights = Fields(held, f"{own.where}: config_groups: {name}: weights")
+    if (bits := weights.integer("num_bits")) != 4:
+        raise weights.error("num_bits", f"is {bits}; allowed is 4")
+    _allow(weights, "type", weights.text("type", "int"), ("int",))
+    _allow(weights, "strategy", weights.text("strategy", "group"), ("group",))
+    if not weights.boolean("symmetric", True):
+        raise weights.error("symmetric", "is false; weights without zero points are read")
+    if (size := weights.integer("group_size")) % _STEP:
+        raise weights.error("group_size", f"is {size}; allowed are multiples of {_STEP}")
+    return Quantisation("compressed-tensors", group=size)
 
 
 def _int4(own: Fields, method: str) -> Quantisation:

@@ -14,6 +14,9 @@ from engine.architectures.deepseek_v3 import DEEPSEEK_V3
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.glm4_moe import GLM4_MOE
+from engine.architectures.glm4_moe_lite import GLM4_MOE_LITE
+from engine.architectures.gpt_oss import GPT_OSS
+from engine.architectures.kimi_k25 import KIMI_K25
 from engine.architectures.minimax_m2 import MINIMAX_M2
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
@@ -23,7 +26,8 @@ from engine.architectures.unserved import why_not
 from engine.errors import ModelFileError, shown
 
 _OURS: tuple[Architecture, ...] = (
-    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V2, DEEPSEEK_V3, QWEN3_NEXT
+    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25,
+    QWEN3_NEXT,
 )  # fmt: skip
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 
@@ -47,7 +51,7 @@ def config_from_hf(
     fields = Fields(config, where)
     kind, classes = fields.get("model_type"), fields.get("architectures", [])
     for family in architectures():
-        if kind == family.name and classes in ([], [family.model_class]):
+        if kind in (family.name, *family.other_names) and classes in ([], [family.model_class]):
             return family.read_hf(fields, Fields(generation or {}, "generation_config.json"))
     allowed = ", ".join(f"{family.model_class} ({family.name})" for family in architectures())
     why = why_not(kind, [family.name for family in architectures()])

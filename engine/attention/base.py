@@ -102,6 +102,10 @@ class AttentionBackend(CacheBackend):
         """Write k, v [T, G, D] into their blocks, attend with q [T, H, D]; returns [T, H, D]. (Of latent attention v
         and what returns have kv_rank values.)"""
 
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        """float32 [H] of a layer whose heads have sinks, before the first step."""
+        raise EngineError(f"{type(self).__name__} computes attention without sinks")
+
     def places(self, layer: int) -> KvPlaces | None:
         """Where the caller may write the planned step's k and v itself, and call `attend`; None: by `forward` alone."""
         return None

@@ -121,10 +121,12 @@ def _convolved(qkv: torch.Tensor, seen: torch.Tensor, conv: torch.Tensor) -> tup
 def _heads(mixed: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, channels] -> queries, keys [T, heads, key_dim], of length 1 (queries scaled), and values [T, heads,
     value_dim]; heads are the value heads."""
-    q, k, v = mixed.split((spec.key_width, spec.key_width, spec.value_width), dim=-1)
-    shared = spec.value_heads // spec.key_heads
-    q, k = (_unit(part.unflatten(-1, (spec.key_heads, -1))).repeat_interleave(shared, dim=1) for part in (q, k))
-    return q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.value_heads, -1))
+    keys, shared = spec.key_width, spec.value_heads // spec.key_heads
+    q, k = (
+        _unit(part.reshape(-1, spec.key_heads, spec.key_dim)).repeat_interleave(shared, dim=1)
+        for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
+    )
+    return q * spec.key_dim**-0.5, k, mixed[:, 2 * keys :].reshape(-1, spec.value_heads, spec.value_dim)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

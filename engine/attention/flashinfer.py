@@ -70,6 +70,8 @@ def flashinfer_limit(spec: GroupedQuery | Latent, dtype: torch.dtype) -> str | N
         return "latent attention runs in torch on a GPU"
     if dtype != torch.bfloat16:
         return f"flashinfer's attention takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if spec.sinks or spec.window is not None:
+        return "attention with sinks or a window is not computed by flashinfer here"
     if spec.head_dim not in HEAD_DIMS:
         return f"flashinfer's attention takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {spec.head_dim}"
     return None

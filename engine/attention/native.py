@@ -20,16 +20,41 @@ if TYPE_CHECKING:
 
 _KV_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 16
+MAX_LATENT_WIDTH, MAX_ROTARY = 576, 256
 
 
 def native_limit(spec: GroupedQuery | Latent) -> str | None:
     """Why the kernels cannot compute this attention; None if they can."""
     if isinstance(spec, Latent):
-        return "latent attention has no native kernels"
+        return _latent_limit(spec)
+    if spec.sinks or spec.window is not None:
+        return "attention with sinks or a window has no native kernel"
     dim = spec.head_dim
     if MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % HEAD_DIM_STEP == 0:
         return None
     return f"head_dim {dim} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+
+
+def _sizes(spec: GroupedQuery | Latent) -> tuple[int, int, int]:
+    """(KV heads, values of a key, of a value)."""
+    if isinstance(spec, Latent):
+        return 1, spec.width, spec.kv_rank
+    return spec.kv_heads, spec.head_dim, spec.head_dim
+
+
+def _latent_limit(spec: Latent) -> str | None:
+    for name, size in (
+        ("kv_lora_rank", spec.kv_rank),
+        ("qk_nope_head_dim", spec.nope_dim),
+        ("v_head_dim", spec.value_dim),
+    ):
+        if size % 32:
+            return f"{name} {size} is not a multiple of 32"
+    if spec.rope_dim % HEAD_DIM_STEP or spec.rope_dim > MAX_ROTARY:
+        return f"qk_rope_head_dim {spec.rope_dim} is not a multiple of {HEAD_DIM_STEP} up to {MAX_ROTARY}"
+    if spec.width > MAX_LATENT_WIDTH:
+        return f"kv_lora_rank + qk_rope_head_dim is {spec.width}; the kernels take up to {MAX_LATENT_WIDTH}"
+    return None
 
 
 class NativeAttention(AttentionBackend):
@@ -56,8 +81,7 @@ class NativeAttention(AttentionBackend):
         kv_dtype: torch.dtype | None = None,
         products: str = "",
     ) -> None:
-        limit = native_limit(spec)
-        if limit or isinstance(spec, Latent):
+        if limit := native_limit(spec):
             raise UserError(f"{limit}: use attention_backend reference", field="head_dim")
         if dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"dtype {dtype}: the native attention takes bfloat16 and float32", field="dtype")
@@ -66,14 +90,24 @@ class NativeAttention(AttentionBackend):
             raise UserError(f"kv_dtype {kv_dtype}: beside {dtype} it is {dtype}, bfloat16 or int8", field="dtype")
         from native import _native
 
+        latent = isinstance(spec, Latent)
+        kv_heads, head_dim, value_dim = _sizes(spec)
+        if latent and kv_dtype == torch.int8:
+            raise UserError(
+                "kv_cache_dtype int8: latents have one scale for keys and values of all heads; allowed are auto, "
+                "float32 and bfloat16",
+                field="kv_cache_dtype",
+            )
         try:
             self.kernel = _native.PagedAttention(
                 pool,
                 layers=len(layers),
                 num_blocks=num_blocks,
                 heads=spec.heads,
-                kv_heads=spec.kv_heads,
-                head_dim=spec.head_dim,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                latent=value_dim if latent else 0,
+                scale=spec.scale if isinstance(spec, Latent) else 0.0,
                 kv=_KV_NAMES[kv_dtype],
                 isa=isa,
                 float_rows=dtype == torch.float32,
@@ -82,8 +116,8 @@ class NativeAttention(AttentionBackend):
         except ValueError as error:
             raise UserError(f"native attention: {error}") from error
         self.dtype = dtype
-        self._q_shape = (spec.heads, spec.head_dim)
-        self._kv_shape = (spec.kv_heads, spec.head_dim)
+        self._q_shape, self._out_shape = (spec.heads, head_dim), (spec.heads, value_dim)
+        self._k_shape, self._v_shape = (kv_heads, head_dim), (kv_heads, value_dim)
         self.places_of = {layer: place for place, layer in enumerate(layers)}  # in the kernels' cache
         self._num_blocks = num_blocks
         self._token_bytes = len(layers) * spec.cache.position_bytes(kv_dtype.itemsize, kv_scale_bytes(kv_dtype))
@@ -114,9 +148,10 @@ class NativeAttention(AttentionBackend):
         tokens = q.shape[0]
         if layer not in self.places_of:
             raise EngineError(f"native attention: layer: {layer}; allowed are {list(self.places_of)}")
-        out = torch.empty((tokens, *self._q_shape), dtype=self.dtype)
-        for name, t, shape in (("q", q, self._q_shape), ("k", k, self._kv_shape), ("v", v, self._kv_shape)):
-            if t.shape != (tokens, *shape) or t.dtype != self.dtype or t.stride()[1:] != (shape[1], 1):
+        out = torch.empty((tokens, *self._out_shape), dtype=self.dtype)
+        for name, t, shape in (("q", q, self._q_shape), ("k", k, self._k_shape), ("v", v, self._v_shape)):
+            heads_lie = shape[0] == 1 or t.stride(1) == shape[1]
+            if t.shape != (tokens, *shape) or t.dtype != self.dtype or not heads_lie or t.stride(2) != 1:
                 raise EngineError(
                     f"native attention: {name} is {t.dtype} {tuple(t.shape)} with strides {t.stride()}; "
                     f"wanted {self.dtype} {(tokens, *shape)} with heads and dimensions contiguous"

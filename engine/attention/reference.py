@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ class RowPlan:
     mask: torch.Tensor | None  # bool [tokens, context]: what each token sees; None: all
 
 
-def plan_rows(batch: BatchLayout) -> list[RowPlan]:
+def plan_rows(batch: BatchLayout, window: int | None = None) -> list[RowPlan]:
+    """`window`: how many positions a token sees at most, itself included."""
     device, rows = batch.positions.device, []
     for r, context in enumerate(batch.context_lens):
         new = batch.row_starts[r + 1] - batch.row_starts[r]
@@ -31,9 +33,13 @@ def plan_rows(batch: BatchLayout) -> list[RowPlan]:
         blocks = torch.tensor(batch.block_tables[r][:used], dtype=torch.int64, device=device)
         offsets = torch.arange(BLOCK_SIZE, device=device)
         gather = (blocks[:, None] * BLOCK_SIZE + offsets).flatten()[:context]
-        # query i stands at position context - new + i and sees itself and all before
-        mask = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
-        rows.append(RowPlan(slice(batch.row_starts[r], batch.row_starts[r + 1]), gather, None if new == 1 else mask))
+        # query i stands at position context - new + i and sees itself and all before, or the last of them
+        mask: torch.Tensor | None = torch.ones(new, context, dtype=torch.bool, device=device).tril(context - new)
+        if window is not None and mask is not None:
+            mask = mask.triu(context - new - window + 1)
+        if new == 1 and (window is None or context <= window):
+            mask = None
+        rows.append(RowPlan(slice(batch.row_starts[r], batch.row_starts[r + 1]), gather, mask))
     return rows
 
 
@@ -49,12 +55,17 @@ class ReferenceAttention(AttentionBackend):
             layer: (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for layer in layers
         }
+        self._spec = spec
+        self._sinks: dict[int, torch.Tensor] = {}
         self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
         self._planned: tuple[BatchLayout, list[RowPlan]] | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
+
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        self._sinks[layer] = sinks
 
     def kv_planes(self) -> list[NDArray[np.uint8]]:
         tensors = [tensor for pair in self.cache.values() for tensor in pair]
@@ -63,7 +74,7 @@ class ReferenceAttention(AttentionBackend):
         return [tensor.flatten(1).view(torch.uint8).numpy()[None] for tensor in tensors]
 
     def plan(self, batch: BatchLayout) -> None:
-        self._planned = batch, plan_rows(batch)
+        self._planned = batch, plan_rows(batch, self._spec.window)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self._planned is None:
@@ -74,12 +85,24 @@ class ReferenceAttention(AttentionBackend):
         values[batch.slot_mapping] = v
         out = torch.empty_like(q)
         for row in rows:
-            attended = F.scaled_dot_product_attention(
-                q[row.tokens].transpose(0, 1),
-                keys[row.gather].transpose(0, 1),
-                values[row.gather].transpose(0, 1),
-                attn_mask=row.mask,
-                enable_gqa=True,
-            )
+            asked, held, given = (t.transpose(0, 1) for t in (q[row.tokens], keys[row.gather], values[row.gather]))
+            if layer in self._sinks:
+                attended = _with_sinks(asked, held, given, row.mask, self._sinks[layer])
+            else:
+                attended = F.scaled_dot_product_attention(asked, held, given, attn_mask=row.mask, enable_gqa=True)
             out[row.tokens] = attended.transpose(0, 1)
         return out
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """q [H, T, D], k, v [G, C, D], mask [T, C], sinks [H] -> [H, T, D]: a sink takes part in the softmax alone. In
+    float32."""
+    grouped = q.float().reshape(k.shape[0], -1, *q.shape[1:])
+    scores = grouped @ k.float()[:, None].transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    sink = sinks.view(*grouped.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+    return (shares @ v.float()[:, None]).flatten(0, 1).to(q.dtype)

@@ -86,7 +86,8 @@ class ExpertTask:
 class ExpertBackend(ABC):
     """Computes sum_j w_j * expert_{ids_j}(x) for each row, with each row's own adapter inside the experts.
 
-    gate' = gate(x) + s Bg(Ag x), up' likewise, y = down(silu(gate') * up') + s Bd(Ad h).
+    gate' = gate(x) + s Bg(Ag x), up' likewise, y = down(silu(gate') * up') + s Bd(Ad h). Biases of the store are added
+    to the projections; its `activation` says what becomes of gate' and up'.
     Errors are raised by `wait` as `ExpertBackendError`; a failed step leaves the backend usable. On a stream `wait`
     returns at once, so what fails there is raised by `check`.
     """

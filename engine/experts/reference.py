@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mlp import Activation
 from engine.errors import ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import TouchedExperts
@@ -21,6 +22,20 @@ class _Weights:
     gate: torch.Tensor  # [E, I, H]
     up: torch.Tensor  # [E, I, H]
     down: torch.Tensor  # [E, H, I]
+    activation: Activation
+    biases: dict[str, torch.Tensor]  # float32 [E, I] or [E, H]
+
+    def add_bias(self, projection: str, expert: int, values: torch.Tensor) -> None:
+        """To float32 [rows, out], in place."""
+        if projection in self.biases:
+            values += self.biases[projection][expert]
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        limit, alpha = self.activation.limit, self.activation.alpha
+        if limit is None:
+            return F.silu(gate) * up
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
 
 
 class ReferenceExperts(ExpertBackend):
@@ -40,7 +55,8 @@ class ReferenceExperts(ExpertBackend):
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         gate, up, down = (store.stacked(p, self.dtype).to(self.device) for p in ("gate", "up", "down"))
-        self._layers[layer] = _Weights(gate, up, down)
+        biases = {name: bias.dequantise(torch.float32).to(self.device) for name, bias in store.biases.items()}
+        self._layers[layer] = _Weights(gate, up, down, store.activation, biases)
         if layer >= len(self._touched.counts):
             self._touched = TouchedExperts.of(layer + 1)
 
@@ -86,11 +102,14 @@ class ReferenceExperts(ExpertBackend):
             h = x[rows]
             gate = self.base_product(h, base.gate[expert])
             up = self.base_product(h, base.up[expert])
+            base.add_bias("gate", expert, gate)
+            base.add_bias("up", expert, up)
             for index, lora in groups:
                 gate[index] += _delta(h[index], lora.gate_a[expert], lora.gate_b[expert], lora.gate_scale)
                 up[index] += _delta(h[index], lora.up_a[expert], lora.up_b[expert], lora.up_scale)
-            inner = (F.silu(gate) * up).to(self.dtype)
+            inner = base.activate(gate, up).to(self.dtype)
             down = self.base_product(inner, base.down[expert])
+            base.add_bias("down", expert, down)
             for index, lora in groups:
                 down[index] += _delta(inner[index], lora.down_a[expert], lora.down_b[expert], lora.down_scale)
             out.index_add_(0, rows, down * weights[rows, choice, None])

@@ -19,7 +19,7 @@ from engine.files.regular import read_at
 
 _MAX_HEADER = 100_000_000  # the format's own limit
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_QUANTISED_BYTES = {"F8_E4M3": 1, "I32": 4}
+_QUANTISED_BYTES = {"F8_E4M3": 1, "I32": 4, "I64": 8, "U8": 1}
 FLOATS = tuple(_ELEMENT_BYTES)
 
 
@@ -51,7 +51,7 @@ class SafetensorsFile:
 
 def open_safetensors(path: Path) -> SafetensorsFile:
     """Open a file and read its header. Raises ModelFileError if it is unsound or holds other than BF16, F16, F32 and
-    what quantised weights are made of: F8_E4M3, I32."""
+    what quantised weights are made of: F8_E4M3, I32, U8."""
     file = ModelFile(path)
     return SafetensorsFile(file, read_header(file.fd, path, quantised=True))
 

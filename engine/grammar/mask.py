@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.errors import UserError
-from engine.grammar.masks import TokenMask, Words
+from engine.grammar.masks import TokenBitmask, TokenMask
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -26,12 +26,12 @@ class Ahead:
 
     num_output: int
     drafts: tuple[int, ...]
-    words: Words
+    words: TokenBitmask
     done: Future[None]
 
-    def row(self, num_output: int) -> Words:
+    def row(self, num_output: int) -> TokenBitmask:
         self.done.result()
-        row: Words = self.words[num_output - self.num_output]
+        row: TokenBitmask = self.words[num_output - self.num_output]
         return row
 
 
@@ -52,7 +52,7 @@ class GrammarMask(TokenMask):
     def applies(self, num_output: int) -> bool:
         return True
 
-    def restrict(self, words: Words, output: Sequence[int]) -> None:
+    def restrict(self, words: TokenBitmask, output: Sequence[int]) -> None:
         """Waits for the mask, which `Grammars.look_ahead` has begun. Raises UserError if the grammar went beyond a
         limit."""
         if self.matcher is None or self.ahead is None:
@@ -102,7 +102,9 @@ class Places(NamedTuple):
     also: int | None = None
 
 
-def fill(executor: LLExecutor, masks: Sequence[tuple[GrammarMask, Sequence[int], Sequence[int]]], words: Words) -> None:
+def fill(
+    executor: LLExecutor, masks: Sequence[tuple[GrammarMask, Sequence[int], Sequence[int]]], words: TokenBitmask
+) -> None:
     """Masks of (mask, output, drafts), 1 + drafts rows each of `words` uint32 [R, W], which begin as all ones: all
     threads of `executor` work on them, and Python's lock is free."""
     single: list[tuple[LLMatcher, int]] = []
@@ -129,5 +131,5 @@ def fill(executor: LLExecutor, masks: Sequence[tuple[GrammarMask, Sequence[int],
         words[first, token // 32] |= np.uint32(1 << token % 32)
 
 
-def all_ones(rows: int, vocab_size: int) -> Words:
+def all_ones(rows: int, vocab_size: int) -> TokenBitmask:
     return np.full((rows, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)

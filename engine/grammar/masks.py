@@ -13,14 +13,12 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from engine.device import to_device
 from engine.errors import UserError
 from scheduler.request import SamplingParams, ThinkingBudget
 
-Words = NDArray[np.uint32]  # [ceil(V / 32)]
+TokenBitmask = NDArray[np.uint32]  # [ceil(V / 32)]
 Masks = Mapping[str, Sequence["TokenMask"]]  # by request id; a request without any is left out
 _FIRST_TOKENS = 8  # of an output, among which the one that begins reasoning is
 NO_MASKS: Masks = MappingProxyType({})
@@ -37,11 +35,11 @@ class TokenMask(ABC):
         is launched: the rows of other requests can do without logits."""
 
     @abstractmethod
-    def restrict(self, words: Words, output: Sequence[int]) -> None:
+    def restrict(self, words: TokenBitmask, output: Sequence[int]) -> None:
         """Clear the bits of the tokens that may not follow `output`. Whatever this raises fails its request alone."""
 
 
-class Without(TokenMask):
+class DenyMask(TokenMask):
     """Forbids tokens, while the output is shorter than `until` tokens."""
 
     name = "min_tokens"
@@ -53,12 +51,12 @@ class Without(TokenMask):
     def applies(self, num_output: int) -> bool:
         return num_output < self._until
 
-    def restrict(self, words: Words, output: Sequence[int]) -> None:
+    def restrict(self, words: TokenBitmask, output: Sequence[int]) -> None:
         if self.applies(len(output)):
             words &= self._words
 
 
-class Only(TokenMask):
+class AllowMask(TokenMask):
     """Allows some tokens only."""
 
     name = "allowed_token_ids"
@@ -69,7 +67,7 @@ class Only(TokenMask):
     def applies(self, num_output: int) -> bool:
         return True
 
-    def restrict(self, words: Words, output: Sequence[int]) -> None:
+    def restrict(self, words: TokenBitmask, output: Sequence[int]) -> None:
         words &= self._words
 
 
@@ -85,7 +83,7 @@ class BadWords(TokenMask):
     def applies(self, num_output: int) -> bool:
         return num_output >= self._shortest
 
-    def restrict(self, words: Words, output: Sequence[int]) -> None:
+    def restrict(self, words: TokenBitmask, output: Sequence[int]) -> None:
         for before, last in self._ends:
             if not before or list(output[-len(before) :]) == before:
                 words[last // 32] &= ~np.uint32(1 << last % 32)
@@ -103,7 +101,7 @@ class Thinking(TokenMask):
         least = self._budget.num_tokens
         return least <= num_output < least + _FIRST_TOKENS + len(self._budget.closing)
 
-    def restrict(self, words: Words, output: Sequence[int]) -> None:
+    def restrict(self, words: TokenBitmask, output: Sequence[int]) -> None:
         budget = self._budget
         start = 0
         if budget.begin is not None:
@@ -124,24 +122,24 @@ def masks_of(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: i
     """What a request's parameters ask for."""
     masks: list[TokenMask] = []
     if params.min_tokens:
-        masks.append(Without(params.ending_tokens(eos_token_ids), vocab_size, params.min_tokens))
+        masks.append(DenyMask(params.ending_tokens(eos_token_ids), vocab_size, params.min_tokens))
     if params.bad_words:
         masks.append(BadWords(params.bad_words))
     if params.allowed_token_ids is not None:
-        masks.append(Only(params.allowed_token_ids, vocab_size))
+        masks.append(AllowMask(params.allowed_token_ids, vocab_size))
     if params.thinking is not None:
         masks.append(Thinking(params.thinking))
     return masks
 
 
-def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
-    """Words with the bits of some tokens."""
+def words_of(tokens: Iterable[int], vocab_size: int) -> TokenBitmask:
+    """A bitmask with the bits of some tokens."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     bits[list(tokens)] = True
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def allowed_words(masks: Sequence[TokenMask], output: Sequence[int], vocab_size: int) -> Words:
+def allowed_words(masks: Sequence[TokenMask], output: Sequence[int], vocab_size: int) -> TokenBitmask:
     """What all of them allow. Raises UserError if that is nothing."""
     words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
     if vocab_size % 32:
@@ -152,22 +150,3 @@ def allowed_words(masks: Sequence[TokenMask], output: Sequence[int], vocab_size:
         names = " and ".join(sorted({mask.name for mask in masks if mask.applies(len(output))}))
         raise UserError(f"no token may come next, after {len(output)} of output: none is left by {names}")
     return words
-
-
-def forbid(logits: torch.Tensor, words: dict[int, Words]) -> None:
-    """Set what is not allowed to -inf, in place: logits float32 [R, V], `words` by row. NaN stays."""
-    if not words:
-        return
-    device, vocabulary = logits.device, logits.shape[1]
-    stacked = np.stack(list(words.values()))
-    if device.type == "cpu":  # torch's masked_fill is scalar there: 0.7 ms a row of 150,000 tokens
-        allowed = np.unpackbits(stacked.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
-        most = (torch.from_numpy(allowed) - 0.5) * float("inf")
-        for row, limit in zip(words, most, strict=True):
-            torch.minimum(logits[row], limit, out=logits[row])
-        return
-    rows = to_device(list(words), torch.int64, device)
-    packed = to_device(stacked.view(np.int32), torch.int32, device)
-    bits = (packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
-    forbidden = bits.reshape(len(words), -1)[:, :vocabulary] == 0
-    logits[rows] = logits[rows].masked_fill(forbidden, float("-inf"))

@@ -13,10 +13,10 @@ import torch
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import ROUTERS
 from engine.errors import AdapterError, EngineError
-from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.base import LatentUp, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TiledEmbedding
 from engine.linear.gpu_weights import Weights, joined
-from engine.linear.latent import LatentUp, TorchLatentUp
+from engine.linear.latent import TorchLatentUp
 from engine.lora.adapter import RANK_STEP, LoraPair, padded_rank
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.convert import Packer

@@ -1,40 +1,11 @@
-"""The projection from latents to keys and values of all heads (kv_b), by heads: beside absorbed attention, which never
-expands the cache, and to expand it."""
+"""The projection from latents to keys and values of all heads (kv_b) in torch, which can expand the cache, too."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
-
 import torch
 
+from engine.linear.base import LatentUp, LoraBatch
 from engine.lora.adapter import LoraPair
-
-if TYPE_CHECKING:
-    from engine.linear.base import LoraBatch
-
-
-class Adapted(ABC):
-    """What an adapter's pair of a module is put into."""
-
-    captures: bool = False  # whether a call may be captured in a CUDA graph that serves any adapters
-
-    @abstractmethod
-    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
-        """Put a pair into a slot that no step in flight uses, or clear it (None)."""
-
-
-class LatentUp(Adapted):
-    """Per head h: k_nope = K_h c, v = V_h c of a latent c, with K_h [nope, kv_rank], V_h [value, kv_rank]; rows with an
-    adapter have (K_h + s B_h A) in place of K_h, and likewise V_h, computed through A."""
-
-    @abstractmethod
-    def absorb(self, q: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        """Queries [T, H, nope] -> K_h^T q [T, H, kv_rank], which meet latents instead of keys."""
-
-    @abstractmethod
-    def values(self, mixed: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        """Sums of latents [T, H, kv_rank] -> V_h mixed [T, H, value]."""
 
 
 class TorchLatentUp(LatentUp):

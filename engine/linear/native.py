@@ -6,13 +6,14 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import EngineError, UserError
-from engine.files.model_file import Bytes
-from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.files.model_file import Bytes, FileBytes, MadeBytes
+from engine.linear.base import LatentUp, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
-from engine.linear.latent import LatentUp, TorchLatentUp
 from engine.lora.adapter import LoraPair
 from engine.weights.pack_cache import PackCache, PackKey
 from engine.weights.packed import (
@@ -114,6 +115,65 @@ class NativeLinear(Linear):
         self.packed.set_adapter(slot, a.data_ptr(), b.data_ptr(), dtype == torch.bfloat16, rank, pair.scale)
 
 
+class NativeLatentUp(LatentUp):
+    """x bf16 or float32 [T, H, n], values of a head contiguous; as `NativeLinear` computes. An adapter's small products
+    are float32, of weights in bf16 (float32 where the projection is)."""
+
+    def __init__(self, kernel: _native.LatentUp, keys: NativeLinear, values: NativeLinear, heads: int) -> None:
+        self.kernel = kernel
+        self._heads, self._nope, self._rank = heads, keys.in_features, values.in_features
+        self._value = values.out_features // heads
+        self._bytes = keys.num_bytes + values.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
+
+    def absorb(self, q: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        return self._run(self.kernel.absorb, q, self._nope, self._rank, lora)
+
+    def values(self, mixed: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        return self._run(self.kernel.values, mixed, self._rank, self._value, lora)
+
+    def _run(
+        self, product: Callable[..., None], x: torch.Tensor, inner: int, outer: int, lora: LoraBatch | None
+    ) -> torch.Tensor:
+        tokens, bf16 = x.shape[0], x.dtype is torch.bfloat16
+        if x.shape != (tokens, self._heads, inner) or x.stride(2) != 1 or not (bf16 or x.dtype is torch.float32):
+            raise EngineError(
+                f"x: {x.dtype} {tuple(x.shape)} with strides {x.stride()}; wanted bf16 or float32 "
+                f"[T, {self._heads}, {inner}], values of a head contiguous"
+            )
+        out = torch.empty((tokens, self._heads, outer), dtype=x.dtype)
+        product(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_head_stride=x.stride(1),
+            out=out.data_ptr(),
+            out_stride=self._heads * outer,
+            out_head_stride=outer,
+            tokens=tokens,
+            is_bf16=bf16,
+            slots=slots_address(lora, tokens),
+        )
+        return out
+
+    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
+        if pair is None:
+            self.kernel.clear_adapter(slot)
+            return
+        dtype = torch.bfloat16 if pair.a.dtype == pair.b.dtype == torch.bfloat16 else torch.float32
+        a, b = (t.detach().to("cpu", dtype) for t in (pair.a, pair.b))
+        by_heads = b.view(self._heads, self._nope + self._value, pair.rank)
+        a, keys, values = (t.contiguous() for t in (a, by_heads[:, : self._nope], by_heads[:, self._nope :]))
+        try:
+            self.kernel.set_adapter(
+                slot, a.data_ptr(), keys.data_ptr(), values.data_ptr(), dtype == torch.bfloat16, pair.rank, pair.scale
+            )
+        except ValueError as error:
+            raise EngineError(f"kv_b_proj: {error}") from error
+
+
 class NativeLinearBackend(LinearBackend):
     """Packs each weight once, over `pool` (a `native._native.WorkerPool`), into the format that holds it without loss.
 
@@ -143,7 +203,7 @@ class NativeLinearBackend(LinearBackend):
             raise UserError(f"quantise {quantise!r}: allowed are {', '.join(QUANTISED_FORMATS)}", field="quantise")
         self._native: Any = importlib.import_module("native._native")
         self._pool = pool
-        self._dtype = dtype
+        self._isa = isa
         self._cache = cache
         self._plain = plain_format(plain.itemsize, quantise)
         try:
@@ -183,7 +243,26 @@ class NativeLinearBackend(LinearBackend):
         return NativeLinear(name, packed, self._runner, (n, k))
 
     def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
-        return TorchLatentUp(weight.dequantise(self._dtype).view(heads, -1, weight.shape[1]), nope)
+        """Held as plain weights are: keys are transposed, and would have other blocks."""
+        n, rank = weight.shape
+        value = n // heads - nope
+
+        def half(part: str, shape: tuple[int, int], cut: Callable[[torch.Tensor], torch.Tensor]) -> NativeLinear:
+            def make() -> npt.NDArray[np.uint8]:
+                by_heads = weight.dequantise(torch.float32).view(heads, nope + value, rank)
+                return cut(by_heads).contiguous().view(torch.uint8).flatten().numpy()
+
+            ranges: tuple[FileBytes, ...] = (weight.data,) if isinstance(weight.data, FileBytes) else ()
+            if isinstance(weight.data, MadeBytes):
+                ranges = weight.data.ranges
+            held = MadeBytes(ranges, shape[0] * shape[1] * 4, make)
+            return self.load(f"{name}.{part}", WeightTensor(name, shape, "F32", held), None)
+
+        keys = half("keys", (heads * rank, nope), lambda w: w[:, :nope].transpose(1, 2))
+        values = half("values", (heads * value, rank), lambda w: w[:, nope:])
+        return NativeLatentUp(
+            self._native.LatentUp(self._pool, keys.packed, values.packed, heads, self._isa), keys, values, heads
+        )
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         """Quantised, F16, or shared with the head: packed, if that loses nothing. A quantised type that has no packed

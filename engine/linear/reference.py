@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.linear.base import Linear, LinearBackend, LoraBatch
-from engine.linear.latent import LatentUp, TorchLatentUp
+from engine.linear.base import LatentUp, Linear, LinearBackend, LoraBatch
+from engine.linear.latent import TorchLatentUp
 from engine.lora.adapter import LoraPair
 from engine.weights.store import WeightTensor
 

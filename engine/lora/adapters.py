@@ -91,6 +91,7 @@ class Adapters:
         replace: bool = False,
         expert_scaling: str | None = None,
         pinned: bool = False,
+        expert_b_layout: str | None = None,
     ) -> None:
         """Start to load an adapter; `Loaded` or `LoadFailed` follows, after those of earlier loads.
 
@@ -98,7 +99,7 @@ class Adapters:
         requests go on to their end), else refused. `pinned`: it stays in host memory. UserError: bad name or path,
         name taken, a load of it in progress.
         """
-        check_call(name, path, expert_scaling, self._base_name)
+        check_call(name, path, expert_scaling, expert_b_layout, self._base_name)
         if loading := self._find(name, AdapterStatus.LOADING):
             raise UserError(f"adapter {name!r} is being loaded from {loading.path!r}; wait for it", "lora_name")
         old = self._ready.get(name)
@@ -109,7 +110,7 @@ class Adapters:
         if failed := self._find(name, AdapterStatus.FAILED):
             del self._versions[failed.key]
         key = AdapterKey(old.key.uid, old.key.version + 1) if old else AdapterKey(next(self._uids), 1)
-        version = self._versions[key] = Version(key, name, path, expert_scaling, call_id, pinned)
+        version = self._versions[key] = Version(key, name, path, expert_scaling, expert_b_layout, call_id, pinned)
         self._loader.load(LoadJob(version, replaces=old))
 
     def fill(self, load: SlotLoad) -> None:

@@ -156,6 +156,7 @@ class Loader:
             name=version.name,
             config=self._config,
             expert_scaling=version.expert_scaling,
+            expert_b_layout=version.expert_b_layout,
             max_rank=self._max_rank,
             base=self._base,
             budget=self._budget,

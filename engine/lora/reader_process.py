@@ -67,6 +67,7 @@ class ParseRequest:
     name: str
     config: ModelConfig
     expert_scaling: str | None = None
+    expert_b_layout: str | None = None
     max_rank: int | None = None
     base: str | None = None
     budget: AdapterBudget = AdapterBudget()  # noqa: RUF009 - it is immutable
@@ -228,6 +229,7 @@ def _answer(engine: Connection) -> None:
             request.config,
             name=request.name,
             expert_scaling=request.expert_scaling,
+            expert_b_layout=request.expert_b_layout,
             max_rank=request.max_rank,
             base=request.base,
             opened=opened,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.errors import EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterSize
+from engine.lora.files.b_layout import B_LAYOUTS
 from engine.lora.files.settings import EXPERT_SCALINGS
 from engine.messages import AdapterInfo
 from scheduler.request import AdapterKey
@@ -74,7 +75,7 @@ class SlotFailed:
 AdapterEvent = Loaded | LoadFailed | Moved | Retiring | SlotFilled | SlotFailed
 
 
-def check_call(name: str, path: str, expert_scaling: str | None, base_name: str) -> None:
+def check_call(name: str, path: str, expert_scaling: str | None, expert_b_layout: str | None, base_name: str) -> None:
     """UserError for what no adapter may be loaded with."""
     if not _NAME.fullmatch(name):
         raise UserError(f"adapter name {name[:200]!r}: allowed are 1 to 128 of A-Z a-z 0-9 . _ : / -", "lora_name")
@@ -82,6 +83,8 @@ def check_call(name: str, path: str, expert_scaling: str | None, base_name: str)
         raise UserError(f"adapter name {name!r} is the base model's name", "lora_name")
     if expert_scaling is not None and expert_scaling not in EXPERT_SCALINGS:
         raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {EXPERT_SCALINGS}", "expert_scaling")
+    if expert_b_layout is not None and expert_b_layout not in B_LAYOUTS:
+        raise UserError(f"expert_b_layout is {expert_b_layout!r}, it must be one of {B_LAYOUTS}", "expert_b_layout")
     if not path.startswith(("/", "~")):
         raise UserError(f"path {path[:100]!r} must be absolute: the folder of an adapter", "lora_path")
 
@@ -94,6 +97,7 @@ class Version:
     name: str
     path: str
     expert_scaling: str | None
+    expert_b_layout: str | None
     call_id: int
     pinned: bool  # never evicted while READY
     status: AdapterStatus = AdapterStatus.LOADING

@@ -159,6 +159,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
             f"{format_bytes(each_state)}"
         )
     items.append(Item(main.name, Kind.KV_CACHE, f"KV cache, {tokens} tokens", tokens * per_token))
+    notes.append(f"a position takes {per_token} bytes of the KV cache")
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
     room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
     room += max(left, 0) if config.adapter_memory is None else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from engine.architectures.parts.mlp import ROUTERS
@@ -20,6 +21,7 @@ from engine.weights.tiled.layout import matrix_of
 _BF16, _F32 = 2, 4
 _ROUTERS = tuple(f"{name}.weight" for name in ROUTERS)
 _ON_NATIVE = ("native", "hybrid")
+LATENT_UP = "kv_b_proj.weight"
 
 
 def expert_bytes(inputs: Inputs, layer: int) -> int:
@@ -47,6 +49,8 @@ def weight_bytes(inputs: Inputs) -> int:
             total += prod(tensor.shape) * router
         elif name == EMBED:
             total += _embedding_bytes(inputs, tensor)
+        elif name.endswith(LATENT_UP):
+            total += _latent_up_bytes(inputs, tensor)
         elif len(tensor.shape) == 2:
             total += _linear_bytes(inputs, tensor)
         else:
@@ -60,6 +64,14 @@ def _linear_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
     if inputs.linear_backend == "gpu":
         return matrix_of(tensor, inputs.activation_bytes, inputs.config.quantise).num_bytes
     return prod(tensor.shape) * inputs.element_bytes
+
+
+def _latent_up_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
+    """Held as plain weights, whatever the file has."""
+    plain = replace(tensor, type="F32")
+    return (
+        _linear_bytes(inputs, plain) if inputs.linear_backend == "native" else prod(tensor.shape) * inputs.element_bytes
+    )
 
 
 def tiled_projections(inputs: Inputs) -> bool:

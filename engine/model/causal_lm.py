@@ -14,9 +14,8 @@ from engine.architectures.config import ModelConfig
 from engine.attention.base import BatchLayout
 from engine.errors import ExpertBackendError
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces
-from engine.linear.base import Linear, LoraBatch
+from engine.linear.base import Adapted, Linear, LoraBatch
 from engine.linear.embedding import Embedding
-from engine.linear.latent import Adapted
 from engine.lora.adapter import AdapterWeights, ExtraMlp
 from engine.model.attention import Attention
 from engine.model.mlp import Mlp, SparseMlp

@@ -49,11 +49,11 @@ class DeltaNetAttention(Attention):
         """[T, key_heads x (q, k, v, z of the head)] -> [q | k | v], z."""
         spec = self.spec
         values = spec.value_width // spec.key_heads
-        parts = fused.unflatten(-1, (spec.key_heads, -1)).split((spec.key_dim, spec.key_dim, values, values), dim=-1)
-        q, k, v, z = (part.flatten(1) for part in parts)
+        heads = fused.view(len(fused), spec.key_heads, -1)
+        q, k, v, z = (part.flatten(1) for part in torch.split(heads, [spec.key_dim, spec.key_dim, values, values], -1))
         return torch.cat((q, k, v), dim=-1), z
 
     def _gates(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, key_heads x (b, a of its value heads)] -> b, a [T, value_heads]."""
-        b, a = fused.unflatten(-1, (self.spec.key_heads, -1)).chunk(2, dim=-1)
+        b, a = fused.view(len(fused), self.spec.key_heads, -1).chunk(2, dim=-1)
         return b.flatten(1), a.flatten(1)

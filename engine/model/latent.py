@@ -9,8 +9,8 @@ import torch
 from engine.architectures.parts.mla import Latent
 from engine.attention.base import AttentionBackend
 from engine.attention.latent import Context, ReferenceLatentAttention, attended
-from engine.linear.base import Linear, LoraBatch
-from engine.linear.latent import LatentUp, TorchLatentUp
+from engine.linear.base import LatentUp, Linear, LoraBatch
+from engine.linear.latent import TorchLatentUp
 from engine.model.attention import Attention
 from engine.model.step import StepInput
 from engine.ops.base import Ops
@@ -58,9 +58,9 @@ class LatentAttention(Attention):
             x = ops.rms_norm(self.q_a(x, lora), self.q_a_norm, spec.norm_eps)
         q = self.q(x, lora).view(-1, spec.heads, spec.nope_dim + spec.rope_dim)
         q_nope, q_rope = q[..., : spec.nope_dim], q[..., spec.nope_dim :]
-        c = ops.rms_norm(latents[:, : spec.kv_rank].contiguous(), self.kv_a_norm, spec.norm_eps)
+        c = ops.rms_norm(latents[:, : spec.kv_rank], self.kv_a_norm, spec.norm_eps)
         k_rope = latents[:, None, spec.kv_rank :]
-        q_rope, k_rope = (self.rope.apply(part, positions, interleaved=spec.interleaved) for part in (q_rope, k_rope))
+        q_rope, k_rope = (ops.rotate(part, self.rope, positions, spec.interleaved) for part in (q_rope, k_rope))
         return q_nope, q_rope, torch.cat((c[:, None], k_rope), dim=-1)
 
     def _expanded(

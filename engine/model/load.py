@@ -17,9 +17,8 @@ from engine.attention.base import AttentionBackend, CacheBackend
 from engine.attention.delta import ReferenceDeltaNet
 from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers
-from engine.linear.base import Linear, LinearBackend, LoraBatch
+from engine.linear.base import Adapted, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
-from engine.linear.latent import Adapted
 from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import CausalLM, Layer
 from engine.model.delta import DeltaNetAttention
@@ -202,6 +201,9 @@ class Loader:
     def _grouped_query(self, layer: int, spec: GroupedQuery) -> GroupedQueryAttention:
         name, normed = f"model.layers.{layer}.self_attn", spec.qk_norm != "none"
         q, k, v, o = (self.linear(f"{name}.{part}_proj") for part in "qkvo")
+        backend = self._paged(layer)
+        if spec.sinks:
+            backend.set_sinks(layer, self._float32(f"model.layers.{layer}.{spec.SINKS}"))
         return GroupedQueryAttention(
             spec=spec,
             layer=layer,
@@ -212,7 +214,7 @@ class Loader:
             q_norm=self.vector(f"{name}.q_norm.weight") if normed else None,
             k_norm=self.vector(f"{name}.k_norm.weight") if normed else None,
             rope=self.backends.rope(spec.rotation),
-            backend=self._paged(layer),
+            backend=backend,
             joined=self._join([f"{name}.{part}_proj" for part in "qkv"]),
         )
 

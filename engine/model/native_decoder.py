@@ -14,9 +14,10 @@ from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBuffers
 from engine.experts.capabilities import NativeTasks
 from engine.linear.base import Linear, LoraBatch
-from engine.linear.native import NativeLinear, slots_address
-from engine.model.attention import GroupedQueryAttention
+from engine.linear.native import NativeLatentUp, NativeLinear, slots_address
+from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import Layer
+from engine.model.latent import LatentAttention
 from engine.model.mlp import DenseMlp, Mlp, SparseMlp
 from engine.model.step import Trace
 from engine.ops.base import Ops
@@ -31,16 +32,25 @@ def all_native(layers: Sequence[Layer], ops: Ops) -> bool:
 
     def native(layer: Layer) -> bool:
         held = layer.attention
-        if not isinstance(held, GroupedQueryAttention) or not isinstance(held.backend, NativeAttention):
+        if not isinstance(held.backend, NativeAttention):
             return False
-        if held.spec.gated:
+        linears = _projections(held)
+        if not linears or (isinstance(held, LatentAttention) and not isinstance(held.kv_b, NativeLatentUp)):
             return False
-        linears = [held.q, held.k, held.v, held.o]
         if isinstance(layer.mlp, SparseMlp):
             linears.append(layer.mlp.gate)
         return all(isinstance(each, NativeLinear) for each in linears)
 
     return isinstance(ops, NativeOps) and bool(layers) and all(native(layer) for layer in layers)
+
+
+def _projections(held: Attention) -> list[Linear]:
+    """Of an attention that has a native part; none of others."""
+    if isinstance(held, GroupedQueryAttention) and not held.spec.gated:
+        return [held.q, held.k, held.v, held.o]
+    if isinstance(held, LatentAttention):
+        return [*([] if held.q_a is None else [held.q_a]), held.q, held.kv_a, held.o]
+    return []
 
 
 class NativeDecoder:
@@ -54,8 +64,7 @@ class NativeDecoder:
     def __init__(
         self, config: ModelConfig, ops: Ops, layers: Sequence[Layer], buffers: ExpertBuffers, dtype: torch.dtype
     ) -> None:
-        held = layers[0].attention
-        first = held.q if isinstance(held, GroupedQueryAttention) else None
+        first = next(iter(_projections(layers[0].attention)), None) if layers else None
         if not (all_native(layers, ops) and isinstance(ops, NativeOps) and isinstance(first, NativeLinear)):
             raise EngineError("the native decoder needs native attention, projections, routers and operations")
         from native import _native
@@ -105,18 +114,30 @@ class NativeDecoder:
 
     def _attention(self, layer: Layer) -> _native.AttentionPart:
         held = layer.attention
-        packed = _packed(held.q, held.k, held.v, held.o) if isinstance(held, GroupedQueryAttention) else None
-        if not (isinstance(held, GroupedQueryAttention) and isinstance(held.backend, NativeAttention) and packed):
+        if not isinstance(held.backend, NativeAttention) or not isinstance(
+            held, GroupedQueryAttention | LatentAttention
+        ):
             raise EngineError(f"layer {layer.index}: the native decoder needs native attention and projections")
         backend, rope = held.backend, held.rope
         if backend.dtype != self._dtype:
             raise EngineError(f"the native decoder computes in {self._dtype}, its attention in {backend.dtype}")
+        rotation = self._native.Rotation(rope.cos.data_ptr(), rope.sin.data_ptr(), rows=rope.cos.shape[0], dim=rope.dim)
+        if isinstance(held, LatentAttention):
+            return self._latent(layer, held, backend, rotation)
+        return self._grouped_query(layer, held, backend, rotation)
+
+    def _grouped_query(
+        self, layer: Layer, held: GroupedQueryAttention, backend: NativeAttention, rotation: _native.Rotation
+    ) -> _native.GroupedQueryPart:
+        packed = _packed(held.q, held.k, held.v, held.o)
+        if packed is None:
+            raise EngineError(f"layer {layer.index}: the native decoder needs native projections")
         self._check_norms(layer.index, held.q_norm, held.k_norm)
         q, k, v, o = packed
         return self._native.GroupedQueryPart(
             backend.kernel,
             backend.places_of[layer.index],
-            self._native.Rotation(rope.cos.data_ptr(), rope.sin.data_ptr(), rows=rope.cos.shape[0], dim=rope.dim),
+            rotation,
             q=q,
             k=k,
             v=v,
@@ -124,6 +145,30 @@ class NativeDecoder:
             qk_norm=held.spec.qk_norm,
             q_norm=0 if held.q_norm is None else held.q_norm.data_ptr(),
             k_norm=0 if held.k_norm is None else held.k_norm.data_ptr(),
+        )
+
+    def _latent(
+        self, layer: Layer, held: LatentAttention, backend: NativeAttention, rotation: _native.Rotation
+    ) -> _native.LatentPart:
+        packed = _packed(held.q, held.kv_a, held.o)
+        ranked = None if held.q_a is None else _packed(held.q_a)
+        if packed is None or (ranked is None) != (held.q_a is None) or not isinstance(held.kv_b, NativeLatentUp):
+            raise EngineError(f"layer {layer.index}: the native decoder needs native projections")
+        self._check_norms(layer.index, held.q_a_norm, held.kv_a_norm)
+        q, kv_a, o = packed
+        return self._native.LatentPart(
+            backend.kernel,
+            backend.places_of[layer.index],
+            rotation,
+            None if ranked is None else ranked[0],
+            0 if held.q_a_norm is None else held.q_a_norm.data_ptr(),
+            q,
+            kv_a,
+            held.kv_a_norm.data_ptr(),
+            held.kv_b.kernel,
+            o,
+            held.spec.norm_eps,
+            held.spec.interleaved,
         )
 
     def _mlp(self, mlp: Mlp) -> _native.MlpPart | None:

@@ -33,6 +33,9 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """rms_norm(x) * weight with an epsilon of its own: x [T, N] -> [T, N], a fresh tensor."""
 
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        """`Rope.apply` to x [T, heads, rope.dim], a fresh tensor."""
+
     def qk_norm_rope(
         self,
         q: torch.Tensor,
@@ -126,6 +129,9 @@ class PlainOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
+
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        return rope.apply(x, positions, interleaved=interleaved)
 
     def norm_route(
         self,

@@ -47,6 +47,9 @@ class GpuOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
 
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        return rope.apply(x, positions, interleaved=interleaved)
+
     def qk_norm_rope(
         self,
         q: torch.Tensor,

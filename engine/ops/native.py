@@ -85,6 +85,58 @@ class NativeOps(PlainOps):
         )
         return out
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, dim = x.shape
+        bf16 = _rows("x", x, x.dtype, dim)
+        _weight("weight", weight, x.dtype, dim)
+        out = torch.empty((rows, dim), dtype=x.dtype)
+        self.kernel.norm(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            residual=0,
+            residual_stride=0,
+            weight=weight.data_ptr(),
+            weight_bf16=weight.dtype is _BF16,
+            out=out.data_ptr(),
+            out_stride=dim,
+            rows=rows,
+            dim=dim,
+            eps=eps,
+            is_bf16=bf16,
+        )
+        return out
+
+    def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        tokens, heads, dim = x.shape
+        bf16 = x.dtype is _BF16
+        if dim != rope.dim or x.stride(2) != 1 or not (bf16 or x.dtype is torch.float32):
+            raise EngineError(f"x: {x.dtype} {tuple(x.shape)}; wanted bf16 or float32 [T, heads, {rope.dim}]")
+        _typed("positions", positions, torch.int64)
+        if positions.shape[0] != tokens:
+            raise EngineError(f"positions: {positions.shape[0]}; wanted one for each of {tokens} tokens")
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype)
+        try:
+            self.kernel.rotate(
+                x=x.data_ptr(),
+                x_stride=x.stride(0),
+                x_head_stride=x.stride(1),
+                out=out.data_ptr(),
+                out_stride=heads * dim,
+                out_head_stride=dim,
+                cos=rope.cos.data_ptr(),
+                sin=rope.sin.data_ptr(),
+                positions=positions.data_ptr(),
+                table_rows=rope.cos.shape[0],
+                tokens=tokens,
+                heads=heads,
+                dim=dim,
+                interleaved=interleaved,
+                is_bf16=bf16,
+            )
+        except ValueError as error:
+            raise EngineError(f"rotate: {error}") from error
+        return out
+
     def qk_norm_rope(
         self,
         q: torch.Tensor,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import ROUTERS
 from engine.architectures.registry import architecture_of
 from engine.attention.flashinfer import flashinfer_available, flashinfer_limit
@@ -22,6 +23,7 @@ from rules import RulesError as BadRules
 from rules.choice import Backend
 
 _NAMES = {"expert": "experts", "attention": "attention", "linear": "projections"}
+_NOT_PLAIN = "this model's experts have biases, and an activation with a limit"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 T = TypeVar("T")
 _OWN_DEVICE = {"native": "cpu", "kt": "cpu", "gpu": "cuda", "hybrid": "cuda", "flashinfer": "cuda"}
@@ -155,6 +157,8 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
     limits = {}
     if not config.rules and machine.native:
         limits = gpu_limits(config, model) if machine.gpu else native_limits(model)
+    elif machine.gpu and any(isinstance(layer.attention, Latent) for layer in model.layers):
+        limits = {kind: why for kind, why in gpu_limits(config, model).items() if kind == "attention"}
     for kind, (backend, suffix) in flags.items():
         if backend is None:
             if kind not in limits:
@@ -168,6 +172,8 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
                 device = choice.device if device == "cuda" and choice.device.startswith("cuda") else device
                 choices[module] = replace(choice, backend=cast(Backend, backend), device=device)
     placement = Placement(choices, [])
+    if model.experts is not None and not model.experts.plain:
+        _check_experts(placement)
     if config.deterministic:
         _check_deterministic(placement)
     lines = [f"rules: {name}" + ("" if config.rules else " (chosen from this machine)")]
@@ -185,6 +191,14 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
     for kind, (_, suffix) in flags.items():
         lines.append(f"{_NAMES[kind]}: {', '.join(placement.used(suffix)) or 'none'}")
     return Placement(choices, lines)
+
+
+def _check_experts(placement: Placement) -> None:
+    """Of experts with biases or an activation of their own."""
+    others = set(placement.used(".mlp.experts")) - {"reference"}
+    if others or placement.streams_prefill:
+        found = ", ".join(sorted(others)) or "prefill on the GPU"
+        raise UserError(f"experts on {found}: {_NOT_PLAIN}; allowed is reference", field="expert_backend")
 
 
 def _check_deterministic(placement: Placement) -> None:
@@ -234,6 +248,8 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
     odd_sizes = [f"{name} {size} is not a multiple of 32" for name, size in sizes.items() if size % 32]
     if odd_sizes and model.sparse_layers:
         limits["expert"] = odd_sizes[0]
+    if model.experts is not None and not model.experts.plain:
+        limits["expert"] = _NOT_PLAIN
     return limits
 
 

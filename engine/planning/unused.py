@@ -130,6 +130,7 @@ _RULES: dict[str, _Rule] = {
     "cuda_graphs": _graphs,
     "kv_disk_dir": _kv_disk,
     "expert_scaling": _scaling,
+    "expert_b_layout": _scaling,
     "adapter_memory": _slots,
     "max_adapter_rank": _slots,
     "expert_backend": _expert_backend,

@@ -103,7 +103,7 @@ class ShardedSource(WeightSource):
                 parts[projection] = [by_inputs(w, shard.span(w.shape[1]), shard.size) for w in weights]
             else:
                 parts[projection] = [by_outputs(w, shard.span(w.shape[0])) for w in weights]
-        return ExpertStore(layer, **parts)
+        return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"])
 
     def names(self) -> list[str]:
         names = [name for name in self._source.names() if self.has(name)]

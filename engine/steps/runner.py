@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from engine.device import Arrival, to_device, to_host
 from engine.errors import EngineError
-from engine.grammar.masks import NO_MASKS, Masks, Words, allowed_words
+from engine.grammar.masks import NO_MASKS, Masks, TokenBitmask, allowed_words
 from engine.model.causal_lm import CausalLM
 from engine.model.native_executor import choose_executor
 from engine.model.step import StepInput, Trace, Want
@@ -267,7 +267,7 @@ class ModelRunner:
             self.sampled[: len(last)].copy_(last.clamp(min=0))
         return tokens.clone() if self.device.type == "cpu" else to_host(tokens)
 
-    def _allowed(self, row: StepRow, drafts: int, masks: Masks) -> Words | None:
+    def _allowed(self, row: StepRow, drafts: int, masks: Masks) -> TokenBitmask | None:
         """The tokens that may follow the row's last one and so many of its drafts; None: all."""
         if not _masks(masks, row, drafts):
             return None

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.device import to_device, to_host
-from engine.grammar.masks import Words, forbid
+from engine.grammar.masks import TokenBitmask
 from engine.messages import Logprob, TokenLogprobs
 from engine.ops.greedy import NOT_FINITE, greedy_tokens
 from scheduler.request import SamplingParams
@@ -35,7 +35,7 @@ class SampleRow:
     position: int  # of the token to be sampled
     seen: NDArray[np.int64]
     counts: NDArray[np.int64]
-    words: Words | None = None  # the tokens that a mask allows; None: all
+    words: TokenBitmask | None = None  # the tokens that a mask allows; None: all
 
 
 @dataclass
@@ -200,3 +200,22 @@ class PendingLogprobs:
             best = [Logprob(t, v, r) for r, (t, v) in pairs if v != -math.inf]  # what a mask forbids is no alternative
             out[i] = TokenLogprobs(Logprob(token, logprob, rank), best)
         return out
+
+
+def forbid(logits: torch.Tensor, words: dict[int, TokenBitmask]) -> None:
+    """Set what is not allowed to -inf, in place: logits float32 [R, V], `words` by row. NaN stays."""
+    if not words:
+        return
+    device, vocabulary = logits.device, logits.shape[1]
+    stacked = np.stack(list(words.values()))
+    if device.type == "cpu":  # torch's masked_fill is scalar there: 0.7 ms a row of 150,000 tokens
+        allowed = np.unpackbits(stacked.view(np.uint8), axis=1, count=vocabulary, bitorder="little")
+        most = (torch.from_numpy(allowed) - 0.5) * float("inf")
+        for row, limit in zip(words, most, strict=True):
+            torch.minimum(logits[row], limit, out=logits[row])
+        return
+    rows = to_device(list(words), torch.int64, device)
+    packed = to_device(stacked.view(np.int32), torch.int32, device)
+    bits = (packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+    forbidden = bits.reshape(len(words), -1)[:, :vocabulary] == 0
+    logits[rows] = logits[rows].masked_fill(forbidden, float("-inf"))

@@ -61,6 +61,12 @@ def dequantise(data: Bytes, type: str, shape: tuple[int, ...], dtype: torch.dtyp
     _check(data, type, shape)
     out = torch.empty(math.prod(shape), dtype=dtype)
     at = 0
+    if _FLOATS.get(type) is dtype:
+        raw = out.view(torch.uint8).numpy()
+        for piece in _pieces(data, type):
+            raw[at : at + len(piece)] = piece
+            at += len(piece)
+        return out.reshape(shape)
     for piece in _pieces(data, type):
         values = _values(piece, type)
         out[at : at + len(values)].copy_(values)
@@ -78,12 +84,16 @@ def nonfinite(data: Bytes, type: str, shape: tuple[int, ...]) -> int:
 
 
 def first_nonfinite(values: torch.Tensor) -> int | None:
-    """Flat index of the first NaN or infinity of a contiguous tensor, if it has one. Reads memory once."""
+    """Flat index of the first NaN or infinity of a contiguous tensor, if it has one. Reads memory once.
+
+    A chunk's least and largest value are NaN or infinite if any of its values is; they take a tenth of the time of
+    `isfinite` (8.6 and 0.83 GB/s of float32 on one thread, 6.1 and 0.31 of bfloat16).
+    """
     flat = values.flatten()
     for at in range(0, flat.numel(), _CHUNK):
-        finite = torch.isfinite(flat[at : at + _CHUNK])
-        if not finite.all():
-            return at + int((~finite).nonzero()[0])
+        chunk = flat[at : at + _CHUNK]
+        if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():
+            return at + int((~torch.isfinite(chunk)).nonzero()[0])
     return None
 
 

@@ -51,12 +51,13 @@ class GGUFSource(WeightSource):
             raise KeyError(f"layer {layer} has no routed experts")
         if self._single(layer):
             gate, up, down = (self._single_experts(layer, projection) for projection in _PROJECTIONS)
-            return ExpertStore(layer, gate, up, down)
+            return self._with_biases(ExpertStore(layer, gate, up, down))
         stacked = self._expert_tensor(layer, "down")
         if gguf_expert_name(layer, "gate_up") not in self.file.tensors:
-            return ExpertStore(layer, self._expert_tensor(layer, "gate"), self._expert_tensor(layer, "up"), stacked)
+            halves = self._expert_tensor(layer, "gate"), self._expert_tensor(layer, "up")
+            return self._with_biases(ExpertStore(layer, *halves, stacked))
         gate, up = split_gate_up(self._expert_tensor(layer, "gate_up"))
-        return ExpertStore(layer, gate, up, stacked)
+        return self._with_biases(ExpertStore(layer, gate, up, stacked))
 
     def names(self) -> list[str]:
         order = {name: i for i, name in enumerate(self.file.tensors)}

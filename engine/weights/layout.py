@@ -46,7 +46,7 @@ def _tensors(config: ModelConfig) -> Iterator[Tensor]:
                 yield Tensor(f"{name}.weight", f"{gguf}.weight", module.shape, module)
             if module.bias:
                 yield Tensor(f"{name}.bias", f"{gguf}.bias", module.shape[:1], module)
-        for vector in layer.vectors():
+        for vector in layer.vectors(config.hidden_size):
             yield Tensor(f"{at}.{vector.name}", f"{stored}.{vector.gguf}", vector.shape)
     yield Tensor(NORM, "output_norm.weight", (config.hidden_size,))
     if not config.tie_word_embeddings:

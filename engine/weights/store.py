@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from engine.architectures.parts.mlp import SILU, Activation
 from engine.errors import ModelFileError
 from engine.files.model_file import Bytes, ModelFile, part
 from engine.weights.dequant import dequantise, first_nonfinite
@@ -63,6 +64,8 @@ class WeightTensor:
 class ExpertStore:
     """One layer's routed experts: gate, up [E, I, H], down [E, H, I], each in one type.
 
+    `biases`: of gate, up [E, I] and down [E, H], by name, where there are some.
+
     Held per projection either as one stacked tensor (GGUF, fused safetensors) or as E separate ones
     (per-expert safetensors), so that reading needs no copy.
     """
@@ -71,6 +74,8 @@ class ExpertStore:
     gate: WeightTensor | list[WeightTensor]
     up: WeightTensor | list[WeightTensor]
     down: WeightTensor | list[WeightTensor]
+    activation: Activation = field(default=SILU, kw_only=True)
+    biases: Mapping[str, WeightTensor] = field(default_factory=dict, kw_only=True)
 
     @property
     def num_weights(self) -> int:
@@ -138,6 +143,16 @@ class WeightSource(ABC):
     @abstractmethod
     def experts(self, layer: int) -> ExpertStore:
         """The routed experts of a sparse layer."""
+
+    def _with_biases(self, store: ExpertStore) -> ExpertStore:
+        """The store with what its experts have beside their projections."""
+        spec = self.config.experts
+        if spec is None or spec.plain:
+            return store
+        at = f"model.layers.{store.layer}.mlp.experts"
+        names = [name for name, _ in store.projections()] if spec.expert_bias else []
+        biases = {name: self.tensor(f"{at}.{name}_bias") for name in names}
+        return replace(store, activation=spec.activation, biases=biases)
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -54,6 +54,17 @@ class Server:
             raise BenchError(f"GET {path}: {status}: {data[:300].decode(errors='replace')}")
         return data
 
+    async def count(self, body: dict[str, Any]) -> int | None:
+        """Tokens of a request's prompt or messages, by /tokenize; None where the server has none such."""
+        asked: dict[str, Any] = {name: body[name] for name in ("model", "prompt", "messages") if name in body}
+        try:
+            async with self._exchange("POST", "/tokenize", asked) as (status, parts):
+                data = b"".join([part async for part in parts])
+            count = json.loads(data)["count"] if status == 200 else None
+        except (OSError, BenchError, ValueError, KeyError, TypeError, asyncio.IncompleteReadError):
+            return None
+        return count if isinstance(count, int) else None
+
     async def stream(self, path: str, body: dict[str, Any]) -> Result:
         """Never raises for what the server does; the result has the error."""
         result, began = Result(time.perf_counter()), time.perf_counter()

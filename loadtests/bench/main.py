@@ -19,6 +19,7 @@ from loadtests.bench.client import BenchError, Server
 from loadtests.bench.report import compared, label, page, table
 from loadtests.bench.sweep import Limits, point
 from loadtests.bench.work import Work
+from loadtests.report.document import machine
 
 _EXAMPLES = """\
 examples:
@@ -146,6 +147,7 @@ async def _run(
     scale = await work.measure(server)
     limits = Limits(args.ttft_limit_ms / 1000, args.itl_limit_ms / 1000)
     load, points = os.getloadavg()[0], []
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     for kind, level in levels:
         requests = args.requests or (60 if kind == "rate" else max(16, 4 * int(level)))
         found = await point(server, metrics, work, scale, kind, level, requests, limits)
@@ -153,9 +155,9 @@ async def _run(
         console.print(
             f"{label(found)}: {found['output_tokens_s']} tok/s, TTFT p50 {found['ttft_p50_ms']} ms", highlight=False
         )
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {
-        "name": args.name or args.url, "url": args.url, "when": when, "load_before": load, "work": asdict(work),
+        "name": args.name or args.url, "url": args.url, "when": when, "machine": machine(), "load_before": load,
+        "work": asdict(work),
         "ttft_limit_ms": args.ttft_limit_ms, "itl_limit_ms": args.itl_limit_ms, "points": points,
     }  # fmt: skip
 

@@ -40,12 +40,13 @@ async def point(
 ) -> dict[str, Any]:
     """`kind` is "rate" (Poisson arrivals, requests a second) or "concurrency" (so many open, closed loop).
     `requests`: conversations, where those have several turns."""
-    before, began = await _counters(metrics), time.perf_counter()
     several = math.lcm(len(work.models), len(work.fields) or 1)
     first = (
         random.Random(f"{kind} {level}").randrange(1 << 30) // several * several
     )  # no prompt of another point, which
-    talks = [partial(work.converse, server, first + i, scale) for i in range(requests)]  # may be cached
+    bodies = [await work.fitted(server, first + i, scale) for i in range(requests)]  # may be cached
+    talks = [partial(work.converse, server, first + i, scale, body) for i, body in enumerate(bodies)]
+    before, began = await _counters(metrics), time.perf_counter()
     talked = await (_open(talks, level, work.seed) if kind == "rate" else _closed(talks, int(level)))
     results = [result for results in talked for result in results]
     seconds = time.perf_counter() - began

@@ -10,6 +10,7 @@ from loadtests.bench.client import BenchError, Result, Server
 from loadtests.load.traffic import text
 
 _PROBE_WORDS = (50, 250)
+_TRIES = 12  # at a prompt of exactly as many tokens
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,43 @@ class Work:
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
-    def body(self, number: int, scale: Scale) -> dict[str, Any]:
-        """Of the request with this number."""
+    async def fitted(self, server: Server, number: int, scale: Scale) -> dict[str, Any]:
+        """The body of the request with this number, its end made longer or shorter until the server counts as many
+        tokens as are wanted; of one that does not count, about as many."""
+        body, wanted = self.body(number, scale), self._lengths(number)[0]
+        for _ in range(_TRIES):
+            count = await server.count(body)
+            if count is None or count == wanted:
+                break
+            holder, key = (body["messages"][0], "content") if self.chat else (body, "prompt")
+            words = holder[key].split(" ")
+            if count < wanted:
+                words += ["a"] * (wanted - count)
+            else:
+                words = words[: -max(1, (count - wanted) // 4)] or ["a"]
+            holder[key] = " ".join(words)
+        return body
+
+    def _lengths(self, number: int) -> tuple[int, int]:
+        """Tokens of its prompt and of its answer."""
         rng = random.Random(f"{self.seed} {number}")
         prompt, answer = (
             max(1, round(n * rng.uniform(1 - self.spread, 1 + self.spread)))
             for n in (self.input_tokens, self.output_tokens)
         )
+        return prompt, answer
+
+    def body(self, number: int, scale: Scale) -> dict[str, Any]:
+        """Of the request with this number, about as long as is wanted."""
+        prompt, answer = self._lengths(number)
         shared = (
             text(random.Random(f"prefix {self.seed}"), scale.words(self.prefix_tokens)) if self.prefix_tokens else ""
         )
-        own = text(rng, scale.words(max(1, prompt - self.prefix_tokens)))
+        own = text(random.Random(f"{self.seed} {number} own"), scale.words(max(1, prompt - self.prefix_tokens)))
         return self._asked(f"{shared} {own}".strip(), answer, number)
 
-    async def converse(self, server: Server, number: int, scale: Scale) -> list[Result]:
-        """Its turns; the last one has failed if there are fewer."""
-        body = self.body(number, scale)
+    async def converse(self, server: Server, number: int, scale: Scale, body: dict[str, Any]) -> list[Result]:
+        """Its turns, from the body of the first; the last one has failed if there are fewer."""
         results = [await server.stream(self.path, body)]
         for turn in range(1, self.turns):
             if results[-1].error:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from loadtests.chaos.availability import Availability, Look
 from loadtests.chaos.watch import engine_of
 from loadtests.chaos.wire import Target, connection, exchange, post, read_answer, reset_on_close
 
@@ -27,7 +28,8 @@ _PATHS = (
     *("/v1/messages/count_tokens", "/api/chat", "/api/generate", "/v1/batches"),
 )
 PATIENCE_S = 90.0  # every request has ended by then, however busy the machine is
-PATIENT = "patient"  # within its share
+FLOOD, PATIENT, SLOW, HEALTH = "flood", "patient", "slow", "health"  # the patient tenant is within its share
+WELL_BEHAVED = (FLOOD, PATIENT, SLOW)  # their requests are good ones, and they wait for the answer
 HANG_S = 20  # silence after which the server is to kill its engine; one that starts on a busy machine is silent too
 _FROZEN_S = ((1.0, HANG_S / 2), (1.4 * HANG_S, 1.4 * HANG_S))  # it goes on, or it has been killed
 
@@ -37,6 +39,7 @@ class Tally:
     """How requests ended, by actor. "never" is a request that had no end in time."""
 
     ends: dict[str, Counter[str]] = field(default_factory=dict)
+    availability: Availability = field(default_factory=Availability)
 
     def add(self, actor: str, outcome: str) -> None:
         self.ends.setdefault(actor, Counter())[outcome] += 1
@@ -46,6 +49,8 @@ class Tally:
 
     async def count(self, actor: str, request: Awaitable[str]) -> None:
         """Await a request and count how it ended."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             outcome = await asyncio.wait_for(request, PATIENCE_S)
         except asyncio.TimeoutError:
@@ -53,6 +58,8 @@ class Tally:
         except OSError as error:
             outcome = f"refused ({type(error).__name__})"
         self.add(actor, outcome)
+        if actor in (*WELL_BEHAVED, HEALTH):
+            self.availability.add(actor, Look(began_s, loop.time(), outcome == "200"))
 
 
 @dataclass
@@ -99,7 +106,7 @@ async def flood(a: Attack) -> None:
     while not a.over:
         count, r = a.rng.randint(1, 24), a.rng
         bodies = [a.body(stream=r.random() < 0.5, n=r.choice([1, 1, 1, 3])) for _ in range(count)]
-        await asyncio.gather(*(a.tally.count("flood", one(body)) for body in bodies))
+        await asyncio.gather(*(a.tally.count(FLOOD, one(body)) for body in bodies))
 
 
 async def patient(a: Attack) -> None:
@@ -164,7 +171,7 @@ async def slow(a: Attack) -> None:
             return (await read_answer(reader)).outcome
 
     while not a.over:
-        await asyncio.gather(*(a.tally.count("slow", one()) for _ in range(4)))
+        await asyncio.gather(*(a.tally.count(SLOW, one()) for _ in range(4)))
 
 
 async def bad_bodies(a: Attack) -> None:
@@ -273,11 +280,13 @@ def _damage(path: Path, rng: random.Random) -> None:
 
 async def killer(a: Attack) -> None:
     """Kills the engine, or freezes it for a while, now and then."""
+    loop = asyncio.get_running_loop()
     while not a.over:
         await asyncio.sleep(a.rng.uniform(15, 35))
         engine = engine_of(a.server)
         if engine is None or a.over:
             continue
+        began_s = loop.time()
         with contextlib.suppress(psutil.Error):
             if a.rng.random() < 0.5:
                 engine.kill()
@@ -288,19 +297,20 @@ async def killer(a: Attack) -> None:
                 await asyncio.sleep(a.rng.uniform(*a.rng.choice(_FROZEN_S)))
                 with contextlib.suppress(psutil.NoSuchProcess):
                     engine.send_signal(signal.SIGCONT)
+        a.tally.availability.attacks.append((began_s, loop.time()))
 
 
 async def observer(a: Attack, worst: list[float]) -> None:
     """How long `/health` takes, whatever it says."""
     loop = asyncio.get_running_loop()
+
+    async def one() -> str:
+        return (await exchange(a.target, "GET", "/health")).outcome
+
     while not a.over:
-        began = loop.time()
-        try:
-            answer = await asyncio.wait_for(exchange(a.target, "GET", "/health"), PATIENCE_S)
-            a.tally.add("health", answer.outcome)
-        except (OSError, asyncio.TimeoutError) as error:
-            a.tally.add("health", type(error).__name__)
-        worst.append(loop.time() - began)
+        began_s = loop.time()
+        await a.tally.count(HEALTH, one())
+        worst.append(loop.time() - began_s)
         await asyncio.sleep(0.1)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from demo.paths import demo_adapters
-from loadtests.chaos.actors import ACTORS, HANG_S, PATIENT, Attack, observer
+from loadtests.chaos.actors import ACTORS, HANG_S, HEALTH, PATIENT, WELL_BEHAVED, Attack, observer
 from loadtests.chaos.forms import batches, forms
 from loadtests.chaos.server import serving
 from loadtests.chaos.watch import Held, answers, held, ready
@@ -33,6 +33,7 @@ _SERVE = (
     "--allow-any-adapter-path",
 )
 _SETTLE_S = 60.0
+_ANSWERED, _HEALTHY = 0.60, 0.85  # shares of what is asked, its own kills left out, that are to be 200
 _METRICS_FACTOR = 2.0  # outcomes and models that had not occurred before
 _MEMORY_FACTOR = 1.5
 _LOG_BYTES_A_MINUTE = 256 * 1024
@@ -93,8 +94,21 @@ async def _settled(server: psutil.Process, target: Target) -> Held:
     return await held(server, target)
 
 
+def _shares(attack: Attack) -> list[tuple[str, float, int, float]]:
+    """Of what is to be answered with 200: its name, the share that was, of how many, and the share that is asked."""
+    availability = attack.tally.availability
+    return [
+        ("well-behaved requests", *availability.share(WELL_BEHAVED, HEALTH), _ANSWERED),
+        ("looks at /health", *availability.share((HEALTH,), HEALTH), _HEALTHY),
+    ]
+
+
 def _broken(attack: Attack, before: Held, after: Held, serves: bool, same: bool) -> list[str]:
-    checks = {
+    unanswered = {
+        f"{share:.0%} of {count:,} {what} were answered 200, at least {least:.0%} are to be": share >= least
+        for what, share, count, least in _shares(attack)
+    }
+    checks = unanswered | {
         f"{attack.tally.total('never')} requests never ended": attack.tally.total("never") == 0,
         "the server did not serve again": serves,
         "greedy answers differ": same,
@@ -130,6 +144,10 @@ def _summary(
         f"The engine was {deaths}. `/health`: median {statistics.median(health_ms):.0f} ms, 99% < {high_ms:.0f} ms, "
         f"longest {health_ms[-1]:.0f} ms (attackers and server share the CPUs). Log: {log_bytes / 1024:.0f} KiB. "
         f"Greedy answers before and after: {same_or_not}.",
+        "",
+        "| answered 200, own kills left out | of | share | at least |",
+        "|---|---|---|---|",
+        *(f"| {what} | {count:,} | {share:.0%} | {least:.0%} |" for what, share, count, least in _shares(attack)),
     ]
     return "\n".join(lines)
 

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from loadtests.chaos.watch import Held
 from loadtests.load.limits import error_share, percentile_ms
 from loadtests.load.records import Answer, Stage
+from loadtests.report.document import document, facts, plots, table
 from loadtests.report.svg import Line, plot
 
 _WINDOWS = 40
 _LINES = 8  # groups that a plot can tell apart
-_STYLE = "body{font:14px sans-serif;margin:2em;max-width:90em}table{border-collapse:collapse;margin:1em 0}\
-td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #e5e7eb}td:first-child,th:first-child{text-align:left}\
-svg{margin:.5em;border:1px solid #e5e7eb;max-width:100%;height:auto}.bad{color:#b91c1c}"
 
 
-def page(title: str, stages: Sequence[Stage], broken: Sequence[str], held: Sequence[tuple[float, Held]] = ()) -> str:
-    """`broken`: limits that were not kept; `held`: what a server held, by time of day."""
+def page(
+    title: str,
+    stages: Sequence[Stage],
+    broken: Sequence[str],
+    held: Sequence[tuple[float, Held]] = (),
+    setting: Mapping[str, str] | None = None,
+) -> str:
+    """`broken`: limits that were not kept; `held`: what a server held, by time of day; `setting`: what was run, where
+    and when."""
     answers = [answer for stage in stages for answer in stage.answers]
     verdict = "".join(f'<p class="bad">{escape(line)}</p>' for line in broken) or "<p>All limits were kept.</p>"
-    parts = [f"<h1>{escape(title)}</h1>", verdict, _stages(stages)]
+    parts = [facts(setting or {}), verdict, "<p>Latencies in milliseconds.</p>", _stages(stages)]
     if len(stages) > 1:
-        parts += _curves(stages)
+        parts += ["<h2>By concurrency</h2>", plots(_curves(stages))]
     began = min((stage.began_s for stage in stages), default=0.0)
-    parts += ["<h2>Over time</h2>", *_over_time(answers, began)]
-    parts += ["<h2>By group</h2>", _groups(answers), _groups_over_time(answers, began)]
+    parts += ["<h2>Over time</h2>", plots(_over_time(answers, began))]
+    parts += ["<h2>By group</h2>", _groups(answers), plots([_groups_over_time(answers, began)])]
     if held:
-        parts += ["<h2>Held by the server</h2>", *_held(held, began)]
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return head + "\n".join(parts) + "</html>\n"
+        parts += ["<h2>Held by the server</h2>", plots(_held(held, began))]
+    return document(title, parts)
 
 
 COLUMNS = ("answers", "failed", "tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "answer p50", "answer p99")
@@ -47,7 +51,7 @@ def row(answers: Sequence[Answer], duration_s: float) -> list[str]:
 
 def _stages(stages: Sequence[Stage]) -> str:
     rows = [[stage.label, f"{stage.concurrency:.1f}", *row(stage.answers, stage.duration_s)] for stage in stages]
-    return _table(["", "open on average", *COLUMNS], rows)
+    return table(["", "open on average", *COLUMNS], rows)
 
 
 def _curves(stages: Sequence[Stage]) -> list[str]:
@@ -60,7 +64,7 @@ def _curves(stages: Sequence[Stage]) -> list[str]:
             for p in (50, 99)
         ]
         found.append(plot(lines, title=f"{kind.upper()} against concurrency", x="open on average", y="ms"))
-    return ["<h2>By concurrency</h2>", *found]
+    return found
 
 
 def _over_time(answers: Sequence[Answer], began_s: float) -> list[str]:
@@ -100,7 +104,7 @@ def _groups(answers: Sequence[Answer]) -> str:
         outcomes = [answer.outcome for answer in some]
         more = [str(outcomes.count(outcome)) for outcome in ("refused", "hung up")]
         rows.append([name, *row(some, max(span, 1e-3)), *more])
-    return _table(["group", *COLUMNS, "refused", "hung up"], rows)
+    return table(["group", *COLUMNS, "refused", "hung up"], rows)
 
 
 def _groups_over_time(answers: Sequence[Answer], began_s: float) -> str:
@@ -121,9 +125,3 @@ def _held(held: Sequence[tuple[float, Held]], began_s: float) -> list[str]:
         lines = [Line(name, [(at - began_s, now.rows()[name]) for at, now in held]) for name in names]
         found.append(plot(lines, title=", ".join(names), x="seconds", y=unit))
     return found
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in cells_of) for cells_of in rows]
-    return f"<table><tr>{cells}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

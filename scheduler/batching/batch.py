@@ -192,8 +192,10 @@ class Batch:
                     self._add_row(request, 1)
                     continue
                 # as _add_row, once for each of many rows in every step
-                state = None if states is None else states.row(request, start, num_tokens)
-                rows.append(StepRow(request, start, 1, request.slot, True, state=state))
+                row = StepRow(request, start, 1, request.slot, True)
+                if states is not None:
+                    row = StepRow(request, start, 1, request.slot, True, state=states.row(request, start, num_tokens))
+                rows.append(row)
                 request.num_computed = request.num_charged = num_tokens
                 request.num_in_flight += 1
                 account = request.account

@@ -12,7 +12,12 @@ from pydantic import BaseModel
 
 from api.bodies.generation import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from api.dialects.anthropic.requests import MessagesRequest
-from api.dialects.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from api.dialects.ollama.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaPullRequest,
+    OllamaShowRequest,
+)
 from api.dialects.responses.requests import ResponsesRequest
 from api.endpoints.batches import BatchRequest
 from api.endpoints.models import LoadAdapterRequest, UnloadAdapterRequest
@@ -39,6 +44,8 @@ _ENDPOINTS: dict[str, tuple[_Good, type[BaseModel]]] = {
     "/api/chat": ({"model": "demo", "messages": _MESSAGES, "options": _LIMIT}, OllamaChatRequest),
     "/api/generate": ({"model": "demo", "prompt": "hello", "options": _LIMIT}, OllamaGenerateRequest),
     "/api/show": ({"model": "demo"}, OllamaShowRequest),
+    "/api/pull": ({"model": "demo"}, OllamaPullRequest),
+    "/apply-template": (_MESSAGE, ChatRequest),
     "/tokenize": ({"model": "demo", "prompt": "a"}, TokenizeRequest),
     "/detokenize": ({"model": "demo", "tokens": [1, 2]}, DetokenizeRequest),
     "/v1/load_lora_adapter": ({"lora_name": "x", "lora_path": "/nowhere"}, LoadAdapterRequest),

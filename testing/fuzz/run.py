@@ -17,6 +17,7 @@ from random import Random
 import torch
 import transformers
 
+from demo.paths import HERE
 from loadtests.chaos.server import serving
 from testing.fuzz.corpus import fuzz
 from testing.fuzz.http import Tally, fuzz_bodies, fuzz_document
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rng, seconds = Random(args.seed), args.minutes * 60
     files = [fuzz(reader, seconds * _OF_FILES / len(READERS), rng, args.keep) for reader in READERS]
     with tempfile.TemporaryDirectory(prefix="ktfuzz-") as folder:
-        flags = (*_SERVE, "--data-dir", f"{folder}/data")
+        flags = (*_SERVE, "--data-dir", f"{folder}/data", "--adapter-root", str(HERE / "adapters"))
         with serving(Path(folder) / "log", flags, _KEY) as (_, target):
             of_requests = seconds * (1 - _OF_FILES) / 2
             requests = [fuzz_document(target, of_requests, rng), fuzz_bodies(target, of_requests, rng)]

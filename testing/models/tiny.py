@@ -18,6 +18,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
@@ -78,7 +80,7 @@ _LATENT = {
     "kv_lora_rank": 32,
     "q_lora_rank": 64,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 32,
     "v_head_dim": 32,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -100,7 +102,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
         DeepseekV3ForCausalLM,
         _LATENT | {"n_group": 4, "topk_group": 2, "rope_interleave": True, "num_nextn_predict_layers": 0},
     ),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM, {"head_dim": 32, "sliding_window": 16}),
 }
+PLAIN_EXPERTS = tuple(name for name in FAMILIES if name != "gpt_oss")  # those that can be trained
 _DELTA = {
     "head_dim": 32,
     "shared_expert_intermediate_size": 96,
@@ -123,9 +127,10 @@ GGUF_NAMES = {
     "minimax_m2": "minimax-m2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "gpt_oss": "gpt-oss",
     "qwen3_next": "qwen3next",
 }
-_WIDE_EXPERTS = ("mixtral", "minimax_m2")  # as wide as `intermediate_size`, in all layers, and normalised
+_WIDE_EXPERTS = ("mixtral", "minimax_m2", "gpt_oss")  # as wide as `intermediate_size`, in all layers, and normalised
 
 
 def tiny_model(
@@ -160,6 +165,7 @@ def tiny_model(
         fields.setdefault("num_nextn_predict_layers", 0)
     if family.startswith("deepseek"):  # keys and values of as many heads as queries
         fields["n_routed_experts"] = fields.pop("num_experts")
+        fields.pop("mlp_only_layers", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]
         fields["norm_topk_prob"] = family == "deepseek_v3" and fields["norm_topk_prob"]
     with torch.random.fork_rng(devices=[]):
@@ -174,12 +180,13 @@ def tiny_model(
                     parameter.uniform_(-3.0, 1.0)
                 elif name.endswith(("dt_bias", "conv1d.weight")):
                     parameter.normal_(0.0, 0.5)
-                elif name.endswith(".bias"):
+                elif name.endswith(("bias", ".sinks")):
                     parameter.normal_(0.0, 0.1)
                 elif "embed_tokens" in name and not model.config.tie_word_embeddings:
                     parameter.normal_(0.0, 1.0)
                 else:
-                    parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+                    stacked = family == "gpt_oss" and ".experts." in name  # inputs before outputs
+                    parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[1 if stacked else -1]))
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.2)
@@ -220,6 +227,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
         "self_attn.q_norm": "attn_q_norm",
         "self_attn.k_norm": "attn_k_norm",
         "mlp.gate": "ffn_gate_inp",
+        "mlp.router": "ffn_gate_inp",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
@@ -231,7 +239,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
         "mlp.shared_experts.up_proj": "ffn_up_shexp",
         "mlp.shared_experts.down_proj": "ffn_down_shexp",
     }
-    if model.config.model_type == "glm4_moe":
+    if model.config.model_type in ("glm4_moe", "gpt_oss"):
         parts["post_attention_layernorm"] = "post_attention_norm"
     for name in _stored(model):
         fields = name.split(".", 3)
@@ -243,6 +251,11 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
             names[f"{layer}.up"] = f"blk.{layer}.ffn_up_exps.weight"
         elif rest == "mlp.experts.down_proj":
             names[f"{layer}.down"] = f"blk.{layer}.ffn_down_exps.weight"
+        elif rest == "self_attn.sinks":
+            names[name] = f"blk.{layer}.attn_sinks.weight"
+        elif rest.endswith("proj_bias"):
+            for part in ("down",) if "down" in rest else ("gate", "up"):
+                names[f"{layer}.{part}_bias"] = f"blk.{layer}.ffn_{part}_exps.bias"
         else:
             part, suffix = rest.rsplit(".", 1)
             if suffix == "e_score_correction_bias":
@@ -337,6 +350,8 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: b
         writer.add_expert_feed_forward_length(config.intermediate_size if wide else config.moe_intermediate_size)
     if (partial := rope.get("partial_rotary_factor")) is not None:
         writer.add_rope_dimension_count(int(config.head_dim * partial))
+    if config.model_type == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
     if config.model_type in ("glm4_moe", "minimax_m2"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "glm4_moe":
@@ -388,6 +403,17 @@ def _add_halves(
         writer.add_tensor(stored.replace("attn_kv_b", name), data, raw_dtype=raw)
 
 
+def _expert_part(state: dict[str, torch.Tensor], at: str, name: str, family: str) -> torch.Tensor:
+    """A view of what a GGUF tensor of experts holds: a projection [E, out, in] or its bias [E, out]."""
+    projection, _, bias = name.partition("_")
+    fused = state[f"{at}.{'down_proj' if projection == 'down' else 'gate_up_proj'}{'_bias' if bias else ''}"]
+    if family == "gpt_oss":  # gate and up by turns, inputs before outputs
+        fused = fused if bias else fused.transpose(1, 2)
+        return {"gate": fused[:, ::2], "up": fused[:, 1::2], "down": fused}[projection]
+    half = fused.shape[1] // 2
+    return {"gate": fused[:, :half], "up": fused[:, half:], "down": fused}[projection]
+
+
 def save_gguf(
     model: PreTrainedModel,
     path: Path,
@@ -425,13 +451,12 @@ def save_gguf(
     for seed, (name, stored) in enumerate(gguf_tensors(model).items()):
         layer, _, projection = name.partition(".")
         if layer.isdigit():
-            fused = state[f"model.layers.{layer}.mlp.experts.{'down_proj' if projection == 'down' else 'gate_up_proj'}"]
-            half = fused.shape[1] // 2
-            part = {"gate": fused[:, :half], "up": fused[:, half:], "down": fused}[projection]
-            kind = expert_type if isinstance(expert_type, str) else expert_type[projection]
+            part = _expert_part(state, f"model.layers.{layer}.mlp.experts", projection, model.config.model_type)
+            kind = expert_type if isinstance(expert_type, str) else expert_type.get(projection, "F32")
+            kind = "F32" if projection.endswith("_bias") else kind
         else:
             part = state[name]
-            kind = "F32" if part.ndim == 1 or name.endswith("gate.weight") else dense_type
+            kind = "F32" if part.ndim == 1 or name.endswith(("gate.weight", "router.weight")) else dense_type
         kind = (types or {}).get(stored, kind)
         if stored.endswith("attn_kv_b.weight") and not expanded:
             _add_halves(writer, stored, part, model.config, kind, seed)

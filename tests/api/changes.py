@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
-from api.bodies.body import Body
+import pytest
+
+from api.bodies.body import Body, Status, fields_of
 from api.bodies.generation import ChatRequest, CompletionRequest, SamplingFields, StreamOptions
+from api.bodies.tools import ReasoningObject, ThinkingObject
 from api.dialects.anthropic.requests import MessagesRequest, OutputConfig, Thinking
 from api.dialects.common.content import SchemaFormat
-from api.dialects.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, OllamaShowRequest
+from api.dialects.ollama.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaPullRequest,
+    OllamaShowRequest,
+)
 from api.dialects.responses.requests import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
@@ -29,7 +39,9 @@ LEAST_PARTS: dict[type[Body], dict[str, Any]] = {
     SchemaFormat: {"type": "text"},
     TextFormat: {"type": "text"},
     **{kind: {} for kind in (OutputConfig, ReasoningConfig, TextConfig, StreamOptions, OllamaOptions)},
+    **{kind: {} for kind in (ThinkingObject, ReasoningObject)},
     OllamaShowRequest: {},
+    OllamaPullRequest: {},
 }
 KINDS = {**LEAST, **LEAST_PARTS}
 PATHS = {
@@ -100,6 +112,8 @@ OPENAI: dict[str, dict[str, Any]] = {
     "reasoning_effort": {"reasoning_effort": "none"},
     "enable_thinking": {"enable_thinking": False},
     "thinking_token_budget": {"thinking_token_budget": 5},
+    "thinking": {"thinking": {"type": "disabled"}},
+    "reasoning": {"reasoning": {"effort": "none"}},
 }  # fmt: skip
 _OF_CHAT = {
     "echo": {"messages": [*MESSAGES, {"role": "assistant", "content": "Well"}], "echo": True},
@@ -190,11 +204,22 @@ def _format_notes(**changes: Any) -> dict[str, _Part]:
 
 
 _THINKING = {"type": "enabled"}
+_PENALTY = {"repeat_penalty": 2.0}
 PARTS: dict[type[Body], dict[str, _Part]] = {
     Thinking: {
         "type": (MessagesRequest, "thinking", _THINKING, {"type": "disabled"}),
         "budget_tokens": (MessagesRequest, "thinking", _THINKING, {**_THINKING, "budget_tokens": 5}),
         "display": (MessagesRequest, "thinking", _THINKING, {**_THINKING, "display": "omitted"}),
+    },
+    ThinkingObject: {
+        "type": (ChatRequest, "thinking", {}, {"type": "disabled"}),
+        "budget_tokens": (ChatRequest, "thinking", {}, {"budget_tokens": 5}),
+    },
+    ReasoningObject: {
+        "effort": (ChatRequest, "reasoning", {}, {"effort": "none"}),
+        "enabled": (ChatRequest, "reasoning", {}, {"enabled": False}),
+        "exclude": (ChatRequest, "reasoning", {}, {"exclude": True}),
+        "max_tokens": (ChatRequest, "reasoning", {}, {"max_tokens": 5}),
     },
     OutputConfig: {
         "effort": (MessagesRequest, "output_config", {}, {"effort": "none"}),
@@ -216,12 +241,25 @@ PARTS: dict[type[Body], dict[str, _Part]] = {
             {"include_usage": True, "continuous_usage_stats": True},
         ),
     },
-    OllamaOptions: _options(
-        temperature=0.5, top_p=0.5, top_k=3, min_p=0.5, seed=3, num_predict=3, stop="wor", repeat_penalty=2.0,
-        presence_penalty=1, frequency_penalty=1,
-    ),
+    OllamaOptions: {
+        **_options(
+            temperature=0.5, top_p=0.5, top_k=3, min_p=0.5, seed=3, num_predict=3, stop="wor", repeat_penalty=2.0,
+            presence_penalty=1, frequency_penalty=1,
+        ),
+        "repeat_last_n": (OllamaChatRequest, "options", _PENALTY, {**_PENALTY, "repeat_last_n": 0}),
+    },
 }  # fmt: skip
 
 
 def body(kind: type[Body], **fields: Any) -> bytes:
     return json.dumps({**KINDS[kind], **fields}).encode()
+
+
+def lines(*statuses: Status, kinds: Iterable[type[Body]] = KINDS) -> list[Any]:
+    """The fields of some statuses, as a parametrisation."""
+    return [
+        pytest.param(kind, field, id=f"{kind.__name__}-{field.name}")
+        for kind in kinds
+        for field in fields_of(kind).values()
+        if field.status in statuses
+    ]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -57,6 +56,8 @@ class Running:
         self.log = log
         self.stderr_path = stderr
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {key}"})
+        import openai  # a second and a half, and many of these tests start no server
+
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
     @property

@@ -30,7 +30,9 @@ def ktserve(*argv: str, stdin: str = "", **fake: Any) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("argv", [[], ["serve"], ["chat"], ["plan"], ["check"], ["adapters"], ["adapters", "inspect"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["serve"], ["chat"], ["plan"], ["check"], ["doctor"], ["adapters"], ["adapters", "inspect"]]
+)
 def test_help(argv: list[str]) -> None:
     done = ktserve(*argv, "--help")
     assert done.returncode == 0 and done.stdout.startswith("usage: ktserve")

@@ -198,3 +198,21 @@ def test_an_engine_that_was_slow_to_start_is_not_silent(tmp_path: Path) -> None:
     engine.start()
     assert made.silent_s() < 9
     engine.stop()
+
+
+@pytest.mark.parametrize("flags", [[], ["--api-key", "k=a"]])
+def test_sighup_without_files_ends_nothing(model_dir: Path, tmp_path: Path, flags: list[str]) -> None:
+    """Whatever is in flight: a terminal that is closed, or an operator's `kill -HUP` by habit."""
+    gate = tmp_path / "gate"
+    with serving(model_dir, tmp_path, "--adapters", "gated=/x", *flags, key="k", gate=str(gate)) as server:
+        body = {"model": "gated", "prompt": "abc", "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            for number in range(1, 4):
+                server.process.send_signal(signal.SIGHUP)
+                eventually(lambda n=number: server.stderr.count("SIGHUP") == n)  # type: ignore[misc]
+            gate.touch()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.http.get("/health").json()["restarts"] == 0
+        assert server.stop() == 0

@@ -79,7 +79,7 @@ def test_the_page_stands_on_its_own_files() -> None:
     found = References()
     found.feed((STATIC / "index.html").read_text())
     assert found.inline == []
-    local = {link.removeprefix("/page/") for link in found.links if not link.startswith("#")}
+    local = {link.removeprefix("page/") for link in found.links if not link.startswith("#")}
     imports = {name for path in STATIC.glob("*.js") for name in re.findall(r'from "\./([^"]+)"', path.read_text())}
     assert local | imports | {"index.html"} == set(FILES)
     for path in STATIC.glob("*.js"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.bodies.parsing import parse
+from api.bodies.parsing import Notes, parse
 from api.dialects.anthropic import requests as messages_form
 from api.dialects.anthropic.requests import MessagesRequest
 from api.dialects.ollama import requests as ollama_form
@@ -119,7 +119,7 @@ def test_items_become_messages() -> None:
     ]
     body = parse(ResponsesRequest, json.dumps({"input": items}).encode())
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert responses_form.messages_of(body) == [
+    assert responses_form.chat_of(body, [], Notes()).messages == [
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
@@ -142,9 +142,9 @@ JSON = st.recursive(
 )
 def test_any_items_are_translated_or_refused(items: list[dict[str, Any]]) -> None:
     for kind, name, form in (
-        (MessagesRequest, "messages", messages_form.chat_of),
-        (OllamaChatRequest, "messages", ollama_form.chat_of),
-        (ResponsesRequest, "input", lambda body: responses_form.chat_of(body, [])),
+        (MessagesRequest, "messages", lambda body: messages_form.chat_of(body, Notes())),
+        (OllamaChatRequest, "messages", lambda body: ollama_form.chat_of(body, Notes())),
+        (ResponsesRequest, "input", lambda body: responses_form.chat_of(body, [], Notes()).chat),
     ):
         try:
             assert form(parse(kind, json.dumps({name: items}).encode()))["messages"] is not None  # type: ignore[operator]

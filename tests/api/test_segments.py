@@ -43,7 +43,7 @@ def read(layout: Layout, parts: list[str]) -> list[Delta]:
     return joined([*deltas, *segments.finish()])
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, LAYOUTS, st.data())
 def test_any_cut_gives_the_same_deltas(text: str, layout: Layout, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
@@ -53,7 +53,7 @@ def test_any_cut_gives_the_same_deltas(text: str, layout: Layout, data: st.DataO
     assert read(layout, list(text)) == whole
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, LAYOUTS)
 def test_calls_are_well_formed_and_numbered(text: str, layout: Layout) -> None:
     """A call's start comes before its arguments, calls come one after another, there are not too many."""
@@ -69,7 +69,7 @@ def test_calls_are_well_formed_and_numbered(text: str, layout: Layout) -> None:
     assert layout.tools is not None or starts == 0
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.text(), LAYOUTS)
 def test_text_without_markers_is_text(text: str, layout: Layout) -> None:
     if layout.thinking or (layout.tools is not None and layout.tools.bare and text.lstrip().startswith("{")):
@@ -102,7 +102,7 @@ def written(tools: ToolFormat, calls: list[tuple[str, dict[str, Any]]], indent: 
     raise AssertionError(tools.name)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(_CALLS, _PLAIN, _PLAIN, st.sampled_from(["hermes", "mistral", "llama3"]), st.sampled_from([None, 2]))
 def test_what_templates_write_is_read_back(
     calls: list[tuple[str, dict[str, Any]]], reasoning: str, content: str, name: str, indent: int | None
@@ -149,7 +149,7 @@ def as_minimax(name: str, values: dict[str, str], line: str) -> str:
     return f'<minimax:tool_call>\n<invoke name="{name}">{line}{"".join(parts)}</invoke>\n</minimax:tool_call>{line}'
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_xml_calls_are_read_by_their_schemas(data: st.DataObject) -> None:
     calls, parameters, text = [], {}, ""
@@ -211,7 +211,7 @@ def test_no_text_takes_long(piece: str) -> None:
         for opened in ("", tools.opens, f"{tools.opens}<function=f><parameter=a>", *tags):
             segments = Segments(Layout(thinks=True, tools=tools))
             segments.push(opened)
-            for _ in range(20_000):
+            for _ in range(10_000):
                 segments.push(piece)
             segments.finish()
     assert time.monotonic() - began < PATIENCE_S

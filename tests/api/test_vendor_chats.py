@@ -144,3 +144,12 @@ def test_forced_calls_have_a_grammar_in_the_vendors_form(vendor: tuple[str, Runn
     say(server, ANSWERS[name], tools=[WEATHER, NOW], tool_choice=choice, extra_body=off)
     text = server.received("Submit")[before]["grammar"]["text"]
     assert "<tool_call>" in text and "now" in text and ("<arg_key>city</arg_key>" in text) == (choice == "required")
+
+
+def test_a_template_of_channels_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    """Its answers would be taken for text."""
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages }}<|start|>assistant<|channel|>final<|message|>")
+    flags = ("--adapters", "say=/fake/say", "--chat-template", str(path))
+    with serving(model_dir, tmp_path, *flags) as running, pytest.raises(openai.BadRequestError, match="in channels"):
+        say(running, "x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,16 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 
 from engine.architectures.parts.mla import Latent
 from engine.architectures.registry import config_from_hf
-from engine.errors import ModelFileError
+from engine.config import EngineConfig
+from engine.diagnostics.check import check_model
+from engine.errors import ModelFileError, UserError
+from engine.launch.backends import make_backends
+from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.harness import Harness, full_logits, greedy
 from testing.models.tiny import save_gguf, save_hf, tiny_model
-from tests.engine.test_parity import CLEAR, prompts
+from tests.engine.test_lora_serving import Family
+from tests.engine.test_parity import BACKENDS, CLEAR, prompts
 
 # DeepSeek-V3's and DeepSeek-V2-Lite's config.json, without what is not read
 V3 = {
@@ -184,7 +190,7 @@ def test_gguf_metadata_gives_the_same_config(tmp_path: Path, family: str, case: 
     save_hf(model, tmp_path / "hf")
     save_gguf(model, tmp_path / "m.gguf", "F32", "F32", expanded=expanded)
     config = open_model(str(tmp_path / "hf")).config
-    assert open_model(str(tmp_path / "m.gguf")).config == config
+    assert open_model(str(tmp_path / "m.gguf")).config == replace(config, left_out=())  # only a model's own layers
     assert open_model(str(tmp_path / "hf"), str(tmp_path / "m.gguf")).config == config
 
 
@@ -208,7 +214,7 @@ def test_keys_and_values_of_gguf(tmp_path: Path, family: str, kind: str, expande
     [
         ({"expert_gating_func": 3}, "expert_gating_func is 3; allowed is 1 or 2"),
         ({"leading_dense_block_count": 2}, "leading_dense_block_count is 2; other layers have a dense MLP"),
-        ({"attention.key_length_mla": 16}, "attention.key_length_mla is 16; allowed is more than the rotated 16"),
+        ({"attention.key_length_mla": 16}, "attention.key_length_mla is 16; allowed is more than the rotated 32"),
         ({"expert_group_count": 3}, "expert_group_count does not go with the others"),
         ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1 without yarn"),
     ],
@@ -228,6 +234,32 @@ def test_a_missing_half_is_named(tmp_path: Path) -> None:
         open_model(str(tmp_path / "m.gguf"))
 
 
+def test_the_layer_behind_the_last_is_left_out(tmp_path: Path) -> None:
+    """DeepSeek V3's own files have one that predicts a second token."""
+    model = tiny_model(3, family="deepseek_v3")
+    save_hf(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    own = {name: tensor.clone() for name, tensor in stored.items() if name.startswith("model.layers.2.")}
+    extra = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in own.items()}
+    extra |= {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.ones(64)}
+    save_file(stored | extra, tmp_path / "model.safetensors")
+    engine = Harness(tmp_path)
+    said = f"note: layer 3 (multi-token prediction) is left out: {len(extra)} tensors are not read"
+    assert said in engine.plan.lines
+    expect(engine, model, prompts(3, [9]))
+    engine.close()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelFileError, match=r"model\.layers\.3\."):
+        open_model(str(tmp_path))
+
+
+def test_a_plan_says_what_a_position_takes(tmp_path: Path) -> None:
+    save_hf(tiny_model(family="deepseek_v3"), tmp_path)
+    lines = plan_engine(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_tokens=64)).lines
+    assert f"note: a position takes {3 * 64 * 2} bytes of the KV cache" in lines
+
+
 # ---- served
 
 
@@ -242,9 +274,9 @@ def options(draw: st.DrawFn) -> dict:
         "num_attention_heads": draw(st.sampled_from([1, 2, 4])),
         "q_lora_rank": draw(st.sampled_from([None, 32, 48])),
         "kv_lora_rank": draw(st.sampled_from([16, 32, 64])),
-        "qk_nope_head_dim": draw(st.sampled_from([16, 32])),
-        "qk_rope_head_dim": draw(st.sampled_from([8, 16])),
-        "v_head_dim": draw(st.sampled_from([16, 32])),
+        "qk_nope_head_dim": draw(st.sampled_from([16, 32, 32])),
+        "qk_rope_head_dim": draw(st.sampled_from([8, 32, 32])),
+        "v_head_dim": draw(st.sampled_from([16, 32, 32])),
         "n_group": groups,
         "topk_group": draw(st.integers(1, groups)),
         "num_experts_per_tok": draw(st.integers(1, 2)),
@@ -271,13 +303,16 @@ def expect(engine: Harness, model, asked: list[list[int]]) -> None:
                 assert token.logprob == pytest.approx(float(want[position, token.token]), abs=1e-4)
 
 
+@BACKENDS
 @each_family
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     options=options(), interleaved=st.booleans(), grouped=st.booleans(), seed=st.integers(0, 1000),
     budget=st.sampled_from([8, 32, 256]),
 )  # fmt: skip
-def test_logits_equal_transformers(tmp_path_factory, family, options, interleaved, grouped, seed, budget) -> None:
+def test_logits_equal_transformers(
+    tmp_path_factory, backend, family, options, interleaved, grouped, seed, budget
+) -> None:
     """Prompts on both sides of where keys and values are expanded, in chunks of either kind."""
     if family == "deepseek_v3":
         options = options | {"rope_interleave": interleaved}
@@ -286,19 +321,21 @@ def test_logits_equal_transformers(tmp_path_factory, family, options, interleave
     model = tiny_model(seed, family=family, **options)
     folder = tmp_path_factory.mktemp("model")
     save_hf(model, folder)
-    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8)
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, **backend)
     expect(engine, model, prompts(seed, [3, 17, 110]))
     engine.close()
 
 
+@BACKENDS
 @each_family
-def test_preempted_cached_and_whoever_shares_the_step(tmp_path: Path, family: str) -> None:
+def test_preempted_cached_and_whoever_shares_the_step(tmp_path: Path, family: str, backend: dict) -> None:
     """A cache too small for all at once; prompts that begin alike."""
     model = tiny_model(5, family=family, kv_lora_rank=64)
     save_hf(model, tmp_path)
     start = prompts(5, [40])[0]
     asked = [start + tail for tail in prompts(6, [1, 9, 20])] + prompts(7, [30])
-    engine = Harness(tmp_path, kv_cache_tokens=144, max_model_len=112, max_num_batched_tokens=32, max_num_seqs=4)
+    sizes = {"kv_cache_tokens": 144, "max_model_len": 112, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    engine = Harness(tmp_path, **sizes, **backend)
     got = [engine.generate(asked, max_tokens=24) for _ in range(2)]
     stats = engine.core.scheduler.stats()
     assert stats["preemptions"] > 0 and stats["prefix_hit_tokens"] > 0
@@ -309,12 +346,14 @@ def test_preempted_cached_and_whoever_shares_the_step(tmp_path: Path, family: st
             assert tokens == expected or gap < CLEAR
 
 
+@BACKENDS
 @each_family
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
-def test_gguf_is_served(tmp_path: Path, family: str, form: str) -> None:
-    model = tiny_model(6, family=family)
-    held = save_gguf(model, tmp_path / "m.gguf", "Q8_0", "Q8_0", expanded=form == "expanded")
-    engine = Harness(tmp_path / "m.gguf")
+def test_gguf_is_served(tmp_path: Path, family: str, form: str, backend: dict) -> None:
+    """Of quantised projections native kernels round activations: those are compared elsewhere."""
+    model, kind = tiny_model(6, family=family), "Q8_0" if backend["rules"] else "F32"
+    held = save_gguf(model, tmp_path / "m.gguf", kind, kind, expanded=form == "expanded")
+    engine = Harness(tmp_path / "m.gguf", **backend)
     expect(engine, held, prompts(6, [5, 40]))
     engine.close()
 
@@ -361,3 +400,134 @@ def put(model, name: str, values: torch.Tensor) -> None:
     else:
         rows = slice(0, half) if projection == "gate_proj" else slice(half, 2 * half)
         experts.gate_up_proj[int(index), rows].copy_(values)
+
+
+@BACKENDS
+def test_latents_come_back_from_disk(tmp_path: Path, backend: dict) -> None:
+    model = tiny_model(1, family="deepseek_v3")
+    save_hf(model, tmp_path / "model")
+    prompt = prompts(1, [70])[0]
+    for cached in (0, 64):
+        engine = Harness(tmp_path / "model", kv_disk="16MiB", kv_disk_dir=str(tmp_path / "kv"), **backend)
+        request = engine.submit(prompt, max_tokens=5)
+        result = engine.run()[request]
+        engine.close()
+        assert result.end.cached_tokens == cached
+        expected, gap = greedy(model, prompt, 5)
+        assert result.tokens == expected or gap < CLEAR
+
+
+# ---- Kimi K2
+
+
+def packed_int4(stored: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
+    """Routed experts as compressed-tensors packs them, in groups of 32; the model gets the values."""
+    result = {}
+    for name, weight in stored.items():
+        if ".experts." not in name:
+            result[name] = weight
+            continue
+        groups = weight.unflatten(1, (-1, 32))
+        scale = (groups.abs().amax(-1) / 7).bfloat16()
+        quants = (groups / scale.float()[..., None]).round().clamp(-8, 7)
+        put(model, name, (quants * scale.float()[..., None]).flatten(1))
+        nibbles = (quants.flatten(1).to(torch.int64) + 8).unflatten(1, (-1, 8))
+        words = (nibbles << torch.arange(0, 32, 4)).sum(-1)
+        at = name.removesuffix(".weight")
+        result[f"{at}.weight_packed"] = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        result[f"{at}.weight_scale"] = scale
+        result[f"{at}.weight_shape"] = torch.tensor(weight.shape)
+    return result
+
+
+@pytest.mark.parametrize("vision", [False, True], ids=["kimi_k2", "kimi_k25"])
+@BACKENDS
+def test_kimi_is_served_from_packed_int4(tmp_path: Path, vision: bool, backend: dict) -> None:
+    """One group of experts; K2.5's text model lies under its vision tower's neighbour."""
+    model = tiny_model(8, family="deepseek_v3", n_group=1, topk_group=1)
+    save_hf(model, tmp_path)
+    stored = packed_int4(load_file(tmp_path / "model.safetensors"), model)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+    if vision:
+        stored = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+        stored["vision_tower.patch_embed.weight"] = torch.zeros(2, 2)
+        config = {
+            "model_type": "kimi_k25",
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "text_config": config,
+        }
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = Harness(tmp_path, **backend)
+    assert any("the vision tower is left out" in line for line in engine.plan.lines) is vision
+    asked = prompts(8, [5, 40])
+    if backend["rules"]:
+        expect(engine, model, asked)
+    else:  # int4 weights meet rounded activations
+        assert [len(tokens) for tokens in engine.generate(asked, max_tokens=4)] == [4, 4]
+    engine.close()
+
+
+# ---- adapters
+
+
+@pytest.fixture(scope="module", params=[("deepseek_v2", None), ("deepseek_v3", 64)], ids=["v2-lite", "v3"])
+def adapters(request, tmp_path_factory) -> Family:
+    """On every projection of attention, routers, shared experts, dense layers and experts; latents so wide that long
+    prompts are expanded."""
+    family, q_rank = request.param
+    shape = {"kv_lora_rank": 64, "q_lora_rank": q_rank, "mlp_only_layers": None}
+    return Family(tmp_path_factory.mktemp("family"), family=family, **shape)
+
+
+@BACKENDS
+@pytest.mark.parametrize("budget", [16, 256])
+def test_a_mixed_batch_equals_merged_models(adapters: Family, backend: dict, budget: int) -> None:
+    names = [None, "adapter-0", "adapter-1", "adapter-2", None, "adapter-1"]
+    asked = prompts(1, [3, 9, 20, 31, 150, 140])
+    engine = adapters.engine(max_num_seqs=8, max_num_batched_tokens=budget, **backend)
+    got = engine.generate(asked, names)
+    for name, prompt, tokens in zip(names, asked, got, strict=True):
+        adapters.expect(name, prompt, tokens)
+    assert len({tuple(t) for t in got}) > 3
+    engine.close()
+
+
+@BACKENDS
+def test_alone_and_in_company_the_tokens_are_the_same(adapters: Family, backend: dict) -> None:
+    prompt, names = prompts(2, [24])[0], [None, "adapter-0", "adapter-1", "adapter-2"]
+    engine = adapters.engine(**backend)
+    alone = [engine.generate([prompt], [name])[0] for name in names]
+    together = engine.generate([prompt] * 4, names)
+    engine.close()
+    assert together == alone and len({tuple(t) for t in together}) == 4
+
+
+@each_family
+@pytest.mark.parametrize("rules", ["reference", None])
+def test_check_agrees_with_a_sound_model(tmp_path: Path, family: str, rules: str | None) -> None:
+    save_gguf(tiny_model(1, family=family), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+    settings = {"dtype": "bfloat16", "kv_cache_tokens": 128, "max_num_batched_tokens": 32, "max_num_seqs": 1}
+    config = EngineConfig(model=str(tmp_path / "m.gguf"), device="cpu", pack_cache="off", rules=rules, **settings)
+    plan = plan_engine(config)
+    lines: list[str] = []
+    assert check_model(plan.source, make_backends(plan), list(range(2, 34)), lines.append) is None
+    assert all(line.startswith("ok") for line in lines)
+
+
+def test_a_cache_of_int8_latents_is_refused(tmp_path: Path) -> None:
+    save_hf(tiny_model(family="deepseek_v3"), tmp_path)
+    with pytest.raises(UserError, match="kv_cache_dtype int8: latents") as error:
+        Harness(tmp_path, rules=None, kv_cache_dtype="int8")
+    assert error.value.field == "kv_cache_dtype"

@@ -21,8 +21,8 @@ from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.harness import Harness, greedy
 from testing.models.tiny import in_pairs, save_gguf, save_hf, tiny_model
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import CLEAR, prompts
+from tests.engine.family import Family
+from tests.engine.parity import CLEAR, prompts
 
 # Mixtral-8x7B-v0.1's config.json, as transformers 4 wrote it
 HUB = {

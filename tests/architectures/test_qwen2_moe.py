@@ -24,8 +24,8 @@ from engine.weights.open import open_model
 from rules import builtin_names
 from testing.harness import Harness, greedy
 from testing.models.tiny import save_gguf, save_hf, tiny_model
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import BACKENDS, CLEAR, prompts
+from tests.engine.family import Family
+from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.lora import make
 
 # As on the hub for Qwen1.5-MoE-A2.7B (transformers 4.39).

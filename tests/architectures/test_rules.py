@@ -6,10 +6,11 @@ import pytest
 
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
-from engine.architectures.registry import architectures
+from engine.architectures.registry import architecture_of, architectures, config_from_hf
 from rules import Machine, RulesError, parse_rule_set, place
 from rules.operators import operators_of
 from testing.models.shapes import config
+from testing.models.tiny import tiny_model
 
 QWEN2_FILE = b"""
 - match:
@@ -132,3 +133,103 @@ def test_classes_of_other_families_are_refused(family) -> None:  # type: ignore[
             text = f"- {{match: {{name: x}}, replace: {{class: {operator}}}}}"
             with pytest.raises(RulesError, match="unknown class"):
                 parse_rule_set(text.encode(), "x.yaml", family.rules)
+
+
+# DeepSeek-V3-Chat.yaml of KTransformers
+DEEPSEEK = """
+- match:
+    class: ktransformers.models.modeling_deepseek_v3.DeepseekV3RotaryEmbedding
+  replace:
+    class: ktransformers.operators.RoPE.YarnRotaryEmbeddingV3
+    kwargs:
+      generate_device: "cuda"
+      prefill_device: "cuda"
+- match:
+    name: "^lm_head$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs:
+      generate_device: "cuda"
+      prefill_device: "cuda"
+      generate_op: "KLinearMarlin"
+      prefill_op: "KLinearTorch"
+- match:
+    name: "^model\\\\.layers\\\\.(?!.*self_attn\\\\.kv_b_proj).*$"
+    class: torch.nn.Linear
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs:
+      generate_device: "cuda"
+      prefill_device: "cuda"
+      generate_op: "KLinearMarlin"
+      prefill_op: "KLinearTorch"
+- match:
+    name: "^model\\\\.layers\\\\..*\\\\.mlp$"
+    class: ktransformers.models.modeling_deepseek_v3.DeepseekV3MoE
+  replace:
+    class: ktransformers.operators.experts.KDeepseekV3MoE
+    kwargs:
+      generate_device: "cuda"
+      prefill_device: "cuda"
+- match:
+    class: ktransformers.models.modeling_deepseek_v3.MoEGate
+  replace:
+    class: ktransformers.operators.gate.KMoEGate
+    kwargs:
+      generate_device: "cuda:0"
+      prefill_device: "cuda:0"
+- match:
+    name: "^model\\\\.layers\\\\..*\\\\.mlp\\\\.experts$"
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs:
+      prefill_device: "cuda"
+      prefill_op: "KExpertsTorch"
+      generate_device: "cpu"
+      generate_op: "KExpertsCPU"
+      out_device: "cuda"
+  recursive: False
+- match:
+    name: "^model\\\\.layers\\\\..*\\\\.self_attn$"
+  replace:
+    class: ktransformers.operators.attention.KDeepseekV2Attention
+    kwargs:
+      generate_device: "cuda"
+      prefill_device: "cuda"
+      absorb_for_prefill: False
+- match:
+    name: "^model$"
+  replace:
+    class: "ktransformers.operators.models.KDeepseekV2Model"
+    kwargs:
+      per_layer_prefill_intput_threshold: 0
+- match:
+    name: "^model.embed_tokens"
+  replace:
+    class: "default"
+    kwargs:
+        generate_device: "cpu"
+        prefill_device: "cpu"
+"""
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_ktransformers_rules_for_deepseek(family: str) -> None:
+    """Routers have a class of their own there, which a rule for projections does not meet."""
+    text = DEEPSEEK
+    if family == "deepseek_v2":
+        text = text.replace("modeling_deepseek_v3", "modeling_deepseek").replace("DeepseekV3MoE", "DeepseekV2MoE")
+        text = text.replace("DeepseekV3RotaryEmbedding", "DeepseekV2YarnRotaryEmbedding")
+        text = text.replace("YarnRotaryEmbeddingV3", "YarnRotaryEmbedding")
+    model = config_from_hf(tiny_model(family=family).config.to_dict())
+    rules = architecture_of(model).rules
+    rule_set = parse_rule_set(text.encode(), "x.yaml", rules)
+    assert any("absorb_for_prefill" in str(note) for note in rule_set.notes)
+    machine = Machine(gpu=True, native=True, kt=False, flashinfer=True, gpu_count=1)
+    placed = place(rule_set, architecture_of(model).module_classes(model), machine)
+    at = "model.layers.1"
+    rule_of = {name: placed[f"{at}.{name}"].rule_index for name in ("mlp", "mlp.gate", "mlp.experts", "self_attn")}
+    assert rule_of == {"mlp": 3, "mlp.gate": 4, "mlp.experts": 5, "self_attn": 6}
+    assert placed[f"{at}.mlp.experts"].backend == "native"
+    assert placed[f"{at}.self_attn.kv_a_proj_with_mqa"].backend == "gpu" == placed["lm_head"].backend

@@ -22,7 +22,7 @@ from benchmarks.peers.kt import KtError, KtPeer, Variant, spare_threads, variant
 from benchmarks.peers.llamacpp import Flags, PeerError, request
 from benchmarks.report import tables as report
 from engine.experts.kt.process import kt_available
-from tests.bench.test_make_model import SHAPE
+from tests.bench.shape import SHAPE
 
 
 def _flags(folder):

@@ -13,7 +13,7 @@ from benchmarks.gpu.llamacpp import PLACEMENTS, best_flags, candidates, measure,
 from benchmarks.models.make import Shape
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from rules import Machine, place
-from tests.bench.test_make_model import SHAPE
+from tests.bench.shape import SHAPE
 from tests.rules.models import load_rules, modules
 
 # Faster with fewer threads at one row, with more at two; --no-repack fails.

@@ -12,10 +12,7 @@ from benchmarks.cpu.engine import Needs
 from benchmarks.models.make import TYPES, Shape, model_path, tensor_types, write_adapter, write_model
 from engine.weights.open import open_model
 from testing.harness import Harness
-
-SHAPE = Shape(
-    layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, experts=8, top_k=2, intermediate=256, vocabulary=300
-)
+from tests.bench.shape import SHAPE
 
 
 @pytest.fixture(scope="module", params=[*TYPES, "IQ3_XXS"])  # one of those without a fill of their own

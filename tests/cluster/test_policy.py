@@ -74,3 +74,39 @@ def test_the_longest_beginning_wins_then_the_least_load() -> None:
 def test_settings_have_ranges(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
         Affinity(**wrong)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["told", "sent"]), st.sampled_from("lmnopq"))))
+def test_a_report_is_believed_and_what_was_sent_since(steps: list[tuple[str, str, str]]) -> None:
+    """Whatever the last reports say, what was sent since the one before the last counts as there."""
+    policy = Policy(Affinity(slots=1, host=1))
+    reports: dict[str, list[set[str]]] = {}
+    for replica, what, adapter in steps:
+        if what == "sent":
+            policy.sent(replica, adapter, ())
+            if replica in reports:
+                reports[replica][-1].add(adapter)
+        else:
+            policy.told(replica, [adapter], [f"{adapter}-host", adapter])
+            reports.setdefault(replica, []).append(set())
+        if replica not in reports:
+            continue
+        lately = set[str]().union(*reports[replica][-2:])
+        assert all(policy.tier(replica, name) == SLOT for name in lately)
+
+
+def test_where_adapters_are_decides_and_who_left_is_forgotten() -> None:
+    policy = Policy(Affinity())
+    policy.sent("a", "law", ())
+    policy.told("a", [], [])
+    policy.told("b", ["med"], ["law"])
+    policy.told("c", ["law"], [])
+    assert policy.rank(IDLE, "law", ())[:2] == ["c", "b"], "it has left the replica that it was sent to"
+    assert policy.rank(IDLE, "med", ())[0] == "b" and policy.tier("a", "med") == DISK
+    policy.sent("a", "med", ())
+    assert policy.tier("a", "med") == SLOT, "on its way"
+    for tier in (SLOT, DISK):
+        policy.told("a", [], [])
+        assert policy.tier("a", "med") == tier
+    policy.keep(["a"])
+    assert policy.tier("c", "law") == DISK and policy.tier("b", "med") == DISK

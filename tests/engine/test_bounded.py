@@ -7,7 +7,7 @@ import pytest
 from benchmarks.accuracy.table import MIXES, Files, measure, measure_apart
 from engine.experts.kt.process import kt_available
 from testing.models.tiny import FAMILIES
-from tests.engine.test_parity import BACKENDS
+from tests.engine.parity import BACKENDS
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -9,7 +9,7 @@ from engine.errors import ExpertBackendError
 from engine.messages import Abort, Cancelled, Drain, Failed, Finished, Refused, Reply, StopFound
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 
 
 @pytest.fixture(scope="module")

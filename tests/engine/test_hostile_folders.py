@@ -19,7 +19,7 @@ from engine.launch.assemble import build
 from engine.messages import Finished, LoadAdapter, Reply, UnloadAdapter
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 from tests.lora.make import config_of, extra_keys, linear_keys, lora_config, per_expert_keys, random_adapter, write
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"

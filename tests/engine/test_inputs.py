@@ -18,7 +18,7 @@ from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")

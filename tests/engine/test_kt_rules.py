@@ -11,8 +11,8 @@ from engine.memory.items import Kind
 from engine.planning.plan import plan_engine
 from native import available
 from testing.harness import Harness
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import prompts
+from tests.engine.family import Family
+from tests.engine.parity import prompts
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1])
 RULES = """

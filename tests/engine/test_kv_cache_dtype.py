@@ -18,7 +18,7 @@ from native import available
 from rules import Machine
 from testing.harness import Harness, full_logits
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 GPU = Machine(gpu=True, native=True, flashinfer=True, gpu_count=1)

@@ -18,7 +18,7 @@ from native import available
 from rules import Machine
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 from tests.engine.test_row_faults import BAD, poison
 
 needs_native = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")

@@ -7,7 +7,7 @@ import pytest
 from engine.messages import GetLive, GetStats, Live, Reply
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from engine.messages import LoadAdapter, Reply
 from native import available
 from testing.harness import Harness
 from testing.models.tiny import save_gguf, tiny_model
-from tests.engine.test_lora_serving import Family
+from tests.engine.family import Family
 
 NATIVE = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "vocab_size": 3000, "head_dim": 64}

@@ -13,7 +13,7 @@ from benchmarks.accuracy.table import recording
 from native import available
 from testing.harness import Harness, full_logits
 from testing.models.tiny import save_gguf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 from tests.lora.make import config_of, linear_keys, lora_config, per_expert_keys, random_adapter, write
 from tests.lora.merge import merge
 from tests.native.isas import ISAS

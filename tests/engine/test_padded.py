@@ -21,8 +21,8 @@ from native import available
 from native.topology import make_pool
 from testing.bridge import HostBridge
 from testing.harness import Harness
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import BACKENDS, prompts
+from tests.engine.family import Family
+from tests.engine.parity import BACKENDS, prompts
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,4 @@
-"""float32 gives exactly transformers' greedy tokens, whatever shape the model and the batch have.
-
-`BACKENDS`: plain torch, and what this machine gets by default (the native kernels, where they are built) on each of
-its instruction sets.
-"""
+"""float32 gives exactly transformers' greedy tokens, whatever shape the model and the batch have."""
 
 from __future__ import annotations
 
@@ -15,16 +11,7 @@ from hypothesis import strategies as st
 
 from testing.harness import Harness, full_logits, greedy
 from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
-from tests.native.isas import ISAS
-
-SETTINGS = [{"rules": "reference"}, *({"rules": None, "isa": isa} for isa in ISAS or [None])]
-BACKENDS = pytest.mark.parametrize("backend", SETTINGS, ids=lambda b: b["rules"] or f"native-{b['isa']}")
-CLEAR = 1e-3  # a smaller gap between the best two tokens is a tie that rounding may break either way
-
-
-def prompts(seed: int, lengths: list[int], vocabulary: int = 128) -> list[list[int]]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, vocabulary, (n,), generator=g).tolist() for n in lengths]
+from tests.engine.parity import BACKENDS, CLEAR, prompts
 
 
 @st.composite

@@ -16,8 +16,8 @@ from engine.planning.precision import Precision
 from native import available
 from testing.harness import Harness, full_logits
 from testing.models.tiny import save_gguf, save_hf, tiny_model
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import prompts
+from tests.engine.family import Family
+from tests.engine.parity import prompts
 
 BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")

@@ -13,7 +13,7 @@ from scheduler.request import Request, SamplingParams
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
 from testing.waiting import PATIENCE_S, eventually
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 
 
 @pytest.fixture(scope="module")

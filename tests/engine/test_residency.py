@@ -14,8 +14,8 @@ from engine.lora.version import Residency
 from engine.messages import AdapterMoved, Finished, LoadAdapter, Refused, Reply
 from native import available
 from testing.harness import Harness
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import prompts
+from tests.engine.family import Family
+from tests.engine.parity import prompts
 
 COUNT, SLOTS = 4, 2
 NAMES: list[str | None] = [None, *(f"adapter-{i}" for i in range(COUNT))]

@@ -13,7 +13,7 @@ from engine.grammar.masks import TokenMask
 from engine.messages import Failed, Finished, Refused
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import BACKENDS, prompts
+from tests.engine.parity import BACKENDS, prompts
 
 BAD = 77  # a token whose hidden states are not finite
 

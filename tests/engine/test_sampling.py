@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UserError
-from engine.grammar.masks import allowed_words, forbid, masks_of
+from engine.grammar.masks import allowed_words, masks_of
 from engine.ops.greedy import NOT_FINITE
 from engine.steps.limits import check_sampling
-from engine.steps.sampling import PendingLogprobs, SampleRow, _draw, sample
+from engine.steps.sampling import PendingLogprobs, SampleRow, _draw, forbid, sample
 from scheduler.request import SamplingParams
 
 

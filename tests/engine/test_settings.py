@@ -50,6 +50,10 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kv_disk_dir": ({"kv_disk_dir": "somewhere", "kv_disk": "1GiB"}, {"kv_disk_dir": "somewhere"}),
     "cuda_graphs": ({"cuda_graphs": "padded"}, {"cuda_graphs": "off"}),
     "expert_scaling": ({"expert_scaling": "alpha/r", "adapters": [ADAPTER]}, {"expert_scaling": "alpha/r"}),
+    "expert_b_layout": (
+        {"expert_b_layout": "rank_major", "adapters": [ADAPTER]},
+        {"expert_b_layout": "rank_major"},
+    ),
     "adapter_memory": ({"adapter_memory": "1GiB"}, {"adapter_memory": "1GiB", "max_adapter_slots": 0}),
     "max_adapter_rank": ({"max_adapter_rank": 8}, {"max_adapter_rank": 8, "max_adapter_slots": 0}),
     "expert_backend": ({"expert_backend": "native"}, {}),
@@ -170,7 +174,7 @@ def test_the_servers_own_settings() -> None:
     always |= {"api_keys_file", "admin_key_file", "header_timeout_s", "send_timeout_s"}
     always |= {"max_connections", "max_connections_per_address"}
     always |= {"tenants", "open", "adapter_root", "allow_any_adapter_path", "log_format", "usage_log", "otlp_endpoint"}
-    always |= {"unknown_fields", "cors_origins", "tool_format", "reasoning_format"}
+    always |= {"unknown_fields", "cors_origins", "root_path", "tool_format", "reasoning_format"}
     always |= {
         "data_dir",
         "max_file_bytes",

@@ -14,8 +14,8 @@ from engine.planning.plan import plan_engine
 from scheduler.request import ThinkingBudget
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import BACKENDS, prompts
+from tests.engine.family import Family
+from tests.engine.parity import BACKENDS, prompts
 
 SHAPES = [{}, {"num_experts": 16, "head_dim": 32, "num_attention_heads": 2}, {"tie_word_embeddings": True}]
 

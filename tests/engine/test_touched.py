@@ -18,7 +18,7 @@ from engine.steps.touched import TouchedCounter
 from scheduler.plan import StepPlan
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import prompts
+from tests.engine.parity import prompts
 from tests.native.test_decoder import Family, Loaded, batch_of, loaded
 
 

@@ -15,8 +15,8 @@ from engine.errors import EngineError, ExpertBackendError
 from engine.launch import warm
 from engine.launch.warm import run_prompt
 from engine.steps.runner import ModelRunner
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import BACKENDS, prompts
+from tests.engine.family import Family
+from tests.engine.parity import BACKENDS, prompts
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from engine.ops.gpu import GpuOps
 from scheduler.plan import StepPlan
 from testing.harness import Harness, greedy
 from testing.models.tiny import FAMILIES, save_hf, tiny_model
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import CLEAR, prompts
+from tests.engine.family import Family
+from tests.engine.parity import CLEAR, prompts
 
 pytestmark = pytest.mark.gpu
 TIE = 0.5  # of logits with a spread of several units: bf16 may order such a pair either way

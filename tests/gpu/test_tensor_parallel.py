@@ -10,8 +10,8 @@ import torch
 
 import rules as rules_folder
 from testing.harness import Result
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import prompts
+from tests.engine.family import Family
+from tests.engine.parity import prompts
 
 pytestmark = [
     pytest.mark.gpu,

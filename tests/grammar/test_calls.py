@@ -20,7 +20,7 @@ from api.text.deltas import Text, ToolArguments, ToolStart, joined
 from api.text.segments import Layout, Segments
 from engine.grammar.compile import matcher_of, tokenizer_of
 from engine.messages import GrammarSpec
-from tests.grammar.conftest import END, TOKENS, VOCABULARY
+from tests.grammar.vocabulary import END, TOKENS, VOCABULARY
 
 TOKENIZER = tokenizer_of(VOCABULARY, [END], len(TOKENS))
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,8 @@ import pytest
 from engine.errors import UserError
 from engine.grammar.compile import check
 from engine.messages import Abort, Cancelled, Failed, Finished, GrammarSpec, Refused
-from tests.grammar.conftest import END, THINK, THOUGHT, Writer
+from tests.grammar.vocabulary import END, THINK, THOUGHT
+from tests.grammar.writer import Writer
 
 Start = Callable[..., Writer]
 SCHEMA = {

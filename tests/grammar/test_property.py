@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.messages import Finished, GrammarSpec
-from tests.grammar.conftest import Writer
+from tests.grammar.writer import Writer
 
 NAMES = st.text('ab é"\\/{}\n', min_size=1, max_size=4)
 SCALARS: st.SearchStrategy[Any] = st.one_of(

@@ -16,7 +16,7 @@ from api.text.segments import Layout, Segments
 from engine.grammar.compile import matcher_of, tokenizer_of
 from engine.grammar.mask import GrammarMask, all_ones, fill
 from engine.messages import GrammarSpec
-from tests.grammar.conftest import END, THINK, THOUGHT, TOKENS, VOCABULARY
+from tests.grammar.vocabulary import END, THINK, THOUGHT, TOKENS, VOCABULARY
 
 TOKENIZER = tokenizer_of(VOCABULARY, [END], len(TOKENS))
 SPEC = GrammarSpec("regex", "[abc]{2,6}true")

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import ModelFileError, UserError
 from engine.experts.kt import guard
 from engine.experts.kt.process import Cpus, kt_available, pool_threads, usable_cpus
-from testing.models.tiny import FAMILIES
+from testing.models.tiny import PLAIN_EXPERTS
 from tests.kt.conftest import CPU_HAS_AVX512, Worker
 from tests.kt.stores import config, make_store
 
@@ -93,7 +93,7 @@ def test_a_thousand_replays(worker: Worker, method: str, kinds: list[str], shape
     assert answer["rebound"], "binding again must not make a second task: kt_kernel never frees one"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN_EXPERTS)
 def test_in_an_engine_its_bf16_error_is_that_of_bf16(worker: Worker, family: str) -> None:
     """Prefill, decode, preemption and recomputation: at most 1.25 times the error of transformers itself in bf16."""
     runs = [worker("engine", mix="preempted", seed=seed, family=family) for seed in (0, 1)]

@@ -28,6 +28,7 @@ class Fake:
 
     def __init__(self, cuts: Sequence[int] = (10_000,), fixed: int = 3, fault: str = "", tells: bool = True) -> None:
         self.cuts, self.fixed, self.fault, self.tells = cuts, fixed, fault, tells
+        self.counts = False  # it has /tokenize
         self.bodies: list[dict[str, Any]] = []
         self.open = self.most_open = self.read = 0
 
@@ -42,7 +43,9 @@ class Fake:
         body = json.loads(await reader.readexactly(length)) if length else {}
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        if "/v1/models" in head:
+        if "/tokenize" in head:
+            data = json.dumps({"count": self.tokens_of(body)} if self.counts else {}).encode()
+        elif "/v1/models" in head:
             data = json.dumps({"data": [{"id": "law", "parent": "base"}, {"id": "base"}]}).encode()
         elif "/metrics" in head:
             self.read += 10**6
@@ -65,14 +68,18 @@ class Fake:
         self.open -= 1
         writer.close()
 
+    def tokens_of(self, body: dict[str, Any]) -> int:
+        """A word of n characters has one token for each three."""
+        said = body["prompt"] if "prompt" in body else " ".join(each["content"] for each in body["messages"])
+        return self.fixed + sum(-(-len(word) // 3) if self.counts else 1 for word in said.split())
+
     def _stream(self, body: dict[str, Any]) -> bytes:
         count = body["max_tokens"]
         events: list[Any] = [{"choices": [{"text": "wörd "}]} for _ in range(count)]
         if self.fault == "error":
             events.append({"error": {"message": "a fault"}})
         if self.tells:
-            said = body["prompt"] if "prompt" in body else " ".join(each["content"] for each in body["messages"])
-            usage = {"prompt_tokens": self.fixed + len(said.split()), "completion_tokens": count}
+            usage = {"prompt_tokens": self.tokens_of(body), "completion_tokens": count}
             events.append({"choices": [], "usage": usage})
         lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
         return "".join([": hello\n\n", *lines, "" if self.fault == "cut" else "data: [DONE]\n\n"]).encode()
@@ -127,7 +134,19 @@ def test_a_sweep_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert found["input_tokens_mean"] == pytest.approx(60, abs=4) and found["output_tokens_mean"] == 4
         assert found["expert_gb_s"] > 0 and found["roof_share"] == pytest.approx(found["expert_gb_s"], abs=1e-3)
         assert found["goodput_s"] == found["requests_s"]
-    assert (tmp_path / "a.html").read_text().count("<svg") == 12
+    shown = (tmp_path / "a.html").read_text()
+    assert shown.count("<svg") == 12 and shown.count("<tr>") > 3
+    for said in (
+        run["url"],
+        run["when"],
+        run["machine"],
+        "out tok/s",
+        "TTFT p50 ms",
+        "input tokens",
+        "4 open",
+        "500/s",
+    ):
+        assert said in shown, said
 
     status, _ = bench(
         Fake(tells=False), *flags[:-6], "--respect-eos", *lengths, "--json", str(files[1]), "--requests", "3"
@@ -136,6 +155,17 @@ def test_a_sweep_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert status == 0 and "expert_gb_s" not in other["points"][0]
     assert main(["--compare", *map(str, files), "--plot", str(tmp_path / "both.html")]) == 0
     assert "output_tokens_s" in capsys.readouterr().out and "<svg" in (tmp_path / "both.html").read_text()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("tokens", [5, 64, 333])
+def test_as_many_tokens_are_sent_as_are_asked_for(chat: bool, tokens: int, tmp_path: Path) -> None:
+    fake, file = Fake(), tmp_path / "a.json"
+    fake.counts = True
+    flags = ["--concurrency", "2", "--requests", "6", "--input-tokens", str(tokens), "--output-tokens", "2"]
+    assert bench(fake, *flags, "--json", str(file), *(["--chat"] if chat else []))[0] == 0
+    assert {fake.tokens_of(body) for body in fake.bodies[2:]} == {tokens}
+    assert json.loads(file.read_text())["points"][0]["input_tokens_mean"] == tokens
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -88,6 +88,8 @@ def test_the_page_shows_all_and_escapes_names() -> None:
     shown = page("chat & more", stages, ["8 users: errors is 0.5, at most 0"], [(101.0, held()), (102.0, held())])
     assert "Throughput against concurrency" in shown and "errors is 0.5" in shown and "engine_mib" in shown
     assert "&lt;b&gt;" in shown and "<b>" not in shown
+    setting = page("chat", stages, [], setting={"began": "2026-01-01", "server": "http://<x>"})
+    assert "2026-01-01" in setting and "http://&lt;x&gt;" in setting
     empty = page("none", [Stage("1 users", 0.0, 1.0, [])], [])
     assert "All limits were kept" in empty
 

@@ -45,10 +45,17 @@ def merge(model: nn.Module, weights: AdapterWeights) -> nn.Module:
     """
     parameters = dict(model.named_parameters())
     for name, pair in weights.linears.items():
-        _add(parameters[f"{name}.weight"], pair_delta(pair))
+        stored = name if f"{name}.weight" in parameters else name.replace("mlp.gate", "mlp.router")
+        _add(parameters[f"{stored}.weight"], pair_delta(pair))
     for layer, lora in weights.experts.items():
         deltas = expert_deltas(lora)
         prefix = f"model.layers.{layer}.mlp.experts"
+        if f"{prefix}.gate_up_proj_bias" in parameters:  # inputs before outputs, gate and up by turns
+            gate_up, down = parameters[f"{prefix}.gate_up_proj"], parameters[f"{prefix}.down_proj"]
+            for turn, projection in enumerate(("gate", "up")):
+                gate_up[:, :, turn::2] += deltas[projection].transpose(1, 2)
+            down += deltas["down"].transpose(1, 2)
+            continue
         if f"{prefix}.gate_up_proj" in parameters:
             _add(parameters[f"{prefix}.gate_up_proj"], torch.cat([deltas["gate"], deltas["up"]], dim=1))
             _add(parameters[f"{prefix}.down_proj"], deltas["down"])

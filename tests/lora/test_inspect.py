@@ -102,8 +102,9 @@ def test_nothing_to_describe(tmp_path: Path, name: str) -> None:
 
 
 def test_warnings_are_said_once(tmp_path: Path) -> None:
-    make.write(tmp_path, make.linear_keys(WEIGHTS), make.lora_config(use_magic=True))
+    make.write(tmp_path, make.linear_keys(WEIGHTS), make.lora_config())
     (tmp_path / "adapter_model.bin").write_bytes(b"")
+    (tmp_path / "other.safetensors").write_bytes(b"")
     said = lines(tmp_path)
     assert len([line for line in said if line.startswith("warning")]) == 2 and len(set(said)) == len(said)
 

@@ -22,8 +22,8 @@ from engine.lora.reader_process import Limits, ParseRequest, ReaderProcesses
 from engine.lora.sealed_memory import map_sealed, write_sealed
 from testing.waiting import PATIENCE_S
 from tests.lora import make
+from tests.lora.forms import assert_same
 from tests.lora.parse_requests import CONFIG, CONFIG_FILE, MODEL_FILE, WEIGHTS, Q, good, read, request
-from tests.lora.test_formats import assert_same
 
 
 def test_what_is_handed_over_is_what_was_read(reader: ReaderProcesses, folder: Path) -> None:

@@ -17,9 +17,9 @@ from engine.lora.files.parse import parse_adapter
 from engine.lora.reader_process import Limits, ParsedAdapter, ParseRequest, ReaderLostError, ReaderProcesses
 from testing.waiting import eventually
 from tests.lora import make
+from tests.lora.book import Book
+from tests.lora.forms import assert_same
 from tests.lora.parse_requests import CONFIG, CONFIG_FILE, MODEL_FILE, WEIGHTS, good, read, request
-from tests.lora.test_adapters import Book
-from tests.lora.test_formats import assert_same
 
 
 def job_of(reader: ReaderProcesses) -> psutil.Process:

@@ -17,8 +17,8 @@ from engine.lora.version import Loaded, LoadFailed, Residency, SlotFilled
 from scheduler.plan import SlotLoad
 from scheduler.request import AdapterKey
 from testing.shared_reader import SharedReader
+from tests.lora.book import Book, InThread, adapter
 from tests.lora.make import lora_config, write
-from tests.lora.test_adapters import Book, InThread, adapter
 
 DISK, HOST, SLOT = Residency.DISK, Residency.HOST, Residency.SLOT
 

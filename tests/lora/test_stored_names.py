@@ -23,8 +23,8 @@ from engine.lora.files.parse import parse_adapter
 from engine.lora.files.writer import write_adapter
 from testing.models.tiny import save_hf, tiny_model
 from tests.lora import make
+from tests.lora.forms import FORMS, assert_same, write_form
 from tests.lora.merge import all_deltas, merge
-from tests.lora.test_formats import FORMS, assert_same, write_form
 
 PROMPT = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 32, 38]])
 OLD = f"{make.PREFIX}model.layers.1.block_sparse_moe"

@@ -19,8 +19,8 @@ from engine.lora.files.writer import FORMS, write_adapter
 from engine.weights.open import open_model
 from testing.models.tiny import save_hf, tiny_model
 from tests.lora import make
-from tests.lora.test_formats import FORMS as READ_FORMS
-from tests.lora.test_formats import assert_same, write_form
+from tests.lora.forms import FORMS as READ_FORMS
+from tests.lora.forms import assert_same, write_form
 
 CONFIG = make.model_config()
 

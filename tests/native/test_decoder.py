@@ -36,8 +36,8 @@ from engine.weights.store import WeightTensor
 from native import _native
 from testing.harness import Harness
 from testing.models.shapes import config
-from testing.models.tiny import FAMILIES
-from tests.engine.test_lora_serving import Family
+from testing.models.tiny import PLAIN_EXPERTS
+from tests.engine.family import Family
 from tests.native.batches import batch, batch_of
 from tests.native.isas import ISAS
 
@@ -220,7 +220,7 @@ def loaded(family: Family, **config: Any) -> Iterator[Loaded]:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("with_lora", [False, True])
 @pytest.mark.parametrize("keep", [None, [4], [4, 5, 6, 24]], ids=str)
-@pytest.mark.parametrize("name", [name for name, (_, _, own) in FAMILIES.items() if "kv_lora_rank" not in own])
+@pytest.mark.parametrize("name", PLAIN_EXPERTS)
 def test_a_step_in_one_call_has_the_bits_of_its_parts(
     family: Callable[..., Family], name: str, dense: list[int], dtype: str, with_lora: bool, keep: list[int] | None
 ) -> None:

@@ -213,3 +213,15 @@ def test_live_shows_the_batch_and_the_experts(page: Browser) -> None:
     page.script("document.querySelector('#experts').focus()")
     page.press(Keys.ARROW_DOWN)
     assert "Layer" in page.text("#expert-text")
+
+
+def test_below_a_prefix(window: Browser, model_dir: Path, tmp_path: Path) -> None:
+    with serving(model_dir, tmp_path, "--root-path", "/apps/llm") as server:
+        window.open(f"{server.url}/apps/llm")
+        window.until(lambda: window.text("#state") == "ready", "the page is not ready")
+        ask(window, "hello")
+        assert server.received("Submit")
+        window.click("#tab-live")
+        window.until(lambda: window.text("#decode-rate") != "–", "the live view shows nothing")
+        asked = [url for url in window.requested() if url.startswith(server.url)]
+        assert asked and all(url.removeprefix(server.url).startswith("/apps/llm") for url in asked), asked

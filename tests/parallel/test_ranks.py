@@ -29,8 +29,8 @@ from testing.harness import Harness, Result, greedy
 from testing.models.tiny import save_hf, tiny_model
 from testing.processes import gone
 from testing.waiting import PATIENCE_S, eventually
-from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import CLEAR, prompts
+from tests.engine.family import Family
+from tests.engine.parity import CLEAR, prompts
 from tests.parallel import forks
 
 SHAPE = {
@@ -106,6 +106,7 @@ def test_ranks_answer_as_one_does(family, alone, ranks, config):
     [
         ("qwen2_moe", {"num_attention_heads": 2, "shared_expert_intermediate_size": 64, "tie_word_embeddings": True}),
         ("mixtral", {}),
+        ("deepseek_v2", {"q_lora_rank": None}),
     ],
 )
 def test_other_families_are_divided(tmp_path, family, shape):
@@ -117,6 +118,16 @@ def test_other_families_are_divided(tmp_path, family, shape):
     for prompt, tokens in zip(asked, engine.generate(asked), strict=True):
         expected, gap = greedy(model, prompt, len(tokens))
         assert tokens == expected or gap < CLEAR
+    engine.close()
+
+
+def test_heads_of_latent_attention_are_divided(tmp_path):
+    """Each rank keeps all latents, and has its heads' part of their projection and of its adapters."""
+    family = Family(tmp_path, 2, family="deepseek_v3", mlp_only_layers=None)
+    names, asked = [None, "adapter-0", "adapter-1"], prompts(4, [5, 20, 9])
+    engine = family.engine(tensor_parallel=2)
+    for name, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
+        family.expect(name, prompt, tokens)
     engine.close()
 
 

@@ -77,7 +77,7 @@ def course(
 
 
 @given(ARRIVALS, CONFIGS)
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_live_requests_run_as_if_alone(arrivals, changes) -> None:
     """Same steps, same refusals, whatever background work there is."""
     _, plans = course(arrivals, 0, changes)
@@ -86,7 +86,7 @@ def test_live_requests_run_as_if_alone(arrivals, changes) -> None:
 
 
 @given(ARRIVALS, CONFIGS, st.sampled_from([0, 1]))
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_all_background_requests_end_when_live_ones_have(arrivals, changes, depth) -> None:
     engine, _ = course(arrivals, depth, changes)
     assert set(engine.terminal) == set(engine.submitted) - {

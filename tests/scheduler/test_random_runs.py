@@ -119,13 +119,13 @@ def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> N
             scheduler.retire_adapter(key)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
 def test_everything_holds_in_random_runs(seed: int, depth: int, drafts: bool) -> None:
     run(seed, depth, drafts=drafts)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
 def test_everything_holds_with_blocks_on_disk(seed: int, depth: int, drafts: bool) -> None:
     """And in the process that finds what a killed one has left."""
@@ -142,7 +142,7 @@ def test_random_runs_use_the_disk() -> None:
         assert stats["disk_saved_blocks"] > 0 and stats["disk_hit_tokens"] > 0
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32))
 def test_depth_one_gives_the_tokens_of_depth_zero(seed: int) -> None:
     runs = [run(seed, depth, faults=False, max_queue=1000) for depth in (0, 1)]
@@ -154,7 +154,7 @@ def test_depth_one_gives_the_tokens_of_depth_zero(seed: int) -> None:
     assert all(e.terminal[key].kind is EventKind.FINISHED for e in runs for key in finished[0])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32))
 def test_drafts_change_no_tokens_and_save_steps(seed: int) -> None:
     plain, drafted = (run(seed, 0, faults=False, drafts=drafts, max_queue=1000) for drafts in (False, True))
@@ -172,7 +172,7 @@ def test_a_run_can_be_replayed(depth: int) -> None:
     assert run(11, depth).trace == run(11, depth).trace
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), caching=st.booleans())
 def test_short_of_blocks_everything_still_comes_out_right(seed: int, depth: int, caching: bool) -> None:
     rng = random.Random(seed)

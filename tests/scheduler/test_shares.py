@@ -27,7 +27,7 @@ def steps_to_first_token(engine: FakeEngine, request_id: str, limit: int = 200) 
     raise AssertionError(f"no token after {limit} steps: {engine.scheduler.stats()}")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(
     depth=st.sampled_from([0, 1]),
     flooders=st.lists(st.sampled_from([0.1, 1.0, 7.0, 1000.0]), min_size=1, max_size=2),
@@ -76,7 +76,7 @@ def _seats(engine: FakeEngine) -> dict[str, int]:
     return found
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]))
 def test_no_seat_stays_empty_while_somebody_waits_and_nothing_is_lost(seed: int, depth: int) -> None:
     rng = random.Random(seed)

@@ -163,5 +163,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,13 +13,13 @@ from peft import PeftModel
 from engine.errors import UserError
 from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
-from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
+from testing.models.tiny import PLAIN_EXPERTS, save_gguf, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.layer import lora_config
 from training.loop.save import save_adapter
 from training.model import checkpoint_layers, load_model
 
-EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EACH_FAMILY = pytest.mark.parametrize("family", PLAIN_EXPERTS)
 IDS = torch.randint(2, 128, (2, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, 11:] = 0
@@ -27,7 +29,7 @@ SEEN = MASK.bool()
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
+    for family in PLAIN_EXPERTS:
         save_hf(tiny_model(family=family), root / family)
     return root
 
@@ -42,6 +44,23 @@ def test_the_base_equals_transformers(folders, tmp_path, family):
     save_gguf(model, tmp_path / "m.gguf", "F32", "F32")
     stored = load_model(str(tmp_path / "m.gguf"), reference)(IDS, attention_mask=MASK).logits
     torch.testing.assert_close(stored[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_family_by_another_name(tmp_path):
+    """Kimi K2 is a DeepSeek V3; K2.5 is no language model alone."""
+    model = tiny_model(family="deepseek_v3")
+    save_hf(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    got = load_model(str(tmp_path), reference)(IDS, attention_mask=MASK).logits
+    want = model(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(got[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
+    classes = ["KimiK25ForConditionalGeneration"]
+    nested = {"model_type": "kimi_k25", "architectures": classes, "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    with pytest.raises(UserError, match="kimi_k25 is no family of transformers"):
+        load_model(str(tmp_path), reference)
 
 
 def test_experts_from_another_file_must_fit(folders, tmp_path):

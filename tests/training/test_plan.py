@@ -19,7 +19,7 @@ from demo.paths import demo_model
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.limits import Memory
 from engine.weights.open import open_model
-from testing.models.tiny import FAMILIES, tiny_model
+from testing.models.tiny import PLAIN_EXPERTS, tiny_model
 from training.config import TrainConfig, load_config
 from training.memory.costs import Run, dense_lora, layer_bytes, lora_parameters
 from training.memory.plan import plan_training
@@ -41,7 +41,7 @@ def _tiny(family: str, **more: Any) -> Any:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
-    for family in FAMILIES:
+    for family in PLAIN_EXPERTS:
         folders[family] = tmp_path_factory.mktemp(family)
         _tiny(family).save_pretrained(folders[family])
     return folders

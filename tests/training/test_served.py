@@ -11,7 +11,7 @@ from safetensors import safe_open
 from engine.memory.limits import Memory
 from engine.messages import Finished
 from testing.harness import Harness
-from testing.models.tiny import FAMILIES, save_hf, tiny_model
+from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
 from tests.training.conftest import save_chat_model
 from tests.training.models import draw_b, ours
 from training import run
@@ -48,7 +48,7 @@ def expect_served(want: dict[str | None, torch.Tensor], model: Path, adapter: Pa
     harness.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN_EXPERTS)
 @pytest.mark.parametrize("form", ["peft", "kt-fused"])
 def test_evaluation_logits_are_those_of_the_server(tmp_path, form, family):
     save_hf(tiny_model(family=family), tmp_path / "model")

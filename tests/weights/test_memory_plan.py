@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.architectures.config import ModelConfig
-from engine.config import EngineConfig
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.items import Item, Kind
 from engine.memory.limits import Memory, cpu_memory
-from engine.memory.plan import Inputs, MemoryPlan, plan_memory
-from engine.memory.stated import STATED
 from engine.units import format_bytes, parse_bytes
 from engine.weights.open import open_model
 from engine.weights.store import ExpertStore, WeightSource
 from testing.models.tiny import save_gguf, tiny_model
+from tests.weights.planned import plan, size
 
 GIB, MIB = 1 << 30, 1 << 20
 WEIGHTS = 8 * 3 * 64 * 64  # of one layer's experts
@@ -34,37 +31,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> WeightSource:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     save_gguf(tiny_model(0, max_position_embeddings=40960), path, expert_type="Q8_0", dense_type="Q8_0")
     return open_model(str(path))
-
-
-def plan(
-    source: WeightSource, cpu: int = 64 * GIB, element: int = 2, backend: str = "reference", **more: Any
-) -> MemoryPlan:
-    gpu, extra = more.pop("gpu", None), more.pop("extra", ())
-    linear, copies = more.pop("linear_backend", "reference"), more.pop("adapter_copies", None)
-    config = EngineConfig(model="m", **more)
-    inputs = Inputs(
-        config,
-        source,
-        STATED,
-        lambda layer: backend,
-        linear,
-        element_bytes=element,
-        activation_bytes=element,
-        kv_token_bytes=source.config.kv_bytes_per_token(element),
-        token_budget=config.max_num_batched_tokens or 512,
-        cpu=Memory("CPU", cpu, 2 * cpu),
-        gpu=gpu,
-        adapter_copies={"CPU": 1} if copies is None else copies,
-        kt_method=config.kt_method,
-        expert_quantise=config.quantise,
-        extra=tuple(extra),
-    )
-    return plan_memory(inputs)
-
-
-def size(made: MemoryPlan, kind: Kind) -> int:
-    (item,) = [item for item in made.items if item.kind is kind]
-    return item.num_bytes
 
 
 @pytest.mark.parametrize(

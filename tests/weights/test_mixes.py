@@ -10,7 +10,7 @@ from engine.memory.items import Kind
 from engine.weights.open import open_model
 from native import available
 from testing.models.tiny import save_gguf, tiny_model
-from tests.weights.test_memory_plan import plan, size
+from tests.weights.planned import plan, size
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")
 

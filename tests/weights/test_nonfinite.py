@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.weights.dequant import first_nonfinite
 from engine.weights.store import WeightTensor
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import BACKENDS
+from tests.engine.parity import BACKENDS
 
 LAYER = "model.layers.0."
 TENSORS = [
@@ -43,11 +44,20 @@ def test_found_at_load(tmp_path: Path, backend: dict[str, Any], name: str, value
     assert name.removesuffix(".weight") in message or one_of_many
 
 
-@given(size=st.integers(1, 3000), at=st.integers(0, 2999), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_the_first_is_found(size: int, at: int, dtype: torch.dtype) -> None:
-    values = torch.zeros(size, dtype=dtype)
+@given(
+    size=st.integers(1, 3000),
+    at=st.integers(0, 2999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
+    others=st.sampled_from([0.0, 1e4, -1e4]),
+    all_behind=st.booleans(),
+)
+def test_the_first_is_found(
+    size: int, at: int, dtype: torch.dtype, bad: float, others: float, all_behind: bool
+) -> None:
+    values = torch.full((size,), others, dtype=dtype)
     assert first_nonfinite(values) is None
-    values[at % size :] = float("nan")
+    values[at % size : None if all_behind else at % size + 1] = bad
     assert first_nonfinite(values) == at % size
 
 

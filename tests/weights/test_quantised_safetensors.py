@@ -20,8 +20,8 @@ from native import available
 from testing.harness import Harness, full_logits
 from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
 from testing.models.tiny import tiny_model
-from tests.engine.test_parity import prompts
-from tests.weights.test_memory_plan import plan
+from tests.engine.parity import prompts
+from tests.weights.planned import plan
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 4, "head_dim": 64}
 FORMS: dict[str, tuple[dict[str, Any], bool]] = {

@@ -159,7 +159,7 @@ def test_array_lengths_beyond_the_file(tmp_path: Path) -> None:
 
 def test_other_architectures(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    for architecture in ("gemma3", "deepseek2", "qwen3"):
+    for architecture in ("gemma3", "deepseek", "qwen3"):
         writer = gguf.GGUFWriter(path, architecture)
         gguf_metadata(writer, tiny_model(0).config)
         writer.add_tensor("token_embd.weight", np.zeros((4, 64), np.float32))

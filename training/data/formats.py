@@ -243,8 +243,10 @@ def _tools(value: Any, row: Row) -> tuple[Tool, ...]:
         {"type": "function", "function": tool} if isinstance(tool, Mapping) and "function" not in tool else tool
         for tool in value
     ]
-    use = _told(lambda: tool_use(wrapped, [], None, None, parallel=True), row)
-    return () if use is None else use.tools
+    offer = _told(lambda: tool_use(wrapped, [], None, None, parallel=True), row)
+    if offer.remarks:
+        raise row.error(": ".join(offer.remarks[0]))
+    return () if offer.use is None else offer.use.tools
 
 
 def _told(check: Callable[[], Any], row: Row) -> Any:

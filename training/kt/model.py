@@ -178,7 +178,7 @@ def _store(index: int, module: Any) -> ExpertStore:
         data = value.cpu().contiguous().view(torch.uint8).reshape(-1).numpy()
         return WeightTensor(f"layers.{index}.experts.{name}", tuple(value.shape), _TYPES[value.dtype], data)
 
-    return ExpertStore(index, **{name: tensor(name, value) for name, value in parts.items()})
+    return ExpertStore(index, *(tensor(name, parts[name]) for name in ("gate", "up", "down")))
 
 
 def _config(sizes: list[int]) -> ModelConfig:

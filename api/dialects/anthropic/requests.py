@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from api.bodies.body import Body, no_op, refused, supported
+from api.bodies import shapes
+from api.bodies.body import Body, no_op, supported
 from api.bodies.parsing import Notes, parse
 from api.bodies.tools import Definitions, Effort
-from api.bodies.values import INT32, MIN_TOP_P, Count, Integer, Messages, Number, PositiveCount, StopString, Temperature
-from api.dialects.common.content import (
-    SchemaFormat,
-    continuation,
-    kind_of,
-    response_format,
-    string_in,
-    text_in,
-    unsupported,
-)
+from api.bodies.values import INT32, Count, Integer, Messages, PositiveCount, StopString, Temperature, TopP
+from api.dialects.anthropic.blocks import Offers, messages_of, system_of
+from api.dialects.common.content import SchemaFormat, continuation, kind_of, response_format, string_in
 from api.errors import bad_request, shortened
 from api.prepare.job import Job, Prepared
 from api.prepare.prompts import Preparer
+from api.text.kinds import ANTHROPIC_CHOICES, ANTHROPIC_TOOLS, Fate
+from api.text.messages import unsupported
 
-_PARTS = ("text", "tool_use", "tool_result", "thinking")
 WORDS = {  # of a chat's fields
     "enable_thinking": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
@@ -66,15 +61,24 @@ class OutputConfig(Body):
 class MessagesRequest(Body):
     """Anthropic's Messages. `max_tokens` may be left out, as for a count of tokens."""
 
+    SHAPES = {  # noqa: RUF012
+        "messages": shapes.CLAUDE_MESSAGES,
+        "system": shapes.CLAUDE_SYSTEM,
+        "tools": shapes.CLAUDE_TOOLS,
+        "tool_choice": shapes.CLAUDE_CHOICE,
+        "output_format": shapes.CLAUDE_FORMAT,
+        "output_config": shapes.CLAUDE_OUTPUT,
+        "thinking": shapes.CLAUDE_THINKING,
+    }
+
     FIELDS = (
         supported("model", "as everywhere"),
         supported(
             "messages",
-            "text, thinking, `tool_use` and `tool_result` blocks; the answer goes on with an assistant's text at the "
-            "end",
+            "blocks of every kind (docs/agents.md); the answer goes on with an assistant's text at the end",
         ),
         supported("max_tokens", "default: the rest of the context"),
-        supported("system", "a text or text blocks"),
+        supported("system", "a text or text blocks; a line that begins `x-anthropic-billing-header:` is dropped"),
         supported("stop_sequences", "see `stop`"),
         supported("stream", "Anthropic's events"),
         supported("temperature", "0: greedy"),
@@ -94,8 +98,8 @@ class MessagesRequest(Body):
         no_op("speed", "there is one speed"),
         no_op("user_profile_id", "tenants are told by their keys"),
         no_op("workspace_id", "tenants are told by their keys"),
-        refused("mcp_servers", "only a client's own tools are called", []),
-        refused("container", "nothing is run here"),
+        no_op("mcp_servers", "only a client's own tools are called"),
+        no_op("container", "nothing is run here"),
     )
 
     model: str | None = None
@@ -105,7 +109,7 @@ class MessagesRequest(Body):
     stop_sequences: list[StopString] = Field(default=[], max_length=16)
     stream: bool = False
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(ge=MIN_TOP_P, le=1), Number] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32), Integer] | None = None
     tools: Definitions = Field(default=[])
     tool_choice: dict[str, Any] | None = None
@@ -115,14 +119,16 @@ class MessagesRequest(Body):
 
 
 def prepare(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
-    return prompts.chat_of(chat_of(parse(MessagesRequest, raw, notes)), job, notes, WORDS)
+    return prompts.chat_of(chat_of(parse(MessagesRequest, raw, notes), notes), job, notes, WORDS)
 
 
-def chat_of(body: MessagesRequest) -> dict[str, Any]:
+def chat_of(body: MessagesRequest, notes: Notes) -> dict[str, Any]:
     """The same as a chat request. Raises ApiError that names the place."""
-    messages = [] if body.system is None else [{"role": "system", "content": text_in(body.system, "system")}]
-    for i, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{i}]")
+    system = system_of(body.system, notes)
+    offers = Offers([_tool(tool, f"tools[{i}]", notes) for i, tool in enumerate(body.tools)])
+    messages = [*system, *messages_of(body.messages, offers, notes)]
+    tools = [_tool(tool, "messages", notes) for tool in offers.added]
+    offered = [tool for tool in (*offers.declared, *tools) if tool is not None]
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -132,8 +138,8 @@ def chat_of(body: MessagesRequest) -> dict[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
-        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] or None,
-        **_choice(body),
+        "tools": offered or None,
+        **_choice(body, offered, notes),
         **continuation(messages),
     }
     if (thinking := body.thinking) is not None:
@@ -152,71 +158,34 @@ def _one_format(body: MessagesRequest, config: OutputConfig) -> SchemaFormat | N
     return config.format or body.output_format
 
 
-def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """One of theirs may hold several of ours: each result of a tool is a message."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise bad_request(f"{where}.role: 'user' or 'assistant' is expected, got {shortened(role)}", f"{where}.role")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    if not isinstance(content, list):
-        raise bad_request(f"{where}.content: a text or a list of blocks is expected", f"{where}.content")
-    texts: list[str] = []
-    results: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    reasoning: list[str] = []
-    for i, part in enumerate(content):
-        place = f"{where}.content[{i}]"
-        match kind_of(part, place):
-            case "text":
-                texts.append(string_in(part, "text", place))
-            case "thinking":
-                reasoning.append(string_in(part, "thinking", place))
-            case "redacted_thinking":
-                continue  # what another server hid
-            case "tool_use":
-                calls.append(_call(part, place))
-            case "tool_result":
-                result = part.get("content", "")
-                text = text_in("" if result is None else result, f"{place}.content")
-                results.append({"role": "tool", "tool_call_id": string_in(part, "tool_use_id", place), "content": text})
-            case kind:
-                raise unsupported(place, kind, _PARTS)
-    own: dict[str, Any] = {"role": role, "content": "".join(texts)}
-    if calls:
-        own["tool_calls"] = calls
-    if reasoning:
-        own["reasoning_content"] = "".join(reasoning)
-    return [*results, *([own] if texts or calls or reasoning or not results else [])]
-
-
-def _call(part: dict[str, Any], where: str) -> dict[str, Any]:
-    arguments = json.dumps(part.get("input", {}), ensure_ascii=False)
-    function = {"name": string_in(part, "name", where), "arguments": arguments}
-    return {"id": string_in(part, "id", where), "type": "function", "function": function}
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    kind = tool.get("type", "custom")
-    if kind != "custom":
-        raise unsupported(f"{where}.type", kind, ("custom",))
+def _tool(tool: dict[str, Any], where: str, notes: Notes) -> dict[str, Any] | None:
+    """None: it is left out."""
+    kind = "custom" if tool.get("type") is None else tool["type"]
+    if not isinstance(kind, str):
+        raise bad_request(f"{where}.type: a text is expected, got {shortened(kind)}", f"{where}.type")
+    if ANTHROPIC_TOOLS.fate(kind) is not Fate.READ:
+        notes.left_out(where, kind)
+        return None
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
         "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
     }
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
-def _choice(body: MessagesRequest) -> dict[str, Any]:
+def _choice(body: MessagesRequest, offered: Sequence[dict[str, Any]], notes: Notes) -> dict[str, Any]:
     if body.tool_choice is None:
         return {}
     kind = kind_of(body.tool_choice, "tool_choice")
+    if ANTHROPIC_CHOICES.fate(kind) is not Fate.READ:
+        raise unsupported("tool_choice.type", kind, ANTHROPIC_CHOICES.names_read)
     parallel = {"parallel_tool_calls": False} if body.tool_choice.get("disable_parallel_tool_use") is True else {}
     if kind == "tool":
         named = {"type": "function", "function": {"name": string_in(body.tool_choice, "name", "tool_choice")}}
         return {"tool_choice": named, **parallel}
-    choices = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in choices:
-        raise unsupported("tool_choice.type", kind, (*choices, "tool"))
-    return {"tool_choice": choices[kind], **parallel}
+    if kind == "any" and body.tools and not offered:
+        notes.remark("tool_choice", "no tool is left to call")
+        return {}
+    return {"tool_choice": {"any": "required"}.get(kind, kind), **parallel}

@@ -14,7 +14,7 @@ from api.bodies.generation import ChatOptions
 from api.bodies.schema import described
 from api.dialects.anthropic.requests import MessagesRequest
 from api.dialects.common.blocks import Block, BlockKind, Blocks, Change, blocks_of
-from api.errors import ApiError
+from api.errors import ApiError, TooLongError
 from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import ResponseFormatter
 from api.http.handling import model_of, open_chat, respond, service_of, tenant_of
@@ -56,7 +56,19 @@ def router() -> APIRouter:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}}
+    message = _too_long(error) if isinstance(error, TooLongError) else error.message
+    return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": message}}
+
+
+def _too_long(error: TooLongError) -> str:
+    """The two sentences by which Anthropic's clients lower `max_tokens` or compact their history."""
+    prompt, output, limit = error.prompt_tokens, error.output_tokens, error.limit
+    if output is None:
+        return f"prompt is too long: {prompt} tokens > {min(limit, prompt - 1)} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, "
+        "decrease input length or `max_tokens` and try again"
+    )
 
 
 class MessagesFormatter(ResponseFormatter):
@@ -132,7 +144,7 @@ def _more(block: Block, text: str) -> dict[str, Any]:
 def _block(block: Block) -> dict[str, Any]:
     match block.kind:
         case BlockKind.TEXT:
-            return {"type": "text", "text": block.text, "citations": None}
+            return {"type": "text", "text": block.text}
         case BlockKind.REASONING:
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case BlockKind.CALL:

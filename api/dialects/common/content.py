@@ -8,8 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from api.bodies.body import Body, no_op, supported
+from api.bodies.parsing import Notes
 from api.bodies.structured import Schema
-from api.errors import ApiError, bad_request, shortened
+from api.errors import bad_request, shortened
+from api.text.kinds import Content, Fate, Kinds, unread
+from api.text.messages import unsupported
 
 
 class SchemaFormat(Body):
@@ -33,23 +36,36 @@ class SchemaFormat(Body):
         return self
 
 
-def text_in(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A text, or the joined texts of parts of the given kinds. Raises ApiError."""
+def text_in(content: Any, where: str, kinds: Kinds, notes: Notes, *, newly: bool = False) -> str:
+    """A text, or the joined texts of parts, each as the table `kinds` has it. Raises ApiError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where}: a text or a list of parts is expected, got {shortened(content)}", where)
-    return "".join(part_text(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
+    text = Content()
+    for i, part in enumerate(content):
+        add_part(text, part, f"{where}[{i}]", kinds, notes, newly=newly)
+    return str(text)
 
 
-def part_text(part: Any, where: str, kinds: Sequence[str]) -> str:
-    """The text of a part of one of the given kinds. Raises ApiError."""
+def add_part(text: Content, part: Any, where: str, kinds: Kinds, notes: Notes, *, newly: bool = False) -> None:
+    """One part, of those that have a text or none. Raises ApiError."""
     kind = kind_of(part, where)
-    if kind not in kinds:
-        raise unsupported(where, kind, kinds)
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"{where}.text: a text is expected", f"{where}.text")
-    return str(part["text"])
+    match kinds.fate(kind, newly=newly):
+        case Fate.READ:
+            text.text(string_in(part, "refusal" if kind == "refusal" else "text", where))
+        case Fate.LINE:
+            notes.made_a_line(where, kind)
+            text.line(unread(kind, name_of(part)))
+        case Fate.LEFT_OUT:
+            notes.left_out(where, kind)
+        case Fate.REFUSED:
+            raise unsupported(where, kind)
+
+
+def name_of(part: Mapping[str, Any]) -> str:
+    """What a document or a file is called, if it says."""
+    return next((value for key in ("title", "filename") if isinstance(value := part.get(key), str)), "")
 
 
 def kind_of(part: Any, where: str) -> str:
@@ -77,8 +93,3 @@ def continuation(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     last = messages[-1]
     begun = last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls")
     return {"add_generation_prompt": False, "continue_final_message": True} if begun else {}
-
-
-def unsupported(where: str, kind: str, kinds: Sequence[str]) -> ApiError:
-    expected = " or ".join(map(repr, kinds))
-    return bad_request(f"{where}: {shortened(kind)} is not supported, only {expected}", where, "unsupported_field")

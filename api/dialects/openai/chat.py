@@ -12,13 +12,14 @@ from starlette.responses import Response
 from api.bodies.generation import ChatOptions, ChatRequest
 from api.bodies.schema import described
 from api.dialects.common.logprobs import chat_logprobs, prompt_logprobs
+from api.dialects.openai.calls import WrittenCalls
 from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import ResponseFormatter, event
 from api.http.fast.template import EventTemplate
 from api.http.handling import head_of, open_chat, respond, service_of, tenant_of
 from api.prepare.job import Kind
 from api.prepare.prompts import unpacked
-from api.text.deltas import Delta, Reasoning, Text, ToolArguments, ToolStart, calls_of, reasoning_of
+from api.text.deltas import Delta, Reasoning, Text, calls_of, reasoning_of
 from api.text.tokenizer import Tokenizer
 
 
@@ -31,9 +32,9 @@ def router() -> APIRouter:
         prepared = await service.prepare(Kind.CHAT, request)
         body, answers = await open_chat(request, prepared)
         prompt, head = unpacked(prepared.prompts[0]), head_of(request, body, "chatcmpl-")
-        functions = prepared.reading is not None and prepared.reading.functions
-        echoed = "".join(prepared.texts)
-        formatter = ChatFormatter(service.tokenizer, body, prompt, answers, head, echoed, functions=functions)
+        reading, echoed = prepared.reading, "".join(prepared.texts)
+        calls = WrittenCalls() if reading is None else WrittenCalls(functions=reading.functions, free=reading.free)
+        formatter = ChatFormatter(service.tokenizer, body, prompt, answers, head, echoed, calls)
         return await respond(request, answers, formatter, stream=body.stream)
 
     return routes
@@ -48,8 +49,7 @@ class ChatFormatter(ResponseFormatter):
         answers: Answers,
         head: dict[str, Any],
         echoed: str = "",
-        *,
-        functions: bool = False,
+        calls: WrittenCalls | None = None,
     ) -> None:
         self._names = None if body.return_tokens_as_token_ids else tokenizer
         self._body = body
@@ -60,7 +60,7 @@ class ChatFormatter(ResponseFormatter):
         self._usage_so_far = self._with_usage and options is not None and options.continuous_usage_stats
         self._head = head
         self._echoed = echoed
-        self._functions = functions
+        self._calls = calls or WrittenCalls()
         self._texts, self._reasonings = EventTemplate(), EventTemplate()
 
     def whole(self, choices: Sequence[Update]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class ChatFormatter(ResponseFormatter):
         return response
 
     def _choice(self, index: int, update: Update) -> dict[str, Any]:
-        message = _message(update, functions=self._functions)
+        message = _message(update, self._calls)
         if self._echoed:
             message["content"] = self._echoed + (message["content"] or "")
         choice: dict[str, Any] = {
@@ -86,6 +86,7 @@ class ChatFormatter(ResponseFormatter):
             "message": message,
             "logprobs": self._logprobs(update),
             "finish_reason": self._reason(update),
+            "matched_stop": update.matched_stop,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = update.tokens
@@ -113,7 +114,7 @@ class ChatFormatter(ResponseFormatter):
         ended = update.finish_reason is not None
         if not (ended or ids or update.logprobs is not None or self._usage_so_far):
             return b"".join(self._event(index, delta) for delta in update.deltas)
-        deltas = [_shown(delta, functions=self._functions) for delta in update.deltas]
+        deltas = [self._shown(index, delta) for delta in update.deltas]
         if ended and deltas and "content" not in deltas[-1]:
             deltas.append({})
         elif not deltas and (ended or update.logprobs or ids):
@@ -122,6 +123,8 @@ class ChatFormatter(ResponseFormatter):
         if choices:
             choices[0]["logprobs"] = self._logprobs(update)
             choices[-1]["finish_reason"] = self._reason(update)
+            if ended:
+                choices[-1]["matched_stop"] = update.matched_stop
             if ids:
                 choices[0]["token_ids"] = update.tokens
         return b"".join(map(self._chunk, choices))
@@ -131,7 +134,16 @@ class ChatFormatter(ResponseFormatter):
             return self._texts.event(index, delta.text, self._text)
         if isinstance(delta, Reasoning):
             return self._reasonings.event(index, delta.text, self._reasoning)
-        return self._chunk(_delta(index, _shown(delta, functions=self._functions)))
+        return self._chunk(_delta(index, self._shown(index, delta)))
+
+    def _shown(self, choice: int, delta: Delta) -> dict[str, Any]:
+        match delta:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return _reasoning(text)
+            case _:
+                return self._calls.delta(choice, delta)
 
     def _text(self, index: int, text: str) -> bytes:
         return self._chunk(_delta(index, {"content": text}))
@@ -140,7 +152,7 @@ class ChatFormatter(ResponseFormatter):
         return self._chunk(_delta(index, _reasoning(text)))
 
     def _reason(self, update: Update) -> str | None:
-        called = self._functions and update.finish_reason == "tool_calls"
+        called = self._calls.functions and update.finish_reason == "tool_calls"
         return "function_call" if called else update.finish_reason
 
     def end(self) -> bytes:
@@ -151,41 +163,15 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _shown(delta: Delta, *, functions: bool) -> dict[str, Any]:
-    """`functions`: calls in their older form."""
-    match delta:
-        case Text(text):
-            return {"content": text}
-        case Reasoning(text):
-            return _reasoning(text)
-        case ToolStart(_, _, name) if functions:
-            return {"function_call": {"name": name, "arguments": ""}}
-        case ToolArguments(_, text) if functions:
-            return {"function_call": {"arguments": text}}
-        case ToolStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case ToolArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
 def _reasoning(text: str) -> dict[str, Any]:
     """Under both names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _message(update: Update, *, functions: bool) -> dict[str, Any]:
+def _message(update: Update, written: WrittenCalls) -> dict[str, Any]:
     """A whole answer. Without text its content is null if there are calls."""
     calls = calls_of(update.deltas)
     message: dict[str, Any] = {"role": "assistant", "content": update.text or (None if calls else "")}
     if reasoning := reasoning_of(update.deltas):
         message |= _reasoning(reasoning)
-    made = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    if functions and made:
-        message["function_call"] = made[0]
-    elif made:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(calls, made, strict=True)
-        ]
-    return message
+    return message | written.whole(calls)

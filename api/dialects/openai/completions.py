@@ -93,6 +93,8 @@ class CompletionFormatter(ResponseFormatter):
         choice["text"] = (echoed if first else "") + update.text
         choice["logprobs"] = self._logprobs(update, prompt if first and self._body.echo else [], len(echoed))
         choice["finish_reason"] = update.finish_reason
+        if update.finish_reason is not None:
+            choice["matched_stop"] = update.matched_stop
         if first and (wanted := self._body.prompt_logprobs) is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._names, prompt, update.prompt_logprobs, wanted)
         if update.finish_reason is not None and self._body.max_tokens == 0:

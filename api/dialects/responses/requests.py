@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from pydantic import Field
 
+from api.bodies import shapes
 from api.bodies.body import Body, no_op, refused, supported
 from api.bodies.fields import GENERATION
 from api.bodies.generation import SamplingFields
@@ -15,10 +16,14 @@ from api.bodies.parsing import Notes, parse
 from api.bodies.structured import StructuredOutputs
 from api.bodies.tools import Definitions, Effort
 from api.bodies.values import Alternatives, Messages, PositiveCount
-from api.dialects.common.content import SchemaFormat, kind_of, response_format, string_in, text_in, unsupported
-from api.errors import bad_request, shortened
+from api.dialects.common.content import SchemaFormat, kind_of, response_format, string_in
+from api.dialects.responses.items import Items
+from api.dialects.responses.offers import Offered, offered_of
+from api.errors import bad_request
 from api.prepare.job import Job, Prepared
 from api.prepare.prompts import Preparer
+from api.text.kinds import CHOICES, Fate
+from api.text.messages import unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
 Included = Literal[  # what OpenAI's responses may include: reasoning is given as it is, and there are no other tools
@@ -26,8 +31,6 @@ Included = Literal[  # what OpenAI's responses may include: reasoning is given a
     "web_search_call.results", "web_search_call.action.sources", "file_search_call.results",
     "code_interpreter_call.outputs", "computer_call_output.output.image_url",
 ]  # fmt: skip
-_TEXTS = ("input_text", "output_text", "text")
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 WORDS = {  # of a chat's fields
     "reasoning_effort": "reasoning.effort",
     "response_format.json_schema": "text.format",
@@ -78,9 +81,17 @@ class TextConfig(Body):
 class ResponsesRequest(SamplingFields):
     """OpenAI's Responses, with the sampling fields of the other endpoints, as vLLM has them."""
 
+    SHAPES = {  # noqa: RUF012
+        **shapes.SAMPLING,
+        "structured_outputs": shapes.STRUCTURED["structured_outputs"],
+        "input": shapes.INPUT,
+        "tools": shapes.TOOLS,
+        "tool_choice": shapes.CHOICE,
+    }
+
     FIELDS = (
         supported("model", "as everywhere"),
-        supported("input", "a text, or items: messages, calls of functions, their outputs, reasoning"),
+        supported("input", "a text, or items of every kind (docs/agents.md)"),
         supported("instructions", "the first message, of this response alone"),
         supported("previous_response_id", "its messages come before the input; it must have been stored"),
         supported("store", "kept for `previous_response_id` and `GET`, as long as the bounded store has room"),
@@ -88,8 +99,10 @@ class ResponsesRequest(SamplingFields):
         supported("max_output_tokens", "default: the rest of the context"),
         supported("top_logprobs", "that many alternatives for each token of the output's text"),
         supported("include", "`message.output_text.logprobs`: log-probabilities; reasoning is given as it is"),
-        supported("tools", "functions"),
-        supported("tool_choice", "`auto`, `none`, `required` or a function"),
+        supported(
+            "tools", "functions, tools of free text, and namespaces of both; others are left out (docs/agents.md)"
+        ),
+        supported("tool_choice", "`auto`, `none`, `required`, a tool, or `allowed_tools`"),
         supported("parallel_tool_calls", "false: one call at most"),
         supported("structured_outputs", "vLLM's: see above; not with `text.format`"),
         supported("chat_template_kwargs", "variables for the template"),
@@ -104,14 +117,14 @@ class ResponsesRequest(SamplingFields):
         no_op("prompt_cache_retention", "the prefix cache keeps what fits, least recently used first out"),
         no_op("prompt_cache_options", "the prefix cache finds equal prompts by itself"),
         no_op("stream_options", "nothing is padded"),
-        refused("context_management", "an input that does not fit is a 400", []),
+        no_op("context_management", "the input is taken as it is"),
         refused("moderation", "there is no moderation"),
         refused("image", "the model writes text only"),
         refused("truncation", "an input that does not fit is a 400", "disabled"),
         refused("background", "a response is made while its client waits", False),
         refused("conversation", "use `previous_response_id`"),
         refused("prompt", "there are no stored prompts"),
-        refused("max_tool_calls", "a client calls its tools itself"),
+        no_op("max_tool_calls", "a client calls its tools itself"),
     )
 
     model: str | None = None
@@ -143,90 +156,67 @@ def prepare(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
     if body.previous_response_id is not None and job.history is None:
         return Prepared(b"", previous=body.previous_response_id)
     history = [] if job.history is None else msgspec.json.decode(job.history)
-    prepared = prompts.chat_of(chat_of(body, history), job, notes, WORDS)
-    messages = msgspec.json.encode([*history, *messages_of(body)])
-    head = body.model_dump_json(by_alias=True, exclude=NOT_REPEATED).encode()
-    return msgspec.structs.replace(prepared, messages=messages, head=head)
+    chat, messages, names = chat_of(body, history, notes)
+    return msgspec.structs.replace(
+        prompts.chat_of(chat, job, notes, WORDS),
+        messages=msgspec.json.encode(messages),
+        head=body.model_dump_json(by_alias=True, exclude=NOT_REPEATED).encode(),
+        names=names,
+    )
 
 
-def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The same as a chat request. `history`: the messages of the response before. Raises ApiError naming the place."""
-    messages = [*history, *messages_of(body)]
-    if body.instructions is not None:
-        messages = [{"role": "system", "content": body.instructions}, *messages]
+class Translated(NamedTuple):
+    """A request as a chat request. `messages`: those of the conversation, which a following response goes on with.
+    `names`: of tools in namespaces (api/dialects/responses/offers.py)."""
+
+    chat: dict[str, Any]
+    messages: list[dict[str, Any]]
+    names: dict[str, tuple[str, str]]
+
+
+def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]], notes: Notes) -> Translated:
+    """`history`: the messages of the response before. Raises ApiError naming the place."""
+    items = Items(body.input, notes)
+    offered = offered_of([*body.tools, *items.tools], notes)
+    messages = [*history, *items.messages]
+    if not messages:
+        raise bad_request("input: nothing of it is left for the model", "input")
+    first = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    tools = offered.tools
     chat: dict[str, Any] = {
         "model": body.model,
-        "messages": messages,
+        "messages": [*first, *messages],
         "max_tokens": body.max_output_tokens,
         "stream": body.stream,
         **body.model_dump(include=_SAMPLING | _OURS, by_alias=True, exclude_unset=True),
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
-        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)] or None,
-        "parallel_tool_calls": body.parallel_tool_calls if body.tools else None,
-        "tool_choice": _choice(body.tool_choice) if body.tools else None,
+        "tools": tools or None,
+        "parallel_tool_calls": body.parallel_tool_calls if tools else None,
+        "tool_choice": _choice(body.tool_choice, offered, notes) if tools or body.tools else None,
         "response_format": response_format(body.text.format if body.text else None),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
     }
-    return {name: value for name, value in chat.items() if value is not None}
+    given = {name: value for name, value in chat.items() if value is not None}
+    return Translated(given, messages, offered.names)
 
 
-def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input's items as messages; calls and reasoning join the assistant's message that they belong to."""
-    if isinstance(body.input, str):
-        return [{"role": "user", "content": body.input}]
-    messages: list[dict[str, Any]] = []
-    for i, item in enumerate(body.input):
-        _add_item(messages, item, f"input[{i}]")
-    return messages
-
-
-def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    kind = kind_of(item, where) if "type" in item else "message"
-    match kind:
-        case "message":
-            role = item.get("role")
-            if role not in ("user", "assistant", "system", "developer"):
-                allowed = "'user', 'assistant', 'system' or 'developer'"
-                raise bad_request(f"{where}.role: {allowed} is expected, got {shortened(role)}", f"{where}.role")
-            content = text_in(item.get("content"), f"{where}.content", _TEXTS)
-            if role == "assistant":
-                last = _assistant(messages)
-                last["content"] += content
-            else:
-                messages.append({"role": role, "content": content})
-        case "function_call":
-            function = {"name": string_in(item, "name", where), "arguments": string_in(item, "arguments", where)}
-            call = {"id": string_in(item, "call_id", where), "type": "function", "function": function}
-            _assistant(messages).setdefault("tool_calls", []).append(call)
-        case "function_call_output":
-            text = text_in(item.get("output"), f"{where}.output", _TEXTS)
-            messages.append({"role": "tool", "tool_call_id": string_in(item, "call_id", where), "content": text})
-        case "reasoning":
-            last = _assistant(messages)
-            text = text_in(item.get("content") or [], f"{where}.content", ("reasoning_text", "text"))
-            last["reasoning_content"] = last.get("reasoning_content", "") + text
-        case _:
-            raise unsupported(where, kind, _ITEMS)
-
-
-def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if (kind := kind_of(tool, where)) != "function":
-        raise unsupported(f"{where}.type", kind, ("function",))
-    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: str | dict[str, Any]) -> Any:
+def _choice(choice: str | dict[str, Any], offered: Offered, notes: Notes) -> Any:
+    kind = choice if isinstance(choice, str) else kind_of(choice, "tool_choice")
+    fate = CHOICES.fate(kind, newly=True)
+    if fate is not Fate.READ:
+        raise unsupported("tool_choice" if isinstance(choice, str) else "tool_choice.type", kind, CHOICES.names_read)
     if isinstance(choice, str):
+        if choice == "required" and not offered.tools:
+            notes.remark("tool_choice", "no tool is left to call")
+            return None
         return choice
-    if (kind := kind_of(choice, "tool_choice")) != "function":
-        raise unsupported("tool_choice.type", kind, ("function",))
+    if kind == "allowed_tools":
+        among = choice.get("tools")
+        if not isinstance(among, list):
+            raise bad_request("tool_choice.tools: a list of tools is expected", "tool_choice.tools")
+        tools = [tool for each in among if (tool := offered.choice(each)) is not None]
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}
+    if (named := offered.choice(choice)) is not None:
+        return named
     return {"type": "function", "function": {"name": string_in(choice, "name", "tool_choice")}}

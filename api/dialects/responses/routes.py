@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from fastapi import APIRouter
@@ -25,6 +25,7 @@ from api.http.middleware import answer_id
 from api.http.wire import json_response
 from api.prepare.job import Kind, Prepared
 from api.prepare.prompts import TOKEN_BYTES
+from api.text.calls.free_text import TextReader, text_in_arguments
 from api.text.tokenizer import Tokenizer
 
 Keep = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -54,7 +55,8 @@ def router() -> APIRouter:
             stored = Stored(tenant.name, msgspec.json.encode(written), msgspec.json.encode(messages))
             kept.keep(head["id"], stored)
 
-        formatter = ResponsesFormatter(head, answers, service.tokenizer, keep if head["store"] else None)
+        calls = Calls(prepared.names, frozenset(prepared.reading.free if prepared.reading is not None else ()))
+        formatter = ResponsesFormatter(head, answers, service.tokenizer, keep if head["store"] else None, calls)
         return await respond(request, answers, formatter, stream=body.stream)
 
     @routes.post("/v1/responses/input_tokens", openapi_extra=described(ResponsesRequest))
@@ -97,16 +99,38 @@ def _head(asked: dict[str, Any], response_id: str, model: str) -> dict[str, Any]
     }
 
 
+class Calls(NamedTuple):
+    """What calls are called. `names`: a tool's name in the chat -> its own, and its namespace; `free`: the tools that
+    take a text."""
+
+    names: Mapping[str, tuple[str, str]] = {}
+    free: frozenset[str] = frozenset()
+
+    def named(self, block: Block) -> dict[str, Any]:
+        name, namespace = self.names.get(block.name, (block.name, None))
+        return {"call_id": block.call_id, "name": name, **({} if namespace is None else {"namespace": namespace})}
+
+    def is_free(self, block: Block) -> bool:
+        return block.kind is BlockKind.CALL and block.name in self.free
+
+
 class ResponsesFormatter(ResponseFormatter):
     """`head`: the response without what comes of the answer. `tokenizer` names the tokens of log-probabilities. `keep`
-    is given the whole response and the assistant's message at the end."""
+    is given the whole response and the assistant's message at the end. `calls`: what calls are called."""
 
     close: ClassVar[bytes] = b""
 
     def __init__(
-        self, head: dict[str, Any], answers: Answers, tokenizer: Tokenizer | None, keep: Keep | None = None
+        self,
+        head: dict[str, Any],
+        answers: Answers,
+        tokenizer: Tokenizer | None,
+        keep: Keep | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self._head = head
+        self._calls = calls or Calls()
+        self._free_text = TextReader()  # of the call that is being written
         self._tokenizer = tokenizer
         self._unscored: list[tuple[int, dict[str, Any]]] = []  # those of tokens whose text is yet to come
         self._keep = keep
@@ -159,7 +183,7 @@ class ResponsesFormatter(ResponseFormatter):
             "output": [self._item(block, "completed") for block in self._blocks.all],
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
@@ -167,7 +191,8 @@ class ResponsesFormatter(ResponseFormatter):
         }
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIX[block.kind]}_{self._head['id'].removeprefix('resp_')}_{block.index}"
+        prefix = "ctc" if self._calls.is_free(block) else _PREFIX[block.kind]
+        return f"{prefix}_{self._head['id'].removeprefix('resp_')}_{block.index}"
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
@@ -177,9 +202,12 @@ class ResponsesFormatter(ResponseFormatter):
                 return {**item, "type": "message", "role": "assistant", "content": [_part(block)] if done else []}
             case BlockKind.REASONING:
                 return {**item, "type": "reasoning", "summary": [], "content": [_part(block)] if done else []}
+            case BlockKind.CALL if self._calls.is_free(block):
+                text = text_in_arguments(block.text) if done else ""
+                return {**item, "type": "custom_tool_call", **self._calls.named(block), "input": text}
             case BlockKind.CALL:
-                called = {"call_id": block.call_id, "name": block.name, "arguments": block.text if done else ""}
-                return {**item, "type": "function_call", **called}
+                arguments = block.text if done else ""
+                return {**item, "type": "function_call", **self._calls.named(block), "arguments": arguments}
 
     def _event(self, kind: str, **data: Any) -> bytes:
         body = msgspec.json.encode({"type": kind, "sequence_number": self._sequence, **data})
@@ -208,11 +236,15 @@ class ResponsesFormatter(ResponseFormatter):
     def _change(self, what: Change, block: Block, text: str, scores: list[dict[str, Any]]) -> bytes:
         at = {"item_id": self._item_id(block), "output_index": block.index}
         in_part = {**at, "content_index": 0}
-        kind = _STREAMS[block.kind]
+        kind = _FREE if self._calls.is_free(block) else _STREAMS[block.kind]
         if what is Change.MORE:
+            if kind == _FREE:
+                text = self._free_text.push(text)
+                return self._event(f"{kind}.delta", delta=text, **at) if text else b""
             more: dict[str, Any] = {"logprobs": scores} if block.kind is BlockKind.TEXT else {}
             return self._event(f"{kind}.delta", delta=text, **(at if block.kind is BlockKind.CALL else in_part), **more)
         if what is Change.START:
+            self._free_text = TextReader()
             item = self._item(block, "in_progress")
             started = self._event("response.output_item.added", output_index=block.index, item=item)
             if block.kind is BlockKind.CALL:
@@ -220,8 +252,10 @@ class ResponsesFormatter(ResponseFormatter):
             empty = _part(Block(block.index, block.kind))
             return started + self._event("response.content_part.added", part=empty, **in_part)
         item = self._item(block, "completed")
-        if block.kind is BlockKind.CALL:
-            done = self._event(f"{kind}.done", name=block.name, arguments=block.text, **at)
+        if kind == _FREE:
+            done = self._event(f"{kind}.done", input=item["input"], **at)
+        elif block.kind is BlockKind.CALL:
+            done = self._event(f"{kind}.done", name=item["name"], arguments=block.text, **at)
         else:
             scored: dict[str, Any] = {"logprobs": block.scores} if block.kind is BlockKind.TEXT else {}
             done = self._event(f"{kind}.done", text=block.text, **in_part, **scored)
@@ -229,6 +263,7 @@ class ResponsesFormatter(ResponseFormatter):
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
 
+_FREE = "response.custom_tool_call_input"
 _STREAMS = {
     BlockKind.TEXT: "response.output_text",
     BlockKind.REASONING: "response.reasoning_text",

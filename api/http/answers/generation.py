@@ -32,6 +32,12 @@ class Update(msgspec.Struct):
     said: list[int] = []
     finish_reason: str | None = None
     stop_string: str | None = None  # that ended it
+    stop_token: int | None = None  # likewise
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """What ended it, as SGLang gives it."""
+        return self.stop_token if self.stop_string is None else self.stop_string
 
     @property
     def text(self) -> str:
@@ -63,6 +69,10 @@ class Choice:
     @property
     def request_id(self) -> str:
         return self._request.request_id
+
+    @property
+    def first_token_s(self) -> float | None:
+        return self._meter.first_token_s
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +133,7 @@ class Choice:
                 self.leave("failed")
 
     def _take_stop_token(self, token: int, logprobs: m.TokenLogprobs | None, update: Update) -> None:
+        update.stop_token = token
         update.tokens = [*update.tokens, token]
         update.offsets = [*update.offsets, self._output.num_chars]
         update.said = [*update.said, -1]
@@ -168,6 +179,11 @@ class Answers:
     def done(self) -> bool:
         """Whether there is nothing more to take."""
         return self._error is None and not self._ahead and all(map(_is_done, self.choices))
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request to the first token of the first answer. None: there was none."""
+        return self.choices[0].first_token_s
 
     def abort(self) -> None:
         for choice in self.choices:
@@ -262,6 +278,7 @@ def _sum(updates: Sequence[Update]) -> Update:
         whole.offsets += update.offsets
         whole.said += update.said
         whole.finish_reason, whole.stop_string = update.finish_reason, update.stop_string
+        whole.stop_token = update.stop_token
         whole.prompt_logprobs = whole.prompt_logprobs or update.prompt_logprobs
         if update.logprobs is not None:
             whole.logprobs = whole.logprobs or []

@@ -36,6 +36,11 @@ class Meter:
         self._ttft_s: float | None = None
         self._itl = metrics.itl.labels(tenant)
 
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request to its first token."""
+        return self._ttft_s
+
     def delivered(self, tokens: int, queued_s: float) -> None:
         """So many output tokens have come. `queued_s`: what of the time before the first was spent in the queue."""
         now = time.monotonic()

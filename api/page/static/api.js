@@ -1,4 +1,5 @@
-// Requests to the server that this page came from, and its errors in plain words.
+// Requests to the server that this page came from, and its errors in plain words. Paths are relative to the page: a
+// proxy may publish it under a prefix.
 
 export const keys = { api: "", admin: "" };
 
@@ -87,7 +88,7 @@ export async function* events(response) {
 
 export function curlOf(path, body) {
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-  const lines = [`curl ${quoted(location.origin + path)}`, `-H ${quoted("Content-Type: application/json")}`];
+  const lines = [`curl ${quoted(new URL(path, document.baseURI).href)}`, `-H ${quoted("Content-Type: application/json")}`];
   if (keys.api) lines.push('-H "Authorization: Bearer $KTSERVE_API_KEY"');
   lines.push(body.stream ? "--no-buffer" : "", `-d ${quoted(JSON.stringify(body, null, 2))}`);
   return lines.filter(Boolean).join(" \\\n  ");

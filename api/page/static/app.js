@@ -75,7 +75,7 @@ function setState(text, kind) {
 
 // /health needs no key and answers 503 with a reason while the engine is not ready.
 async function health() {
-  const response = await fetch("/health", { credentials: "omit" });
+  const response = await fetch("health", { credentials: "omit" });
   const seen = await response.json();
   if (response.ok) return null;
   const { stage, done, total } = seen.loading ?? {};
@@ -86,7 +86,7 @@ async function refresh() {
   try {
     const trouble = await health();
     if (trouble) return setState(trouble, "down");
-    chat.offer((await (await call("/v1/models")).json()).data);
+    chat.offer((await (await call("v1/models")).json()).data);
     setState("ready", "up");
   } catch (error) {
     setState(error instanceof ServerError ? error.message : "not reachable", "down");

@@ -5,7 +5,7 @@ import { $, copy, el } from "./dom.js";
 import { parameters, systemPrompt } from "./settings.js";
 
 const MOST_COLUMNS = 3;
-const PATH = "/v1/chat/completions";
+const PATH = "v1/chat/completions";
 
 class Column {
   constructor(chat, model, history = []) {

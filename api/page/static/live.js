@@ -29,7 +29,7 @@ export class Live {
   async look() {
     const asking = (this.asking = new AbortController());
     try {
-      const { live } = await (await call("/v1/live", { admin: true, signal: asking.signal })).json();
+      const { live } = await (await call("v1/live", { admin: true, signal: asking.signal })).json();
       $("live-note").hidden = true;
       this.take(live);
     } catch (error) {

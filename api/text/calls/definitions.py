@@ -6,30 +6,43 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from api.errors import ApiError, bad_request, shortened
+from api.text.calls.free_text import NotRegularError, parameters_of_text, regex_of_format
+from api.text.kinds import CHAT_TOOLS, Fate
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 _MAX_VALUES = 16_384  # in all definitions of a request
 _MAX_DEPTH = 64
-_FIELDS = {"name", "description", "parameters", "strict"}
+_FIELDS = {
+    "function": {"name", "description", "parameters", "strict"},
+    "custom": {"name", "description", "format"},
+}
+_NULLABLE = ("properties", "required")
 _CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True)
 class Tool:
-    """`definition`: as chat templates expect it. `strict`: its arguments are to follow the schema."""
+    """`definition`: as chat templates expect it. `strict`: its arguments are to follow the schema. `free`: it takes a
+    text, which is its one argument. `held`: the schema that arguments are held to, where that is not the whole one."""
 
     name: str
     definition: dict[str, Any]
     strict: bool = False
+    free: bool = False
+    held: dict[str, Any] | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
         schema = self.definition["function"].get("parameters")
         return schema or {"type": "object"}
+
+    @property
+    def enforced(self) -> dict[str, Any]:
+        return self.parameters if self.held is None else self.held
 
 
 @dataclass(frozen=True)
@@ -45,11 +58,31 @@ class ToolUse:
     def callable(self) -> tuple[Tool, ...]:
         return tuple(tool for tool in self.tools if self.only in (None, tool.name))
 
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The tools that take a text."""
+        return tuple(tool.name for tool in self.tools if tool.free)
+
+
+class Choice(NamedTuple):
+    """`wanted`: none, auto or required. `only`: the tool to call. `among`: the tools that may be called, if not all."""
+
+    wanted: str
+    only: str | None = None
+    among: frozenset[str] | None = None
+
+
+class Offer(NamedTuple):
+    """What is left of a request's tools. `use` None: none may be called. `remarks`: (place, what became of it)."""
+
+    use: ToolUse | None
+    remarks: tuple[tuple[str, str], ...] = ()
+
 
 def tool_use(
     tools: Sequence[Any], functions: Sequence[Any], choice: Any, function_call: Any, *, parallel: bool
-) -> ToolUse | None:
-    """None if no tool may be called. `functions` and `function_call` are the older form. Raises ApiError 400."""
+) -> Offer:
+    """`functions` and `function_call` are the older form. Raises ApiError 400."""
     if functions and tools:
         raise bad_request("functions is the older form of tools: send one of them", "functions")
     if functions:
@@ -60,60 +93,112 @@ def tool_use(
     if len(wrapped) > MAX_TOOLS:
         raise bad_request(f"{where}: {len(wrapped)} are more than {MAX_TOOLS}", where)
     _check_size(wrapped, where)
-    checked = tuple(_tool(tool, f"{where}[{i}]", where) for i, tool in enumerate(wrapped))
-    for i, tool in enumerate(checked):
-        if any(tool.name == other.name for other in checked[:i]):
-            raise bad_request(f"{where}[{i}]: the name {tool.name!r} is taken already", where)
+    remarks: list[tuple[str, str]] = []
+    read = [_tool(tool, f"{where}[{i}]", where, remarks) for i, tool in enumerate(wrapped)]
+    offered = [tool for tool in read if tool is not None]
+    for i, tool in enumerate(offered):
+        if any(tool.name == other.name for other in offered[:i]):
+            raise bad_request(f"{where}: the name {tool.name!r} is taken already", where)
     choices = {"tool_choice": _choice(choice, "tool_choice"), "function_call": _choice(function_call, "function_call")}
-    wanted, only = choices.pop(param)
-    for other, (unused, _) in choices.items():
-        if unused == "required":
+    chosen = choices.pop(param)
+    for other, unused in choices.items():
+        if unused.wanted == "required":
             raise bad_request(f"{other} does not belong to {where}: send {param}", other)
-    if only is not None and all(tool.name != only for tool in checked):
-        raise bad_request(f"{param}: there is no tool {shortened(only)}", param)
-    if wanted == "required" and not checked:
-        raise bad_request(f"{param}: 'required' needs tools", param)
-    if not checked or wanted == "none":
-        return None
-    return ToolUse(checked, wanted == "required", only, one=bool(functions) or not parallel or only is not None)
+    if chosen.only is not None and all(tool.name != chosen.only for tool in offered):
+        raise bad_request(f"{param}: there is no tool {shortened(chosen.only)}", param)
+    if chosen.among is not None:
+        offered = [tool for tool in offered if tool.name in chosen.among]
+    if chosen.wanted == "required" and not offered:
+        if not wrapped:
+            raise bad_request(f"{param}: 'required' needs tools", param)
+        remarks.append((param, "no tool is left to call"))
+    if not offered or chosen.wanted == "none":
+        return Offer(None, tuple(remarks))
+    one = bool(functions) or not parallel or chosen.only is not None
+    use = ToolUse(tuple(offered), chosen.wanted == "required", chosen.only, one=one)
+    return Offer(use, tuple(remarks))
 
 
-def _choice(given: Any, param: str) -> tuple[str, str | None]:
-    """none, auto or required, and the only tool that may be called."""
+def _choice(given: Any, param: str) -> Choice:
     match given:
         case None:
-            return "auto", None
+            return Choice("auto")
         case "none" | "auto":
-            return given, None
-        case "required" if param == "tool_choice":
-            return given, None
-        case {"type": "function", "function": {"name": str(name)}} if param == "tool_choice":
-            return "required", name
+            return Choice(given)
         case {"name": str(name)} if param == "function_call":
-            return "required", name
+            return Choice("required", name)
+        case "required" | "any" | {"type": "required" | "any"} if param == "tool_choice":
+            return Choice("required")
+        case {"type": "none" | "auto" as wanted} if param == "tool_choice":
+            return Choice(wanted)
+        case {"type": "function", "function": {"name": str(name)}} if param == "tool_choice":
+            return Choice("required", name)
+        case {"type": "custom", "custom": {"name": str(name)}} if param == "tool_choice":
+            return Choice("required", name)
+        case {"type": "allowed_tools", "allowed_tools": {"tools": list(among), **how}} if param == "tool_choice":
+            mode = how.get("mode", "auto")
+            names = frozenset(each for each in map(_name_in, among) if each is not None)
+            if mode in _CHOICES:
+                return Choice(mode, among=names)
     form = '{"type": "function", "function": {"name": ...}}' if param == "tool_choice" else '{"name": ...}'
     choices = ", ".join(map(repr, _CHOICES if param == "tool_choice" else _CHOICES[:2]))
     raise bad_request(f"{param}: {choices} or {form} is expected, got {shortened(given)}", param)
 
 
-def _tool(given: Any, where: str, param: str) -> Tool:
-    if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("function"), dict):
+def _name_in(tool: Any) -> str | None:
+    """Of one of the allowed tools. None if it names no tool of the client's."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
+            return name
+    return None
+
+
+def _tool(given: Any, where: str, param: str, remarks: list[tuple[str, str]]) -> Tool | None:
+    """None: it is left out. `remarks` grows."""
+    if not isinstance(given, dict) or not isinstance(kind := given.get("type"), str):
         raise bad_request(f'{where}: {{"type": "function", "function": {{...}}}} is expected', param)
-    function = {key: value for key, value in given["function"].items() if value is not None}
-    if unknown := sorted(set(function) - _FIELDS):
-        raise bad_request(f"{where}.function: unknown field {shortened(unknown[0])}", param)
+    if CHAT_TOOLS.fate(kind) is not Fate.READ:
+        remarks.append((where, f"{shortened(kind)} is left out"))
+        return None
+    if not isinstance(given.get(kind), dict):
+        raise bad_request(f'{where}: {{"type": "{kind}", "{kind}": {{...}}}} is expected', param)
+    place = f"{where}.{kind}"
+    function = {key: value for key, value in given[kind].items() if value is not None}
+    for unknown in sorted(set(function) - _FIELDS[kind]):
+        function.pop(unknown)
+        remarks.append((place, f"{shortened(unknown)} is left out"))
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise bad_request(f"{where}.function.name: 1 to 128 of a-z, A-Z, 0-9, _.:- are expected, got {shortened(name)}",
+        raise bad_request(f"{place}.name: 1 to 128 of a-z, A-Z, 0-9, _.:- are expected, got {shortened(name)}",
                           param)  # fmt: skip
     if not isinstance(function.get("description", ""), str):
-        raise bad_request(f"{where}.function.description: a text is expected", param)
+        raise bad_request(f"{place}.description: a text is expected", param)
+    if kind == "custom":
+        return _free(name, function, place, param, remarks)
     strict = function.pop("strict", False)
     if not isinstance(strict, bool):
-        raise bad_request(f"{where}.function.strict: true or false is expected", param)
+        raise bad_request(f"{place}.strict: true or false is expected", param)
+    if isinstance(schema := function.get("parameters"), dict):  # some clients write null for nothing
+        schema = {key: value for key, value in schema.items() if value is not None or key not in _NULLABLE}
+        function["parameters"] = schema
     if "parameters" in function:
-        _check_schema(function["parameters"], f"{where}.function.parameters", param)
+        _check_schema(function["parameters"], f"{place}.parameters", param)
     return Tool(name, {"type": "function", "function": function}, strict)
+
+
+def _free(name: str, given: dict[str, Any], place: str, param: str, remarks: list[tuple[str, str]]) -> Tool:
+    """A tool that takes a text. A grammar that it names is not in the prompt; the text is held to it."""
+    form = given.pop("format", {})
+    if not isinstance(form, dict):
+        raise bad_request(f"{place}.format: an object is expected, got {shortened(form)}", param)
+    pattern = None
+    try:
+        pattern = regex_of_format(form)
+    except NotRegularError as error:
+        remarks.append((f"{place}.format", f"{name} is not held to its grammar: {error}"))
+    function = {**given, "parameters": parameters_of_text()}
+    held = None if pattern is None else parameters_of_text(pattern)
+    return Tool(name, {"type": "function", "function": function}, strict=held is not None, free=True, held=held)
 
 
 def _check_schema(schema: Any, where: str, param: str) -> None:

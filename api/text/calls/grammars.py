@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from api.text.calls.xml_call import Tags
 from engine.messages import GrammarSpec
 
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write it
-_ANY = {"type": "object"}
+ANY_ARGUMENTS = {"type": "object"}
 
 
 def grammar_of(use: ToolUse, form: ToolFormat, answer: GrammarSpec | None = None) -> GrammarSpec | None:
@@ -40,7 +41,7 @@ def grammar_of(use: ToolUse, form: ToolFormat, answer: GrammarSpec | None = None
         rules += ["start: call* TEXT", "call: begin body", f"begin[lazy]: TEXT {_quoted(form.opens)}"]
     else:
         return None
-    schemas = {tool.name: tool.parameters if use.must or tool.strict else _ANY for tool in use.callable}
+    schemas = {tool.name: tool.enforced if use.must or tool.strict else ANY_ARGUMENTS for tool in use.callable}
     bodies = _objects(schemas, form) if form.tags is None else _xml(schemas, form, form.tags)
     rules += ["body: " + " | ".join(f"body_{i}" for i in range(len(schemas))), *bodies]
     return GrammarSpec("lark", "\n".join(rules) + "\n", field="tools" if answer is None else answer.field)
@@ -55,20 +56,41 @@ def _objects(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat) -> Iter
 
 
 def _xml(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat, tags: Tags) -> Iterator[str]:
-    yield f"value[lazy]: /(.|\\n)*{tags.end_of_value.replace('/', chr(92) + '/')}/"
+    end = f"{tags.end_of_function}\n" if tags.end_of_function else ""
+    yield f"value[lazy]: /(.|\\n)*{_in_slashes(tags.end_of_value)}/"
+    yield f"parameters[lazy]: /(.|\\n)*{_in_slashes(end + (form.closes or ''))}/"
     line = "\n" if tags.lines else ""
     for i, (name, schema) in enumerate(schemas.items()):
+        start = f"\n{tags.function[0]}" if tags.function[0] else ""
+        head = _quoted(f"{start}{name}{tags.function[1]}\n")
+        if schema is ANY_ARGUMENTS:
+            yield f"body_{i}: {head} parameters"
+            continue
         parts = []
         required = schema.get("required", ())
-        for key, value in schema.get("properties", {}).items():
+        for j, (key, value) in enumerate(schema.get("properties", {}).items()):
             begin = f"{tags.parameter[0]}{key}{tags.parameter[1]}" + (f"\n{tags.value}" if tags.value else "")
-            head, tail = _quoted(f"{begin}{line}"), _quoted(f"{line}{tags.end_of_value}")
-            content = f"{head} value" if _is_text(value) else f"{head} {_content(value)} {tail}"
+            before, after = _quoted(f"{begin}{line}"), _quoted(f"{line}{tags.end_of_value}")
+            if _is_text(value) and (pattern := _whole_pattern(value)) is not None:
+                yield f"text_{i}_{j}[lazy]: /{_in_slashes(pattern)}{_in_slashes(line + tags.end_of_value)}/"
+                content = f"{before} text_{i}_{j}"
+            else:
+                content = f"{before} value" if _is_text(value) else f"{before} {_content(value)} {after}"
             parts.append(f'({content} "\\n")' + ("" if key in required else "?"))
-        start = f"\n{tags.function[0]}" if tags.function[0] else ""
-        end = f"{tags.end_of_function}\n" if tags.end_of_function else ""
-        body = [_quoted(f"{start}{name}{tags.function[1]}\n"), *parts, _quoted(f"{end}{form.closes}")]
-        yield f"body_{i}: {' '.join(body)}"
+        yield f"body_{i}: {' '.join([head, *parts, _quoted(f'{end}{form.closes}')])}"
+
+
+def _whole_pattern(schema: Mapping[str, Any]) -> str | None:
+    """The pattern of a whole text, without its anchors."""
+    found = re.fullmatch(r"\^(\(\?:.*\))\$", str(schema.get("pattern", "")), re.DOTALL)
+    return None if found is None else found[1]
+
+
+def _in_slashes(pattern: str) -> str:
+    """A regular expression as Lark has it between slashes."""
+    return re.sub(
+        r"\\.|/|\n", lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern, flags=re.DOTALL
+    )
 
 
 def _is_text(schema: Any) -> bool:

@@ -57,10 +57,12 @@ class Plane:
 
 @dataclass(frozen=True)
 class Cache:
-    """What one layer keeps of each position, in blocks of positions; `state_bytes`: of each sequence, whatever its
-    length."""
+    """What one layer keeps of each position, in blocks of positions. `window`: how many of the last positions a query
+    reads, its own included; None: all. What lies before every later query's window is never read again. `state_bytes`:
+    what it keeps of each sequence, whatever its length."""
 
     planes: tuple[Plane, ...]
+    window: int | None = None
     state_bytes: int = 0
 
     def position_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
@@ -83,7 +85,7 @@ class Part(Protocol):
     def modules(self, hidden: int) -> Iterator[Module]:
         """Parents before children, with names from the layer on ("self_attn.q_proj")."""
 
-    def vectors(self) -> Iterator[Vector]:
+    def vectors(self, hidden: int) -> Iterator[Vector]:
         """Its tensors beside modules."""
 
     def row_values(self, hidden: int) -> int:

@@ -75,7 +75,7 @@ class DeltaNet:
             yield Module(f"{_AT}.in_proj_a", "linear", "ssm_alpha", (heads, hidden))
         yield Module(f"{_AT}.out_proj", "linear", "ssm_out", (hidden, values))
 
-    def vectors(self) -> Iterator[Vector]:
+    def vectors(self, hidden: int) -> Iterator[Vector]:
         yield Vector(f"{_AT}.conv1d.weight", "ssm_conv1d.weight", (self.channels, 1, self.kernel))
         yield Vector(f"{_AT}.A_log", "ssm_a", (self.value_heads,))
         yield Vector(f"{_AT}.dt_bias", "ssm_dt.bias", (self.value_heads,))

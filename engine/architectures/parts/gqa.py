@@ -23,7 +23,10 @@ class GroupedQuery:
     qk_norm: Literal["none", "head", "whole"] = "none"  # an RMS norm of each head's query and key, or of all of them
     gated: bool = False  # q_proj has [query | gate] of each head; sigmoid(gate) multiplies what o_proj takes
     paired_rows: bool = False  # GGUF stores rows of q and k so that rotated values are neighbours
+    window: int | None = None  # a query sees so many of the last positions, its own included
+    sinks: bool = False  # a logit of each head beside the scores, whose share of the softmax goes nowhere
 
+    SINKS: ClassVar[str] = "self_attn.sinks"
     TARGETS: ClassVar[tuple[str, ...]] = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 
     @property
@@ -36,7 +39,7 @@ class GroupedQuery:
 
     @property
     def cache(self) -> Cache:
-        return Cache((Plane(self.kv_heads, self.head_dim), Plane(self.kv_heads, self.head_dim)))
+        return Cache((Plane(self.kv_heads, self.head_dim), Plane(self.kv_heads, self.head_dim)), self.window)
 
     def modules(self, hidden: int) -> Iterator[Module]:
         q, kv, bias = self.q_width, self.kv_width, self.bias
@@ -52,8 +55,9 @@ class GroupedQuery:
             yield Module("self_attn.q_norm", "norm", "attn_q_norm", (q if whole else self.head_dim,))
             yield Module("self_attn.k_norm", "norm", "attn_k_norm", (kv if whole else self.head_dim,))
 
-    def vectors(self) -> Iterator[Vector]:
-        return iter(())
+    def vectors(self, hidden: int) -> Iterator[Vector]:
+        if self.sinks:
+            yield Vector(self.SINKS, "attn_sinks.weight", (self.heads,))
 
     def row_values(self, hidden: int) -> int:
         return 2 * ((2 if self.gated else 1) * self.q_width + 2 * self.kv_width)
@@ -64,14 +68,18 @@ class GroupedQuery:
         yield Divided("num_attention_heads x head_dim", self.q_width, step)
         if self.qk_norm == "whole":  # a norm over all heads would need a sum over ranks
             yield Divided("num_attention_heads under a norm over all of them", 1)
+        if self.sinks:
+            yield Divided("num_attention_heads with sinks", 1)
 
     def of_rank(self, ranks: int) -> GroupedQuery:
         return replace(self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks)
 
     def numbers(self) -> dict[str, float]:
         partial = {} if self.rotation.dim == self.head_dim else {"rotary_dim": self.rotation.dim}
+        window = {} if self.window is None else {"sliding_window": self.window}
         return {
             **partial,
+            **window,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,

@@ -95,7 +95,7 @@ class Latent:
         )
         yield Module(f"{at}.o_proj", "linear", "attn_output", (hidden, heads * self.value_dim), self.bias)
 
-    def vectors(self) -> Iterator[Vector]:
+    def vectors(self, hidden: int) -> Iterator[Vector]:
         return iter(())
 
     def row_values(self, hidden: int) -> int:

@@ -49,6 +49,20 @@ class Router:
 
 
 @dataclass(frozen=True)
+class Activation:
+    """What becomes of gate and up: silu(gate) * up; or, with a `limit`,
+
+    g = min(gate, limit) ; u = clamp(up, -limit, limit) ; g * sigmoid(alpha * g) * (u + 1)
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+
+
+SILU = Activation()
+
+
+@dataclass(frozen=True)
 class Dense:
     """down(silu(gate(x)) * up(x)), `intermediate` values wide. `name`: of the module in its layer; `gguf`: what GGUF
     adds to its names; `size`: how configurations call its width."""
@@ -67,7 +81,7 @@ class Dense:
         yield Module(f"{name}.up_proj", "linear", f"ffn_up{self.gguf}", (inner, hidden))
         yield Module(f"{name}.down_proj", "linear", f"ffn_down{self.gguf}", (hidden, inner))
 
-    def vectors(self) -> Iterator[Vector]:
+    def vectors(self, hidden: int) -> Iterator[Vector]:
         return iter(())
 
     def row_values(self, hidden: int) -> int:
@@ -118,7 +132,9 @@ class SharedExpert:
 @dataclass(frozen=True)
 class Sparse:
     """`experts` SwiGLU MLPs, `intermediate` values wide, of which a router chooses `top_k` for each token. `size`: how
-    configurations call their width; `bias_name`: the tensor of a router's bias."""
+    configurations call their width; `bias_name`: the tensor of a router's bias. `gate_bias`: of the router's logits;
+    `expert_bias`: each projection of an expert has one. `interleaved`: safetensors hold the rows of gate and up by
+    turns."""
 
     experts: int
     top_k: int
@@ -127,19 +143,31 @@ class Sparse:
     shared: SharedExpert | None = None
     size: str = "moe_intermediate_size"
     bias_name: str = "mlp.gate.e_score_correction_bias"
+    activation: Activation = SILU
+    gate_bias: bool = False
+    expert_bias: bool = False
+    interleaved: bool = False
 
     TARGETS: ClassVar[tuple[str, ...]] = ("mlp.gate",)
 
+    @property
+    def plain(self) -> bool:
+        """Whether experts are down(silu(gate(x)) * up(x)), without biases."""
+        return self.activation == SILU and not self.expert_bias
+
     def modules(self, hidden: int) -> Iterator[Module]:
         yield Module("mlp", "moe_block")
-        yield Module("mlp.gate", "linear", "ffn_gate_inp", (self.experts, hidden))
+        yield Module("mlp.gate", "linear", "ffn_gate_inp", (self.experts, hidden), self.gate_bias)
         yield Module("mlp.experts", "experts")
         if self.shared is not None:
             yield from self.shared.modules(hidden)
 
-    def vectors(self) -> Iterator[Vector]:
+    def vectors(self, hidden: int) -> Iterator[Vector]:
         if self.router.bias:
             yield Vector(self.bias_name, "exp_probs_b.bias", (self.experts,))
+        for name in ("gate", "up", "down") if self.expert_bias else ():
+            width = hidden if name == "down" else self.intermediate
+            yield Vector(f"mlp.experts.{name}_bias", f"ffn_{name}_exps.bias", (self.experts, width))
 
     def row_values(self, hidden: int) -> int:
         shared = 0 if self.shared is None else self.shared.mlp.row_values(hidden)
@@ -151,6 +179,8 @@ class Sparse:
 
     def divided(self, step: int) -> Iterator[Divided]:
         yield Divided(self.size, self.intermediate, step)
+        if self.expert_bias:
+            yield Divided("experts with biases", 1)
         if self.shared is not None:
             yield from self.shared.mlp.divided(step)
 

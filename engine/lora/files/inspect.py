@@ -11,6 +11,7 @@ from engine.architectures.config import ModelConfig
 from engine.architectures.registry import architecture_of, architectures
 from engine.errors import AdapterError, ModelFileError
 from engine.lora.adapter import AdapterWeights
+from engine.lora.files.b_layout import B_LAYOUTS
 from engine.lora.files.detect import PROJECTIONS, Halves, Layout, sort_keys
 from engine.lora.files.folder import KEYS_SHOWN, AdapterFiles, Entry
 from engine.lora.files.formats.common import open_expert_scaling
@@ -40,6 +41,7 @@ def describe(
     config: ModelConfig | None,
     *,
     expert_scaling: str | None = None,
+    expert_b_layout: str | None = None,
     max_rank: int | None = None,
     opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> Described:
@@ -63,7 +65,13 @@ def describe(
     if error is None and config is not None:
         try:
             weights = parse_adapter(
-                path, config, name=name, expert_scaling=expert_scaling, max_rank=max_rank, opened=opened
+                path,
+                config,
+                name=name,
+                expert_scaling=expert_scaling,
+                expert_b_layout=expert_b_layout,
+                max_rank=max_rank,
+                opened=opened,
             )
         except AdapterError as failed:
             error = failed
@@ -103,7 +111,7 @@ def _folder(files: AdapterFiles, lines: list[str], config: ModelConfig | None) -
         lines += _layout(layout)
     entries = [entry for held in (files.main, files.fused, files.extra) for entry in (held or {}).values()]
     lines.append(f"tensors    {_tensors(entries)}")
-    lines += [f"warning    {text}" for text in (*files.warnings, *(settings.warnings if settings else ()))]
+    lines += [f"warning    {text}" for text in files.warnings]
     return errors[0] if errors else None
 
 
@@ -123,6 +131,8 @@ def _settings(settings: Settings, layout: Layout | None, manifest: Manifest | No
         yield f"experts'   rank {manifest.rank}, alpha {manifest.alpha:g}, scaled by alpha/r (manifest)"
     elif layout is not None and layout.kt_fused:
         yield f"experts'   alpha {settings.alpha:g}, scaled by alpha/r at the tensors' rank"
+    elif layout is not None and layout.fused_3d and settings.open_layout:
+        yield f"experts'   order of lora_B not settled by the files: load with expert_b_layout {' or '.join(B_LAYOUTS)}"
     elif layout is not None and open_expert_scaling(settings, layout.per_expert):
         yield "experts'   scale not settled by the files: load with expert_scaling alpha/r, alpha/sqrt(r) or peft"
 

@@ -9,6 +9,7 @@ from engine.architectures.config import ModelConfig
 from engine.architectures.registry import architecture_of
 from engine.errors import AdapterError, ModelFileError, UserError
 from engine.lora.adapter import AdapterWeights
+from engine.lora.files.b_layout import B_LAYOUTS
 from engine.lora.files.detect import Layout, check_places, sort_keys
 from engine.lora.files.folder import AdapterFiles, refusal, shown
 from engine.lora.files.formats.common import Reading, open_expert_scaling
@@ -25,23 +26,27 @@ def parse_adapter(
     *,
     name: str,
     expert_scaling: str | None = None,
+    expert_b_layout: str | None = None,
     max_rank: int | None = None,
     base: str | None = None,
     opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> AdapterWeights:
     """Parse the adapter in folder `path` for the base that `config` describes.
 
-    `expert_scaling` ("alpha/r", "alpha/sqrt(r)" or "peft") counts only where the files leave it open. `max_rank` is the
-    largest rank that is accepted, None any. `base` is the base model's name or path: another one in the files is a
+    `expert_scaling` ("alpha/r", "alpha/sqrt(r)" or "peft") and `expert_b_layout` ("rank_major" or "grouped_by_expert",
+    of B on fused experts) count only where the files leave it open. `max_rank` is the largest rank that is accepted,
+    None any. `base` is the base model's name or path: another one in the files is a
     warning. `opened` gets the bytes of all weight files before one is read, and may refuse them. Tensors keep their
     stored dtype. Raises AdapterError (with `keys`) for anything that cannot be served exactly, UserError for a wrong
-    `expert_scaling`.
+    `expert_scaling` or `expert_b_layout`.
     """
     if expert_scaling is not None and expert_scaling not in EXPERT_SCALINGS:
         raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {EXPERT_SCALINGS}", "expert_scaling")
+    if expert_b_layout is not None and expert_b_layout not in B_LAYOUTS:
+        raise UserError(f"expert_b_layout is {expert_b_layout!r}, it must be one of {B_LAYOUTS}", "expert_b_layout")
     try:
         with AdapterFiles(path, opened) as files:
-            return _parse(files, config, name, expert_scaling, max_rank, base)
+            return _parse(files, config, name, expert_scaling, expert_b_layout, max_rank, base)
     except (AdapterError, ModelFileError) as error:
         keys = error.keys if isinstance(error, AdapterError) else []
         raise AdapterError(f"adapter {name!r}: {error}", keys) from error
@@ -54,6 +59,7 @@ def _parse(
     config: ModelConfig,
     name: str,
     expert_scaling: str | None,
+    expert_b_layout: str | None,
     max_rank: int | None,
     base: str | None,
 ) -> AdapterWeights:
@@ -63,7 +69,7 @@ def _parse(
     layout = sort_keys(files, families)
     check_places(layout, config)
     manifest = read_manifest(files)
-    reading = Reading(config, settings, expert_scaling, max_rank, [*files.warnings, *settings.warnings])
+    reading = Reading(config, settings, expert_scaling, expert_b_layout, max_rank, list(files.warnings))
     weights = AdapterWeights(name, format_name(layout, manifest), path=str(files.folder), warnings=reading.warnings)
     _warn_other_base(reading, manifest, base)
     if layout.kt_fused:
@@ -81,7 +87,7 @@ def _parse(
     weights.extra_mlps = read_extra_mlps(reading, layout.extra)
     if not (weights.linears or weights.experts or weights.extra_mlps):
         raise AdapterError("the files hold no tensor")
-    _warn_unused(reading, layout, expert_scaling)
+    _warn_unused(reading, layout)
     return weights
 
 
@@ -110,10 +116,13 @@ def _warn_other_base(reading: Reading, manifest: Manifest | None, base: str | No
         reading.warnings.append(f"trained on {trained_on!r}, served on {base!r}")
 
 
-def _warn_unused(reading: Reading, layout: Layout, expert_scaling: str | None) -> None:
+def _warn_unused(reading: Reading, layout: Layout) -> None:
     settings: Settings = reading.settings
     if settings.unused_patterns:
         reading.warnings.append(f"patterns that match no module: {shown(settings.unused_patterns)}")
     open_scaling = layout.per_expert and not layout.kt_fused and open_expert_scaling(settings, layout.per_expert)
-    if expert_scaling is not None and not open_scaling:
-        reading.warnings.append(f"expert_scaling {expert_scaling!r} was not needed: the files settle it")
+    if reading.expert_scaling is not None and not open_scaling:
+        reading.warnings.append(f"expert_scaling {reading.expert_scaling!r} was not needed: the files settle it")
+    open_layout = layout.fused_3d and settings.open_layout
+    if reading.expert_b_layout is not None and not open_layout:
+        reading.warnings.append(f"expert_b_layout {reading.expert_b_layout!r} was not needed: the files settle it")

@@ -13,67 +13,18 @@ from typing import Any, TypeGuard
 from engine.architectures.base import Architecture
 from engine.errors import AdapterError, ModelFileError
 from engine.files.regular import read_at
-from engine.lora.files.folder import CONFIG_FILE, AdapterFiles, brief, shown
+from engine.lora.files.b_layout import read_layouts
+from engine.lora.files.folder import CONFIG_FILE, AdapterFiles, brief
+from engine.lora.files.keys import check_keys
 
 _MAX_JSON_BYTES, _MAX_TEXT = 16 << 20, 200
 _LEAST, _MOST = 1e-6, 1e6  # what a scale of float32 takes with any rank
 ALPHAS = f"a number from {_LEAST:g} to {_MOST:g}"
 
 SCALINGS = ("alpha/r", "alpha/sqrt(r)")
+FUSED_PARAMETERS = ("gate_up_proj", "down_proj")  # of all experts of a layer
 PEFT = "peft"  # as PEFT computes: use_rslora and alpha_pattern are honoured
 EXPERT_SCALINGS = (*SCALINGS, PEFT)  # the first two: of lora_alpha, whatever use_rslora and alpha_pattern say
-
-# Whatever of these is set changes what the adapter computes in a way that is not served.
-_REFUSED = {
-    "use_dora": "DoRA is not supported",
-    "modules_to_save": "whole modules trained beside the LoRA are not supported",
-    "lora_bias": "LoRA biases are not supported",
-    "trainable_token_indices": "trained embeddings are not supported",
-    "layer_replication": "replicated layers are not supported",
-    "alora_invocation_tokens": "activated LoRA is not supported",
-    "use_qalora": "QALoRA is not supported",
-    "use_bdlora": "block-diagonal LoRA is not supported",
-    "arrow_config": "Arrow routing is not supported",
-    "kasa_config": "KaSA is not supported",
-    "monteclora_config": "MonteCLoRA is not supported",
-    "megatron_config": "Megatron layers are not supported",
-}
-# These initialisations change the base's weights, so the file alone is not the difference to the base.
-_ALTERED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_HARMLESS = frozenset(
-    [
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-        "use_rslora",
-        "velora_config",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -89,8 +40,8 @@ class Settings:
     target_parameters: tuple[str, ...] = ()
     base: str | None = None
     peft_version: str | None = None
+    layouts: dict[str, str | None] = field(default_factory=dict)  # `engine.lora.files.b_layout`
     families: tuple[Architecture, ...] = ()
-    warnings: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
 
     def of(self, module: str) -> tuple[int, float]:
@@ -100,6 +51,14 @@ class Settings:
         rank = self.rank if rank_key is None else self.rank_pattern[rank_key]
         alpha = self.alpha if alpha_key is None else self.alpha_pattern[alpha_key]
         return rank, alpha
+
+    def layout(self, parameter: str) -> str | None:
+        """Of a fused parameter's B ("gate_up_proj"), one of `B_LAYOUTS`; None: the files leave it open."""
+        return self.layouts.get(parameter, self.layouts.get(""))
+
+    @property
+    def open_layout(self) -> bool:
+        return any(self.layout(parameter) is None for parameter in FUSED_PARAMETERS)
 
     def names(self, module: str) -> tuple[str, ...]:
         """The module's name here first."""
@@ -140,7 +99,7 @@ def read_json(files: AdapterFiles, name: str) -> dict[str, Any]:
 def read_settings(files: AdapterFiles, families: tuple[Architecture, ...] = ()) -> Settings:
     """Parse and check adapter_config.json. `families` as `Settings` has them."""
     content = read_json(files, CONFIG_FILE)
-    _refuse(content)
+    check_keys(content)
     patterns = {}
     for name in ("rank_pattern", "alpha_pattern"):
         patterns[name] = _patterns(name, content.get(name) or {})
@@ -150,7 +109,6 @@ def read_settings(files: AdapterFiles, families: tuple[Architecture, ...] = ()) 
     rslora = content.get("use_rslora") or False
     if not isinstance(rslora, bool):
         raise _wrong("use_rslora", rslora, "true or false")
-    unknown = sorted(key for key, value in content.items() if value and key not in _HARMLESS and key not in _REFUSED)
     return Settings(
         rank=_rank("r", content.get("r")),
         alpha=_alpha("lora_alpha", content.get("lora_alpha")),
@@ -161,26 +119,8 @@ def read_settings(files: AdapterFiles, families: tuple[Architecture, ...] = ()) 
         base=_text(content.get("base_model_name_or_path")),
         peft_version=_text(content.get("peft_version")),
         families=families,
-        warnings=[f"{CONFIG_FILE} has settings that are not known here: {shown(unknown)}"] if unknown else [],
+        layouts=read_layouts(content),
     )
-
-
-def _refuse(content: dict[str, Any]) -> None:
-    kind = content.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise AdapterError(f"{CONFIG_FILE}: peft_type is {brief(kind)}, only 'LORA' is supported", ["peft_type"])
-    if (content.get("bias") or "none") != "none":
-        raise AdapterError(f"{CONFIG_FILE}: bias is {brief(content['bias'])}, only 'none' is supported", ["bias"])
-    for key, reason in _REFUSED.items():
-        if content.get(key):
-            raise AdapterError(f"{CONFIG_FILE}: {key} is {brief(content[key])}: {reason}", [key])
-    init = content.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_ALTERED_BASE):
-        raise AdapterError(
-            f"{CONFIG_FILE}: init_lora_weights is {brief(init)}: it changes the base's weights too; "
-            "save the adapter converted to plain LoRA",
-            ["init_lora_weights"],
-        )
 
 
 def _patterns(name: str, content: object) -> dict[str, Any]:

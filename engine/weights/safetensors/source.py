@@ -22,6 +22,7 @@ from engine.files.safetensors import SafetensorsFile, open_safetensors
 from engine.weights.checks import Found, refuse_extra, require, without_left_out
 from engine.weights.gguf import split_gate_up
 from engine.weights.layout import HEAD, expert_shape, tensors
+from engine.weights.safetensors.interleaved import take_interleaved
 from engine.weights.safetensors.stored import Stored, stored_weights, zero_biases
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 
@@ -46,7 +47,8 @@ class SafetensorsSource(WeightSource):
                 self._files[name] = file
         names, self.left_out = without_left_out(self._files, config)
         read = {name: self._files[name] for name in names}
-        self._weights, self._names = self._renamed(stored_weights(read, config.quantisation), config)
+        experts = take_interleaved(read, config, folder)
+        self._weights, self._names = self._renamed(stored_weights(read, config.quantisation) | experts, config)
         self.config = dataclasses.replace(
             config, tie_word_embeddings=config.tie_word_embeddings and HEAD not in self._weights
         )
@@ -71,7 +73,7 @@ class SafetensorsSource(WeightSource):
         gate, up, down = (
             [self._stored(_expert_name(layer, i, p)) for i in range(self.config.num_experts)] for p in _PROJECTIONS
         )
-        return ExpertStore(layer, gate, up, down)
+        return self._with_biases(ExpertStore(layer, gate, up, down))
 
     def names(self) -> list[str]:
         return [name for name in self._weights if name in self._dense]

@@ -4,6 +4,7 @@ plain  X.weight BF16, F16 or F32
 fp8    X.weight F8_E4M3 [n, k], X.weight_scale_inv [n / rows, k / group], rounded up
 gptq   X.qweight int32 [k / 8, n], X.qzeros int32 [k / group, n / 8], X.scales [k / group, n], X.g_idx int32 [k]
 awq    X.qweight int32 [k, n / 8], X.qzeros int32 [k / group, n / 8], X.scales [k / group, n]
+packed X.weight_packed int32 [n, k / 8] of nibbles + 8, X.weight_scale [n, k / group], X.weight_shape [2]
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from engine.weights.scaled_blocks import BLOCKS, F8, f8_blocks, int4_blocks, int
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 8 i + j
 _PARTS = ("qzeros", "scales", "g_idx")
+_PACKED_PARTS = ("weight_scale", "weight_shape")
+_LEAST_HALF = 2.0**-14  # below it half precision has fewer bits
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ def stored_weights(files: Mapping[str, SafetensorsFile], quantisation: Quantisat
         tensor, (module, _, last) = file.tensors[name], name.rpartition(".")
         if last == "qweight":
             result[f"{module}.weight"] = _Int4(module, files, quantisation).stored()
+        elif last == "weight_packed":
+            result[f"{module}.weight"] = _packed_int4(module, files, quantisation)
         elif _is_part(name, files):
             continue
         elif tensor.type == F8:
@@ -59,6 +64,8 @@ def _is_part(name: str, files: Mapping[str, SafetensorsFile]) -> bool:
     module, _, last = name.rpartition(".")
     if last == "weight_scale_inv":
         return f"{module}.weight" in files and files[f"{module}.weight"].tensors[f"{module}.weight"].type == F8
+    if last in _PACKED_PARTS:
+        return f"{module}.weight_packed" in files
     return last in _PARTS and f"{module}.qweight" in files
 
 
@@ -85,12 +92,48 @@ def _f8(name: str, files: Mapping[str, SafetensorsFile], quantisation: Quantisat
     return Stored(shape, F8, file.path, MadeBytes((values, scales), _size(F8, shape), make))
 
 
+def _packed_int4(module: str, files: Mapping[str, SafetensorsFile], quantisation: Quantisation | None) -> Stored:
+    """Nibbles without a zero point, as compressed-tensors packs them: the same as blocks whose zero point is 8."""
+    name = f"{module}.weight_packed"
+    file = files[name]
+    packed = file.tensors[name]
+    if quantisation is None or quantisation.method != "compressed-tensors":
+        _fail(file, name, "is there, and config.json has no quantization_config of compressed-tensors")
+    group = quantisation.group
+    if len(packed.shape) != 2 or packed.type != "I32" or packed.shape[1] * 8 % group:
+        _fail(
+            file,
+            name,
+            f"has type {packed.type} and shape {list(packed.shape)}; read are int32 [out, in / 8], in whole groups of "
+            f"{group}",
+        )
+    shape = packed.shape[0], packed.shape[1] * 8
+    scale_name, shape_name = f"{module}.weight_scale", f"{module}.weight_shape"
+    scales = _part(files, scale_name, file, (shape[0], shape[1] // group), FLOATS)
+    words, said = file.data(name), _part(files, shape_name, file, (2,), ("I64", "I32"))
+
+    def make() -> npt.NDArray[np.uint8]:
+        kind = np.int64 if files[shape_name].tensors[shape_name].type == "I64" else np.int32
+        if tuple(said[:].view(kind)) != shape:
+            _fail(files[shape_name], shape_name, f"is {said[:].view(kind).tolist()}; what is packed is {list(shape)}")
+        wide = _floats(files, scale_name)
+        halves = wide.astype(np.float16)
+        lost = halves.astype(np.float32) != wide
+        if not np.isfinite(halves).all() or (lost & (np.abs(wide) >= _LEAST_HALF)).any():
+            _fail(files[scale_name], scale_name, "holds values that are not finite, or are none in half precision")
+        quants = _nibbles(words[:].view(np.uint32).reshape(packed.shape), range(8))
+        return int4_blocks(quants, np.full(wide.shape, 8, np.uint8), halves, group)
+
+    kind = int4_type(group)
+    return Stored(shape, kind, file.path, MadeBytes((words, scales, said), _size(kind, shape), make))
+
+
 class _Int4:
     """The tensors of a module `name` that GPTQ or AWQ has quantised."""
 
     def __init__(self, name: str, files: Mapping[str, SafetensorsFile], quantisation: Quantisation | None) -> None:
         self.name, self.files, self.file = name, files, files[f"{name}.qweight"]
-        if quantisation is None or quantisation.method == "fp8":
+        if quantisation is None or quantisation.method not in ("gptq", "awq"):
             _fail(self.file, f"{name}.qweight", "is there, and config.json has no quantization_config of gptq or awq")
         self.quantisation = quantisation
         packed = self._tensor("qweight")

@@ -6,7 +6,9 @@ Only bytes move: a scale's 16 rows go beside those of the next panel, quants are
 from __future__ import annotations
 
 import importlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +126,12 @@ class Packer:
             if weight.shape != (matrix.n, matrix.k):
                 raise ModelFileError(f"{weight.name} is {weight.shape}; the model's is {(matrix.n, matrix.k)}")
         if matrix.plain:
-            for number, weight in enumerate(weights):
-                out[number].copy_(weight.dequantise(dtype).flatten().view(torch.uint8))
+
+            def place(number: int) -> None:
+                out[number].copy_(weights[number].dequantise(dtype).flatten().view(torch.uint8))
+
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                deque(threads.map(place, range(len(weights))), maxlen=0)  # raises what the first of them raised
             return
         step = max(1, _AT_ONCE // (matrix.n * matrix.k))
         for first in range(0, len(weights), step):

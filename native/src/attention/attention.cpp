@@ -27,8 +27,12 @@ AttentionShape checked(const AttentionShape& s) {
   require(s.blocks >= 1, "num_blocks", s.blocks, "1 or more");
   require(s.kv_heads >= 1, "kv_heads", s.kv_heads, "1 or more");
   require(s.heads >= 1 && s.heads % s.kv_heads == 0, "heads", s.heads, "a multiple of kv_heads");
-  require(s.head_dim >= 16 && s.head_dim <= kMaxHeadDim && s.head_dim % 16 == 0, "head_dim", s.head_dim,
-          "a multiple of 16 up to 256");
+  const int most = s.latent > 0 ? kMaxHeadDim : 256;
+  require(s.head_dim >= 16 && s.head_dim <= most && s.head_dim % 16 == 0, "head_dim", s.head_dim,
+          "a multiple of 16 up to " + std::to_string(most));
+  require(s.latent >= 0 && s.latent <= s.head_dim && s.latent % 16 == 0, "latent", s.latent,
+          "a multiple of 16 up to head_dim");
+  require(s.latent == 0 || s.kv != KvType::int8, "latent", s.latent, "0 with an int8 cache");
   return s;
 }
 
@@ -40,7 +44,8 @@ AttentionKernels kernels_for(Isa isa, const AttentionShape& shape) {
     throw std::invalid_argument("products: bfloat16; " + std::string(isa == Isa::avx2 ? "avx2" : "a float32 cache") +
                                 " has those of float32 only");
   if (isa == Isa::avx2) return kAttentionAvx2;
-  const bool tiles = isa == Isa::amx && shape.head_dim % kAmxDims == 0 && shape.products != Products::float32;
+  const bool whole = shape.head_dim % kAmxDims == 0 && shape.value_dim() % kAmxDims == 0;
+  const bool tiles = isa == Isa::amx && whole && shape.products != Products::float32;
   const bool floats = shape.products == Products::float32 || (shape.products == Products::by_cpu && !fast_bf16_dot());
   if (!tiles) return floats ? kAttentionAvx512Floats : kAttentionAvx512;
   AttentionKernels kernels = kAttentionAvx512;
@@ -60,12 +65,13 @@ PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
       row_bytes_(element_bytes_ == 2 && !shape.float_rows ? 2 : 4),
       tile_bytes_(shape.kv == KvType::int8 ? kKvBlock * (shape.head_dim + 4)
                                            : element_bytes_ * kKvBlock * shape.head_dim),
-      cache_bytes_(static_cast<size_t>(tile_bytes_) * 2 * static_cast<size_t>(shape.kv_heads) *
+      planes_(shape.latent > 0 ? 1 : 2),
+      cache_bytes_(static_cast<size_t>(tile_bytes_ * planes_) * static_cast<size_t>(shape.kv_heads) *
                    static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)) {
   scratch_floats_ = kTileRows * kScoreStride + part_floats(kTileRows) +
                     kWalkTiles * (kTileRows * shape_.head_dim + part_floats(kTileRows));
   scratch_ = Arena(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()) * sizeof(float));
-  if (expands()) {
+  if (expands() || shape_.latent > 0) {
     expanded_ = Arena(static_cast<size_t>(pool.threads() * 2 * kChunk * shape_.head_dim * element_bytes_));
   }
   // Mapped, not allocated: pages come as zeros when a block is first used.
@@ -142,7 +148,7 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
   for (size_t r = 0; r < count; ++r) {
     const Row& row = rows_[r];
     const int64_t tiles = tiles_of(row);
-    const bool cached = (row.context + kKvBlock - 1) / kKvBlock * 2 * tile_bytes_ <= kCachedBytes;
+    const bool cached = (row.context + kKvBlock - 1) / kKvBlock * planes_ * tile_bytes_ <= kCachedBytes;
     const int64_t group = cached ? std::min(most, kCachedTiles) : most;
     for (int g = 0; g < shape_.kv_heads; ++g) {
       WorkItem item{static_cast<int32_t>(r), g, 0, 1, -1, -1, -1};
@@ -217,15 +223,19 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
 
 // The item's tiles of a chunk, of which `seen` positions in all are seen.
 void PagedAttention::expand(const Call& call, const WorkItem& item, int chunk, int64_t seen, int worker) {
-  if (!expands()) return;
+  if (!expands() && shape_.latent == 0) return;
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
   const int64_t elements = kKvBlock * shape_.head_dim;
   for (int64_t b = 0; b * kKvBlock < std::min<int64_t>(kChunk, seen - begin); ++b) {
     const int32_t block = tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)];
+    const int count = static_cast<int>(std::min<int64_t>(kKvBlock, seen - begin - b * kKvBlock));
+    if (shape_.latent > 0) {
+      values_of_keys(kv_tile(call.cache, block, item.kv_head), count, expanded(worker, b));
+      continue;
+    }
     const auto* tile = reinterpret_cast<const int8_t*>(kv_tile(call.cache, block, item.kv_head));
     auto* to = reinterpret_cast<uint16_t*>(expanded(worker, b));
-    const int count = static_cast<int>(std::min<int64_t>(kKvBlock, seen - begin - b * kKvBlock));
     kernels_.expand_keys(tile, count, to, shape_.head_dim);
     kernels_.expand_values(tile + tile_bytes_, count, to + elements, shape_.head_dim);
   }
@@ -236,13 +246,17 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
   const void* tiles[kChunk / kKvBlock];
+  const void* values[kChunk / kKvBlock];
   const void* q[kTileRows];
   int limits[kTileRows];
   const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
-  for (int b = 0; b * kKvBlock < positions; ++b)
-    tiles[b] = expands()
-                   ? expanded(worker, b)
-                   : kv_tile(call.cache, tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)], item.kv_head);
+  for (int b = 0; b * kKvBlock < positions; ++b) {
+    const int32_t block = tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)];
+    const char* keys = expands() ? expanded(worker, b) : kv_tile(call.cache, block, item.kv_head);
+    tiles[b] = keys;
+    values[b] = shape_.latent > 0 ? expanded(worker, b)
+                                  : keys + (expands() ? element_bytes_ * kKvBlock * shape_.head_dim : tile_bytes_);
+  }
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
     const int64_t head = item.kv_head * group_ + (tile.first_row + r) % group_;
@@ -252,17 +266,20 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   }
   ChunkWork work{};
   work.tiles = tiles;
+  work.values = values;
   work.q = q;
   work.limits = limits;
   work.rows = tile.rows;
   work.positions = positions;
   work.head_dim = shape_.head_dim;
-  work.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(shape_.head_dim)));
+  work.value_dim = shape_.value_dim();
+  const double scale = shape_.scale != 0 ? shape_.scale : 1 / std::sqrt(static_cast<double>(shape_.head_dim));
+  work.scale_log2 = static_cast<float>(1.4426950408889634 * scale);
   work.scores = scratch(worker);
   work.q_scratch = queries;
   work.q_ready = item.chunk < 0 && chunk > 0;
   work.sums = part;
-  work.top = part + static_cast<int64_t>(tile.rows) * shape_.head_dim;
+  work.top = part + static_cast<int64_t>(tile.rows) * shape_.value_dim();
   work.total = work.top + tile.rows;
   if (shape_.kv == KvType::int8 && !expands())
     (bf16_rows() ? kernels_.chunk_int8 : kernels_.chunk_int8_float)(work);
@@ -273,25 +290,24 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
 }
 
 // Joins a later chunk's part to the earlier ones; rows that see nothing of it are left alone.
-static void join(const AttentionKernels& kernels, float* part, const float* later, int rows, int head_dim) {
-  float* top = part + static_cast<int64_t>(rows) * head_dim;
-  const float* top2 = later + static_cast<int64_t>(rows) * head_dim;
+static void join(const AttentionKernels& kernels, float* part, const float* later, int rows, int dim) {
+  float* top = part + static_cast<int64_t>(rows) * dim;
+  const float* top2 = later + static_cast<int64_t>(rows) * dim;
   for (int r = 0; r < rows; ++r) {
     if (top2[rows + r] == 0.0f) continue;
-    kernels.merge(top + r, top + rows + r, part + r * head_dim, top2[r], top2[rows + r], later + r * head_dim,
-                  head_dim);
+    kernels.merge(top + r, top + rows + r, part + r * dim, top2[r], top2[rows + r], later + r * dim, dim);
   }
 }
 
 void PagedAttention::finish(const Call& call, const WorkItem& item, const Tile& tile, const float* part) const {
   const Row& row = rows_[static_cast<size_t>(item.row)];
-  const float* total = part + static_cast<int64_t>(tile.rows) * (shape_.head_dim + 1);
+  const int dim = shape_.value_dim();
+  const float* total = part + static_cast<int64_t>(tile.rows) * (dim + 1);
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = row.first_token + (tile.first_row + r) / group_;
     const int64_t head = item.kv_head * group_ + (tile.first_row + r) % group_;
-    char* out = call.out.data + token * call.out.stride + head * shape_.head_dim * row_bytes_;
-    (bf16_rows() ? kernels_.finish_bf16 : kernels_.finish_float)(out, part + r * shape_.head_dim, total[r],
-                                                                 shape_.head_dim);
+    char* out = call.out.data + token * call.out.stride + head * dim * row_bytes_;
+    (bf16_rows() ? kernels_.finish_bf16 : kernels_.finish_float)(out, part + r * dim, total[r], dim);
   }
 }
 
@@ -324,7 +340,7 @@ void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
     for (int t = 0; t < item.tiles; ++t) {
       if (static_cast<int64_t>(chunk) * kChunk >= tiles[t].seen) continue;
       run_chunk(call, item, tiles[t], chunk, worker, queries(t), chunk == 0 ? part(t) : later);
-      if (chunk > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.head_dim);
+      if (chunk > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.value_dim());
     }
   }
   for (int t = 0; t < item.tiles; ++t) finish(call, item, tiles[t], part(t));
@@ -334,7 +350,7 @@ void PagedAttention::join_last(const Call& call, const WorkItem& item, const Til
   const int64_t size = part_floats(tile.rows);
   float* first = partial(item.partial - item.chunk * size);
   for (int chunk = 1; chunk < unit_chunks_[static_cast<size_t>(item.unit)]; ++chunk)
-    join(kernels_, first, first + chunk * size, tile.rows, shape_.head_dim);
+    join(kernels_, first, first + chunk * size, tile.rows, shape_.value_dim());
   finish(call, item, tile, first);
 }
 

@@ -14,8 +14,11 @@
 // and probabilities by the scales; under bf16 products a work item first makes bf16 tiles of a chunk, zeros where no
 // position is seen.
 //
-// so that scores come out one position per lane, values one dimension per lane, and a bf16 dot product finds its
-// pairs side by side. Where an even position is a sequence's last, its odd neighbour in the V tile is zero: what a
+// Latent attention keeps one vector a position, whose first `latent` values are its value, too: a block is its K tile.
+// Before a work item multiplies values, it makes V tiles of the chunk out of the K tiles.
+//
+// Tiles are so that scores come out one position per lane, values one dimension per lane, and a bf16 dot product finds
+// its pairs side by side. Where an even position is a sequence's last, its odd neighbour in the V tile is zero: what a
 // block held before cannot reach a new owner.
 //
 // Work: the (token, query head) rows of one kv head are cut into tiles of 32; the positions before them into
@@ -56,6 +59,10 @@ struct AttentionShape {
   KvType kv = KvType::bf16;
   bool float_rows = false;  // q, k, v and out are float32 although the cache is not
   Products products = Products::by_cpu;
+  int latent = 0;   // of a key, how many values are the value; 0: values are kept beside keys
+  float scale = 0;  // of scores; 0: 1 / sqrt(head_dim)
+
+  int value_dim() const { return latent > 0 ? latent : head_dim; }
 };
 
 // Rows of tokens: element strides from token to token; heads and dimensions are contiguous.
@@ -81,7 +88,7 @@ class PagedAttention {
 
   // Writes k, v of the planned tokens into their blocks of the layer, then attends: out = softmax(q k / sqrt(D)) v.
   // With float rows k and v are rounded as they are written, q where a bf16 dot product takes it; out is not rounded.
-  // An int8 cache rounds k and v to its scales.
+  // An int8 cache rounds k and v to its scales. Latent attention reads no v; out has value_dim values a head.
   void forward(int layer, int64_t tokens, TokenRows<const void> q, TokenRows<const void> k, TokenRows<const void> v,
                TokenRows<void> out);
 
@@ -131,6 +138,8 @@ class PagedAttention {
   int64_t plan_chunks(const Row& row, int64_t tiles, WorkItem item, int64_t partial_floats);
   void write(const Call& call, const Write& write, int kv_head) const;
   void write_int8(const Call& call, const Write& write, int kv_head) const;
+  // The V tile of a K tile's first `latent` values; zeros beside an odd last position of the `count` seen.
+  void values_of_keys(const char* keys, int count, char* values) const;
   void expand(const Call& call, const WorkItem& item, int chunk, int64_t seen, int worker);
   void attend(const Call& call, const WorkItem& item, int worker);
   void walk(const Call& call, const WorkItem& item, int worker);
@@ -139,15 +148,15 @@ class PagedAttention {
   void join_last(const Call& call, const WorkItem& item, const Tile& tile);
   void finish(const Call& call, const WorkItem& item, const Tile& tile, const float* part) const;
   char* kv_tile(char* cache, int32_t block, int kv_head) const {
-    return cache + (static_cast<int64_t>(block) * shape_.kv_heads + kv_head) * 2 * tile_bytes_;
+    return cache + (static_cast<int64_t>(block) * shape_.kv_heads + kv_head) * planes_ * tile_bytes_;
   }
-  // A part: sums [rows, head_dim], then the rows' maxima, then their totals; whole cache lines.
-  int64_t part_floats(int rows) const { return (static_cast<int64_t>(rows) * (shape_.head_dim + 2) + 15) / 16 * 16; }
+  // A part: sums [rows, value_dim], then the rows' maxima, then their totals; whole cache lines.
+  int64_t part_floats(int rows) const { return (static_cast<int64_t>(rows) * (shape_.value_dim() + 2) + 15) / 16 * 16; }
   // A worker's scratch: scores, a part; then per tile of a group: queries, a part. Aligned to cache lines.
   float* scratch(int worker) { return reinterpret_cast<float*>(scratch_.data()) + scratch_floats_ * worker; }
   // Whether an int8 cache's tiles become bf16 ones before they are multiplied.
   bool expands() const { return shape_.kv == KvType::int8 && kernels_.chunk_int8 == nullptr; }
-  // A worker's bf16 tiles of a chunk of an int8 cache, those of block b.
+  // A worker's tiles of a chunk, those of block b: bf16 ones of an int8 cache, V tiles of latents.
   char* expanded(int worker, int64_t b) {
     return reinterpret_cast<char*>(expanded_.data()) +
            (worker * (kChunk / kKvBlock) + b) * 2 * element_bytes_ * kKvBlock * shape_.head_dim;
@@ -161,6 +170,7 @@ class PagedAttention {
   int64_t element_bytes_;  // of the tiles that are multiplied
   int64_t row_bytes_;      // of an element of q, k, v and out
   int64_t tile_bytes_;     // of the cache's
+  int64_t planes_;         // tiles of a head in a block
   size_t cache_bytes_;
   char* cache_;
   int64_t tokens_ = 0;

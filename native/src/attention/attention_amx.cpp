@@ -31,13 +31,12 @@ constexpr int kTileBytes = 1024;  // of a B operand
 struct Chunk {
   const ChunkWork& w;
   int blocks;
-  int first, second;   // rows in either half of the tiles
-  const char* q;       // [rows][hi: head_dim | lo: head_dim]
-  int q_bytes;         // from row to row
-  int64_t tile_bytes;  // of a block's K, then V
+  int first, second;  // rows in either half of the tiles
+  const char* q;      // [rows][hi: head_dim | lo: head_dim]
+  int q_bytes;        // from row to row
 
   const char* k(int block) const { return static_cast<const char*>(w.tiles[block]); }
-  const char* v(int block) const { return k(block) + tile_bytes; }
+  const char* v(int block) const { return static_cast<const char*>(w.values[block]); }
   char* scores(int row) const { return reinterpret_cast<char*>(w.scores) + row * kScoreBytes; }
 };
 
@@ -253,8 +252,8 @@ template <bool Split>
 void values_of_two_halves(const Chunk& c, int pairs) {
   alignas(64) char ring[(kGathered + 1) * 2 * kTileBytes];
   const auto slot = [&](int p) { return ring + p % (kGathered + 1) * 2 * kTileBytes; };
-  const int out_bytes = c.w.head_dim * 4;
-  for (int dim = 0; dim < c.w.head_dim; dim += 32) {
+  const int out_bytes = c.w.value_dim * 4;
+  for (int dim = 0; dim < c.w.value_dim; dim += 32) {
     for (int p = 0; p < kGathered && p < pairs; ++p) gather<2>(c, p, dim, slot(p));
     TILE_ZERO(0);
     TILE_ZERO(1);
@@ -282,7 +281,7 @@ void values_of_two_halves(const Chunk& c, int pairs) {
       }
     }
     float* out = c.w.sums + dim;
-    float* out2 = out + 16 * c.w.head_dim;
+    float* out2 = out + 16 * c.w.value_dim;
     TILE_STORE(0, out, out_bytes);
     TILE_STORE(1, out + 16, out_bytes);
     TILE_STORE(2, out2, out_bytes);
@@ -294,7 +293,7 @@ template <bool Split, int Tiles>
 void values_of_one_half(const Chunk& c, int pairs, int dim) {
   alignas(64) char ring[(kGathered + 1) * Tiles * kTileBytes];
   const auto slot = [&](int p) { return ring + p % (kGathered + 1) * Tiles * kTileBytes; };
-  const int out_bytes = c.w.head_dim * 4;
+  const int out_bytes = c.w.value_dim * 4;
   for (int p = 0; p < kGathered && p < pairs; ++p) gather<Tiles>(c, p, dim, slot(p));
   TILE_ZERO(0);
   TILE_ZERO(1);
@@ -334,13 +333,7 @@ void attend_chunk(const ChunkWork& w) {
   const int blocks = (w.positions + kKvBlock - 1) / kKvBlock;
   const int pairs = (blocks + 1) / 2;
   const int first = w.rows < 16 ? w.rows : 16;
-  const Chunk c{w,
-                blocks,
-                first,
-                w.rows - first,
-                reinterpret_cast<const char*>(w.q_scratch),
-                w.head_dim * 4,
-                static_cast<int64_t>(w.head_dim) * kKvBlock * 2};
+  const Chunk c{w, blocks, first, w.rows - first, reinterpret_cast<const char*>(w.q_scratch), w.head_dim * 4};
   static_assert(kBlocks % 4 == 0);  // a row's scores hold what is stored beyond its last block
   if (!w.q_ready) prepare_queries<Split>(w);
   configure(first, c.second);
@@ -355,8 +348,8 @@ void attend_chunk(const ChunkWork& w) {
     values_of_two_halves<Split>(c, pairs);
   } else {
     int dim = 0;
-    for (; dim + 64 <= w.head_dim; dim += 64) values_of_one_half<Split, 4>(c, pairs, dim);
-    if (dim < w.head_dim) values_of_one_half<Split, 2>(c, pairs, dim);
+    for (; dim + 64 <= w.value_dim; dim += 64) values_of_one_half<Split, 4>(c, pairs, dim);
+    if (dim < w.value_dim) values_of_one_half<Split, 2>(c, pairs, dim);
   }
   TILE_RELEASE();
 }

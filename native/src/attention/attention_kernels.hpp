@@ -5,27 +5,29 @@
 
 namespace ktserve {
 
-inline constexpr int kKvBlock = 16;   // positions of a KV block
-inline constexpr int kChunk = 256;    // positions whose softmax is summed at once; never depends on the batch
-inline constexpr int kTileRows = 32;  // (token, query head) rows of one kv head that a work item works on
-inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kKvBlock = 16;      // positions of a KV block
+inline constexpr int kChunk = 256;       // positions whose softmax is summed at once; never depends on the batch
+inline constexpr int kTileRows = 32;     // (token, query head) rows of one kv head that a work item works on
+inline constexpr int kMaxHeadDim = 576;  // of latent attention; else 256
 inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
 
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
-  const void* const* tiles;  // per block of the chunk: its K tile, followed by its V tile
-  const void* const* q;      // per row: head_dim elements, of the cache's type or (chunk_mixed) floats
-  const int* limits;         // per row: how many positions of this chunk it may see, 0 .. positions
-  int rows;                  // 1 .. kTileRows
-  int positions;             // 1 .. kChunk: the largest limit
+  const void* const* tiles;   // per block of the chunk: its K tile
+  const void* const* values;  // and its V tile
+  const void* const* q;       // per row: head_dim elements, of the cache's type or (chunk_mixed) floats
+  const int* limits;          // per row: how many positions of this chunk it may see, 0 .. positions
+  int rows;                   // 1 .. kTileRows
+  int positions;              // 1 .. kChunk: the largest limit
   int head_dim;
-  float scale_log2;  // log2(e) / sqrt(head_dim): the softmax works in powers of two
+  int value_dim;     // head_dim, or less where values are a part of the keys
+  float scale_log2;  // log2(e) times the scale of scores: the softmax works in powers of two
   float* scores;     // scratch: kTileRows x kScoreStride, 64-byte aligned as q_scratch
   float* q_scratch;  // kTileRows x head_dim: queries in the type that is multiplied
   bool q_ready;      // q_scratch still holds these rows from an earlier chunk
   float* top;        // out, per row: the largest scaled score, -inf if the row sees nothing
   float* total;      // out, per row: sum of 2^(score - top)
-  float* sums;       // out, rows x head_dim: sum of 2^(score - top) * v
+  float* sums;       // out, rows x value_dim: sum of 2^(score - top) * v
 };
 
 struct AttentionKernels {

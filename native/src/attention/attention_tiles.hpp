@@ -102,7 +102,7 @@ void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim,
   constexpr int S = kPack<T>;
   F16 acc[R][N];
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) acc[r][n] = load16(w.sums + (row + r) * w.head_dim + dim + n * 16);
+    for (int n = 0; n < N; ++n) acc[r][n] = load16(w.sums + (row + r) * w.value_dim + dim + n * 16);
   for (int b = block; b < block + num_blocks; ++b) {
     const T* tiles[N];
     const void* rows[R];
@@ -115,7 +115,7 @@ void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim,
     multiply<Dot, T, R, N>(acc, rows, tiles, (seen + S - 1) / S);
   }
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) store16(w.sums + (row + r) * w.head_dim + dim + n * 16, acc[r][n]);
+    for (int n = 0; n < N; ++n) store16(w.sums + (row + r) * w.value_dim + dim + n * 16, acc[r][n]);
 }
 
 // 2^x for x <= 0 or so, of relative error 1e-7; 0 for minus infinity.
@@ -188,10 +188,10 @@ void score_rows(const ChunkWork& w, const void* const* q, int row, int block, in
 template <bool Dot, class T, int R>
 void value_rows(const ChunkWork& w, int row, int block, int count) {
   int dim = 0;
-  const auto values = [&](int b) { return static_cast<const T*>(w.tiles[b]) + (w.head_dim + dim) * kKvBlock; };
-  for (; dim + kDims * 16 <= w.head_dim; dim += kDims * 16)
+  const auto values = [&](int b) { return static_cast<const T*>(w.values[b]) + dim * kKvBlock; };
+  for (; dim + kDims * 16 <= w.value_dim; dim += kDims * 16)
     value_tile<Dot, T, R, kDims>(w, row, block, count, dim, values);
-  if (dim < w.head_dim) value_tile<Dot, T, R, 1>(w, row, block, count, dim, values);
+  if (dim < w.value_dim) value_tile<Dot, T, R, 1>(w, row, block, count, dim, values);
 }
 
 // Calls f<R>(row) for R rows at a time, R = kRows and then what is left.
@@ -231,7 +231,8 @@ template <bool Dot, class T, class Q>
 void attend_chunk(const ChunkWork& w) {
   constexpr bool packed = kPacked<Dot, T>;
   const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
-  const int64_t tile_bytes = static_cast<int64_t>(w.head_dim) * kKvBlock * static_cast<int64_t>(sizeof(T));
+  const auto bytes_of = [](int dim) { return static_cast<int64_t>(dim) * kKvBlock * static_cast<int64_t>(sizeof(T)); };
+  const int64_t tile_bytes = bytes_of(w.head_dim), value_bytes = bytes_of(w.value_dim);
 
   const void* q[kTileRows];
   find_queries<packed, Q>(w, q);
@@ -242,13 +243,13 @@ void attend_chunk(const ChunkWork& w) {
     const auto tile = [&](int n) { return static_cast<const T*>(w.tiles[b + n]); };
     by_rows(w.rows, [&]<int R>(int row) { score_rows<Dot, T, R>(w, q, row, b, count, tile); });
   }
-  prefetch_tile(static_cast<const char*>(w.tiles[0]) + tile_bytes, tile_bytes);
+  prefetch_tile(w.values[0], value_bytes);
   for (int r = 0; r < w.rows; ++r) softmax_row<packed, false>(w, r, num_blocks, [](int) { return zero16(); });
-  std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
+  std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.value_dim));
   for (int b = 0; b < num_blocks; b += kValueBlocks) {
     const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
-      prefetch_tile(static_cast<const char*>(w.tiles[next]) + tile_bytes, tile_bytes);
+      prefetch_tile(w.values[next], value_bytes);
     by_rows(w.rows, [&]<int R>(int row) { value_rows<Dot, T, R>(w, row, b, count); });
   }
 }

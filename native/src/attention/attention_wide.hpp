@@ -26,9 +26,7 @@ void attend_chunk_wide(const ChunkWork& w) {
   alignas(64) float wide[kWideFloats];
 
   const auto keys = [&](int b) { return static_cast<const T*>(w.tiles[b]); };
-  const auto values = [&](int b) {
-    return reinterpret_cast<const T*>(static_cast<const char*>(w.tiles[b]) + tile_bytes);
-  };
+  const auto values = [&](int b) { return static_cast<const T*>(w.values[b]); };
   const auto prefetch_values = [&](int block, int dim) {
     for (int b = block; b < block + kWideBlocks && b < num_blocks; ++b)
       prefetch_tile(values(b) + dim * kKvBlock, kWideDims * kKvBlock * static_cast<int64_t>(sizeof(T)));
@@ -53,15 +51,15 @@ void attend_chunk_wide(const ChunkWork& w) {
       }
     }
   }
-  const auto scales = [&](int b) { return load16(scales_of(values(b), w.head_dim)); };
+  const auto scales = [&](int b) { return load16(scales_of(values(b), w.value_dim)); };
   for (int r = 0; r < w.rows; ++r) softmax_row<false, int8>(w, r, num_blocks, scales);
-  std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.head_dim));
+  std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.value_dim));
   for (int b = 0; b < num_blocks; b += kWideBlocks) {
     const int count = static_cast<int>(least(kWideBlocks, num_blocks - b));
-    for (int dim = 0; dim < w.head_dim; dim += kWideDims) {
-      const int elements = kKvBlock * static_cast<int>(least(kWideDims, w.head_dim - dim));
+    for (int dim = 0; dim < w.value_dim; dim += kWideDims) {
+      const int elements = kKvBlock * static_cast<int>(least(kWideDims, w.value_dim - dim));
       for (int n = 0; n < count; ++n) widen(values(b + n) + dim * kKvBlock, elements, wide + n * elements);
-      if (dim + kWideDims < w.head_dim)
+      if (dim + kWideDims < w.value_dim)
         prefetch_values(b, dim + kWideDims);
       else
         prefetch_values(b + kWideBlocks, 0);

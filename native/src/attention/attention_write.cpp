@@ -41,7 +41,50 @@ void write_pair(uint16_t* tile, const uint16_t* even, const uint16_t* odd, int h
   }
 }
 
+// 16 dims of a K tile, [8 pairs of dims][16 positions][2], as a V tile has them: [8 pairs of positions][16 dims][2].
+void turn_pairs(const uint16_t* from, uint16_t* to) {
+  for (int pair = 0; pair < 8; ++pair) {
+    for (int four = 0; four < 4; ++four) {
+      const auto* at = reinterpret_cast<const __m128i*>(from + pair * 32 + four * 8);
+      const __m128i x = _mm_loadu_si128(at);  // d0d1 of four positions -> d0 of two, d1 of two, twice
+      const __m128i y = _mm_shufflehi_epi16(_mm_shufflelo_epi16(x, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
+      uint16_t* low = to + (2 * four) * 32 + pair * 4;
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(low), y);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(low + 32), _mm_unpackhi_epi64(y, y));
+    }
+  }
+}
+
+// The same of float32: [16 dims][16 positions] -> [16 positions][16 dims].
+void turn_floats(const float* from, float* to) {
+  for (int d = 0; d < 16; d += 4) {
+    for (int p = 0; p < 16; p += 4) {
+      __m128 a = _mm_loadu_ps(from + d * 16 + p), b = _mm_loadu_ps(from + (d + 1) * 16 + p);
+      __m128 c = _mm_loadu_ps(from + (d + 2) * 16 + p), e = _mm_loadu_ps(from + (d + 3) * 16 + p);
+      _MM_TRANSPOSE4_PS(a, b, c, e);
+      _mm_storeu_ps(to + p * 16 + d, a);
+      _mm_storeu_ps(to + (p + 1) * 16 + d, b);
+      _mm_storeu_ps(to + (p + 2) * 16 + d, c);
+      _mm_storeu_ps(to + (p + 3) * 16 + d, e);
+    }
+  }
+}
+
 }  // namespace
+
+void PagedAttention::values_of_keys(const char* keys, int count, char* values) const {
+  if (shape_.kv == KvType::float32) {
+    for (int64_t d = 0; d < shape_.latent; d += 16)
+      turn_floats(reinterpret_cast<const float*>(keys) + d * kKvBlock, reinterpret_cast<float*>(values) + d * kKvBlock);
+    return;
+  }
+  for (int64_t d = 0; d < shape_.latent; d += 16) {
+    auto* to = reinterpret_cast<uint16_t*>(values) + d * kKvBlock;
+    turn_pairs(reinterpret_cast<const uint16_t*>(keys) + d * kKvBlock, to);
+    if (count % 2 != 0)
+      for (int i = 0; i < 16; ++i) to[count / 2 * 32 + 2 * i + 1] = 0;
+  }
+}
 
 void PagedAttention::write_int8(const Call& call, const Write& w, int g) const {
   const int dim = shape_.head_dim;
@@ -90,6 +133,7 @@ void PagedAttention::write(const Call& call, const Write& w, int g) const {
     for (int64_t step = 0; step < dim * element_bytes_ / 4; ++step)
       std::memcpy(to + step * kKvBlock * 4, from + step * 4, 4);
   }
+  if (shape_.latent > 0) return;
   char* values = tile + tile_bytes_;
   if (shape_.kv == KvType::bf16) {
     const auto token = [&](int offset) -> const uint16_t* {

@@ -50,15 +50,21 @@ void bind_attention(nb::module_& module) {
       .def(
           "__init__",
           [](PagedAttention* self, WorkerPool& pool, int layers, int num_blocks, int heads, int kv_heads, int head_dim,
-             const std::string& kv, const std::string& isa, bool float_rows, const std::string& products) {
+             const std::string& kv, const std::string& isa, bool float_rows, const std::string& products, int latent,
+             float scale) {
             const AttentionShape shape{layers,   num_blocks,  heads,      kv_heads,
-                                       head_dim, kv_type(kv), float_rows, products_of(products)};
+                                       head_dim, kv_type(kv), float_rows, products_of(products),
+                                       latent,   scale};
             new (self) PagedAttention(pool, shape, choose_isa(isa));
           },
           "pool"_a, nb::kw_only(), "layers"_a, "num_blocks"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "kv"_a,
-          "isa"_a = "", "float_rows"_a = false, "products"_a = "", nb::keep_alive<1, 2>(),
+          "isa"_a = "", "float_rows"_a = false, "products"_a = "", "latent"_a = 0, "scale"_a = 0.0f,
+          nb::keep_alive<1, 2>(),
           "kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a "
-          "float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. "
+          "float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: "
+          "of "
+          "a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, "
+          "0: 1 / sqrt(head_dim). "
           "ValueError for a shape that the kernels do not take.")
       .def_prop_ro("cache_bytes", &PagedAttention::cache_bytes)
       .def_prop_ro(

@@ -5,6 +5,7 @@
 
 #include "decoder/decoder.hpp"
 #include "decoder/gqa.hpp"
+#include "decoder/mla.hpp"
 #include "decoder/mlp.hpp"
 #include "runtime/address.hpp"
 
@@ -49,6 +50,21 @@ static void bind_parts(nb::module_& module) {
           "layer: of the attention's. qk_norm: none, head (weights [head_dim]) or whole (of all heads at once: [heads "
           "* head_dim] and [kv_heads * head_dim]); addresses of weights, which must outlive the part. ValueError for "
           "sizes that do not fit.");
+  nb::class_<LatentPart, AttentionPart>(module, "LatentPart", "Latent attention, absorbed.")
+      .def(
+          "__init__",
+          [](LatentPart* self, PagedAttention& attention, int layer, const Rotation& rotation, const PackedLinear* q_a,
+             Address q_a_norm, const PackedLinear& q, const PackedLinear& kv_a, Address kv_a_norm, LatentUp& up,
+             const PackedLinear& o, float norm_eps, bool interleaved) {
+            new (self) LatentPart(
+                attention, layer, rotation,
+                {q_a, at<const void>(q_a_norm), &q, &kv_a, at<const void>(kv_a_norm), &up, &o, norm_eps, interleaved});
+          },
+          "attention"_a, "layer"_a, "rotation"_a, "q_a"_a.none(), "q_a_norm"_a, "q"_a, "kv_a"_a, "kv_a_norm"_a, "up"_a,
+          "o"_a, "norm_eps"_a, "interleaved"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>(),
+          nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(),
+          "layer: of the attention's. q_a: None where queries have one projection, with 0 for its norm. Addresses of "
+          "norm weights, which must outlive the part. ValueError for sizes that do not fit.");
   nb::class_<DensePart, MlpPart>(module, "DensePart", "down(silu(gate(x)) * up(x)).")
       .def(nb::init<const PackedLinear&, const PackedLinear&, const PackedLinear&>(), "gate"_a, "up"_a, "down"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),

@@ -29,8 +29,8 @@ struct PartRows {
 };
 
 // Buffers of rows, by what lies in them. A row may be cut into several parts of one buffer.
-enum class Buffer { rows, projected, mixed, logits, gate, up, delta, head };
-constexpr int kBuffers = 8;
+enum class Buffer { rows, projected, queries, absorbed, latents, mixed, logits, gate, up, delta, head };
+constexpr int kBuffers = 11;
 
 class Workspace {
  public:

@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "linear/latent_up.hpp"
 #include "linear/linear.hpp"
 #include "linear/packed_linear.hpp"
 #include "packing/pack.hpp"
@@ -97,6 +98,47 @@ void bind_linear(nb::module_& module) {
           },
           "linears"_a, nb::kw_only(), "x"_a, "stride"_a, "rows"_a, "is_bf16"_a, "slots"_a, "outs"_a, "out_strides"_a,
           release(), "The same for projections that share x; each has its own out and stride.");
+
+  nb::class_<LatentUp>(module, "LatentUp", "The projection from latents to keys and values, by heads.")
+      .def(
+          "__init__",
+          [](LatentUp* self, WorkerPool& pool, const PackedLinear& keys, const PackedLinear& values, int heads,
+             const std::string& isa) { new (self) LatentUp(pool, choose_isa(isa), keys, values, heads); },
+          "pool"_a, "keys"_a, "values"_a, "heads"_a, "isa"_a = "", nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(),
+          "keys [heads * latent, nope], of each head transposed; values [heads * value, latent]. ValueError for sizes "
+          "that do not go together.")
+      .def(
+          "absorb",
+          [](LatentUp& self, Address x, int64_t x_stride, int64_t x_head_stride, Address out, int64_t out_stride,
+             int64_t out_head_stride, int64_t tokens, bool is_bf16, Address slots) {
+            self.absorb({at<const void>(x), x_stride, x_head_stride}, {at<void>(out), out_stride, out_head_stride},
+                        tokens, is_bf16, at<const int32_t>(slots));
+          },
+          nb::kw_only(), "x"_a, "x_stride"_a, "x_head_stride"_a, "out"_a, "out_stride"_a, "out_head_stride"_a,
+          "tokens"_a, "is_bf16"_a, "slots"_a, release(),
+          "Queries [tokens, heads, nope] -> [tokens, heads, latent], which meet latents. slots: int32 [tokens] or 0.")
+      .def(
+          "values",
+          [](LatentUp& self, Address x, int64_t x_stride, int64_t x_head_stride, Address out, int64_t out_stride,
+             int64_t out_head_stride, int64_t tokens, bool is_bf16, Address slots) {
+            self.values({at<const void>(x), x_stride, x_head_stride}, {at<void>(out), out_stride, out_head_stride},
+                        tokens, is_bf16, at<const int32_t>(slots));
+          },
+          nb::kw_only(), "x"_a, "x_stride"_a, "x_head_stride"_a, "out"_a, "out_stride"_a, "out_head_stride"_a,
+          "tokens"_a, "is_bf16"_a, "slots"_a, release(),
+          "Sums of latents [tokens, heads, latent] -> [tokens, heads, value].")
+      .def(
+          "set_adapter",
+          [](LatentUp& self, int slot, Address a, Address keys, Address values, bool is_bf16, int64_t rank,
+             float scale) {
+            self.set_adapter(slot,
+                             {at<const void>(a), at<const void>(keys), at<const void>(values), is_bf16, rank, scale});
+          },
+          "slot"_a, "a"_a, "keys"_a, "values"_a, "is_bf16"_a, "rank"_a, "scale"_a, release(),
+          "A [rank, latent], and B's rows of keys [heads, nope, rank] and of values [heads, value, rank], all bf16 or "
+          "all float32, copied into a slot (1 or more) that no call in flight uses.")
+      .def("clear_adapter", &LatentUp::clear_adapter, "slot"_a);
 }
 
 }  // namespace ktserve

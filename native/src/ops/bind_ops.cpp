@@ -77,6 +77,21 @@ void bind_ops(nb::module_& module) {
           "out_stride"_a, "rows"_a, "dim"_a, "eps"_a, "is_bf16"_a, release(),
           "out [rows, dim] = RMS norm of x, or (residual given) of residual += x. weight: [dim], bf16 or float32.")
       .def(
+          "rotate",
+          [](const Ops& ops, Address x, int64_t x_stride, int64_t x_head_stride, Address out, int64_t out_stride,
+             int64_t out_head_stride, Address cos, Address sin, Address positions, int64_t table_rows, int64_t tokens,
+             int64_t heads, int dim, bool interleaved, bool is_bf16) {
+            ops.rotate({at<const void>(x), x_stride, x_head_stride, at<void>(out), out_stride, out_head_stride,
+                        at<const float>(cos), at<const float>(sin), at<const int64_t>(positions), table_rows, tokens,
+                        heads, dim, interleaved},
+                       is_bf16);
+          },
+          nb::kw_only(), "x"_a, "x_stride"_a, "x_head_stride"_a, "out"_a, "out_stride"_a, "out_head_stride"_a, "cos"_a,
+          "sin"_a, "positions"_a, "table_rows"_a, "tokens"_a, "heads"_a, "dim"_a, "interleaved"_a, "is_bf16"_a,
+          release(),
+          "out [tokens, heads, dim] = x rotated to its positions, int64 [tokens]; cos, sin float32 [table_rows, dim / "
+          "2]. interleaved: neighbours are rotated together and come out as halves.")
+      .def(
           "qk_norm_rope",
           [](const Ops& ops, Address q, int64_t q_stride, Address k, int64_t k_stride, Address q_weight,
              Address k_weight, bool weight_bf16, Address cos, Address sin, Address positions, int64_t table_rows,

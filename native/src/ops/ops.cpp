@@ -15,6 +15,14 @@ void require(bool holds, const char* name, int64_t value, const char* allowed) {
   if (!holds) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + "; allowed is " + allowed);
 }
 
+void check_positions(const int64_t* positions, int64_t tokens, int64_t table_rows) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (positions[t] >= 0 && positions[t] < table_rows) continue;
+    throw std::invalid_argument("positions: " + std::to_string(positions[t]) + " of token " + std::to_string(t) +
+                                "; allowed is 0 to " + std::to_string(table_rows - 1));
+  }
+}
+
 bool finite(const char* values, int64_t place, bool is_bf16) {
   uint32_t bits = 0;
   if (is_bf16) {
@@ -60,14 +68,19 @@ void Ops::qk_norm_rope(const QkNormRope& r, bool is_bf16) const {
   require(r.head_dim >= 2, "head_dim", r.head_dim, "2 or more");
   require(r.rotary_dim >= 2 && r.rotary_dim % 2 == 0 && r.rotary_dim <= r.head_dim, "rotary_dim", r.rotary_dim,
           "an even number from 2 to head_dim");
-  for (int64_t t = 0; t < r.tokens; ++t) {
-    if (r.positions[t] >= 0 && r.positions[t] < r.table_rows) continue;
-    throw std::invalid_argument("positions: " + std::to_string(r.positions[t]) + " of token " + std::to_string(t) +
-                                "; allowed is 0 to " + std::to_string(r.table_rows - 1));
-  }
+  check_positions(r.positions, r.tokens, r.table_rows);
   const auto kernel = kernels_.qk_norm_rope[is_bf16];
   const int64_t elements = static_cast<int64_t>(r.heads + r.kv_heads) * r.head_dim;
   split(r.tokens, elements, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
+}
+
+void Ops::rotate(const Rotate& r, bool is_bf16) const {
+  require(r.tokens >= 0, "tokens", r.tokens, "0 or more");
+  require(r.heads >= 1, "heads", r.heads, "1 or more");
+  require(r.dim >= 2 && r.dim % 2 == 0 && r.dim <= kMaxRotary, "dim", r.dim, "an even number from 2 to 256");
+  check_positions(r.positions, r.tokens, r.table_rows);
+  const auto kernel = kernels_.rotate[is_bf16];
+  split(r.tokens, r.heads * r.dim, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
 }
 
 void Ops::silu_mul(const SiluMul& s, bool is_bf16) const {

@@ -34,6 +34,7 @@ class Ops {
 
   void norm(const Norm& n, bool is_bf16) const;
   void qk_norm_rope(const QkNormRope& r, bool is_bf16) const;
+  void rotate(const Rotate& r, bool is_bf16) const;
   void silu_mul(const SiluMul& s, bool is_bf16) const;
   void add_gated(const AddGated& g, bool is_bf16) const;
   void router_topk(const RouterTopK& r, bool is_bf16) const;

@@ -41,6 +41,24 @@ struct QkNormRope {  // in place
   float eps;
 };
 
+struct Rotate {
+  const void* x;  // [tokens][heads][dim], strides from token to token and from head to head
+  int64_t x_stride;
+  int64_t x_head_stride;
+  void* out;  // may be x
+  int64_t out_stride;
+  int64_t out_head_stride;
+  const float* cos;  // [positions, dim / 2]
+  const float* sin;
+  const int64_t* positions;  // per token
+  int64_t table_rows;
+  int64_t tokens;
+  int64_t heads;
+  int dim;           // even, at most kMaxRotary
+  bool interleaved;  // neighbours are rotated together, and come out as halves; else halves
+};
+inline constexpr int kMaxRotary = 256;
+
 struct SiluMul {
   const void* gate;
   int64_t gate_stride;
@@ -68,6 +86,7 @@ struct OpsKernels {
   // Each works on rows [begin, end). Index 0: float32, 1: bf16.
   void (*norm[2])(const Norm&, int64_t begin, int64_t end);
   void (*qk_norm_rope[2])(const QkNormRope&, int64_t begin, int64_t end);
+  void (*rotate[2])(const Rotate&, int64_t begin, int64_t end);
   void (*silu_mul[2])(const SiluMul&, int64_t begin, int64_t end);
   void (*add_gated[2])(const AddGated&, int64_t begin, int64_t end);
   void (*softmax[2])(const void* x, float* out, int64_t n);  // one row

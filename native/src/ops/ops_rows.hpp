@@ -2,6 +2,7 @@
 // Everything is computed in float32 and rounded once, when it is stored. A row is read twice at most:
 //
 //   norm           x (+ residual) -> [ . . . . ] 4 sums of squares -> 1/rms -> x * rms * weight
+//   rotate         a head's values alone, halves or neighbours together
 //   q, k heads     [ first half | second half | rest ] -> 1/rms -> (a cos - b sin | b cos + a sin | rest), NeoX style
 //
 // Tails shorter than a vector are masked loads and stores of the same code.
@@ -180,10 +181,30 @@ int64_t largest_place(const void* x, int64_t n) {
   return place;
 }
 
+template <class T>
+void rotate_rows(const Rotate& r, int64_t begin, int64_t end) {
+  const int half = r.dim / 2;
+  float head[kMaxRotary], turned[kMaxRotary];
+  for (int64_t token = begin; token < end; ++token) {
+    const float* cos = r.cos + r.positions[token] * half;
+    const float* sin = r.sin + r.positions[token] * half;
+    for (int64_t h = 0; h < r.heads; ++h) {
+      convert(static_cast<const T*>(r.x) + token * r.x_stride + h * r.x_head_stride, r.dim, head);
+      for (int i = 0; i < half; ++i) {
+        const float a = r.interleaved ? head[2 * i] : head[i];
+        const float b = r.interleaved ? head[2 * i + 1] : head[half + i];
+        turned[i] = a * cos[i] - b * sin[i];
+        turned[half + i] = b * cos[i] + a * sin[i];
+      }
+      convert(turned, r.dim, static_cast<T*>(r.out) + token * r.out_stride + h * r.out_head_stride);
+    }
+  }
+}
+
 constexpr OpsKernels kOps = {
-    {norm_rows<float>, norm_rows<bf16>},         {qk_norm_rope_rows<float>, qk_norm_rope_rows<bf16>},
-    {silu_mul_rows<float>, silu_mul_rows<bf16>}, {add_gated_rows<float>, add_gated_rows<bf16>},
-    {softmax_row<float>, softmax_row<bf16>},     {sigmoid_row<float>, sigmoid_row<bf16>},
-    {largest_place<float>, largest_place<bf16>}};
+    {norm_rows<float>, norm_rows<bf16>},           {qk_norm_rope_rows<float>, qk_norm_rope_rows<bf16>},
+    {rotate_rows<float>, rotate_rows<bf16>},       {silu_mul_rows<float>, silu_mul_rows<bf16>},
+    {add_gated_rows<float>, add_gated_rows<bf16>}, {softmax_row<float>, softmax_row<bf16>},
+    {sigmoid_row<float>, sigmoid_row<bf16>},       {largest_place<float>, largest_place<bf16>}};
 
 }  // namespace ktserve::KT_SIMD

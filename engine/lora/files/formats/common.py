@@ -23,6 +23,7 @@ class Reading:
     config: ModelConfig
     settings: Settings
     expert_scaling: str | None
+    expert_b_layout: str | None
     max_rank: int | None
     warnings: list[str]
 

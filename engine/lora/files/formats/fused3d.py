@@ -1,7 +1,8 @@
 """PEFT `target_parameters` on fused 3-D experts (form E).
 
 A module may hold two wrapped parameters, one inside the other, so a key does not tell gate_up from down: shapes do.
-With E experts, A is [E r, in] with the expert slowest and B is [out, E r] with the expert fastest. PEFT before 0.19
+With E experts, A is [E r, in] with the expert slowest and B is [out, E r] with the expert fastest, or slowest in
+Unsloth's adapters (`engine.lora.files.b_layout`). PEFT before 0.19
 took in and out the other way round, so that A and B change their roles.
 """
 
@@ -12,17 +13,23 @@ import re
 import torch
 
 from engine.lora.adapter import ExpertLora
+from engine.lora.files.b_layout import GROUPED, RANK_MAJOR
 from engine.lora.files.detect import Halves
 from engine.lora.files.folder import refusal
 from engine.lora.files.formats.common import Reading, Stack, assemble, missing, require_rank
-from engine.lora.files.settings import scaling
+from engine.lora.files.settings import FUSED_PARAMETERS, scaling
 
 Layers = dict[int, dict[str, Halves]]
-_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 def read_fused_3d(reading: Reading, layers: Layers) -> dict[int, ExpertLora]:
     """Experts by layer. The A that gate_up shares becomes gate's and up's; block-diagonal gate|up is taken apart."""
+    if reading.config.experts is not None and reading.config.experts.interleaved:
+        keys = [entry.key for nested in layers.values() for halves in nested.values() for entry in halves.entries]
+        message = (
+            "LoRA on whole parameters of experts whose gate and up lie by turns; that of single experts can be read"
+        )
+        raise refusal(message, keys)
     swapped = _orientation(reading, layers)
     absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
     if absent:
@@ -33,7 +40,7 @@ def read_fused_3d(reading: Reading, layers: Layers) -> dict[int, ExpertLora]:
         stacks: dict[str, Stack] = {}
         for parameter, halves in parameters.items():
             stacks.update(_read(reading, f"model.layers.{layer}.mlp.experts.{parameter}", halves, swapped))
-        lacking = [parameter for parameter in _PARAMETERS if parameter not in parameters]
+        lacking = [parameter for parameter in FUSED_PARAMETERS if parameter not in parameters]
         if lacking:
             reading.warnings.append(f"layer {layer}: no expert LoRA on {lacking[0]}, taken as zero")
         result[layer] = assemble(reading, stacks)
@@ -84,7 +91,10 @@ def _read(reading: Reading, module: str, halves: Halves, swapped: bool) -> dict[
     require_rank(rank, expected, "adapter_config.json", keys)
     scale = scaling(alpha, rank, reading.linear_scaling)
     a = entry_a.read().reshape(experts, rank, -1)
-    b = entry_b.read().reshape(entry_b.shape[0], rank, experts).permute(2, 0, 1)
+    if _layout(reading, module.rpartition(".")[2], keys) == GROUPED:
+        b = entry_b.read().reshape(-1, experts, rank).transpose(0, 1)
+    else:
+        b = entry_b.read().reshape(-1, rank, experts).permute(2, 0, 1)
     if swapped:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
     if module.endswith("down_proj"):
@@ -93,6 +103,18 @@ def _read(reading: Reading, module: str, halves: Halves, swapped: bool) -> dict[
     gate, up = _split(a, b, scale)
     reading.check_rank(gate.rank, keys)
     return {"gate": gate, "up": up}
+
+
+def _layout(reading: Reading, parameter: str, keys: list[str]) -> str:
+    layout = reading.settings.layout(parameter) or reading.expert_b_layout
+    if layout is None:
+        raise refusal(
+            "LoRA on fused experts that Unsloth trained, without lora_B_layout: the files do not tell the order of "
+            f"lora_B; give expert_b_layout: {GROUPED!r}, as its releases before that key trained, or {RANK_MAJOR!r}, "
+            "as PEFT does",
+            keys,
+        )
+    return layout
 
 
 def _split(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[Stack, Stack]:

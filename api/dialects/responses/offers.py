@@ -1,0 +1,84 @@
+"""The tools of a response's request as a chat has them, and what calls of them are called in its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from api.bodies.parsing import Notes
+from api.dialects.common.content import kind_of
+from api.errors import bad_request, shortened
+from api.text.kinds import TOOLS, Fate
+
+_MOST_NAME = 128  # characters that a tool's name has in a chat
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """What a tool of a namespace is called in a chat."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+@dataclass
+class Offered:
+    """`names`: a tool's name in the chat -> its own, and its namespace; of those in one."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _known: set[str] = field(default_factory=set)
+
+    def add(self, tool: dict[str, Any], kind: str, where: str, notes: Notes, namespace: str | None = None) -> None:
+        """A function, or a tool of free text. Of several with one name the first is offered."""
+        name = tool.get("name")
+        if not isinstance(name, str):
+            raise bad_request(f"{where}.name: a text is expected, got {shortened(name)}", f"{where}.name")
+        full = full_name(name, namespace)
+        if full in self._known or (namespace and len(full) > _MOST_NAME):
+            notes.remark(
+                where, f"{shortened(full)} is left out: its name is {'taken' if full in self._known else 'long'}"
+            )
+            return
+        self._known.add(full)
+        if namespace:
+            self.names[full] = (name, namespace)
+        keys = ("description", "parameters", "strict") if kind == "function" else ("description", "format")
+        given = {key: tool[key] for key in keys if tool.get(key) is not None}
+        self.tools.append({"type": kind, kind: {"name": full, **given}})
+
+    def choice(self, chosen: Any) -> dict[str, Any] | None:
+        """The tool that a choice names, as a chat does. None: it is not offered."""
+        name = chosen.get("name") if isinstance(chosen, dict) else None
+        namespace = chosen.get("namespace") if isinstance(chosen, dict) else None
+        full = full_name(str(name), namespace if isinstance(namespace, str) else None)
+        for tool in self.tools:
+            kind = tool["type"]
+            if tool[kind]["name"] == full:
+                return {"type": kind, kind: {"name": full}}
+        return None
+
+
+def offered_of(tools: list[dict[str, Any]], notes: Notes) -> Offered:
+    """Raises ApiError that names the place."""
+    offered = Offered()
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        kind = kind_of(tool, where)
+        if TOOLS.fate(kind) is not Fate.READ:
+            notes.left_out(where, kind)
+        elif kind == "namespace":
+            _add_namespace(offered, tool, where, notes)
+        else:
+            offered.add(tool, kind, where, notes)
+    return offered
+
+
+def _add_namespace(offered: Offered, namespace: dict[str, Any], where: str, notes: Notes) -> None:
+    name, inner = namespace.get("name"), namespace.get("tools")
+    if not isinstance(name, str) or not isinstance(inner, list):
+        raise bad_request(f'{where}: {{"type": "namespace", "name": ..., "tools": [...]}} is expected', where)
+    for i, tool in enumerate(inner):
+        place = f"{where}.tools[{i}]"
+        kind = kind_of(tool, place)
+        if kind in ("function", "custom"):
+            offered.add(tool, kind, place, notes, name)
+        else:
+            notes.left_out(place, kind)

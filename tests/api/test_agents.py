@@ -1,0 +1,182 @@
+"""Nothing in a history or in a list of offers ends a session: the vendors' own types, walked."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import types as claude
+from anthropic.types import beta as claude_beta
+from anthropic.types import tool_result_block_param
+from anthropic.types.beta import beta_tool_result_block_param
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types import chat
+from openai.types import responses as codex
+from openai.types.responses import response_create_params
+
+from api.dialects.responses.requests import Included
+from api.text import kinds
+from api.text.kinds import Fate, Kinds
+from tests.api.conftest import Running
+from tests.api.vendor_types import examples, fields, members, types_of, written
+
+RESULT_PARTS = (tool_result_block_param.Content, beta_tool_result_block_param.Content)
+BLOCKS = (claude.ContentBlockParam, claude_beta.BetaContentBlockParam, *RESULT_PARTS)
+CHOICE = fields(response_create_params.ResponseCreateParamsBase)["tool_choice"]
+PUBLISHED: list[tuple[Kinds, tuple[Any, ...]]] = [
+    (kinds.BLOCKS, BLOCKS),
+    (kinds.DOCUMENTS, (fields(claude_beta.BetaRequestDocumentBlockParam)["source"],)),
+    (kinds.ANTHROPIC_TOOLS, (claude.ToolUnionParam, claude_beta.BetaToolUnionParam)),
+    (kinds.ANTHROPIC_CHOICES, (claude.ToolChoiceParam, claude_beta.BetaToolChoiceParam)),
+    (kinds.ITEMS, (codex.ResponseInputItemParam, codex.ResponseOutputItem)),
+    (kinds.PARTS, (codex.ResponseInputContentParam, fields(codex.ResponseOutputMessage)["content"])),
+    (kinds.TOOLS, (codex.ToolParam,)),
+    (kinds.CHOICES, (CHOICE,)),
+    (kinds.CHAT_PARTS, (chat.ChatCompletionContentPartParam,)),
+    (kinds.CHAT_CALLS, (chat.ChatCompletionMessageToolCallUnionParam,)),
+    (kinds.CHAT_TOOLS, (chat.ChatCompletionToolUnionParam,)),
+    (kinds.CHAT_CHOICES, (chat.ChatCompletionToolChoiceOptionParam,)),
+]
+USER = {"role": "user", "content": "look"}
+
+
+@pytest.mark.parametrize(("table", "unions"), PUBLISHED, ids=lambda each: getattr(each, "title", ""))
+def test_the_table_has_every_published_type(table: Kinds, unions: tuple[Any, ...]) -> None:
+    published = frozenset().union(*map(types_of, unions))
+    assert len(published) > 1 and published <= set(table.rows)
+
+
+def test_the_walk_sees_each_member() -> None:
+    """A union whose members the walk cannot name would pass any table."""
+    for _, unions in PUBLISHED:
+        for member in (each for union in unions for each in members(union) if isinstance(each, type)):
+            assert written(member), member
+    assert {kind.name for table in kinds.TABLES for kind in table.rows.values() if not kind.note} == set()
+    assert types_of(codex.ResponseIncludable) <= set(Included.__args__)
+
+
+def post(server: Running, path: str, body: dict[str, Any]) -> httpx.Response:
+    limit = {"/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
+    return server.http.post(path, json={"model": "tiny", limit: 3, **body})
+
+
+def warned(response: httpx.Response, kind: str) -> bool:
+    return repr(kind) in response.headers.get("warnings", "")
+
+
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_history_of_any_blocks_is_answered(server: Running, data: st.DataObject) -> None:
+    block = data.draw(examples(data.draw(st.sampled_from(list(members(claude_beta.BetaContentBlockParam))))))
+    result = data.draw(examples(data.draw(st.sampled_from([m for u in RESULT_PARTS for m in members(u)]))))
+    if not isinstance(block, dict):  # a model of an answer's block; its own type stands beside it
+        return
+    results = {"type": "tool_result", "tool_use_id": "t", "content": [result]}
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    role = data.draw(st.sampled_from(["user", "assistant"]))
+    history = [USER, {"role": role, "content": [block]}, {"role": "assistant", "content": [call]}]
+    tail = data.draw(st.sampled_from([[], [{"role": "assistant", "content": "ok"}, USER]]))
+    body = {"messages": [*history, {"role": "user", "content": [results]}, *tail]}
+    answer = post(server, "/v1/messages", body)
+    assert answer.status_code == 200 or "prompt is too long" in answer.text, answer.text
+    fates = {each["type"]: kinds.BLOCKS.rows[each["type"]].fate for each in (block, result)}
+    for kind, fate in fates.items():
+        if answer.status_code == 200 and fate is Fate.LEFT_OUT:
+            assert warned(answer, kind)
+
+
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_history_of_any_items_is_answered(server: Running, data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from([m for m in members(codex.ResponseInputItemParam) if isinstance(m, type)]))
+    item = data.draw(examples(kind))
+    tail = [{"role": "assistant", "content": "ok"}, USER]
+    answer = post(server, "/v1/responses", {"input": [USER, item, *tail]})
+    assert answer.status_code == 200 or "maximum context" in answer.text, answer.text
+    of = item.get("type") or ("message" if "role" in item else "item_reference")
+    if answer.status_code == 200 and kinds.ITEMS.fate(of) is Fate.LEFT_OUT:
+        assert warned(answer, of)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_history_of_any_parts_is_answered(server: Running, data: st.DataObject) -> None:
+    part = data.draw(examples(chat.ChatCompletionContentPartParam))
+    shown = {"role": "user", "content": [part]}
+    answer = post(server, "/v1/chat/completions", {"messages": [shown, {"role": "assistant", "content": "ok"}, USER]})
+    assert answer.status_code == 200, answer.text
+    if part["type"] != "text":
+        assert warned(answer, part["type"])
+        assert post(server, "/v1/chat/completions", {"messages": [shown]}).status_code == 400
+
+
+OFFERS = [
+    ("/v1/messages", kinds.ANTHROPIC_TOOLS, claude_beta.BetaToolUnionParam, {"messages": [USER]}),
+    ("/v1/responses", kinds.TOOLS, codex.ToolParam, {"input": "look"}),
+    ("/v1/chat/completions", kinds.CHAT_TOOLS, chat.ChatCompletionToolUnionParam, {"messages": [USER]}),
+]
+
+
+@pytest.mark.parametrize(("path", "table", "union", "asked"), OFFERS, ids=lambda each: str(each)[:22])
+def test_any_offers_are_answered(server: Running, path: str, table: Kinds, union: Any, asked: dict[str, Any]) -> None:
+    own = {
+        "/v1/messages": {"name": "Read", "input_schema": {"type": "object"}},
+        "/v1/responses": {"type": "function", "name": "Read", "parameters": {"type": "object"}},
+        "/v1/chat/completions": {"type": "function", "function": {"name": "Read"}},
+    }[path]
+
+    @settings(max_examples=80, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from([each for each in members(union) if isinstance(each, type)]).flatmap(examples))
+    def check(tool: dict[str, Any]) -> None:
+        kind = tool.get("type") or "custom"
+        answer = post(server, path, {**asked, "tools": [own, tool]})
+        if table.fate(kind) is Fate.LEFT_OUT:
+            assert answer.status_code == 200 and warned(answer, kind), answer.text
+        else:
+            assert answer.status_code == 200 or re.search("too long|maximum context", answer.text), answer.text
+
+    check()
+
+
+@pytest.mark.parametrize("kind", ["web_search_20991231", "novel"])
+def test_kinds_that_nobody_knows_yet(server: Running, kind: str) -> None:
+    """Left out of a history and of offers; a 400 where a user newly asks."""
+    block = {"type": kind, "name": "x"}
+    later = [{"role": "assistant", "content": "ok"}, USER]
+    shown = {"role": "user", "content": [block]}
+    for path, tools, history, new in (
+        ("/v1/messages", [block], [shown, *later], [shown]),
+        ("/v1/responses", [block], [USER, block, *later], [shown]),
+        ("/v1/chat/completions", [block], [shown, *later], [shown]),
+    ):
+        name = "input" if path == "/v1/responses" else "messages"
+        answer = post(server, path, {name: history, "tools": tools})
+        assert answer.status_code == 200 and warned(answer, kind), answer.text
+        refused = post(server, path, {name: new})
+        assert refused.status_code == 400 and kind in refused.text
+
+
+IMAGES = {
+    "/v1/messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}},
+    "/v1/responses": {"type": "input_image", "image_url": "data:image/png;base64,aGk="},
+    "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+}
+
+
+@pytest.mark.parametrize("path", IMAGES)
+def test_an_image_is_refused_once(server: Running, path: str) -> None:
+    """Where it is newly asked for; it does not end the session that goes on with it in the history."""
+    name = "input" if path == "/v1/responses" else "messages"
+    shown = {"role": "user", "content": [IMAGES[path]]}
+    refused = post(server, path, {name: [shown]})
+    assert refused.status_code == 400 and IMAGES[path]["type"] in refused.text
+    for tail in ([USER], [{"role": "assistant", "content": "no"}, USER]):
+        answer = post(server, path, {name: [shown, *tail]})
+        assert answer.status_code == 200 and warned(answer, IMAGES[path]["type"]), answer.text
+    prompt = json.dumps(server.http.post("/v1/chat/completions", json={"model": "tiny", "messages": [
+        {"role": "user", "content": [IMAGES["/v1/chat/completions"]]}, USER]}).json())  # fmt: skip
+    assert "[image: this model reads text only]" in prompt

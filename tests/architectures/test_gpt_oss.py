@@ -1,0 +1,239 @@
+"""gpt-oss: its files in every form, served in torch, with adapters, equal to transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig
+
+from engine.architectures.registry import config_from_hf
+from engine.config import EngineConfig
+from engine.diagnostics.check import check_model
+from engine.errors import AdapterError, ModelFileError, UserError
+from engine.launch.backends import make_backends
+from engine.lora.files.parse import parse_adapter
+from engine.planning.plan import plan_engine
+from engine.weights.open import open_model
+from testing.harness import Harness, full_logits, greedy
+from testing.models.tiny import save_gguf, save_hf, tiny_model
+from tests.engine.test_lora_serving import Family
+from tests.engine.test_parity import CLEAR, prompts
+from tests.lora import make
+from training.experts.reference import ReferenceExperts
+from training.model import load_model
+
+# gpt-oss-20b's config.json
+HUB: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"},
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+
+
+def tiny(seed: int = 0, **config: Any) -> torch.nn.Module:
+    return tiny_model(seed, family="gpt_oss", **config)
+
+
+def test_both_spellings_are_one_config() -> None:
+    config = config_from_hf(HUB)
+    first, second = (layer.attention for layer in config.layers[:2])
+    assert (first.window, second.window, first.sinks, first.bias, first.output_bias) == (128, None, True, True, True)
+    assert first.cache.window == 128 and first.rotation.scaling.extra == {"truncate": False}
+    experts = config.experts
+    assert (experts.activation.limit, experts.activation.alpha, experts.plain) == (7.0, 1.702, False)
+    assert (experts.experts, experts.top_k, experts.intermediate) == (32, 4, 2880)
+    assert config_from_hf(json.loads(json.dumps(GptOssConfig(**HUB).to_dict()))) == config
+    bare = {name: value for name, value in HUB.items() if name not in ("rope_scaling", "layer_types", "sliding_window")}
+    assert config_from_hf(bare) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layer_types": ["chunked_attention"] * 24}, "layer_types is"),
+        ({"layer_types": ["full_attention"]}, "allowed are 24 of sliding_attention and full_attention"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"swiglu_limit": 0}, "swiglu_limit is 0"),
+    ],
+)
+def test_refused_by_name(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelFileError, match=said):
+        config_from_hf(HUB | change)
+
+
+def as_mxfp4(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """The folder as OpenAI's files are, experts in MXFP4; the model of the values that they hold."""
+    held = save_gguf(model, folder / "m.gguf", "MXFP4", "F32")
+    save_hf(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    for name, parameter in held.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name:
+            rows = parameter.detach().transpose(1, 2).contiguous()
+            blocks = torch.from_numpy(gguf.quants.quantize(rows.numpy(), gguf.GGMLQuantizationType.MXFP4))
+            blocks = blocks.reshape(*rows.shape[:2], -1, 17)
+            quants = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1).unflatten(-1, (16, 2))
+            del stored[name]
+            stored[f"{name}_scales"] = blocks[..., 0].clone()
+            stored[f"{name}_blocks"] = quants[..., 0] | quants[..., 1] << 4
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (folder / "m.gguf").unlink()
+    return held
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads, layers = draw(st.sampled_from([1, 2])), draw(st.integers(1, 3))
+    kinds = st.sampled_from(["sliding_attention", "full_attention"])
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": draw(st.lists(kinds, min_size=layers, max_size=layers)),
+        "sliding_window": draw(st.sampled_from([1, 8, 17, 400])),
+        "num_experts": draw(st.sampled_from([4, 8, 33])),
+        "num_experts_per_tok": draw(st.integers(1, 4)),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.sampled_from([1, 2, 4])),
+        "head_dim": draw(st.sampled_from([16, 32])),
+        "attention_bias": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+        "swiglu_limit": draw(st.sampled_from([0.5, 7.0])),
+        "moe_intermediate_size": draw(st.sampled_from([32, 96])),
+    }
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shape=shapes(), seed=st.integers(0, 1000), budget=st.sampled_from([8, 32, 256]))
+def test_tokens_and_logits_equal_transformers(
+    tmp_path_factory: pytest.TempPathFactory, shape: dict[str, Any], seed: int, budget: int
+) -> None:
+    """By float32, prompts shorter and longer than the window, twice: the second time behind the cached one."""
+    model, folder = tiny(seed, **shape), tmp_path_factory.mktemp("model")
+    save_hf(model, folder)
+    engine, asked = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=4, rules=None), prompts(seed, [3, 40])
+    for _ in range(2):
+        for prompt, tokens in zip(asked, engine.generate(asked, max_tokens=6), strict=True):
+            expected, gap = greedy(model, prompt, 6)
+            assert tokens == expected or gap < CLEAR
+    request = engine.submit(asked[1], prompt_logprobs=5, max_tokens=1)
+    engine.run()
+    want = full_logits(model, asked[1]).log_softmax(-1)
+    for position, found in enumerate(engine.results[request].prompt_logprobs[1:]):
+        for token in (found.chosen, *found.top):
+            assert abs(token.logprob - float(want[position, token.token])) < 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize("form", ["hf", "mxfp4", "gguf F32", "gguf MXFP4"])
+def test_every_form_on_disk_gives_the_same_tokens(tmp_path: Path, form: str) -> None:
+    model = held = tiny(4, num_hidden_layers=2)
+    path = tmp_path
+    if form == "mxfp4":
+        held = as_mxfp4(model, path)
+    elif form == "hf":
+        save_hf(model, path)
+    else:
+        path = tmp_path / "m.gguf"
+        held = save_gguf(model, path, form.removeprefix("gguf "), "F32")
+    engine, asked = Harness(path, rules=None), prompts(4, [5, 40])
+    for prompt, tokens in zip(asked, engine.generate(asked), strict=True):
+        expected, gap = greedy(held, prompt, 8)
+        assert tokens == expected or gap < CLEAR
+    engine.close()
+
+
+def test_gguf_metadata_gives_the_same_config(tmp_path: Path) -> None:
+    model = tiny(0, bos_token_id=2, num_hidden_layers=3)
+    save_hf(model, tmp_path / "hf")
+    save_gguf(model, tmp_path / "m.gguf", expert_type="F32", dense_type="F32")
+    config = open_model(str(tmp_path / "hf")).config
+    assert open_model(str(tmp_path / "m.gguf")).config == config
+    assert open_model(str(tmp_path / "hf"), str(tmp_path / "m.gguf")).config == config
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_blocks", "down_proj_scales", "gate_up_proj_bias"])
+@pytest.mark.parametrize("fault", ["missing", "shape"])
+def test_parts_of_experts_that_are_missing_or_misshapen(tmp_path: Path, name: str, fault: str) -> None:
+    as_mxfp4(tiny(1), tmp_path)
+    stored, name = load_file(tmp_path / "model.safetensors"), f"model.layers.1.mlp.experts.{name}"
+    held = stored.pop(name)
+    if fault == "shape":
+        stored[name] = held[1:].clone()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=r"tensor model\.layers\.1\.mlp\.experts\.\w+ "):
+        open_model(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Adapters on attention, routers and experts."""
+    return Family(tmp_path_factory.mktemp("family"), family="gpt_oss", mlp_only_layers=[])
+
+
+def test_a_mixed_batch_equals_merged_models(family: Family) -> None:
+    names = [None, "adapter-0", "adapter-2", None, "adapter-2"]
+    asked = prompts(1, [3, 9, 20, 31, 14])
+    engine = family.engine(max_num_seqs=8, rules=None)
+    for adapter, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
+        family.expect(adapter, prompt, tokens)
+    engine.close()
+
+
+def test_adapters_of_whole_expert_parameters_are_refused(family: Family, tmp_path: Path) -> None:
+    config = make.config_of(family.base)
+    weights = make.random_adapter(config, linears=False)
+    make.write(tmp_path / "x", make.fused_3d_keys(weights), make.lora_config(rank_pattern={}, target_parameters=[
+        "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))  # fmt: skip
+    with pytest.raises(AdapterError, match="gate and up lie by turns"):
+        parse_adapter(tmp_path / "x", config, name="x")
+
+
+def planned(path: Path, **config: Any) -> Any:
+    settings = {"dtype": "bfloat16", "kv_cache_tokens": 128, "max_num_batched_tokens": 32, "max_num_seqs": 1}
+    return plan_engine(EngineConfig(model=str(path), device="cpu", pack_cache="off", **(settings | config)))
+
+
+def test_check_and_plan(tmp_path: Path) -> None:
+    """What has no native form is computed in torch, and the plan says so."""
+    as_mxfp4(tiny(1), tmp_path)
+    plan = planned(tmp_path)
+    assert {plan.placement.backend(f"model.layers.0.{part}") for part in ("self_attn", "mlp.experts")} == {"reference"}
+    assert any("sinks or a window has no native kernel" in line for line in plan.lines)
+    assert any("experts have biases" in line for line in plan.lines)
+    lines: list[str] = []
+    assert check_model(plan.source, make_backends(plan), list(range(2, 34)), lines.append) is None
+    assert all(line.startswith("ok") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"expert_backend": "native"}, "experts have biases, and an activation with a limit; allowed is reference"),
+        ({"attention_backend": "native"}, "sinks or a window has no native kernel"),
+    ],
+)
+def test_backends_that_cannot_compute_it_are_refused(tmp_path: Path, setting: dict[str, str], said: str) -> None:
+    save_hf(tiny(1), tmp_path)
+    with pytest.raises(UserError, match=said):
+        Harness(tmp_path, **setting)
+
+
+def test_training_is_refused(tmp_path: Path) -> None:
+    save_hf(tiny(1), tmp_path)
+    with pytest.raises(ModelFileError, match="experts have biases"):
+        load_model(str(tmp_path), lambda source, dtype: {0: ReferenceExperts.from_store(source.experts(0))})
