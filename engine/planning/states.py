@@ -9,12 +9,17 @@ from engine.planning.placement import Placement
 
 
 def check_states(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
-    """UserError with the setting that would have to change. (Ranks refuse such a model where they divide it.)"""
+    """UserError with the setting that would have to change."""
     if not model.state_bytes:
         return
     keeps = "this model's linear attention layers keep a state of each sequence"
     if placement.device != "cpu":
         raise UserError(f"{keeps}, which is computed on the CPU alone: --device cpu serves it", "device")
+    if config.tensor_parallel > 1:
+        raise UserError(
+            f"--tensor-parallel {config.tensor_parallel}: {keeps}, which ranks do not divide: leave it out",
+            "tensor_parallel",
+        )
     if config.speculate is not None:
         raise UserError(
             f"--speculate {config.speculate}: {keeps}, which would be wrong behind a rejected draft: leave it out",
@@ -24,8 +29,10 @@ def check_states(config: EngineConfig, model: ModelConfig, placement: Placement)
         raise UserError(f"--kv-disk {config.kv_disk}: {keeps}, which is not written to disk: leave it out", "kv_disk")
     if config.deterministic:
         raise UserError(
-            f"deterministic is true; {keeps}, which is summed in another order in chunks than token by token",
+            f"--deterministic: {keeps}, which is summed in another order in chunks than token by token: leave it out",
             "deterministic",
         )
     if config.cuda_graphs == "padded":
-        raise UserError(f"cuda_graphs is padded; {keeps}, which padding rows have none of: auto or off", "cuda_graphs")
+        raise UserError(
+            f"--cuda-graphs padded: {keeps}, and padding rows have none: allowed are auto and off", "cuda_graphs"
+        )

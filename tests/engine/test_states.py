@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from engine.errors import UserError
+from engine.config import EngineConfig
+from engine.errors import ModelFileError, UserError
+from engine.planning.placement import choose
+from engine.planning.states import check_states
+from engine.weights.open import open_model
+from rules import Machine
 from testing.harness import Harness, greedy
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_parity import BACKENDS, CLEAR, prompts
+from tests.engine.parity import BACKENDS, CLEAR, prompts
+from training.experts.base import refuse_untrainable
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +45,86 @@ def test_any_chunks_preempted_or_not_give_the_tokens_of_transformers(model_folde
         assert tokens == expected or gap < CLEAR
 
 
-@pytest.mark.parametrize("setting", [{"speculate": "ngram:2"}, {"kv_disk": "1GiB"}, {"cuda_graphs": "padded"}])
+REFUSED = [
+    {"speculate": "ngram:2"},
+    {"kv_disk": "1GiB"},
+    {"cuda_graphs": "padded"},
+    {"deterministic": True, "rules": None},
+    {"tensor_parallel": 2},
+]
+
+
+@pytest.mark.parametrize("setting", REFUSED, ids=lambda setting: next(iter(setting)))
 def test_what_states_do_not_allow_is_refused(model_folder, setting):
     with pytest.raises(UserError, match="keep a state of each sequence") as caught:
         Harness(model_folder[1], **setting)
     assert caught.value.field == next(iter(setting))
+
+
+def test_a_gpu_is_refused(model_folder):
+    source = open_model(str(model_folder[1]))
+    config = EngineConfig(model=str(model_folder[1]), device="cuda", rules="reference")
+    placement = choose(config, source.config, Machine(gpu=True))
+    with pytest.raises(UserError, match="--device cpu serves it") as caught:
+        check_states(config, source.config, placement)
+    assert caught.value.field == "device"
+
+
+def test_training_is_refused(model_folder):
+    folder = str(model_folder[1])
+    with pytest.raises(ModelFileError, match="layers of linear attention cannot be trained"):
+        refuse_untrainable(open_model(folder).config, folder)
+
+
+# ---- adapters
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DELTA = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
+SHARED = ["gate_proj", "up_proj", "down_proj"]  # with peft's target_modules; routed experts are parameters
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def trained(base: torch.nn.Module, folder: Path, seed: int, **targets) -> torch.nn.Module:
+    """A copy of the base under an adapter of peft's, saved, of which no B is zero."""
+    model = get_peft_model(copy.deepcopy(base), LoraConfig(**({"r": 4, "lora_alpha": 8} | targets))).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@BACKENDS
+@pytest.mark.parametrize("budget", [8, 256])
+def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, tmp_path, backend, budget):
+    base, folder = model_folder
+    targets = {
+        "delta": {"target_modules": DELTA},
+        "attention": {"target_modules": ATTENTION},
+        "all": {"target_modules": [*DELTA, *ATTENTION, *SHARED], "target_parameters": EXPERTS},
+    }
+    models = {None: base} | {name: trained(base, tmp_path / name, 5, **each) for name, each in targets.items()}
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, **backend)
+    for name in targets:
+        engine.adapter(name, tmp_path / name)
+    asked = prompts(8, [20, 20, 9, 30])
+    got = engine.generate(asked, list(models), max_tokens=10)
+    engine.close()
+    for (name, model), prompt, tokens in zip(models.items(), asked, got, strict=True):
+        expected, gap = greedy(model, prompt, 10)
+        assert tokens == expected or gap < CLEAR, name
+    assert greedy(models["all"], asked[3], 10)[0] != greedy(base, asked[3], 10)[0]
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")
+def test_an_adapter_of_the_convolution_is_refused_by_name(model_folder, tmp_path):
+    base, folder = model_folder
+    engine = Harness(folder)
+    trained(base, tmp_path, 5, target_modules=["conv1d", "q_proj"], r=192)  # peft: a multiple of the channels
+    with pytest.raises(UserError, match=r"layers\.0\.linear_attn\.conv1d"):
+        engine.adapter("x", tmp_path)
+    engine.close()
