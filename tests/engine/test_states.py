@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from engine.config import EngineConfig
@@ -28,21 +32,54 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Mod
     return model, folder
 
 
+@pytest.fixture(scope="module")
+def tokens_of(model_folder) -> Callable[[int, int], tuple[list[int], list[int], float]]:
+    """(prompt, transformers' greedy tokens behind it, smallest gap) by seed and length, each computed once."""
+
+    @functools.cache
+    def tokens(seed: int, length: int) -> tuple[list[int], list[int], float]:
+        prompt = prompts(seed, [length])[0]
+        return prompt, *greedy(model_folder[0], prompt, 20)
+
+    return tokens
+
+
+@BACKENDS
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 3, 16, 30, 64, 65, 130])), min_size=1, max_size=4),
+    budget=st.one_of(st.integers(1, 20), st.sampled_from([64, 65, 256])),
+    tight=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_however_prompts_are_cut_the_tokens_are_those_of_transformers(
+    model_folder, tokens_of, backend, asked, budget, tight, overlap
+):
+    """In one chunk, in chunks of any size, token by token; preempted and recomputed where the cache is tight."""
+    expected = [tokens_of(*each) for each in asked]
+    engine = Harness(
+        model_folder[1], kv_cache_tokens=176 if tight else 1024, max_model_len=160,
+        max_num_batched_tokens=budget, max_num_seqs=min(budget, 4), overlap=overlap, **backend,
+    )  # fmt: skip
+    got = engine.generate([prompt for prompt, _, _ in expected], max_tokens=20)
+    engine.close()
+    for (_, tokens, gap), found in zip(expected, got, strict=True):
+        assert found == tokens or gap < CLEAR
+
+
 @BACKENDS
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("budget", [4, 7, 70, 256])
-def test_any_chunks_preempted_or_not_give_the_tokens_of_transformers(model_folder, backend, overlap, budget):
-    model, folder = model_folder
-    asked = prompts(3, [20, 25, 30, 70])
+def test_preempted_and_recomputed(model_folder, tokens_of, backend, overlap):
+    expected = [tokens_of(seed, 30) for seed in range(4)]
     engine = Harness(
-        folder, kv_cache_tokens=160, max_model_len=112, max_num_batched_tokens=budget, max_num_seqs=4,
+        model_folder[1], kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=8, max_num_seqs=4,
         overlap=overlap, **backend,
     )  # fmt: skip
-    got = engine.generate(asked, max_tokens=24) + engine.generate(asked[:1], max_tokens=24)
+    got = engine.generate([prompt for prompt, _, _ in expected], max_tokens=20)
+    assert engine.core.scheduler.stats()["preemptions"] > 0
     engine.close()
-    for prompt, tokens in zip([*asked, asked[0]], got, strict=True):
-        expected, gap = greedy(model, prompt, 24)
-        assert tokens == expected or gap < CLEAR
+    for (_, tokens, gap), found in zip(expected, got, strict=True):
+        assert found == tokens or gap < CLEAR
 
 
 REFUSED = [
