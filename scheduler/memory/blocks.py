@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from scheduler.errors import IntegrityError
 from scheduler.memory.prefix import PrefixCache
-from scheduler.memory.states import StatePool
+from scheduler.memory.states import NEAR_BLOCKS, StatePool
 from scheduler.request import Request
 
 
@@ -25,7 +25,7 @@ class Match(NamedTuple):
     num_free: int  # of the blocks, those that are free now
     rewrite: bool  # the last block is complete but for its last position, which is computed again
     snapshot: bytes | None = None  # hash of the block behind which the state is that it begins with
-    diverged: int = 0  # position up to which blocks were found, where there was no state to begin with; 0: none
+    diverged: int = 0  # position up to which blocks were found, far behind the last state; 0: not so
 
 
 class BlockManager:
@@ -103,7 +103,7 @@ class BlockManager:
             sum(not self._holders[block] for block in blocks),
             rewrite=False,
             snapshot=request.block_hashes[count - 1] if count else None,
-            diverged=most * self.block_size if most > count else 0,
+            diverged=most * self.block_size if most > count + NEAR_BLOCKS else 0,
         )
 
     def hits_soon(self, request: Request, match: Match, completed: Container[bytes]) -> bool:

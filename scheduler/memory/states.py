@@ -18,7 +18,7 @@ from scheduler.memory.prefix import Content, PrefixCache
 from scheduler.plan import NO_STATE, RowState
 from scheduler.request import Request
 
-_TRAIL_BLOCKS = 4  # an output's newest snapshot is at most so many blocks behind its end
+NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
 _OPENING_TOKENS = 8  # of the answer, which templates write behind the last message: the next turn may not repeat them
 
 
@@ -134,12 +134,12 @@ class StatePool:
 
     def _wanted(self, request: Request, start: int, end: int) -> list[int]:
         """Ends of blocks behind which somebody may want to begin: where the prompt ends but for what the template
-        opens the answer with, where requests have parted, and now and then in the output."""
+        opens the answer with, where requests have parted, and each in the output, which any token may end."""
         if not self.num_snapshots:
             return []
         size, prompt = self._block_size, len(request.prompt)
         if start >= prompt and end == start + 1:
-            return [] if end % (_TRAIL_BLOCKS * size) else [end]
+            return [] if end % size else [end]
         closing = max(prompt - _OPENING_TOKENS, 0) // size * size
         wanted = {closing, request.diverged}
         return [

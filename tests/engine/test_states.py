@@ -82,6 +82,28 @@ def test_preempted_and_recomputed(model_folder, tokens_of, backend, overlap):
         assert found == tokens or gap < CLEAR
 
 
+@BACKENDS
+@pytest.mark.parametrize("budget", [23, 256])
+def test_what_begins_from_a_snapshot_gives_the_same_tokens(model_folder, backend, budget):
+    """Turns of a conversation, prompts that part after many blocks, and one that comes again."""
+    model, folder = model_folder
+    start, tails = prompts(5, [100])[0], prompts(6, [20, 33, 41])
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=4, **backend)
+
+    def cached(prompt: list[int]) -> int:
+        tokens = engine.generate([prompt], max_tokens=20)[0]
+        expected, gap = greedy(model, prompt, 20)
+        assert tokens == expected or gap < CLEAR
+        conversation.append([*prompt, *tokens])
+        return engine.results[f"r{len(conversation) - 1}"].end.cached_tokens
+
+    conversation: list[list[int]] = []
+    assert [cached(start + tail) for tail in tails] == [0, 0, 96]
+    assert cached(start + tails[0]) == 112
+    assert cached([*conversation[2], *tails[0]]) == 160  # 141 tokens and an answer of 20, whose last was not computed
+    engine.close()
+
+
 REFUSED = [
     {"speculate": "ngram:2"},
     {"kv_disk": "1GiB"},
