@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.config import LayerSpec, LeftOut, ModelConfig
 from engine.architectures.fields import Fields
 from engine.architectures.hf import Defaults, config_of_hf
 from engine.architectures.numbers import Numbers
@@ -10,11 +10,19 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Dense, SharedExpert, Sparse
 
+MTP = LeftOut("multi-token prediction", "mtp.")
+DELTA_TARGETS = (*GroupedQuery.TARGETS, *Sparse.TARGETS, *SharedExpert.TARGETS)  # beside the delta nets' own
 _FULL_EVERY = 4
 
 
 def delta_config_of_hf(
-    fields: Fields, generation: Fields, defaults: Defaults, *, architecture: str, fused: bool
+    fields: Fields,
+    generation: Fields,
+    defaults: Defaults,
+    *,
+    architecture: str,
+    fused: bool,
+    left_out: tuple[LeftOut, ...],
 ) -> ModelConfig:
     """`fused`: of the delta nets' projections. Raises ModelFileError."""
     delta = DeltaNet(
@@ -45,7 +53,9 @@ def delta_config_of_hf(
             for keeps, routed in zip(linear, n.sparse, strict=True)
         )
 
-    return config_of_hf(fields, generation, defaults, architecture=architecture, layers=layers, norms_less_one=True)
+    return config_of_hf(
+        fields, generation, defaults, architecture=architecture, layers=layers, left_out=left_out, norms_less_one=True
+    )
 
 
 def _linear(fields: Fields, count: int) -> list[bool]:

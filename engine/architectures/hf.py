@@ -25,6 +25,7 @@ _ROPE_KEYS = {
     "partial_rotary_factor",
 }
 _ROPE_EXTRA = {"mscale", "mscale_all_dim", "truncate"}
+_ROPE_OF_IMAGES = {"mrope_section", "mrope_interleaved"}  # text has one position in all sections
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -191,7 +192,7 @@ def _rotation(fields: Fields, head: int, positions: int, defaults: Defaults) -> 
     if not isinstance(values, Mapping):
         raise fields.error(name, f"is {shown(values)}; allowed is an object")
     rope = Fields(values, f"{fields.where}: {name}")
-    unknown = set(values) - _ROPE_KEYS - _ROPE_EXTRA
+    unknown = set(values) - _ROPE_KEYS - _ROPE_EXTRA - (_ROPE_OF_IMAGES if defaults.linear_layers else set())
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in ("default", "linear", "dynamic", "yarn"):
         raise rope.error("rope_type", f"is {shown(kind)}; allowed are default, linear, dynamic and yarn")

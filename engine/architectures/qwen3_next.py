@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
-from engine.architectures.delta import delta_config_of_hf
+from engine.architectures.delta import DELTA_TARGETS, MTP, delta_config_of_hf
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.hf import Defaults
 from engine.architectures.names import StoredNames
 from engine.architectures.parts.delta import DeltaNet
-from engine.architectures.parts.gqa import GroupedQuery
-from engine.architectures.parts.mlp import Dense, SharedExpert, Sparse
+from engine.architectures.parts.mlp import Dense
 from engine.errors import ModelFileError
 from rules import Family, named_after
 
@@ -36,13 +35,11 @@ _STORED = StoredNames(DeltaNet.STORED)
 
 
 def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
-    return delta_config_of_hf(fields, generation, _DEFAULTS, architecture=_NAME, fused=True)
+    return delta_config_of_hf(fields, generation, _DEFAULTS, architecture=_NAME, fused=True, left_out=(MTP,))
 
 
 def _read_gguf(file: GGUFModel) -> ModelConfig:
-    raise ModelFileError(
-        f"{file.where}: {_GGUF} files cannot be read yet; the model's folder of safetensors can", "model"
-    )
+    raise ModelFileError(f"{file.where}: {_GGUF} files cannot be read; the model's folder of safetensors can", "model")
 
 
 QWEN3_NEXT = Architecture(
@@ -51,13 +48,7 @@ QWEN3_NEXT = Architecture(
     gguf=_GGUF,
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    lora_targets=(
-        *GroupedQuery.TARGETS,
-        *DeltaNet.FUSED_TARGETS,
-        *Sparse.TARGETS,
-        *Dense.TARGETS,
-        *SharedExpert.TARGETS,
-    ),
+    lora_targets=(*DeltaNet.FUSED_TARGETS, *DELTA_TARGETS, *Dense.TARGETS),
     rules=Family(
         classes=named_after("Qwen3Next") | {"Qwen3NextGatedDeltaNet": "attention"},
         packages=("transformers.models.qwen3_next.modeling_qwen3_next", "ktransformers.models.modeling_qwen3_next"),

@@ -28,6 +28,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
@@ -118,6 +120,7 @@ _DELTA = {
 # whose layers keep states: they have tests of their own, beside those of every family
 STATEFUL: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, _DELTA),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _DELTA),
 }
 GGUF_NAMES = {
     "qwen3_moe": "qwen3moe",
@@ -129,6 +132,7 @@ GGUF_NAMES = {
     "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
     "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 _WIDE_EXPERTS = ("mixtral", "minimax_m2", "gpt_oss")  # as wide as `intermediate_size`, in all layers, and normalised
 

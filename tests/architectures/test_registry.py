@@ -58,7 +58,7 @@ def test_an_unknown_family_is_refused_with_those_that_work(kind: object) -> None
         ("deepseek_v32", "an indexer chooses is missing"),
         ("glm_moe_dsa", "an indexer chooses is missing; the nearest name is glm4_moe"),
         ("deepseek_v4", "hyper-connections is missing"),
-        ("qwen3_5_moe", "gated delta net"),
+        ("kimi_linear", r"the delta attention \(KDA\)"),
         ("qwen4_moe", "the nearest name is qwen"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_known_family_is_refused_with_the_part_that_is_missing(kind: str, said
         config_from_hf({"model_type": kind, "architectures": ["Other"]})
 
 
-@pytest.mark.parametrize(("kind", "said"), [("qwen35moe", "gated delta net"), ("glm-dsa", "an indexer chooses"),
+@pytest.mark.parametrize(("kind", "said"), [("kimi-linear", "of its linear layers"), ("glm-dsa", "an indexer chooses"),
                                             ("minimax-m3", "the nearest name is minimax-m2"),
                                             ("qwen2moee", "the nearest name is qwen2moe")])  # fmt: skip
 def test_so_is_a_gguf_file_of_one(kind: str, said: str) -> None:
