@@ -25,6 +25,8 @@ _OPENING_TOKENS = 8  # of the answer, which templates write behind the last mess
 class _Snapshot(NamedTuple):
     slot: int
     content: Content
+    shared: bool  # where prompts part: of no one conversation
+    closing: bytes  # of one in an answer: the block behind which the prompt's own is
 
 
 class StatePool:
@@ -37,7 +39,7 @@ class StatePool:
         self._block_size = block_size
         self._own = list(range(num_states))[::-1]
         self._free = list(range(num_states, num_states + num_snapshots))[::-1]
-        self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # least recently used first
+        self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are given away
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
         self.num_saved = 0
         self.num_evicted = 0
@@ -65,6 +67,8 @@ class StatePool:
         if snapshot is not None:
             held = self._found[snapshot]
             self._found.move_to_end(snapshot)
+            # who begins behind the prompt does not repeat the answer
+            self._give_away_first([key for key, other in self._found.items() if other.closing == snapshot])
             self._read.add(held.slot)
             request.state_source = held.slot
 
@@ -103,9 +107,15 @@ class StatePool:
             if content.hash in self._found:
                 self._free.append(slot)
                 continue
-            self._found[content.hash] = _Snapshot(slot, content)
-            if blocks * self._block_size > len(request.prompt):
+            end, closing = blocks * self._block_size, self._closing(request)
+            answers = end > len(request.prompt)
+            behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
+            self._found[content.hash] = _Snapshot(slot, content, end == request.diverged, behind)
+            if answers:
                 self._replace_newest(request, content.hash)
+            elif end == closing:  # the next turn finds this one
+                earlier = (self._found.get(each) for each in request.block_hashes[: blocks - 1])
+                self._give_away_first([held.content.hash for held in earlier if held is not None and not held.shared])
 
     def discard(self, hashes: Iterable[bytes]) -> None:
         """Nobody finds what is behind these blocks."""
@@ -130,26 +140,34 @@ class StatePool:
             found.append(f"states {sorted(own)} are free or held, there are {self.num_states}")
         if sorted(pending) != list(range(self.num_states, self.num_states + self.num_snapshots)):
             found.append(f"snapshots {sorted(pending)} are free, held or findable, there are {self.num_snapshots}")
-        return found
+        lost = [held.slot for key, held in self._found.items() if key not in self._cache.hashes]
+        return found + [f"snapshot {slot} is findable, and its block is not" for slot in lost]
 
     def _wanted(self, request: Request, start: int, end: int) -> list[int]:
         """Ends of blocks behind which somebody may want to begin: where the prompt ends but for what the template
         opens the answer with, where requests have parted, and each in the output, which any token may end."""
         if not self.num_snapshots:
             return []
-        size, prompt = self._block_size, len(request.prompt)
-        if start >= prompt and end == start + 1:
+        size = self._block_size
+        if start >= len(request.prompt) and end == start + 1:
             return [] if end % size else [end]
-        closing = max(prompt - _OPENING_TOKENS, 0) // size * size
-        wanted = {closing, request.diverged}
+        wanted = {self._closing(request), request.diverged}
         return [
             position
             for position in sorted(wanted)
             if start < position <= end and not self.has(self._cache.content(request, position // size - 1).hash)
         ]
 
+    def _closing(self, request: Request) -> int:
+        """Where its prompt ends, but for what the template opens the answer with, in full blocks."""
+        return max(len(request.prompt) - _OPENING_TOKENS, 0) // self._block_size * self._block_size
+
+    def _give_away_first(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._found.move_to_end(key, last=False)
+
     def _slot(self) -> int | None:
-        """A free slot of a snapshot, or that of the least recently used one that no row begins from."""
+        """A free slot of a snapshot, or that of the first to be given away that no row begins from."""
         if not self._free:
             oldest = next((key for key, held in self._found.items() if held.slot not in self._read), None)
             if oldest is None:

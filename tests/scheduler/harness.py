@@ -394,6 +394,11 @@ class FakeEngine:
         decodes = [row.is_decode for row in plan.rows]
         assert decodes == sorted(decodes, reverse=True)
         assert len({row.request.request_id for row in plan.rows}) == len(plan.rows)
+        states = [row.state for row in plan.rows if row.state is not None]
+        copies = [slot for state in states for _, slot in state.saves]
+        own = [state.slot for state in states]
+        assert len(set(copies)) == len(copies) and len(set(own)) == len(own), "written by two rows"
+        assert {state.source for state in states}.isdisjoint(copies), "written while a row begins from it"
         size = self.config.block_size
         others = [p for p, _, _ in self.in_flight]
         busy = self.disk.blocks()

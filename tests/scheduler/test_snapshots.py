@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.plan import EventKind
 from scheduler.request import AdapterKey
 from tests.scheduler.harness import FakeEngine, config, make_request
 from tests.scheduler.test_prefix_cache import PROMPT, run_one
@@ -80,6 +81,71 @@ def test_the_least_recently_used_is_given_away() -> None:
     run_one(engine, "c", prompts["c"])  # instead of b's
     assert run_one(engine, "a once more", prompts["a"])[0].num_cached == 20
     assert run_one(engine, "b again", prompts["b"])[0].num_cached == 0
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_of_a_conversation_what_its_next_turn_begins_from_is_kept(repeats: bool) -> None:
+    """Two conversations side by side, with room for two snapshots each and one to come."""
+    engine = make(num_snapshots=5, num_blocks=200, max_model_len=400)
+    turns, last = [[n] * 30 for n in (1, 2)], [0, 0]
+    for turn in range(6):
+        for n in (0, 1):
+            request, _ = run_one(engine, f"{n}.{turn}", turns[n])
+            assert request.num_cached >= last[n], "it begins where the turn before could be used"
+            last[n] = (len(turns[n]) - 8) // 4 * 4
+            turns[n] = [*turns[n], *(request.output if repeats else [40 + turn]), *[n + 1] * 20]
+    engine.check_outputs()
+
+
+def test_a_failed_step_leaves_no_snapshot_behind_a_block_of_another() -> None:
+    engine = make(depth=1, num_snapshots=1)
+    run_one(engine, "a", LONG)
+    run_one(engine, "other", [7] * 30)  # takes the only slot
+    request = engine.add(make_request("b", LONG, 3))
+    engine.step()
+    assert request.num_cached == 0 and engine.scheduler.stats()["snapshots_findable"] == 1
+    engine.drop(0)
+    assert engine.scheduler.stats()["snapshots_findable"] == 0
+    engine.drain(10)
+    assert run_one(engine, "c", LONG)[0].num_cached == 0
+    engine.check_outputs()
+
+
+def test_what_a_spoiled_request_kept_behind_a_block_of_another_is_not_found() -> None:
+    engine = make(num_snapshots=1)
+    run_one(engine, "a", LONG)
+    run_one(engine, "other", [7] * 30)
+    engine.add(make_request("b", LONG, 3))
+    engine.step()
+    engine.take(engine.scheduler.fail("b", "not finite", spoiled=True))
+    assert engine.scheduler.stats()["snapshots_findable"] == 0
+
+
+def test_who_began_from_a_failed_step_begins_again() -> None:
+    """Although the blocks that it found are another's, and computed."""
+    engine = make(depth=1, num_snapshots=1)
+    run_one(engine, "a", LONG)
+    run_one(engine, "other", [7] * 30)
+    engine.add(make_request("b", LONG, 3))
+    engine.step()
+    reader = engine.add(make_request("c", LONG, 3))
+    engine.launch(engine.scheduler.schedule(engine.now))
+    assert reader.num_cached == 28 and len(engine.in_flight) == 2
+    engine.drop(0)
+    engine.drain(20)
+    engine.check_outputs()
+    assert reader.num_preemptions == 1 and engine.terminal["c"].kind is EventKind.FINISHED
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2])
+def test_no_step_writes_where_it_begins_from(num_snapshots: int) -> None:
+    engine = make(num_snapshots=num_snapshots, num_blocks=200)
+    run_one(engine, "a", LONG)
+    engine.add(make_request("b", [*LONG[:28], *[1] * 20], 3))
+    engine.add(make_request("c", [2] * 40, 3))
+    assert [r.start for r in engine.step().rows] == [28, 0]
+    engine.drain(20)
     engine.check_outputs()
 
 
