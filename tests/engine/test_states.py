@@ -20,7 +20,8 @@ from engine.planning.states import check_states
 from engine.weights.open import open_model
 from rules import Machine
 from testing.harness import Harness, greedy
-from testing.models.tiny import save_hf, tiny_model
+from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
+from testing.models.tiny import STATEFUL, save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, prompts
 from training.experts.base import refuse_untrainable
 
@@ -102,6 +103,22 @@ def test_what_begins_from_a_snapshot_gives_the_same_tokens(model_folder, backend
     assert cached(start + tails[0]) == 112
     assert cached([*conversation[2], *tails[0]]) == 160  # 141 tokens and an answer of 20, whose last was not computed
     engine.close()
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize(
+    "config", [FP8_CONFIG, int4_config("gptq", 32), int4_config("awq", 32)], ids=lambda config: config["quant_method"]
+)
+def test_quantised_folders(tmp_path, family, config):
+    wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128)
+    wide |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64}  # FP8 is read in multiples of 128
+    held, _ = save_quantised(tiny_model(4, family=family, **wide), tmp_path, config)
+    engine, asked = Harness(tmp_path), prompts(4, [5, 40])  # native kernels round activations beside such weights
+    got = engine.generate(asked, max_tokens=8)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(held, prompt, 8)
+        assert tokens == expected or gap < CLEAR
 
 
 REFUSED = [
