@@ -15,7 +15,8 @@ class SchedulerConfig:
     that of their decode rows alone, if that is longer; None: the budget does, and `mixed_chunk`, the most prefill
     tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in another way: their
     time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each does
-    (0: there is no disk).
+    (0: there is no disk). `num_states`: of a model whose layers keep states, how many sequences' there is room for (0:
+    it keeps none), `num_snapshots`: of how many beginnings beside them.
     """
 
     num_blocks: int
@@ -33,6 +34,8 @@ class SchedulerConfig:
     mixed_chunk: int | None = None
     disk_bytes: int = 0
     disk_block_bytes: int = 0
+    num_states: int = 0
+    num_snapshots: int = 0
 
     aging_s: float = 10.0  # one step of priority is worth this much waiting
     overtake_s: float = 15.0  # a request that has waited for so long is overtaken by none whose prefix is cached
@@ -62,8 +65,11 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.mixed_chunk is not None and self.mixed_chunk < 1:
             raise ValueError(f"mixed_chunk is {self.mixed_chunk}, must be at least 1")
-        if self.num_adapter_slots < 0:
-            raise ValueError(f"num_adapter_slots is {self.num_adapter_slots}, must be at least 0")
+        for name in ("num_adapter_slots", "num_states", "num_snapshots"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
+        if self.num_states and self.disk_block_bytes:
+            raise ValueError("disk_block_bytes is set for a model that keeps states, which are not written to disk")
         if self.disk_block_bytes and not 0 < self.disk_block_bytes <= self.disk_bytes:
             raise ValueError(f"disk_bytes is {self.disk_bytes}, must hold a block ({self.disk_block_bytes})")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -84,6 +90,11 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be a finite number, at least 0")
         if self.itl_target_s is not None and not 0 < self.itl_target_s < float("inf"):
             raise ValueError(f"itl_target_s is {self.itl_target_s}, must be a finite number above 0")
+
+    @property
+    def most_running(self) -> int:
+        """Requests that run at the same time at most."""
+        return min(self.max_num_seqs, self.num_states) if self.num_states else self.max_num_seqs
 
     @property
     def max_tokens_held(self) -> int:

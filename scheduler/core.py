@@ -17,6 +17,7 @@ from scheduler.errors import IntegrityError
 from scheduler.memory.blocks import BlockManager, Match
 from scheduler.memory.disk import DiskBlocks
 from scheduler.memory.slots import AdapterSlots
+from scheduler.memory.states import StatePool
 from scheduler.plan import StepPlan, StepRow
 from scheduler.policy.deadlines import Deadlines
 from scheduler.policy.fairness import Fairness
@@ -47,6 +48,11 @@ class Core:
         self.running: list[Entry] = []  # by rank
         self.waiting = WaitingQueue()
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
+        self.states: StatePool | None = None
+        if config.num_states:
+            snapshots = config.num_snapshots if config.prefix_caching else 0
+            self.states = StatePool(config.num_states, snapshots, self.blocks.cache, config.block_size)
+            self.blocks.states = self.states
         self.disk: DiskBlocks | None = None
         if config.disk_block_bytes:
             self.disk = DiskBlocks(self.blocks, config.disk_bytes, config.disk_block_bytes, stored)
@@ -76,6 +82,8 @@ class Core:
         self.fairness.leave(request.account)
         self.blocks.take(request, match)
         request.slot = self.slots.pin(request.adapter)
+        if self.states is not None:
+            self.states.take(request, match.snapshot, match.diverged)
         request.num_computed = match.num_tokens
         if request.status is Status.WAITING:
             request.queued_s = now - request.arrival_s
@@ -153,6 +161,8 @@ class Core:
             self.blocks.unpublish(block)
         if self.disk is not None:
             self.disk.forget(request.block_hashes[: request.num_published])
+        if self.states is not None:
+            self.states.discard(request.block_hashes[: request.num_published])
 
     def land(self, flight: Flight) -> None:
         """The step has ended: nothing reads what was held for it, unless an older step is still in flight. What it
@@ -169,11 +179,14 @@ class Core:
 
     def undo(self, flight: Flight) -> None:
         """The step did not happen: nothing it computed is findable, and whoever built on it starts again."""
-        lost = set(flight.rows)
+        lost, saved = set(flight.rows), _saved(flight.rows.values())
         for other in [flight, *(f for f in self.flights if f.plan.step > flight.plan.step)]:
             blocks = {block for f in (flight, other) for request, block in f.published if request in lost}
             for request in other.rows:
-                if request not in lost and request not in other.void and not blocks.isdisjoint(request.blocks):
+                if request in lost or request in other.void:
+                    continue
+                state = other.rows[request].state
+                if not blocks.isdisjoint(request.blocks) or (state is not None and state.source in saved):
                     lost.add(request)
                     if request.status is Status.RUNNING:
                         self.preempt(request)
@@ -181,6 +194,9 @@ class Core:
             for request, block in other.published:
                 if request in lost:
                     self.blocks.unpublish(block)
+            saved |= _saved(row for request, row in other.rows.items() if request in lost)
+        if self.states is not None:
+            self.states.discard_slots(saved)
 
     @property
     def num_live_waiting(self) -> int:
@@ -238,6 +254,8 @@ class Core:
             holders += self.disk.holders()
             found += self.disk.problems()
         found += self.blocks.problems(holders)
+        if self.states is not None:
+            found += self.states.problems(listed)
         found += self.slots.problems(pins, users)
         found += self.fairness.problems(listed, [r for r in listed if r.status is not Status.RUNNING])
         if found:
@@ -251,6 +269,8 @@ class Core:
         else:
             self.blocks.release(request.blocks)
             self.slots.unpin(request.slot)
+        if self.states is not None:
+            self.states.release(request)
         request.blocks = array("i")
         request.slot = 0
         request.num_computed = 0
@@ -258,3 +278,8 @@ class Core:
 
     def _newest_flight(self, request: Request) -> Flight | None:
         return next((flight for flight in reversed(self.flights) if request in flight.rows), None)
+
+
+def _saved(rows: Iterable[StepRow]) -> set[int]:
+    """Slots to which they save states."""
+    return {slot for row in rows if row.state is not None for _, slot in row.state.saves}

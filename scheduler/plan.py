@@ -13,6 +13,18 @@ import msgspec
 
 from scheduler.request import AdapterKey, Request
 
+NO_STATE = -1
+
+
+class RowState(msgspec.Struct, frozen=True, gc=False):
+    """Of a model whose layers keep states of sequences: where a row's is. It begins from slot `source` (NO_STATE: with
+    nothing, at position 0) and ends in `slot`; `saves`: (position, slot), rising, where a copy of the state as it is
+    before that position goes; start < position <= start + num_tokens."""
+
+    slot: int
+    source: int
+    saves: tuple[tuple[int, int], ...] = ()
+
 
 class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: positions [start, start + num_tokens), of which the last hold the drafts.
@@ -26,6 +38,7 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
     adapter_slot: int  # 0 = base
     samples: bool  # False for a prefill chunk that is not the last one
     drafts: tuple[int, ...] = ()  # of a decode row: tokens that are computed although they may turn out wrong
+    state: RowState | None = None  # None: the model keeps none
 
     @property
     def is_decode(self) -> bool:

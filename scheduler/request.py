@@ -144,6 +144,13 @@ class Request(_Referable):
     )
     num_published: int = 0  # leading blocks that were found in, or offered to, the prefix cache
 
+    # StatePool, of a model whose layers keep states
+    state: int = -1  # its slot while it runs
+    state_source: int = -1  # the slot that its next row begins from; -1: with nothing
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # (blocks before it, slot), not findable yet
+    newest_snapshot: bytes = b""  # hash of the block behind which its output's newest one is
+    diverged: int = 0  # position behind which it and others with the same beginning part
+
     # asked every step
     greedy: bool = field(init=False)
     account: str = field(init=False)  # whose service, seats and places are counted: background work has its own

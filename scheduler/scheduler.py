@@ -15,6 +15,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.core import Core, Flight
 from scheduler.drafts import Drafter
 from scheduler.errors import IntegrityError
+from scheduler.memory.states import StatePool
 from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan, StepRow
 from scheduler.policy.cost import CostModel
 from scheduler.policy.gaps import Gaps
@@ -300,6 +301,7 @@ class Scheduler:
             "slots_total": len(core.slots.slots),
             "slots_used": sum(slot.pins > 0 for slot in core.slots.slots),
             **services,
+            **({} if core.states is None else _state_stats(core.states)),
             **(self.disk.stats() if self.disk is not None else {}),
         }
 
@@ -374,6 +376,16 @@ class Scheduler:
             if flight.plan is plan:
                 return flight
         raise IntegrityError(f"step {plan.step} is not in flight")
+
+
+def _state_stats(states: StatePool) -> dict[str, int]:
+    return {
+        "states_total": states.num_states,
+        "snapshots_total": states.num_snapshots,
+        "snapshots_findable": states.num_findable,
+        "snapshots_saved": states.num_saved,
+        "snapshots_evicted": states.num_evicted,
+    }
 
 
 def _fits(row: StepRow, tokens: Sequence[int]) -> bool:

@@ -102,7 +102,7 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
         raise ModelFileError(
             f"{model}: {config.architecture} is no family of transformers; it cannot be trained", "model"
         )
-    attention, layers = config.layers[0].attention, config.layers
+    attention, layers = config.paged_attention[0], config.layers
     rotation = attention.rotation
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotation.theta}
     if isinstance(attention, GroupedQuery) and rotation.dim != attention.head_dim:

@@ -77,7 +77,7 @@ def values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def make(prefill: str, kv: torch.dtype) -> FlashInferAttention:
     made = FlashInferAttention(
-        CONFIG.layers[0].attention, [0], BLOCKS, BF16, torch.device("cuda"), 64, 512, kv_dtype=kv, prefill=prefill
+        CONFIG.paged_attention[0], [0], BLOCKS, BF16, torch.device("cuda"), 64, 512, kv_dtype=kv, prefill=prefill
     )
     for cache in made.cache[0]:
         cache.copy_(torch.randn(cache.shape, device="cuda", dtype=BF16).to(kv))

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.architectures.parts.base import Module, Vector
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Sparse
+from engine.architectures.parts.rotation import Rotation
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class LayerSpec:
     """norm -> attention -> norm -> MLP, each pair added to the residual stream. `post_norm_gguf`: the second norm's
     name in GGUF."""
 
-    attention: GroupedQuery | Latent
+    attention: GroupedQuery | Latent | DeltaNet
     mlp: Dense | Sparse
     post_norm_gguf: str = "ffn_norm"
 
@@ -71,6 +73,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     quantisation: Quantisation | None = None  # of the folder's safetensors
     left_out: tuple[LeftOut, ...] = ()
+    norms_less_one: bool = False  # safetensors store the weights of norms less 1 (GGUF does not)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -104,7 +107,22 @@ class ModelConfig:
     @property
     def stretched_positions(self) -> int:
         """Positions that the scaling of rotations reaches."""
-        return min(layer.attention.rotation.stretched_positions for layer in self.layers)
+        return min(rotation.stretched_positions for rotation in self.rotations)
+
+    @cached_property
+    def paged_attention(self) -> list[GroupedQuery | Latent]:
+        """Of those layers that keep something of each position, in their order: all, where there are no states."""
+        return [layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet)]
+
+    @cached_property
+    def rotations(self) -> list[Rotation]:
+        """Those that occur, in order of first use."""
+        return list(dict.fromkeys(spec.rotation for spec in self.paged_attention))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """What all layers keep of each sequence, whatever its length; 0: keys and values are all there is."""
+        return sum(layer.attention.cache.state_bytes for layer in self.layers)
 
     @property
     def expert_params_per_token(self) -> int:
@@ -122,11 +140,12 @@ class ModelConfig:
     def numbers(self) -> dict[str, float]:
         """Its sizes by the names of transformers' configurations: two files of one model agree on them."""
         first = self.layers[0]
+        attentions = dict.fromkeys(layer.attention for layer in self.layers)
         found = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_hidden_layers,
             "rms_norm_eps": self.rms_norm_eps,
-            **first.attention.numbers(),
+            **{name: value for attention in attentions for name, value in attention.numbers().items()},
         }
         return found | (self.experts.numbers() if self.experts else first.mlp.numbers())

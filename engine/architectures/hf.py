@@ -25,6 +25,7 @@ _ROPE_KEYS = {
     "partial_rotary_factor",
 }
 _ROPE_EXTRA = {"mscale", "mscale_all_dim", "truncate"}
+_ROPE_OF_IMAGES = {"mrope_section", "mrope_interleaved"}  # text has one position in all sections
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -47,6 +48,7 @@ class Defaults:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     norm_topk_prob: bool = False
     partial_rotary_factor: float | None = None  # None: heads are rotated whole, whatever the file says
+    linear_layers: bool = False  # `layer_types` may name layers of linear attention
     first_dense: int | None = None  # of first_k_dense_replace; None: the family has no such field
 
 
@@ -58,10 +60,11 @@ def config_of_hf(
     architecture: str,
     layers: Callable[[Numbers], tuple[LayerSpec, ...]],
     left_out: tuple[LeftOut, ...] = (),
+    norms_less_one: bool = False,
 ) -> ModelConfig:
     """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers;
     `left_out`: what its files hold besides. Raises ModelFileError."""
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, defaults)
     vocab = fields.integer("vocab_size", defaults.vocab_size)
     positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
     eos = generation.tokens("eos_token_id", vocab)
@@ -80,6 +83,7 @@ def config_of_hf(
         dtype=_dtype(fields),
         quantisation=read_quantisation(fields),
         left_out=left_out,
+        norms_less_one=norms_less_one,
     )
 
 
@@ -144,7 +148,7 @@ def _sparse(fields: Fields, defaults: Defaults, experts: int) -> tuple[bool, ...
     return tuple(bool(experts) and layer not in dense and (layer + 1) % step == 0 for layer in range(count))
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, defaults: Defaults) -> None:
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", f"is {shown(fields.get('hidden_act'))}; only 'silu' can be served")
     window = fields.values.get("sliding_window", 4096)
@@ -152,9 +156,12 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error(
             "use_sliding_window", f"is true with a window of {shown(window)}; sliding windows cannot be served"
         )
-    kinds = fields.get("layer_types", [])
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise fields.error("layer_types", f"is {shown(kinds)}; only lists of 'full_attention' can be served")
+    kinds, allowed = fields.get("layer_types", []), ["full_attention"]
+    allowed += ["linear_attention"] if defaults.linear_layers else []
+    if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
+        raise fields.error(
+            "layer_types", f"is {shown(kinds)}; only lists of {' and '.join(map(repr, allowed))} can be served"
+        )
 
 
 def _num_experts(fields: Fields, default: int) -> int:
@@ -185,7 +192,7 @@ def _rotation(fields: Fields, head: int, positions: int, defaults: Defaults) -> 
     if not isinstance(values, Mapping):
         raise fields.error(name, f"is {shown(values)}; allowed is an object")
     rope = Fields(values, f"{fields.where}: {name}")
-    unknown = set(values) - _ROPE_KEYS - _ROPE_EXTRA
+    unknown = set(values) - _ROPE_KEYS - _ROPE_EXTRA - (_ROPE_OF_IMAGES if defaults.linear_layers else set())
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in ("default", "linear", "dynamic", "yarn"):
         raise rope.error("rope_type", f"is {shown(kind)}; allowed are default, linear, dynamic and yarn")

@@ -20,12 +20,16 @@ from engine.architectures.kimi_k25 import KIMI_K25
 from engine.architectures.minimax_m2 import MINIMAX_M2
 from engine.architectures.mixtral import MIXTRAL
 from engine.architectures.qwen2_moe import QWEN2_MOE
+from engine.architectures.qwen3_5_moe import QWEN3_5_MOE
+from engine.architectures.qwen3_5_moe_text import QWEN3_5_MOE_TEXT
 from engine.architectures.qwen3_moe import QWEN3_MOE
+from engine.architectures.qwen3_next import QWEN3_NEXT
 from engine.architectures.unserved import why_not
 from engine.errors import ModelFileError, shown
 
 _OURS: tuple[Architecture, ...] = (
-    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
+    QWEN3_MOE, QWEN2_MOE, MIXTRAL, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25,
+    QWEN3_NEXT, QWEN3_5_MOE_TEXT, QWEN3_5_MOE,
 )  # fmt: skip
 PLUGINS = "ktserve.architectures"  # the entry points by which an installed package adds families
 

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Sequence
 
 _INDEX = "sparse attention over the positions that an indexer chooses"
-_DELTA = "the gated delta net of its linear attention layers"
 _MROPE = "positions of images and a vision tower"
 _LIGHTNING = "lightning attention"
 _STATE = "state space layers"
@@ -24,11 +23,6 @@ MISSING = {
     "minimax": _LIGHTNING,
     "minimax_m1": _LIGHTNING,
     "minimax_text_01": _LIGHTNING,
-    "qwen3_next": _DELTA,
-    "qwen3next": _DELTA,
-    "qwen3_5_moe": _DELTA,
-    "qwen3_5_moe_text": _DELTA,
-    "qwen35moe": _DELTA,
     "kimi_linear": "the delta attention (KDA) of its linear layers",
     "kimi-linear": "the delta attention (KDA) of its linear layers",
     "qwen3_vl_moe": _MROPE,

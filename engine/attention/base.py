@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.config import KV_BLOCK_TOKENS
 from engine.errors import EngineError
+from scheduler.plan import RowState
 
 BLOCK_SIZE = KV_BLOCK_TOKENS
 
@@ -42,6 +43,7 @@ class BatchLayout:
     # Decode rows only, filled up with rows of a scratch block to a size that recurs; `positions` and `slot_mapping` are
     # at fixed addresses, and what `forward` launches may be captured in a CUDA graph and replayed after another `plan`.
     padded: bool = False
+    states: list[RowState] = field(default_factory=list)  # R; none where the model keeps no states
 
     @property
     def num_rows(self) -> int:
@@ -67,19 +69,33 @@ class KvPlaces:
     slots: torch.Tensor  # int64 [T], as `BatchLayout.slot_mapping`
 
 
-class AttentionBackend(ABC):
+class CacheBackend(ABC):
+    """Owns what the layers that it was made for keep of sequences between steps."""
+
+    captures: bool = False  # whether a padded batch's work may be captured in a CUDA graph
+    notes: tuple[str, ...] = ()  # logged at start: how it computes
+
+    @abstractmethod
+    def plan(self, batch: BatchLayout) -> None:
+        """Host-side work of a step, once, before the first layer of that step."""
+
+    def kv_planes(self) -> list[NDArray[np.uint8]]:
+        """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.
+        EngineError if it is elsewhere."""
+        raise EngineError(f"{type(self).__name__} holds keys and values outside host memory")
+
+    @property
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one position over all of its layers."""
+
+
+class AttentionBackend(CacheBackend):
     """Owns the KV blocks of the layers that it was made for. H query heads, G KV heads, D head_dim; causal; scale
     1 / sqrt(D).
 
     Of latent attention, absorbed: one KV head of the width that the cache keeps, of whose keys the first kv_rank values
     are the values, too; v is these, and not kept again. The scale is the part's own."""
-
-    captures: bool = False  # whether a padded batch's `forward` may be captured in a CUDA graph
-    notes: tuple[str, ...] = ()  # logged at start: how it computes
-
-    @abstractmethod
-    def plan(self, batch: BatchLayout) -> None:
-        """Host-side work of a step, once, before the first `forward` of that step."""
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -90,11 +106,6 @@ class AttentionBackend(ABC):
         """float32 [H] of a layer whose heads have sinks, before the first step."""
         raise EngineError(f"{type(self).__name__} computes attention without sinks")
 
-    def kv_planes(self) -> list[NDArray[np.uint8]]:
-        """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.
-        EngineError if it is elsewhere."""
-        raise EngineError(f"{type(self).__name__} holds keys and values outside host memory")
-
     def places(self, layer: int) -> KvPlaces | None:
         """Where the caller may write the planned step's k and v itself, and call `attend`; None: by `forward` alone."""
         return None
@@ -102,8 +113,3 @@ class AttentionBackend(ABC):
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """`forward` behind a caller who has written k and v. Only where there are `places`."""
         raise EngineError(f"{type(self).__name__} writes keys and values itself: call forward")
-
-    @property
-    @abstractmethod
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one position over all of its layers."""

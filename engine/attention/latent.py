@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, CacheBackend
+from engine.attention.delta import ReferenceDeltaNet
 from engine.attention.reference import ReferenceAttention, RowPlan, plan_rows
 
 
@@ -82,9 +84,16 @@ class ReferenceLatentAttention(AttentionBackend):
 
 
 def torch_attention(
-    spec: GroupedQuery | Latent, layers: Sequence[int], num_blocks: int, dtype: torch.dtype, device: torch.device
-) -> AttentionBackend:
-    """The reference of either kind."""
+    spec: GroupedQuery | Latent | DeltaNet,
+    layers: Sequence[int],
+    num_blocks: int,
+    num_states: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CacheBackend:
+    """The reference of any kind."""
+    if isinstance(spec, DeltaNet):
+        return ReferenceDeltaNet(spec, layers, num_states, device)
     if isinstance(spec, Latent):
         return ReferenceLatentAttention(spec, layers, num_blocks, dtype, device)
     return ReferenceAttention(spec, layers, num_blocks, dtype, device)

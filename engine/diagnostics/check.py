@@ -14,7 +14,7 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import Sparse
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
+from engine.attention.base import BLOCK_SIZE, BatchLayout, CacheBackend
 from engine.attention.latent import torch_attention
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
@@ -29,6 +29,7 @@ from engine.ops.rope import Rope
 from engine.weights.dequant import dequantise
 from engine.weights.layout import EMBED, HEAD, NORM
 from engine.weights.store import WeightSource, WeightTensor
+from scheduler.plan import NO_STATE, RowState
 
 # mean|d| / mean|ref| above which a backend diverges, by the coarsest type of the layer's weights. bf16 activations
 # alone cost about 0.005; quantised activations (int8 per block) up to 0.03. Weights that --quantise makes smaller are
@@ -177,7 +178,8 @@ def _tolerance(types: set[str], quantise: str | None) -> float:
 def _layout(n: int, device: torch.device) -> BatchLayout:
     blocks = array("i", range((n + BLOCK_SIZE - 1) // BLOCK_SIZE))
     positions = torch.arange(n, device=device)
-    return BatchLayout([0, n], [n], [blocks], positions, positions.clone())
+    fresh = RowState(0, NO_STATE)
+    return BatchLayout([0, n], [n], [blocks], positions, positions.clone(), states=[fresh])
 
 
 def _reference_loader(source: WeightSource, n: int) -> Loader:
@@ -186,8 +188,8 @@ def _reference_loader(source: WeightSource, n: int) -> Loader:
     linear = ReferenceLinearBackend(torch.float32, cpu)
     blocks = len(_layout(n, cpu).block_tables[0])
 
-    def attention(layer: int) -> AttentionBackend:
-        return torch_attention(config.layers[layer].attention, [layer], blocks, torch.float32, cpu)
+    def attention(layer: int) -> CacheBackend:
+        return torch_attention(config.layers[layer].attention, [layer], blocks, 1, torch.float32, cpu)
 
     experts = ReferenceExperts(torch.float32, cpu)
     ops = TorchOps(config.rms_norm_eps)

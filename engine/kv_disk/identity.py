@@ -32,8 +32,7 @@ def kv_identity(source: WeightSource, max_model_len: int, computed_by: Iterable[
 
 def _rope(config: ModelConfig, max_model_len: int) -> bytes:
     """Dynamic scaling depends on the longest length, not on the configuration alone."""
-    rotations = dict.fromkeys(layer.attention.rotation for layer in config.layers)
-    tables = (inverse_frequencies(rotation, max_model_len) for rotation in rotations)
+    tables = (inverse_frequencies(rotation, max_model_len) for rotation in config.rotations)
     return b"".join(angles.numpy().tobytes() + repr(factor).encode() for angles, factor in tables)
 
 

@@ -113,6 +113,8 @@ def _assemble(
             mixed_chunk=plan.mixed_chunk,
             disk_bytes=store.plan.budget_bytes if store else 0,
             disk_block_bytes=store.plan.block_bytes if store else 0,
+            num_states=plan.memory.num_states,
+            num_snapshots=plan.memory.num_snapshots,
             **pace(plan),
         ),
         make_drafter(config),

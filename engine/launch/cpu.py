@@ -53,15 +53,17 @@ def cpu_backends(plan: EnginePlan) -> Backends:
             "native": lambda: NativeLinearBackend(torch.float32, pools.get("native"), isa, cache=cache),
         },
     )
+    in_torch = reference_attention(plan, device)
     attention = attention_of(
         model,
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
-            "reference": reference_attention(plan, device),
+            "reference": in_torch,
             "native": lambda spec, layers: NativeAttention(
                 spec, layers, plan.cache_blocks, dtype, pools.get("native"), isa, kv_dtype=precision.kv
             ),
         },
+        in_torch,
     )
     experts: Shared[ExpertBackend] = Shared(
         "experts",

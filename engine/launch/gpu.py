@@ -74,11 +74,12 @@ def gpu_backends(plan: EnginePlan) -> Backends:
             },
         )
 
+    in_torch = reference_attention(plan, device)
     attention = attention_of(
         model,
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
-            "reference": reference_attention(plan, device),
+            "reference": in_torch,
             "flashinfer": lambda spec, layers: FlashInferAttention(
                 spec,
                 layers,
@@ -91,6 +92,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
                 prefill=placement.attention_option("prefill", "auto"),
             ),
         },
+        in_torch,
     )
     experts: Shared[ExpertBackend] = Shared(
         "experts",

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
-from engine.attention.base import AttentionBackend
+from engine.attention.base import CacheBackend
 from engine.attention.latent import torch_attention
 from engine.config import EngineConfig
 from engine.errors import UserError
@@ -49,14 +50,20 @@ class Shared(Generic[T]):
 def attention_of(
     model: ModelConfig,
     backend_of: Callable[[int], str],
-    makers: dict[str, Callable[[GroupedQuery | Latent, list[int]], AttentionBackend]],
-) -> Callable[[int], AttentionBackend]:
-    """By layer: layers of one attention on one backend share it. Made when it is first asked for."""
+    makers: dict[str, Callable[[GroupedQuery | Latent, list[int]], CacheBackend]],
+    delta: Callable[[DeltaNet, list[int]], CacheBackend],
+) -> Callable[[int], CacheBackend]:
+    """By layer: layers of one attention on one backend share it. Made when it is first asked for. `delta`: makes delta
+    nets, which have one backend whatever the others have."""
     keys = [(backend_of(index), layer.attention) for index, layer in enumerate(model.layers)]
-    made: dict[tuple[str, GroupedQuery | Latent], AttentionBackend] = {}
+    made: dict[tuple[str, GroupedQuery | Latent | DeltaNet], CacheBackend] = {}
 
-    def attention(index: int) -> AttentionBackend:
+    def attention(index: int) -> CacheBackend:
         name, spec = key = keys[index]
+        if isinstance(spec, DeltaNet):
+            if key not in made:
+                made[key] = delta(spec, [layer for layer, other in enumerate(keys) if other == key])
+            return made[key]
         if name not in makers:
             raise UserError(f"there is no {name} backend for attention: {', '.join(makers)}", field="rules")
         if key not in made:
@@ -68,11 +75,11 @@ def attention_of(
 
 def reference_attention(
     plan: EnginePlan, device: torch.device
-) -> Callable[[GroupedQuery | Latent, list[int]], AttentionBackend]:
+) -> Callable[[GroupedQuery | Latent | DeltaNet, list[int]], CacheBackend]:
     """Makes attention in torch."""
-    blocks, dtype = plan.cache_blocks, plan.precision.activations
+    blocks, states, dtype = plan.cache_blocks, plan.memory.state_slots, plan.precision.activations
 
-    return lambda spec, layers: torch_attention(spec, layers, blocks, dtype, device)
+    return lambda spec, layers: torch_attention(spec, layers, blocks, states, dtype, device)
 
 
 def ropes(max_len: int, device: torch.device) -> Callable[[Rotation], Rope]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.architectures.parts.gqa import GroupedQuery
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionBackend, CacheBackend
 from engine.linear.base import Linear, LoraBatch
 from engine.model.step import StepInput
 from engine.ops.base import Ops
@@ -21,7 +21,7 @@ Joined = Callable[[torch.Tensor, LoraBatch | None], list[torch.Tensor]]
 class Attention(ABC):
     """T tokens; `backend` owns the cache of this layer."""
 
-    backend: AttentionBackend
+    backend: CacheBackend
 
     @abstractmethod
     def output(self, ops: Ops, x: torch.Tensor, step: StepInput) -> torch.Tensor:
@@ -52,14 +52,19 @@ class GroupedQueryAttention(Attention):
         if spec.qk_norm == "whole" and q_norm is not None and k_norm is not None:
             flat_q, flat_k = ops.add_rms_norm(flat_q, None, q_norm), ops.add_rms_norm(flat_k, None, k_norm)
             q_norm = k_norm = None
-        q = flat_q.view(-1, spec.heads, spec.head_dim)
+        q, gate = flat_q.view(-1, spec.heads, spec.head_dim * (2 if spec.gated else 1)), None
+        if spec.gated:
+            gate = torch.sigmoid(q[..., spec.head_dim :])
+            q = q[..., : spec.head_dim].contiguous()
         k, v = (part.view(-1, spec.kv_heads, spec.head_dim) for part in (flat_k, flat_v))
         places = self.backend.places(self.layer)
         if places is not None:
             q = ops.qk_norm_rope_keep(q, k, v, q_norm, k_norm, self.rope, positions, places)
-            return self.o(self.backend.attend(self.layer, q).flatten(1), step.lora)
-        q, k = ops.qk_norm_rope(q, k, q_norm, k_norm, self.rope, positions)
-        return self.o(self.backend.forward(self.layer, q, k, v).flatten(1), step.lora)
+            out = self.backend.attend(self.layer, q)
+        else:
+            q, k = ops.qk_norm_rope(q, k, q_norm, k_norm, self.rope, positions)
+            out = self.backend.forward(self.layer, q, k, v)
+        return self.o((out if gate is None else out * gate).flatten(1), step.lora)
 
     def _qkv(self, x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
         return [self.q(x, lora), self.k(x, lora), self.v(x, lora)] if self.joined is None else self.joined(x, lora)

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Sparse
 from engine.architectures.parts.rotation import Rotation
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionBackend, CacheBackend
+from engine.attention.delta import ReferenceDeltaNet
+from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Adapted, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
 from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import CausalLM, Layer
+from engine.model.delta import DeltaNetAttention
 from engine.model.latent import LatentAttention
 from engine.model.mlp import DenseMlp, SharedExpert, SparseMlp
 from engine.ops.base import Ops
@@ -41,7 +45,7 @@ class Backends:
     linear: Callable[[str], LinearBackend]  # by module name
     router: LinearBackend  # float32, whatever the rest runs in
     rope: Callable[[Rotation], Rope]
-    attention: Callable[[int], AttentionBackend]  # by layer
+    attention: Callable[[int], CacheBackend]  # by layer
     experts: Callable[[int], ExpertBackend]  # by layer
     dtype: torch.dtype  # of activations
     device: torch.device
@@ -145,8 +149,35 @@ class Loader:
             return None
         return backends[0].join([self.projections[name] for name in names])
 
-    def _attention(self, layer: int, spec: GroupedQuery | Latent) -> Attention:
+    def _attention(self, layer: int, spec: GroupedQuery | Latent | DeltaNet) -> Attention:
+        if isinstance(spec, DeltaNet):
+            return self._delta(layer, spec)
         return self._latent(layer, spec) if isinstance(spec, Latent) else self._grouped_query(layer, spec)
+
+    def _paged(self, layer: int) -> AttentionBackend:
+        backend = self.backends.attention(layer)
+        if not isinstance(backend, AttentionBackend):
+            raise EngineError(f"layer {layer}: {type(backend).__name__} computes no attention over keys and values")
+        return backend
+
+    def _delta(self, layer: int, spec: DeltaNet) -> DeltaNetAttention:
+        name, router, backend = f"model.layers.{layer}.self_attn", self.backends.router, self.backends.attention(layer)
+        if not isinstance(backend, ReferenceDeltaNet):
+            raise EngineError(f"layer {layer}: {type(backend).__name__} keeps no states of a delta net")
+        wide, gates = (("qkvz",), ("ba",)) if spec.fused else (("qkv", "z"), ("b", "a"))
+        return DeltaNetAttention(
+            spec=spec,
+            layer=layer,
+            wide=[self.linear(f"{name}.{part}_proj") for part in wide],
+            gates=[self.linear(f"{name}.in_proj_{part}", router) for part in gates],
+            out=self.linear(f"{name}.out_proj"),
+            conv=self._float32(f"{name}.conv1d.weight").reshape(spec.channels, spec.kernel),
+            decay=-self._float32(f"{name}.A_log").exp(),
+            dt_bias=self._float32(f"{name}.dt_bias"),
+            norm=self._float32(f"{name}.norm.weight"),
+            norm_eps=self.source.config.rms_norm_eps,
+            backend=backend,
+        )
 
     def _latent(self, layer: int, spec: Latent) -> LatentAttention:
         name = f"model.layers.{layer}.self_attn"
@@ -164,13 +195,13 @@ class Loader:
             kv_b=kv_b,
             o=self.linear(f"{name}.o_proj"),
             rope=self.backends.rope(spec.rotation),
-            backend=self.backends.attention(layer),
+            backend=self._paged(layer),
         )
 
     def _grouped_query(self, layer: int, spec: GroupedQuery) -> GroupedQueryAttention:
         name, normed = f"model.layers.{layer}.self_attn", spec.qk_norm != "none"
         q, k, v, o = (self.linear(f"{name}.{part}_proj") for part in "qkvo")
-        backend = self.backends.attention(layer)
+        backend = self._paged(layer)
         if spec.sinks:
             backend.set_sinks(layer, self._float32(f"model.layers.{layer}.{spec.SINKS}"))
         return GroupedQueryAttention(

@@ -46,7 +46,7 @@ def all_native(layers: Sequence[Layer], ops: Ops) -> bool:
 
 def _projections(held: Attention) -> list[Linear]:
     """Of an attention that has a native part; none of others."""
-    if isinstance(held, GroupedQueryAttention):
+    if isinstance(held, GroupedQueryAttention) and not held.spec.gated:
         return [held.q, held.k, held.v, held.o]
     if isinstance(held, LatentAttention):
         return [*([] if held.q_a is None else [held.q_a]), held.q, held.kv_a, held.o]

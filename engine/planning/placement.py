@@ -236,8 +236,8 @@ def activation_dtype(config: EngineConfig) -> torch.dtype:
 def native_limits(model: ModelConfig) -> dict[str, str]:
     """By kind: why the native backend cannot serve this model. Empty if it can."""
     limits: dict[str, str] = {}
-    for layer in model.layers:
-        if why := native_limit(layer.attention):
+    for spec in model.paged_attention:
+        if why := native_limit(spec):
             limits["attention"] = why
     for index in range(model.num_hidden_layers):
         for module in model.modules(index):
@@ -256,7 +256,7 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
 def gpu_limits(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
     """The same for a GPU with experts on the native kernels."""
     limits = {kind: why for kind, why in native_limits(model).items() if kind == "expert"}
-    for layer in model.layers:
-        if why := flashinfer_limit(layer.attention, activation_dtype(config)):
+    for spec in model.paged_attention:
+        if why := flashinfer_limit(spec, activation_dtype(config)):
             limits["attention"] = why
     return limits

@@ -50,6 +50,7 @@ from engine.planning.kv_disk import KvDiskPlan, plan_kv_disk
 from engine.planning.placement import Placement, choose, find_machine, kt_method, native_limits
 from engine.planning.precision import Precision, choose_precision
 from engine.planning.ranks import divide, rank_lines, ranks_cpu, ranks_gpu, ranks_threads
+from engine.planning.states import check_states
 from engine.planning.unused import unused_files, unused_settings
 from engine.ranks.shard import WHOLE, Shard
 from engine.units import parse_bytes
@@ -162,6 +163,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     source = open_model(config.model, config.gguf)
     model, machine = source.config, find_machine(config, source.config)
     placement = choose(config, model, machine)
+    check_states(config, model, placement)
     precision = choose_precision(config, placement)
     share = gpu_share(config, model, placement, lambda: _expert_bytes(config, source, placement, precision))
     for backend in share.backends:

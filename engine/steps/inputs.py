@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +20,7 @@ from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.device import to_device
 from engine.linear.base import LoraBatch
 from engine.linear.segments import Groups, Segments
-from scheduler.plan import StepPlan, StepRow
+from scheduler.plan import RowState, StepPlan, StepRow
 
 Array = NDArray[np.int64]
 _ROOM = 64  # tokens that a request's counts have room for at first, beside the prompt's
@@ -41,6 +41,7 @@ class StepArrays:
     adapters: Array  # [T]: adapter slot, 0 = base
     kept: Array  # [K], rising: the tokens after which something is sampled
     kept_starts: Array  # [R + 1]
+    states: list[RowState] = field(default_factory=list)  # [R]; none where the model keeps no states
 
     @classmethod
     def of(cls, plan: StepPlan, sampled: Mapping[str, int]) -> StepArrays:
@@ -66,6 +67,7 @@ class StepArrays:
             adapters=np.repeat(slots, lengths),
             kept=_ranges(row_starts[1:] - samples, samples),
             kept_starts=_offsets(samples),
+            states=_states(rows),
         )
 
     @classmethod
@@ -98,6 +100,7 @@ class StepArrays:
             adapters=np.array([row.adapter_slot for row in plan.rows], np.int64),
             kept=upto[:-1],
             kept_starts=upto,
+            states=_states(plan.rows),
         )
 
     @property
@@ -126,6 +129,7 @@ class StepArrays:
             block_tables=self.block_tables,
             positions=to_device(self.positions, torch.int64, device),
             slot_mapping=to_device(self.slot_mapping, torch.int64, device),
+            states=self.states,
         )
 
     def token_ids(self, sampled: torch.Tensor) -> torch.Tensor:
@@ -186,6 +190,11 @@ class TokenCounts:
         for token in drafts:
             counts[places[token]] += 1
         return tokens, counts
+
+
+def _states(rows: list[StepRow]) -> list[RowState]:
+    """Rows of one model have states, or none has."""
+    return [] if rows[0].state is None else [row.state for row in rows if row.state is not None]
 
 
 def _offsets(lengths: Array) -> Array:

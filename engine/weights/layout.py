@@ -24,6 +24,11 @@ class Tensor:
     shape: Shape
     module: Module | None = None
 
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is the weight of a norm that is a module, or of the last one."""
+        return self.name == NORM or (self.module is not None and self.module.kind == "norm")
+
 
 def tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Every tensor but the routed experts, by name. A tied head has no tensor of its own."""

@@ -50,6 +50,8 @@ class Batch:
         core = self._core
         if len(core.flights) >= 2:
             raise IntegrityError(f"steps {[f.plan.step for f in core.flights]} are in flight; commit one first")
+        if core.states is not None:
+            core.states.begin_step()
         live = any(not request.background for request in core.requests.values())
         if live:
             self._gaps.live(now)
@@ -94,7 +96,7 @@ class Batch:
     def _preempt_background(self) -> None:
         """Take what waiting live requests lack of seats, blocks and adapter slots from background ones, the newest
         first."""
-        core, most = self._core, self._config.max_num_seqs
+        core, most = self._core, self._config.most_running
         if not core.num_live_waiting:
             return
         background = [request for _, _, request in core.running if request.background]
@@ -151,7 +153,7 @@ class Batch:
     @property
     def _free_seats(self) -> int:
         """Those that are not reserved."""
-        return self._config.max_num_seqs - len(self._core.running) - len(self._reserved)
+        return self._config.most_running - len(self._core.running) - len(self._reserved)
 
     def _lacks(self, request: Request) -> int:
         """Blocks that a waiting request lacks at most."""
@@ -168,6 +170,7 @@ class Batch:
 
     def _add_decodes(self) -> None:
         core, rows, size = self._core, self._rows, self._config.block_size
+        states = core.states
         running, background, paced = Status.RUNNING, self._background, self._allowed_s is not None
         decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
@@ -189,7 +192,10 @@ class Batch:
                     self._add_row(request, 1)
                     continue
                 # as _add_row, once for each of many rows in every step
-                rows.append(StepRow(request, start, 1, request.slot, True))
+                row = StepRow(request, start, 1, request.slot, True)
+                if states is not None:
+                    row = StepRow(request, start, 1, request.slot, True, state=states.row(request, start, num_tokens))
+                rows.append(row)
                 request.num_computed = request.num_charged = num_tokens
                 request.num_in_flight += 1
                 account = request.account
@@ -304,7 +310,7 @@ class Batch:
         if core.running and core.blocked is not None and core.blocked[0] is request and spare <= core.blocked[1]:
             return self._stop_admitting(request)
         match = core.blocks.match(request)
-        if core.blocks.next_hash(request, match) in self._completed:
+        if core.blocks.hits_soon(request, match, self._completed):
             # another request computes its next block right now: in the next step it is a hit
             self._put_off.add(request)
             if len(self._put_off) >= self._config.max_num_seqs:
@@ -336,8 +342,12 @@ class Batch:
             return
         start = request.num_computed
         room.take(start, size)
-        self._completed.update(self._core.blocks.hashes(request, start, start + size))
         self._add_row(request, size)
+        state, states = self._rows[-1].state, self._core.states
+        if state is not None and states is not None:
+            self._completed.update(states.saved_hashes(request, state))
+        else:
+            self._completed.update(self._core.blocks.hashes(request, start, start + size))
 
     # ---- both
 
@@ -346,7 +356,9 @@ class Batch:
         start = request.num_computed
         end = start + num_tokens
         samples = end == request.num_tokens and request.sampling.max_tokens > 0
-        self._rows.append(StepRow(request, start, num_tokens, request.slot, samples))
+        states = self._core.states
+        state = None if states is None else states.row(request, start, end)
+        self._rows.append(StepRow(request, start, num_tokens, request.slot, samples, state=state))
         request.num_computed = end
         request.num_in_flight += samples
         self._core.charge(request, end, config.prefill_weight, config.decode_weight)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler.errors import IntegrityError
 from scheduler.memory.prefix import PrefixCache
+from scheduler.memory.states import NEAR_BLOCKS, StatePool
 from scheduler.request import Request
 
 
@@ -23,6 +24,8 @@ class Match(NamedTuple):
     num_tokens: int  # positions that need not be computed
     num_free: int  # of the blocks, those that are free now
     rewrite: bool  # the last block is complete but for its last position, which is computed again
+    snapshot: bytes | None = None  # hash of the block behind which the state is that it begins with
+    diverged: int = 0  # position up to which blocks were found, far behind the last state; 0: not so
 
 
 class BlockManager:
@@ -38,6 +41,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.cache = PrefixCache(block_size)
         self._caching = prefix_caching
+        self.states: StatePool | None = None  # of a model that keeps some: a hit needs one, too
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_free_cached = 0  # free blocks that are still findable
@@ -60,6 +64,8 @@ class BlockManager:
             if block is None:
                 break
             blocks.append(block)
+        if self.states is not None:
+            return self._match_state(request, blocks, total, self.states)
         num_tokens = len(blocks) * self.block_size
         rewrite = num_tokens == total
         if rewrite and self._holders[blocks[-1]]:
@@ -81,15 +87,33 @@ class BlockManager:
         while (count + 1) * self.block_size <= total and self.cache.content(request, count).hash in self.cache.hashes:
             count += 1
         request.num_findable = count
+        while count and self.states is not None and not self.states.has(request.block_hashes[count - 1]):
+            count -= 1
         return min(count * self.block_size, total - 1)
 
-    def next_hash(self, request: Request, match: Match) -> bytes | None:
-        """Hash of the first full block that the match lacks; None if a hit would not help."""
+    def _match_state(self, request: Request, found: list[int], total: int, states: StatePool) -> Match:
+        """The longest beginning of the found blocks behind which there is a state."""
+        count = most = min(len(found), (total - 1) // self.block_size)
+        while count and not states.find(self.cache.content(request, count - 1)):
+            count -= 1
+        blocks = found[:count]
+        return Match(
+            blocks,
+            count * self.block_size,
+            sum(not self._holders[block] for block in blocks),
+            rewrite=False,
+            snapshot=request.block_hashes[count - 1] if count else None,
+            diverged=most * self.block_size if most > count + NEAR_BLOCKS else 0,
+        )
+
+    def hits_soon(self, request: Request, match: Match, completed: Container[bytes]) -> bool:
+        """Whether a request that begins with this match would begin later with what the blocks of these hashes add."""
         index = len(match.blocks)
-        total = len(request.prompt) + len(request.output)
-        if not self.looks_up(request) or (index + 1) * self.block_size >= total:
-            return None
-        return self.cache.content(request, index).hash
+        last = (len(request.prompt) + len(request.output) - 1) // self.block_size  # a hit beyond would not help
+        if not completed or not self.looks_up(request):
+            return False
+        ahead = range(index, min(index + 1, last) if self.states is None else last)
+        return any(self.cache.content(request, i).hash in completed for i in ahead)
 
     def hashes(self, request: Request, start: int, end: int) -> list[bytes]:
         """Of the blocks that computing positions [start, end), whose tokens are known, completes."""
@@ -128,7 +152,7 @@ class BlockManager:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self.num_free_cached -= block in self.cache
-            self.cache.discard(block)
+            self._forget(block)
             self._holders[block] = 1
             taken.append(block)
         return taken
@@ -161,12 +185,20 @@ class BlockManager:
                 if self.cache.insert(request.blocks[index], self.cache.content(request, index)):
                     published.append(request.blocks[index])
                 request.num_published = index + 1
+            if self.states is not None:
+                self.states.publish(request)
         return published
 
     def unpublish(self, block: int) -> None:
         if block in self._free:
             self.num_free_cached -= block in self.cache
             self._free.move_to_end(block, last=False)
+        self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        """Nobody finds the block, nor the state behind it."""
+        if self.states is not None and (content := self.cache.content_of(block)) is not None:
+            self.states.discard((content.hash,))
         self.cache.discard(block)
 
     def looks_up(self, request: Request) -> bool:

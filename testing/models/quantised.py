@@ -27,6 +27,13 @@ FP8_CONFIG: dict[str, Any] = {
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose value nibble i of a word holds
 
 
+# of projections that vendors quantise; of a delta net not those to one value a head
+_QUANTISED = (
+    *("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"),
+    *(f".in_proj_{part}.weight" for part in ("qkvz", "qkv", "z")),
+)
+
+
 def int4_config(method: str, group: int, **more: Any) -> dict[str, Any]:
     own: dict[str, Any] = {"zero_point": True, "version": "gemm"} if method == "awq" else {"desc_act": False}
     return {"quant_method": method, "bits": 4, "group_size": group, **own, **more}
@@ -107,7 +114,7 @@ def save_quantised(
     canonical = architecture_of(config_from_hf(model.config.to_dict())).canonical
     for name, tensor in load_file(path).items():
         module = name.removesuffix(".weight")
-        if not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        if not name.endswith(_QUANTISED):
             stored[name] = tensor
         elif config["quant_method"] == "fp8":
             stored[name], scales, exact[canonical(name)] = fp8(tensor.float())
@@ -127,10 +134,11 @@ def save_quantised(
 def _with_values(model: PreTrainedModel, exact: dict[str, torch.Tensor]) -> PreTrainedModel:
     """A float32 copy of the model with these values, experts as transformers holds them: gate and up in one."""
     made = copy.deepcopy(model).float()
+    canonical = architecture_of(config_from_hf(model.config.to_dict())).canonical
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if name in exact:
-                parameter.copy_(exact[name])
+            if (here := canonical(name)) in exact:
+                parameter.copy_(exact[here])
             elif ".experts." in name:
                 at, projection = name.rsplit(".", 1)
                 for expert in range(parameter.shape[0]):

@@ -28,8 +28,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 # Where a block's float16 scale and minimum lie, and the minimum that centres random quants (per unit of scale).
@@ -103,6 +107,21 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, {"head_dim": 32, "sliding_window": 16}),
 }
 PLAIN_EXPERTS = tuple(name for name in FAMILIES if name != "gpt_oss")  # those that can be trained
+_DELTA = {
+    "head_dim": 32,
+    "shared_expert_intermediate_size": 96,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+# whose layers keep states: they have tests of their own, beside those of every family
+STATEFUL: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, _DELTA),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _DELTA),
+}
 GGUF_NAMES = {
     "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe",
@@ -112,6 +131,8 @@ GGUF_NAMES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 _WIDE_EXPERTS = ("mixtral", "minimax_m2", "gpt_oss")  # as wide as `intermediate_size`, in all layers, and normalised
 
@@ -121,7 +142,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model in eval mode whose logits differ clearly between tokens. `config` overrides fields of the family's
     configuration; K-quants need hidden_size and moe_intermediate_size to be multiples of 256, Q8_0 of 32."""
-    make_config, make_model, own = FAMILIES[family]
+    make_config, make_model, own = (FAMILIES | STATEFUL)[family]
     fields: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -158,7 +179,12 @@ def tiny_model(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
-                    parameter.normal_(1.0, 0.1)
+                    less_one = family in STATEFUL and not name.endswith("linear_attn.norm.weight")
+                    parameter.normal_(0.0 if less_one else 1.0, 0.1)
+                elif name.endswith("A_log"):
+                    parameter.uniform_(-3.0, 1.0)
+                elif name.endswith(("dt_bias", "conv1d.weight")):
+                    parameter.normal_(0.0, 0.5)
                 elif name.endswith(("bias", ".sinks")):
                     parameter.normal_(0.0, 0.1)
                 elif "embed_tokens" in name and not model.config.tie_word_embeddings:

@@ -15,9 +15,10 @@ from engine.architectures.names import StoredNames
 from engine.architectures.registry import architectures, config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
 from engine.lora.files.formats.linears import linear_sizes
-from testing.models.tiny import FAMILIES, GGUF_NAMES, tiny_model
+from testing.models.tiny import FAMILIES, GGUF_NAMES, STATEFUL, tiny_model
 
 ROOT = Path(registry.__file__).parents[2]
+_TESTED = FAMILIES | STATEFUL
 
 
 def test_a_familys_knowledge_is_in_one_place() -> None:
@@ -57,8 +58,7 @@ def test_an_unknown_family_is_refused_with_those_that_work(kind: object) -> None
         ("deepseek_v32", "an indexer chooses is missing"),
         ("glm_moe_dsa", "an indexer chooses is missing; the nearest name is glm4_moe"),
         ("deepseek_v4", "hyper-connections is missing"),
-        ("qwen3_next", "gated delta net of its linear attention layers is missing; the nearest name is qwen3_moe"),
-        ("qwen3_5_moe", "gated delta net"),
+        ("kimi_linear", r"the delta attention \(KDA\)"),
         ("qwen4_moe", "the nearest name is qwen"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_known_family_is_refused_with_the_part_that_is_missing(kind: str, said
         config_from_hf({"model_type": kind, "architectures": ["Other"]})
 
 
-@pytest.mark.parametrize(("kind", "said"), [("qwen35moe", "gated delta net"), ("glm-dsa", "an indexer chooses"),
+@pytest.mark.parametrize(("kind", "said"), [("kimi-linear", "of its linear layers"), ("glm-dsa", "an indexer chooses"),
                                             ("minimax-m3", "the nearest name is minimax-m2"),
                                             ("qwen2moee", "the nearest name is qwen2moe")])  # fmt: skip
 def test_so_is_a_gguf_file_of_one(kind: str, said: str) -> None:
@@ -96,13 +96,13 @@ def test_families_are_told_apart() -> None:
     for read in (lambda f: f.name, lambda f: f.model_class):
         assert len({read(family) for family in architectures()}) == len(architectures())
     stored = {family.name: family.gguf for family in architectures()}
-    assert {name: gguf for name, gguf in stored.items() if name in FAMILIES} == GGUF_NAMES
+    assert {name: gguf for name, gguf in stored.items() if name in _TESTED} == GGUF_NAMES
 
 
-@pytest.mark.parametrize("family", [f for f in architectures() if f.name in FAMILIES], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [f for f in architectures() if f.name in _TESTED], ids=lambda family: family.name)
 def test_modules_are_those_of_transformers(family: registry.Architecture) -> None:
     """Names, shapes and biases; every projection of a layer is a target of LoRA, and every target occurs."""
-    latent = "kv_lora_rank" in FAMILIES[family.name][2]
+    latent = "kv_lora_rank" in _TESTED[family.name][2]
     variants: list[dict] = [{}, {"q_lora_rank": None}] if latent else [{"mlp_only_layers": [1]}]
     assert set().union(*(projections(family, fields) for fields in variants)) == set(family.lora_targets)
 
@@ -112,7 +112,6 @@ def projections(family: registry.Architecture, fields: dict) -> set[str]:
     config = config_from_hf(model.config.to_dict())
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters() if ".experts." not in name}
     theirs = {family.canonical(name): shape for name, shape in theirs.items()}
-    vectors = {f"model.layers.{n}.{v.name}" for n in range(3) for v in config.layers[n].vectors(config.hidden_size)}
     ours, targets = {}, set()
     for layer in range(3):
         for module in config.modules(layer):
@@ -122,7 +121,10 @@ def projections(family: registry.Architecture, fields: dict) -> set[str]:
             if module.kind == "linear":
                 targets.add(module.name)
                 assert linear_sizes(config, at) == module.shape[::-1]
-    assert ours == {n: shape for n, shape in theirs.items() if n.startswith("model.layers.") and n not in vectors}
+    for layer, spec in enumerate(config.layers):
+        vectors = {f"model.layers.{layer}.{v.name}": v.shape for v in spec.vectors(config.hidden_size)}
+        ours |= {name: shape for name, shape in vectors.items() if name in theirs}  # others are buffers
+    assert ours == {name: shape for name, shape in theirs.items() if name.startswith("model.layers.")}
     for name in [*ours, *(f"model.layers.1.mlp.experts.12.{part}_proj.weight" for part in ("gate", "up", "down"))]:
         assert family.canonical(family.stored(name)) == name == family.canonical(name)
     names = [name for name, _ in family.module_classes(config)]

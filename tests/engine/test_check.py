@@ -36,6 +36,16 @@ def test_a_sound_model_agrees(tmp_path, rules, kind):
     assert len(lines) == 10 and all(line.startswith("ok") for line in lines)
 
 
+@pytest.mark.parametrize("rules", ["reference", None])
+def test_layers_with_states_agree(tmp_path, rules):
+    save_hf(tiny_model(1, family="qwen3_next"), tmp_path)
+    planned = plan(tmp_path, rules=rules)
+    lines: list[str] = []
+    assert check_model(planned.source, make_backends(planned), TOKENS, lines.append) is None
+    assert all(line.startswith("ok") for line in lines)
+    assert sum("self_attn" in line for line in lines) == 3
+
+
 def test_a_wrong_expert_is_named(tmp_path, monkeypatch):
     save_hf(tiny_model(2, num_hidden_layers=3), tmp_path)
     planned = plan(tmp_path, rules="reference")

@@ -2,7 +2,8 @@
 
 The value at a position is a hash of the value before it, the token and the adapter, read from and written to the
 blocks that the plan names. A sampled token is a function of the last value: any wrong, stale, shared or too early
-reused block, and any wrong adapter, gives other tokens than `expected_tokens`.
+reused block, and any wrong adapter, gives other tokens than `expected_tokens`. Where there are states, the value before
+comes from the state that the plan names, and must be the block's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from scheduler.drafts import Drafter, Proposal
 from scheduler.memory.disk import DiskBlocks
-from scheduler.plan import DiskOrder, Drop, Event, EventKind, Fetch, Save, StepPlan
+from scheduler.plan import NO_STATE, DiskOrder, Drop, Event, EventKind, Fetch, Save, StepPlan, StepRow
 from scheduler.request import BASE, AdapterKey, Request, SamplingParams, Status
 from scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -194,6 +195,8 @@ class FakeEngine:
         self.dt = dt
         self.seconds = seconds  # what the scheduler is told that steps took
         self.kv = [[GARBAGE] * config.block_size for _ in range(config.num_blocks)]
+        self.states = [GARBAGE] * (config.num_states + config.num_snapshots)
+        self.state_steps = [-1] * len(self.states)  # by which they were written
         self.resident: dict[int, AdapterKey] = {0: BASE}
         self.loading: dict[int, AdapterKey] = {}
         self.hold_loads = False
@@ -289,11 +292,13 @@ class FakeEngine:
         # reads see only what earlier steps wrote: a row never uses what another row of its step writes
         read = [table[(row.start - 1) // size] for row, table in zip(plan.rows, plan.block_tables, strict=True)]
         snapshot = {block: list(self.kv[block]) for block in read}
+        states = list(self.states)
         for row, table in zip(plan.rows, plan.block_tables, strict=True):
             adapter = self.resident[row.adapter_slot]
             assert adapter == row.request.adapter
             value = snapshot[table[(row.start - 1) // size]][(row.start - 1) % size] if row.start else 0
             assert value != GARBAGE, f"{row.request.request_id} reads what nobody computed"
+            self._check_state(row, states, value)
             sampled: list[int] = []
             for position in range(row.start, row.start + row.num_tokens):
                 token = row.token(position)
@@ -304,6 +309,10 @@ class FakeEngine:
                 self.kv[table[position // size]][position % size] = value
                 written.append(table[position // size])
                 sampled.append(sample(value))
+                if row.state is not None:
+                    ends = [(row.start + row.num_tokens, row.state.slot), *row.state.saves]
+                    for slot in (slot for end, slot in ends if end == position + 1):
+                        self.states[slot], self.state_steps[slot] = value, plan.step
             sampled = sampled[-row.num_samples :] if row.samples else []
             accepted = 0
             while accepted < len(row.drafts) and row.drafts[accepted] == sampled[accepted]:
@@ -312,6 +321,19 @@ class FakeEngine:
                 self.device_tokens[row.request, row.start + row.num_tokens] = sampled[-1]
             results.append(sampled[: accepted + 1])
         self.in_flight.append((plan, results, written))
+
+    def _check_state(self, row: StepRow, states: list[int], value: int) -> None:
+        """The row begins from the state behind its first position, in a slot that no row of the step writes."""
+        state, config = row.state, self.config
+        assert (state is None) == (not config.num_states)
+        if state is None:
+            return
+        assert state.slot < config.num_states
+        assert (state.source == NO_STATE) == (row.start == 0)
+        assert not row.start or states[state.source] == value, f"{row.request.request_id} begins from a wrong state"
+        positions = [position for position, _ in state.saves]
+        assert positions == sorted(set(positions))
+        assert all(row.start < position <= row.start + row.num_tokens for position in positions)
 
     def commit(self) -> None:
         plan, results, _ = self.in_flight.popleft()
@@ -327,6 +349,7 @@ class FakeEngine:
         del self.in_flight[index]
         for block in written:
             self.kv[block] = [GARBAGE] * self.config.block_size
+        self.states = [GARBAGE if at == plan.step else s for s, at in zip(self.states, self.state_steps, strict=True)]
         self.take(*self.scheduler.drop(plan))
 
     def drain(self, max_steps: int) -> int:
@@ -376,6 +399,11 @@ class FakeEngine:
         decodes = [row.is_decode for row in plan.rows]
         assert decodes == sorted(decodes, reverse=True)
         assert len({row.request.request_id for row in plan.rows}) == len(plan.rows)
+        states = [row.state for row in plan.rows if row.state is not None]
+        copies = [slot for state in states for _, slot in state.saves]
+        own = [state.slot for state in states]
+        assert len(set(copies)) == len(copies) and len(set(own)) == len(own), "written by two rows"
+        assert {state.source for state in states}.isdisjoint(copies), "written while a row begins from it"
         size = self.config.block_size
         others = [p for p, _, _ in self.in_flight]
         busy = self.disk.blocks()

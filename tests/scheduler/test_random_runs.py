@@ -42,6 +42,7 @@ def run(
     faults: bool = True,
     drafts: bool = False,
     disk: FakeDisk | None = None,
+    states: bool = False,
     **changes: object,
 ) -> FakeEngine:
     rng = random.Random(seed)
@@ -60,6 +61,8 @@ def run(
     }
     if disk is not None:
         values |= {"disk_bytes": max(rng.choice([1, 3, 10, 100]), len(disk.kept)), "disk_block_bytes": 1}
+    if states:
+        values |= {"num_states": rng.choice([1, 2, 6]), "num_snapshots": rng.choice([0, 1, 2, 4, 12])}
     settings = config(**{**values, **changes})
     drafter = Drafter(Guesser(settings, seed), 32, always=rng.random() < 0.5) if drafts else None
     pace = random.Random(seed)
@@ -127,6 +130,12 @@ def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> N
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
 def test_everything_holds_in_random_runs(seed: int, depth: int, drafts: bool) -> None:
     run(seed, depth, drafts=drafts)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]))
+def test_everything_holds_with_states(seed: int, depth: int) -> None:
+    run(seed, depth, states=True)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)

@@ -15,10 +15,11 @@ from engine.architectures.config import ModelConfig
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.items import Item, Kind
 from engine.memory.limits import Memory, cpu_memory
+from engine.memory.plan import MemoryPlan
 from engine.units import format_bytes, parse_bytes
 from engine.weights.open import open_model
 from engine.weights.store import ExpertStore, WeightSource
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.tiny import save_gguf, save_hf, tiny_model
 from tests.weights.planned import plan, size
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -361,3 +362,57 @@ def test_no_limit(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     memory = cpu_memory()
     assert 0 < memory.free_bytes <= memory.limit_bytes <= psutil.virtual_memory().total
+
+
+# ---- states
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> WeightSource:
+    """Two of three layers keep states; the third one token's KV of 2 * 2 * 32 numbers."""
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(tiny_model(0, family="qwen3_next", max_position_embeddings=40960), folder)
+    return open_model(str(folder))
+
+
+EACH = 2 * 4 * (4 * 16 * 32 + 3 * (2 * 2 * 16 + 4 * 32))  # S of four heads, and three positions of all channels
+
+
+def kept(made: MemoryPlan) -> dict[str, int]:
+    return {item.label: item.num_bytes for item in made.items if item.kind is Kind.KV_CACHE}
+
+
+def test_states_and_snapshots_are_counted(stateful: WeightSource) -> None:
+    made = plan(stateful, max_num_seqs=6, kv_cache_tokens=32768)
+    snapshots = int(0.15 / 0.85 * 32768 * 256) // EACH
+    assert (made.num_states, made.num_snapshots, made.state_slots) == (6, snapshots, 6 + snapshots)
+    label = f"states, 6 sequences and {snapshots} snapshots"
+    assert kept(made) == {label: (6 + snapshots) * EACH, "KV cache, 32768 tokens": 32768 * 256}
+
+
+def test_a_small_cache_has_a_snapshot_for_each_sequence(stateful: WeightSource) -> None:
+    assert plan(stateful, max_num_seqs=6, kv_cache_tokens=1024).num_snapshots == 6
+    assert plan(stateful, max_num_seqs=6, kv_cache_tokens=32).num_snapshots == 2  # no more than blocks
+
+
+def test_without_prefix_caching_there_are_none(stateful: WeightSource) -> None:
+    assert plan(stateful, prefix_caching=False).num_snapshots == 0
+
+
+@given(st.integers(200 * MIB, 2 * GIB), st.integers(1, 4000))
+def test_states_never_take_more_than_half_of_the_caches_memory(stateful: WeightSource, cpu: int, seqs: int) -> None:
+    made = plan(stateful, cpu, max_num_seqs=seqs, max_num_batched_tokens=4000)
+    (states, tokens) = kept(made).values()
+    if made.short:
+        assert made.num_states >= 1
+        return
+    assert 1 <= made.num_states <= seqs
+    assert made.num_states < 2 or (made.num_states * EACH <= tokens + states)
+    said = [note for note in made.notes if note.startswith(f"at most {made.num_states} requests run at the same time")]
+    assert bool(said) == (made.num_states < seqs)
+
+
+def test_models_without_states_have_none(source: WeightSource) -> None:
+    made = plan(source)
+    assert (made.num_states, made.num_snapshots) == (0, 0)
+    assert [label.partition(",")[0] for label in kept(made)] == ["KV cache"]

@@ -62,7 +62,7 @@ def make_meter(
         per_token += 2.0 * model.hidden_size * model.vocab_size * (2 + reference)
         sizes = [a + b for layer in layers for _, a, b in dense_lora(model, config, layer)]
         per_rank += 2.0 * sum(sizes) * lora_passes
-        per_pair = 4.0 * sum(layer.attention.q_width for layer in model.layers) * (3 + again + reference)
+        per_pair = 4.0 * sum(attention.q_width for attention in model.paged_attention) * (3 + again + reference)
     return Meter(per_token, per_rank, per_pair, config.lora_rank, _gpu_peak(config, gpu) if gpu else _peak(config))
 
 

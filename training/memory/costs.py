@@ -107,7 +107,7 @@ def lora_parameters(model: ModelConfig, config: TrainConfig) -> tuple[int, int, 
 def layer_bytes(run: Run, layer: int) -> int:
     """What a token keeps of a layer for the backward pass, beside its routed experts."""
     model, config, e = run.model, run.config, run.element
-    attention, mlp = model.layers[layer].attention, model.layers[layer].mlp
+    attention, mlp = model.paged_attention[layer], model.layers[layer].mlp
     total = 8 * model.hidden_size + 8
     total += _latent_bytes(run, attention) if isinstance(attention, Latent) else _grouped_bytes(run, attention)
     if config.flash_attn != "disabled" and config.stage == "dpo":  # each layer makes one of the padding

@@ -58,10 +58,12 @@ class Plane:
 @dataclass(frozen=True)
 class Cache:
     """What one layer keeps of each position, in blocks of positions. `window`: how many of the last positions a query
-    reads, its own included; None: all. What lies before every later query's window is never read again."""
+    reads, its own included; None: all. What lies before every later query's window is never read again. `state_bytes`:
+    what it keeps of each sequence, whatever its length."""
 
     planes: tuple[Plane, ...]
     window: int | None = None
+    state_bytes: int = 0
 
     def position_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """`scale_bytes`: of each vector beside its elements."""

@@ -21,6 +21,7 @@ class GroupedQuery:
     bias: bool = False  # of q, k and v
     output_bias: bool = False
     qk_norm: Literal["none", "head", "whole"] = "none"  # an RMS norm of each head's query and key, or of all of them
+    gated: bool = False  # q_proj has [query | gate] of each head; sigmoid(gate) multiplies what o_proj takes
     paired_rows: bool = False  # GGUF stores rows of q and k so that rotated values are neighbours
     window: int | None = None  # a query sees so many of the last positions, its own included
     sinks: bool = False  # a logit of each head beside the scores, whose share of the softmax goes nowhere
@@ -44,7 +45,8 @@ class GroupedQuery:
         q, kv, bias = self.q_width, self.kv_width, self.bias
         order: Literal["", "rotary_pairs"] = "rotary_pairs" if self.paired_rows else ""
         yield Module("self_attn", "attention")
-        yield Module("self_attn.q_proj", "linear", "attn_q", (q, hidden), bias, order, self.head_dim)
+        rows = 2 * q if self.gated else q
+        yield Module("self_attn.q_proj", "linear", "attn_q", (rows, hidden), bias, order, self.head_dim)
         yield Module("self_attn.k_proj", "linear", "attn_k", (kv, hidden), bias, order, self.head_dim)
         yield Module("self_attn.v_proj", "linear", "attn_v", (kv, hidden), bias)
         yield Module("self_attn.o_proj", "linear", "attn_output", (hidden, q), self.output_bias)
@@ -58,7 +60,7 @@ class GroupedQuery:
             yield Vector(self.SINKS, "attn_sinks.weight", (self.heads,))
 
     def row_values(self, hidden: int) -> int:
-        return 2 * (self.q_width + 2 * self.kv_width)
+        return 2 * ((2 if self.gated else 1) * self.q_width + 2 * self.kv_width)
 
     def divided(self, step: int) -> Iterator[Divided]:
         yield Divided("num_key_value_heads", self.kv_heads)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from engine.architectures.parts.base import Divided, Module, Vector
+from engine.architectures.parts.delta import GATES
 
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # modules computed in float32, whatever the rest is computed in
+# modules computed in float32, whatever the rest is computed in
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", *GATES)
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError, shown
 from engine.files.json_file import read_json
-from engine.files.model_file import ModelFile
+from engine.files.model_file import FileBytes, MadeBytes, ModelFile
 from engine.files.safetensors import SafetensorsFile, open_safetensors
 from engine.weights.checks import Found, refuse_extra, require, without_left_out
 from engine.weights.gguf import split_gate_up
@@ -53,7 +58,8 @@ class SafetensorsSource(WeightSource):
     def tensor(self, name: str) -> WeightTensor:
         if name not in self._dense:
             raise KeyError(name)
-        return self._stored(name)
+        less_one = self.config.norms_less_one and self._dense[name].is_norm
+        return _plus_one(self._stored(name)) if less_one else self._stored(name)
 
     def has(self, name: str) -> bool:
         return name in self._dense
@@ -136,6 +142,16 @@ class SafetensorsSource(WeightSource):
                         f"expert 0 has {first.type}; the experts of a layer must be of one type",
                         "model",
                     )
+
+
+def _plus_one(stored: WeightTensor) -> WeightTensor:
+    """float32: the sum is not exact in narrower types."""
+
+    def make() -> npt.NDArray[np.uint8]:
+        return (stored.dequantise(torch.float32) + 1).view(torch.uint8).numpy()
+
+    ranges = (stored.data,) if isinstance(stored.data, FileBytes) else ()
+    return WeightTensor(stored.name, stored.shape, "F32", MadeBytes(ranges, math.prod(stored.shape) * 4, make))
 
 
 def _expert_name(layer: int, expert: int, projection: str) -> str:

@@ -1,0 +1,161 @@
+"""The gated delta rule over the states of sequences, in plain torch on any device.
+
+A state is a slot of two tensors a layer: the last positions that the convolution looks back at, and S of each head.
+Both are float32, whatever the activations are: a state sums over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.architectures.parts.delta import DeltaNet
+from engine.attention.base import BatchLayout, CacheBackend
+
+CHUNK = 64  # positions that are computed at once
+_EPS = 1e-6  # beside the squares of a query or key
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """Of T tokens, float32: `qkv` [T, channels] before the convolution, `decay` [T, heads] (g, below 0) and `rate`
+    [T, heads] (sigmoid(b))."""
+
+    qkv: torch.Tensor
+    decay: torch.Tensor
+    rate: torch.Tensor
+
+
+class ReferenceDeltaNet(CacheBackend):
+    """States of each of `layers`, all of one `spec`, in `num_states` slots."""
+
+    def __init__(self, spec: DeltaNet, layers: Sequence[int], num_states: int, device: torch.device) -> None:
+        self._spec = spec
+        heads = (num_states, spec.value_heads, spec.key_dim, spec.value_dim)
+        past = (num_states, spec.kernel - 1, spec.channels)
+        self.states = {layer: torch.zeros(heads, device=device) for layer in layers}
+        self.past = {layer: torch.zeros(past, device=device) for layer in layers}
+        self._batch: BatchLayout | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 0
+
+    def plan(self, batch: BatchLayout) -> None:
+        self._batch = batch
+
+    def mix(self, layer: int, given: DeltaInputs, conv: torch.Tensor) -> torch.Tensor:
+        """What the states give each token [T, heads, value_dim], float32; they are changed. `conv` [channels,
+        kernel]."""
+        if self._batch is None:
+            raise RuntimeError("plan() comes before mix()")
+        batch, spec = self._batch, self._spec
+        out = given.qkv.new_empty((len(given.qkv), spec.value_heads, spec.value_dim))
+        starts, single = batch.row_starts, []
+        for row, state in enumerate(batch.states):
+            if starts[row + 1] - starts[row] == 1 and state.source == state.slot and not state.saves:
+                single.append(row)
+            else:
+                self._row(layer, row, batch, given, conv, out)
+        if single:
+            self._single(layer, single, batch, given, conv, out)
+        return out
+
+    def _row(
+        self, layer: int, row: int, batch: BatchLayout, given: DeltaInputs, conv: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """A row's tokens, in the parts between which its state is saved."""
+        states, past, state = self.states[layer], self.past[layer], batch.states[row]
+        begin, end = batch.row_starts[row], batch.row_starts[row + 1]
+        s, seen = states[state.slot], past[state.slot]
+        if state.source < 0:
+            s, seen = torch.zeros_like(s), torch.zeros_like(seen)
+        elif state.source != state.slot:
+            s, seen = states[state.source], past[state.source]
+        first = batch.context_lens[row] - (end - begin)  # position of the row's first token
+        stops = [(begin + position - first, slot) for position, slot in state.saves]
+        at = begin
+        for stop, slot in (*stops, (end, state.slot)):
+            if stop > at:
+                part = slice(at, stop)
+                mixed, seen = _convolved(given.qkv[part], seen, conv)
+                q, k, v = _heads(mixed, self._spec)
+                out[part], s = delta_chunks(q, k, v, given.decay[part], given.rate[part], s)
+                at = stop
+            states[slot], past[slot] = s, seen
+
+    def _single(
+        self,
+        layer: int,
+        rows: list[int],
+        batch: BatchLayout,
+        given: DeltaInputs,
+        conv: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """One token each of rows that go on from their own states, all at once."""
+        device = given.qkv.device
+        tokens = torch.tensor([batch.row_starts[row] for row in rows], device=device)
+        slots = torch.tensor([batch.states[row].slot for row in rows], device=device)
+        seen = torch.cat((self.past[layer][slots], given.qkv[tokens][:, None]), dim=1)
+        self.past[layer][slots] = seen[:, 1:]
+        q, k, v = _heads(F.silu((seen * conv.T).sum(1)), self._spec)
+        s = self.states[layer][slots] * given.decay[tokens].exp()[..., None, None]
+        change = (v - (k[:, :, None] @ s)[:, :, 0]) * given.rate[tokens][..., None]
+        s += k[..., None] * change[:, :, None]
+        self.states[layer][slots] = s
+        out[tokens] = (q[:, :, None] @ s)[:, :, 0]
+
+
+def _convolved(qkv: torch.Tensor, seen: torch.Tensor, conv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """qkv [T, channels] behind the positions `seen` [kernel - 1, channels]: silu of the convolution, and what the next
+    one is to see."""
+    joined = torch.cat((seen, qkv))
+    out = F.conv1d(joined.T[None], conv[:, None], groups=len(conv))[0].T
+    return F.silu(out), joined[len(qkv) :]
+
+
+def _heads(mixed: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[T, channels] -> queries, keys [T, heads, key_dim], of length 1 (queries scaled), and values [T, heads,
+    value_dim]; heads are the value heads."""
+    keys, shared = spec.key_width, spec.value_heads // spec.key_heads
+    q, k = (
+        _unit(part.reshape(-1, spec.key_heads, spec.key_dim)).repeat_interleave(shared, dim=1)
+        for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
+    )
+    return q * spec.key_dim**-0.5, k, mixed[:, 2 * keys :].reshape(-1, spec.value_heads, spec.value_dim)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+
+
+def delta_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, s: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule over T tokens, `CHUNK` at a time: q, k [T, H, D], v [T, H, E], decay and rate [T, H], from the
+    state s [H, D, E]. Returns [T, H, E] and the state behind them, a fresh tensor.
+
+    With G the sum of decays from the chunk's beginning, what token i writes is
+        u_i = rate_i (v_i - exp(G_i) k_i.S - sum over j < i of exp(G_i - G_j) (k_i.k_j) u_j)
+    a triangular system in all u of the chunk: u = A^-1 (rate v) - A^-1 (rate exp(G) k) S.
+    """
+    out = torch.empty_like(v)
+    for at in range(0, len(q), CHUNK):
+        part = slice(at, at + CHUNK)
+        qc, kc, vc = (x[part].transpose(0, 1) for x in (q, k, v))  # [H, C, ...]
+        sums, beta = decay[part].T.cumsum(-1), rate[part].T[..., None]
+        later = torch.ones((qc.shape[1],) * 2, dtype=torch.bool, device=q.device).triu(1)
+        between = (sums[:, :, None] - sums[:, None]).masked_fill(later, -torch.inf).exp()  # [H, C, C]
+        grown = sums.exp()[..., None]
+        system = (beta * kc @ kc.transpose(1, 2) * between).tril(-1)
+        known = torch.cat((beta * vc, beta * grown * kc), dim=-1)
+        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        written = solved[..., : v.shape[-1]] - solved[..., v.shape[-1] :] @ s
+        out[part] = (qc * grown @ s + (qc @ kc.transpose(1, 2) * between) @ written).transpose(0, 1)
+        last = sums[:, -1:]
+        s = s * last.exp()[..., None] + (kc * (last - sums).exp()[..., None]).transpose(1, 2) @ written
+    return out, s

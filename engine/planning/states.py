@@ -1,0 +1,38 @@
+"""What a model whose layers keep states cannot be served with yet."""
+
+from __future__ import annotations
+
+from engine.architectures.config import ModelConfig
+from engine.config import EngineConfig
+from engine.errors import UserError
+from engine.planning.placement import Placement
+
+
+def check_states(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
+    """UserError with the setting that would have to change."""
+    if not model.state_bytes:
+        return
+    keeps = "this model's linear attention layers keep a state of each sequence"
+    if placement.device != "cpu":
+        raise UserError(f"{keeps}, which is computed on the CPU alone: --device cpu serves it", "device")
+    if config.tensor_parallel > 1:
+        raise UserError(
+            f"--tensor-parallel {config.tensor_parallel}: {keeps}, which ranks do not divide: leave it out",
+            "tensor_parallel",
+        )
+    if config.speculate is not None:
+        raise UserError(
+            f"--speculate {config.speculate}: {keeps}, which would be wrong behind a rejected draft: leave it out",
+            "speculate",
+        )
+    if config.kv_disk is not None:
+        raise UserError(f"--kv-disk {config.kv_disk}: {keeps}, which is not written to disk: leave it out", "kv_disk")
+    if config.deterministic:
+        raise UserError(
+            f"--deterministic: {keeps}, which is summed in another order in chunks than token by token: leave it out",
+            "deterministic",
+        )
+    if config.cuda_graphs == "padded":
+        raise UserError(
+            f"--cuda-graphs padded: {keeps}, and padding rows have none: allowed are auto and off", "cuda_graphs"
+        )

@@ -1,0 +1,184 @@
+"""Slots of states: those of running sequences, and snapshots that others may begin from.
+
+own        [0, num_states)                              one of each running request
+snapshots  [num_states, num_states + num_snapshots)     a copy of the state behind a full block that is findable
+
+A snapshot is named by its block: of which tokens, tenant and adapter it is, is that block's content, compared whole.
+Rows read and write slots in the order of steps, so that a slot may have another owner in the next step already; within
+a step nobody writes to a slot that a row begins from.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from scheduler.memory.prefix import Content, PrefixCache
+from scheduler.plan import NO_STATE, RowState
+from scheduler.request import Request
+
+NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
+_OPENING_TOKENS = 8  # of the answer, which templates write behind the last message: the next turn may not repeat them
+
+
+class _Snapshot(NamedTuple):
+    slot: int
+    content: Content
+    shared: bool  # where prompts part: of no one conversation
+    closing: bytes  # of one in an answer: the block behind which the prompt's own is
+
+
+class StatePool:
+    """Writes only Request.state, state_source, snapshots, newest_snapshot and diverged."""
+
+    def __init__(self, num_states: int, num_snapshots: int, cache: PrefixCache, block_size: int) -> None:
+        self.num_states = num_states
+        self.num_snapshots = num_snapshots
+        self._cache = cache
+        self._block_size = block_size
+        self._own = list(range(num_states))[::-1]
+        self._free = list(range(num_states, num_states + num_snapshots))[::-1]
+        self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are given away
+        self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
+        self.num_saved = 0
+        self.num_evicted = 0
+
+    @property
+    def num_findable(self) -> int:
+        return len(self._found)
+
+    def begin_step(self) -> None:
+        self._read.clear()
+
+    def find(self, content: Content) -> bool:
+        """Whether there is a snapshot behind such a block."""
+        held = self._found.get(content.hash)
+        return held is not None and held.content == content
+
+    def has(self, block_hash: bytes) -> bool:
+        """The same, as far as hashes tell."""
+        return block_hash in self._found
+
+    def take(self, request: Request, snapshot: bytes | None, diverged: int) -> None:
+        """A slot of its own for a request that is admitted, of which one is free for each that may run. `snapshot`:
+        hash of the block that it begins behind; `diverged`: the position to which its blocks were found, or 0."""
+        request.state, request.state_source, request.diverged = self._own.pop(), NO_STATE, diverged
+        if snapshot is not None:
+            held = self._found[snapshot]
+            self._found.move_to_end(snapshot)
+            # who begins behind the prompt does not repeat the answer
+            self._give_away_first([key for key, other in self._found.items() if other.closing == snapshot])
+            self._read.add(held.slot)
+            request.state_source = held.slot
+
+    def release(self, request: Request) -> None:
+        """It leaves the running ones; what it has saved stays, if it can be found."""
+        self._own.append(request.state)
+        self._free += [slot for _, slot in request.snapshots]
+        request.state = request.state_source = NO_STATE
+        request.snapshots, request.newest_snapshot = [], b""
+
+    def row(self, request: Request, start: int, end: int) -> RowState:
+        """Of the request's row of positions [start, end)."""
+        source, request.state_source = request.state_source, request.state
+        saves = []
+        for position in self._wanted(request, start, end):
+            if (slot := self._slot()) is not None:
+                saves.append((position, slot))
+                request.snapshots.append((position // self._block_size, slot))
+                self.num_saved += 1
+        return RowState(request.state, source, tuple(saves))
+
+    def saved_hashes(self, request: Request, row: RowState) -> list[bytes]:
+        """The blocks behind which the row saves states, as far as their tokens are known."""
+        known = len(request.prompt) + len(request.output)
+        ends = [position for position, _ in row.saves if position <= known]
+        return [self._cache.content(request, end // self._block_size - 1).hash for end in ends]
+
+    def publish(self, request: Request) -> None:
+        """What was saved behind published blocks becomes findable."""
+        ready = [(blocks, slot) for blocks, slot in request.snapshots if blocks <= request.num_published]
+        if not ready:
+            return
+        request.snapshots = [each for each in request.snapshots if each not in ready]
+        for blocks, slot in ready:
+            content = self._cache.content(request, blocks - 1)
+            if content.hash in self._found:
+                self._free.append(slot)
+                continue
+            end, closing = blocks * self._block_size, self._closing(request)
+            answers = end > len(request.prompt)
+            behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
+            self._found[content.hash] = _Snapshot(slot, content, end == request.diverged, behind)
+            if answers:
+                self._replace_newest(request, content.hash)
+            elif end == closing:  # the next turn finds this one
+                earlier = (self._found.get(each) for each in request.block_hashes[: blocks - 1])
+                self._give_away_first([held.content.hash for held in earlier if held is not None and not held.shared])
+
+    def discard(self, hashes: Iterable[bytes]) -> None:
+        """Nobody finds what is behind these blocks."""
+        for each in hashes:
+            if (held := self._found.pop(each, None)) is not None:
+                self._free.append(held.slot)
+
+    def discard_slots(self, slots: set[int]) -> None:
+        self.discard([key for key, held in self._found.items() if held.slot in slots])
+
+    def problems(self, requests: Iterable[Request]) -> list[str]:
+        own, pending, found = list(self._own), list(self._free), []
+        for request in requests:
+            if request.state == NO_STATE:
+                if request.snapshots:
+                    found.append(f"request {request.request_id} has saved states and none of its own")
+                continue
+            own.append(request.state)
+            pending += [slot for _, slot in request.snapshots]
+        pending += [held.slot for held in self._found.values()]
+        if sorted(own) != list(range(self.num_states)):
+            found.append(f"states {sorted(own)} are free or held, there are {self.num_states}")
+        if sorted(pending) != list(range(self.num_states, self.num_states + self.num_snapshots)):
+            found.append(f"snapshots {sorted(pending)} are free, held or findable, there are {self.num_snapshots}")
+        lost = [held.slot for key, held in self._found.items() if key not in self._cache.hashes]
+        return found + [f"snapshot {slot} is findable, and its block is not" for slot in lost]
+
+    def _wanted(self, request: Request, start: int, end: int) -> list[int]:
+        """Ends of blocks behind which somebody may want to begin: where the prompt ends but for what the template
+        opens the answer with, where requests have parted, and each in the output, which any token may end."""
+        if not self.num_snapshots:
+            return []
+        size = self._block_size
+        if start >= len(request.prompt) and end == start + 1:
+            return [] if end % size else [end]
+        wanted = {self._closing(request), request.diverged}
+        return [
+            position
+            for position in sorted(wanted)
+            if start < position <= end and not self.has(self._cache.content(request, position // size - 1).hash)
+        ]
+
+    def _closing(self, request: Request) -> int:
+        """Where its prompt ends, but for what the template opens the answer with, in full blocks."""
+        return max(len(request.prompt) - _OPENING_TOKENS, 0) // self._block_size * self._block_size
+
+    def _give_away_first(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._found.move_to_end(key, last=False)
+
+    def _slot(self) -> int | None:
+        """A free slot of a snapshot, or that of the first to be given away that no row begins from."""
+        if not self._free:
+            oldest = next((key for key, held in self._found.items() if held.slot not in self._read), None)
+            if oldest is None:
+                return None
+            self.discard([oldest])
+            self.num_evicted += 1
+        return self._free.pop()
+
+    def _replace_newest(self, request: Request, newest: bytes) -> None:
+        """Of an output only the newest snapshot stays."""
+        held = self._found.get(request.newest_snapshot)
+        if held is not None and held.slot not in self._read:
+            self.discard([request.newest_snapshot])
+        request.newest_snapshot = newest

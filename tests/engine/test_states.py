@@ -1,0 +1,206 @@
+"""Layers that keep states: the same tokens however a prompt is cut, and clear refusals of what is missing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+
+from engine.config import EngineConfig
+from engine.errors import ModelFileError, UserError
+from engine.planning.placement import choose
+from engine.planning.states import check_states
+from engine.weights.open import open_model
+from rules import Machine
+from testing.harness import Harness, greedy
+from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
+from testing.models.tiny import STATEFUL, save_hf, tiny_model
+from tests.engine.parity import BACKENDS, CLEAR, prompts
+from training.experts.base import refuse_untrainable
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    model, folder = tiny_model(3, family="qwen3_next"), tmp_path_factory.mktemp("model")
+    save_hf(model, folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def tokens_of(model_folder) -> Callable[[int, int], tuple[list[int], list[int], float]]:
+    """(prompt, transformers' greedy tokens behind it, smallest gap) by seed and length, each computed once."""
+
+    @functools.cache
+    def tokens(seed: int, length: int) -> tuple[list[int], list[int], float]:
+        prompt = prompts(seed, [length])[0]
+        return prompt, *greedy(model_folder[0], prompt, 20)
+
+    return tokens
+
+
+@BACKENDS
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 3, 16, 30, 64, 65, 130])), min_size=1, max_size=4),
+    budget=st.one_of(st.integers(1, 20), st.sampled_from([64, 65, 256])),
+    tight=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_however_prompts_are_cut_the_tokens_are_those_of_transformers(
+    model_folder, tokens_of, backend, asked, budget, tight, overlap
+):
+    """In one chunk, in chunks of any size, token by token; preempted and recomputed where the cache is tight."""
+    expected = [tokens_of(*each) for each in asked]
+    engine = Harness(
+        model_folder[1], kv_cache_tokens=176 if tight else 1024, max_model_len=160,
+        max_num_batched_tokens=budget, max_num_seqs=min(budget, 4), overlap=overlap, **backend,
+    )  # fmt: skip
+    got = engine.generate([prompt for prompt, _, _ in expected], max_tokens=20)
+    engine.close()
+    for (_, tokens, gap), found in zip(expected, got, strict=True):
+        assert found == tokens or gap < CLEAR
+
+
+@BACKENDS
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_and_recomputed(model_folder, tokens_of, backend, overlap):
+    expected = [tokens_of(seed, 30) for seed in range(4)]
+    engine = Harness(
+        model_folder[1], kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=8, max_num_seqs=4,
+        overlap=overlap, **backend,
+    )  # fmt: skip
+    got = engine.generate([prompt for prompt, _, _ in expected], max_tokens=20)
+    assert engine.core.scheduler.stats()["preemptions"] > 0
+    engine.close()
+    for (_, tokens, gap), found in zip(expected, got, strict=True):
+        assert found == tokens or gap < CLEAR
+
+
+@BACKENDS
+@pytest.mark.parametrize("budget", [23, 256])
+def test_what_begins_from_a_snapshot_gives_the_same_tokens(model_folder, backend, budget):
+    """Turns of a conversation, prompts that part after many blocks, and one that comes again."""
+    model, folder = model_folder
+    start, tails = prompts(5, [100])[0], prompts(6, [20, 33, 41])
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=4, **backend)
+
+    def cached(prompt: list[int]) -> int:
+        tokens = engine.generate([prompt], max_tokens=20)[0]
+        expected, gap = greedy(model, prompt, 20)
+        assert tokens == expected or gap < CLEAR
+        conversation.append([*prompt, *tokens])
+        return engine.results[f"r{len(conversation) - 1}"].end.cached_tokens
+
+    conversation: list[list[int]] = []
+    assert [cached(start + tail) for tail in tails] == [0, 0, 96]
+    assert cached(start + tails[0]) == 112
+    assert cached([*conversation[2], *tails[0]]) == 160  # 141 tokens and an answer of 20, whose last was not computed
+    engine.close()
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize(
+    "config", [FP8_CONFIG, int4_config("gptq", 32), int4_config("awq", 32)], ids=lambda config: config["quant_method"]
+)
+def test_quantised_folders(tmp_path, family, config):
+    wide = dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128)
+    wide |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64}  # FP8 is read in multiples of 128
+    held, _ = save_quantised(tiny_model(4, family=family, **wide), tmp_path, config)
+    engine, asked = Harness(tmp_path), prompts(4, [5, 40])  # native kernels round activations beside such weights
+    got = engine.generate(asked, max_tokens=8)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(held, prompt, 8)
+        assert tokens == expected or gap < CLEAR
+
+
+REFUSED = [
+    {"speculate": "ngram:2"},
+    {"kv_disk": "1GiB"},
+    {"cuda_graphs": "padded"},
+    {"deterministic": True, "rules": None},
+    {"tensor_parallel": 2},
+]
+
+
+@pytest.mark.parametrize("setting", REFUSED, ids=lambda setting: next(iter(setting)))
+def test_what_states_do_not_allow_is_refused(model_folder, setting):
+    with pytest.raises(UserError, match="keep a state of each sequence") as caught:
+        Harness(model_folder[1], **setting)
+    assert caught.value.field == next(iter(setting))
+
+
+def test_a_gpu_is_refused(model_folder):
+    source = open_model(str(model_folder[1]))
+    config = EngineConfig(model=str(model_folder[1]), device="cuda", rules="reference")
+    placement = choose(config, source.config, Machine(gpu=True))
+    with pytest.raises(UserError, match="--device cpu serves it") as caught:
+        check_states(config, source.config, placement)
+    assert caught.value.field == "device"
+
+
+def test_training_is_refused(model_folder):
+    folder = str(model_folder[1])
+    with pytest.raises(ModelFileError, match="layers of linear attention cannot be trained"):
+        refuse_untrainable(open_model(folder).config, folder)
+
+
+# ---- adapters
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DELTA = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
+SHARED = ["gate_proj", "up_proj", "down_proj"]  # with peft's target_modules; routed experts are parameters
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def trained(base: torch.nn.Module, folder: Path, seed: int, **targets) -> torch.nn.Module:
+    """A copy of the base under an adapter of peft's, saved, of which no B is zero."""
+    model = get_peft_model(copy.deepcopy(base), LoraConfig(**({"r": 4, "lora_alpha": 8} | targets))).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@BACKENDS
+@pytest.mark.parametrize("budget", [8, 256])
+def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, tmp_path, backend, budget):
+    base, folder = model_folder
+    targets = {
+        "delta": {"target_modules": DELTA},
+        "attention": {"target_modules": ATTENTION},
+        "all": {"target_modules": [*DELTA, *ATTENTION, *SHARED], "target_parameters": EXPERTS},
+    }
+    models = {None: base} | {name: trained(base, tmp_path / name, 5, **each) for name, each in targets.items()}
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, **backend)
+    for name in targets:
+        engine.adapter(name, tmp_path / name)
+    asked = prompts(8, [20, 20, 9, 30])
+    got = engine.generate(asked, list(models), max_tokens=10)
+    engine.close()
+    for (name, model), prompt, tokens in zip(models.items(), asked, got, strict=True):
+        expected, gap = greedy(model, prompt, 10)
+        assert tokens == expected or gap < CLEAR, name
+    assert greedy(models["all"], asked[3], 10)[0] != greedy(base, asked[3], 10)[0]
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")
+def test_an_adapter_of_the_convolution_is_refused_by_name(model_folder, tmp_path):
+    base, folder = model_folder
+    engine = Harness(folder)
+    trained(base, tmp_path, 5, target_modules=["conv1d", "q_proj"], r=192)  # peft: a multiple of the channels
+    with pytest.raises(UserError, match=r"layers\.0\.linear_attn\.conv1d"):
+        engine.adapter("x", tmp_path)
+    engine.close()

@@ -1,0 +1,186 @@
+"""Of which beginnings states are kept, who finds them, and what is given away first."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.plan import EventKind
+from scheduler.request import AdapterKey
+from tests.scheduler.harness import FakeEngine, config, make_request
+from tests.scheduler.test_prefix_cache import PROMPT, run_one
+
+LONG = [*PROMPT, *range(31, 46)]  # 36 tokens
+
+
+def make(depth: int = 0, **changes: object) -> FakeEngine:
+    values: dict[str, object] = {"num_states": 4, "num_snapshots": 8, "max_num_batched_tokens": 64}
+    return FakeEngine(config(**(values | changes)), depth)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("max_tokens", "cached"), [(3, 12), (4, 24), (7, 24), (8, 28), (10, 28)])
+def test_a_second_turn_begins_behind_the_answer(depth: int, max_tokens: int, cached: int) -> None:
+    """21 tokens of prompt: behind its closing 8 at first, then behind the last full block of what was computed."""
+    engine = make(depth)
+    first = engine.add(make_request("a", PROMPT, max_tokens))
+    engine.drain(20)
+    request, row = run_one(engine, "b", [*PROMPT, *first.output, 1, 2])
+    assert request.num_cached == row.start == cached
+    engine.check_outputs()
+
+
+def test_a_second_turn_that_repeats_no_answer_begins_behind_the_last_message() -> None:
+    """Templates drop what was thought: the answer comes back in other tokens."""
+    engine = make()
+    run_one(engine, "a", LONG)
+    assert run_one(engine, "b", [*LONG[:28], 1, 2, 3, 4, 5])[0].num_cached == 28
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+def test_where_two_prompts_part_the_third_begins(budget: int) -> None:
+    engine = make(max_num_batched_tokens=budget)
+    tails = [[n] * 20 for n in (1, 2, 3)]
+    assert [run_one(engine, f"r{n}", PROMPT + tail)[0].num_cached for n, tail in enumerate(tails)] == [0, 0, 20]
+    engine.check_outputs()
+
+
+def test_a_full_block_of_no_snapshot_is_no_hit() -> None:
+    engine = make(num_snapshots=0)
+    run_one(engine, "a", LONG)
+    assert run_one(engine, "b", LONG)[0].num_cached == 0
+    assert engine.scheduler.stats()["blocks_cached"] > 0
+
+
+def test_nothing_is_kept_where_the_cache_is_off() -> None:
+    engine = make(prefix_caching=False)
+    run_one(engine, "a", LONG)
+    stats = engine.scheduler.stats()
+    assert stats["snapshots_total"] == stats["snapshots_saved"] == 0
+
+
+def test_tenants_adapters_and_salts_never_share() -> None:
+    engine = make(num_snapshots=100, num_blocks=400)
+    owners = [
+        {"tenant": tenant, "cache_salt": salt, "adapter": AdapterKey(uid, version)}
+        for tenant, salt in (("a", ""), ("b", ""), ("a", "b"), ("a", "c"), ("a', 'b", ""))
+        for uid, version in ((0, 0), (1, 1), (1, 2), (2, 1))
+    ]
+    for i, owner in enumerate(owners):
+        assert run_one(engine, f"r{i}", LONG, **owner)[0].num_cached == 0
+        assert run_one(engine, f"again{i}", LONG, **owner)[0].num_cached == 28
+    engine.check_outputs()
+
+
+def test_the_least_recently_used_is_given_away() -> None:
+    engine = make(num_snapshots=2)
+    prompts = {name: [number] * 30 for number, name in enumerate("abc", 1)}
+    for name in "ab":
+        run_one(engine, name, prompts[name])
+    assert run_one(engine, "a again", prompts["a"])[0].num_cached == 20
+    run_one(engine, "c", prompts["c"])  # instead of b's
+    assert run_one(engine, "a once more", prompts["a"])[0].num_cached == 20
+    assert run_one(engine, "b again", prompts["b"])[0].num_cached == 0
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_of_a_conversation_what_its_next_turn_begins_from_is_kept(repeats: bool) -> None:
+    """Two conversations side by side, with room for two snapshots each and one to come."""
+    engine = make(num_snapshots=5, num_blocks=200, max_model_len=400)
+    turns, last = [[n] * 30 for n in (1, 2)], [0, 0]
+    for turn in range(6):
+        for n in (0, 1):
+            request, _ = run_one(engine, f"{n}.{turn}", turns[n])
+            assert request.num_cached >= last[n], "it begins where the turn before could be used"
+            last[n] = (len(turns[n]) - 8) // 4 * 4
+            turns[n] = [*turns[n], *(request.output if repeats else [40 + turn]), *[n + 1] * 20]
+    engine.check_outputs()
+
+
+def test_a_failed_step_leaves_no_snapshot_behind_a_block_of_another() -> None:
+    engine = make(depth=1, num_snapshots=1)
+    run_one(engine, "a", LONG)
+    run_one(engine, "other", [7] * 30)  # takes the only slot
+    request = engine.add(make_request("b", LONG, 3))
+    engine.step()
+    assert request.num_cached == 0 and engine.scheduler.stats()["snapshots_findable"] == 1
+    engine.drop(0)
+    assert engine.scheduler.stats()["snapshots_findable"] == 0
+    engine.drain(10)
+    assert run_one(engine, "c", LONG)[0].num_cached == 0
+    engine.check_outputs()
+
+
+def test_what_a_spoiled_request_kept_behind_a_block_of_another_is_not_found() -> None:
+    engine = make(num_snapshots=1)
+    run_one(engine, "a", LONG)
+    run_one(engine, "other", [7] * 30)
+    engine.add(make_request("b", LONG, 3))
+    engine.step()
+    engine.take(engine.scheduler.fail("b", "not finite", spoiled=True))
+    assert engine.scheduler.stats()["snapshots_findable"] == 0
+
+
+def test_who_began_from_a_failed_step_begins_again() -> None:
+    """Although the blocks that it found are another's, and computed."""
+    engine = make(depth=1, num_snapshots=1)
+    run_one(engine, "a", LONG)
+    run_one(engine, "other", [7] * 30)
+    engine.add(make_request("b", LONG, 3))
+    engine.step()
+    reader = engine.add(make_request("c", LONG, 3))
+    engine.launch(engine.scheduler.schedule(engine.now))
+    assert reader.num_cached == 28 and len(engine.in_flight) == 2
+    engine.drop(0)
+    engine.drain(20)
+    engine.check_outputs()
+    assert reader.num_preemptions == 1 and engine.terminal["c"].kind is EventKind.FINISHED
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 2])
+def test_no_step_writes_where_it_begins_from(num_snapshots: int) -> None:
+    engine = make(num_snapshots=num_snapshots, num_blocks=200)
+    run_one(engine, "a", LONG)
+    engine.add(make_request("b", [*LONG[:28], *[1] * 20], 3))
+    engine.add(make_request("c", [2] * 40, 3))
+    assert [r.start for r in engine.step().rows] == [28, 0]
+    engine.drain(20)
+    engine.check_outputs()
+
+
+def test_an_answer_keeps_its_newest_alone() -> None:
+    engine = make()
+    engine.add(make_request("a", PROMPT, 30))
+    engine.drain(40)
+    stats = engine.scheduler.stats()
+    assert stats["snapshots_findable"] == 2 < stats["snapshots_saved"]
+
+
+def test_a_snapshot_goes_with_its_block() -> None:
+    engine = make(num_blocks=12)
+    run_one(engine, "a", LONG)
+    run_one(engine, "b", list(range(60, 100)))
+    assert run_one(engine, "c", LONG)[0].num_cached == 0
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_equal_prompts_that_arrive_together_are_computed_once(depth: int) -> None:
+    engine = make(depth)
+    for i in range(3):
+        engine.add(make_request(f"r{i}", LONG, 3))
+    assert [(r.request.request_id, r.num_tokens) for r in engine.step().rows] == [("r0", 36)]
+    rows = [(r.request.request_id, r.start) for r in engine.step().rows if not r.is_decode]
+    assert rows == [("r1", 28), ("r2", 28)]
+    engine.drain(20)
+    engine.check_outputs()
+
+
+def test_no_more_run_than_there_are_states() -> None:
+    engine = make(num_states=2)
+    for i in range(4):
+        engine.add(make_request(f"r{i}", [i] * 5, 3))
+    assert len(engine.step().rows) == 2
+    engine.drain(40)
+    engine.check_outputs()
