@@ -135,12 +135,14 @@ def build_parser() -> Parser:
     )
     inspect.add_argument("path", metavar="PATH", help="the adapter's folder")
     inspect.add_argument("--model", default="", help="check it against this model", metavar="TEXT")
+    _add_open_settings(inspect)
     inspect.set_defaults(run=_child, child="inspect")
     convert = below.add_parser("convert", help="write an adapter in another form", formatter_class=_Help)
     convert.add_argument("path", metavar="PATH", help="the adapter's folder")
     convert.add_argument("--to", required=True, choices=("peft", "kt-fused"), help="keys per expert, or fused tensors")
     convert.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     convert.add_argument("--model", default="", help="its base; default: what the adapter names", metavar="TEXT")
+    _add_open_settings(convert)
     convert.set_defaults(run=_child, child="convert")
     published = below.add_parser("publish", help="load an adapter into a running server", formatter_class=_Help)
     published.add_argument("path", metavar="DIR", help="the adapter's folder")
@@ -231,6 +233,13 @@ def _add_admin_key(command: Parser) -> None:
     command.add_argument("--admin-key-file", metavar="FILE", help="file with the server's admin key")
 
 
+def _add_open_settings(command: Parser) -> None:
+    """What some adapters' files leave open (docs/adapters.md)."""
+    scalings, layouts = "alpha/r, alpha/sqrt(r) or peft", "rank_major or grouped_by_expert"
+    command.add_argument("--expert-scaling", metavar="TEXT", help=f"how the trainer scaled LoRA on experts: {scalings}")
+    command.add_argument("--expert-b-layout", metavar="TEXT", help=f"the order of lora_B on fused experts: {layouts}")
+
+
 def _publish(args: argparse.Namespace, console: Console) -> int:
     from api.cli.train import publish_adapter
 
@@ -288,7 +297,8 @@ def _child(args: argparse.Namespace, console: Console) -> int:
     engine, config, notes = _settings(args)
     for line in notes:
         print(line, file=sys.stderr)
-    more = [f"--{name}={getattr(args, name)}" for name in ("to", "out") if hasattr(args, name)]
+    own = ("to", "out", "expert_scaling", "expert_b_layout")
+    more = [f"--{name.replace('_', '-')}={value}" for name in own if (value := getattr(args, name, None)) is not None]
     return run_child(args.child, args.path, engine, config, more)
 
 

@@ -74,6 +74,9 @@ def test_children_get_the_settings_and_give_their_status(model_dir: Path) -> Non
     assert json.loads(ktserve("check", str(model_dir)).stdout)["command"] == "check"
     said = json.loads(ktserve("adapters", "inspect", "some/path", "--model", "m").stdout)
     assert (said["command"], said["path"], said["config"]["model"]) == ("inspect", "some/path", "m")
+    options = ["--to", "peft", "--out", "o", "--expert-scaling", "alpha/r"]
+    said = json.loads(ktserve("adapters", "convert", "some/path", *options).stdout)
+    assert said["more"] == ["--to=peft", "--out=o", "--expert-scaling=alpha/r"]
     assert ktserve("adapters", "inspect", "bad").returncode == 7
 
 
