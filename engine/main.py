@@ -28,18 +28,19 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--quick", action="store_true")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--share")
-    for name in ("serve", "plan", "check", "inspect", "convert"):
+    for name in ("serve", "plan", "check", "inspect", "convert", "merge"):
         command = commands.add_parser(name)
-        command.add_argument("--config-json", required=name not in ("inspect", "convert"), default="{}")
+        command.add_argument("--config-json", required=name not in ("inspect", "convert", "merge"), default="{}")
         if name == "serve":
             command.add_argument("--address", required=True)
             command.add_argument("--heartbeat", required=True, help="file that the api has made for it")
-        if name in ("inspect", "convert"):
+        if name in ("inspect", "convert", "merge"):
             command.add_argument("path")
             command.add_argument("--expert-scaling", default=None)
             command.add_argument("--expert-b-layout", default=None)
         if name == "convert":
             command.add_argument("--to", required=True)
+        if name in ("convert", "merge"):
             command.add_argument("--out", required=True)
         if name == "check":
             command.add_argument("--tokens", type=int, default=64, help="length of the prompt that is run")
@@ -60,6 +61,8 @@ def _run(args: argparse.Namespace, config: EngineConfig) -> int:
         return _check(config, args.tokens, args.tolerance)
     if args.command == "convert":
         return _convert(config, args)
+    if args.command == "merge":
+        return _merge(config, args)
     if args.command == "doctor":
         from engine.diagnostics.doctor.report import doctor
 
@@ -181,6 +184,14 @@ def _convert(config: EngineConfig, args: argparse.Namespace) -> int:
             opened=limit_this_process(),
         )
     )
+    return 0
+
+
+def _merge(config: EngineConfig, args: argparse.Namespace) -> int:
+    from engine.lora.merge import merge
+
+    scaling, layout = args.expert_scaling, args.expert_b_layout
+    print(merge(config.model, args.path, args.out, expert_scaling=scaling, expert_b_layout=layout))
     return 0
 
 

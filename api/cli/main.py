@@ -139,11 +139,22 @@ def build_parser() -> Parser:
     inspect.set_defaults(run=_child, child="inspect")
     convert = below.add_parser("convert", help="write an adapter in another form", formatter_class=_Help)
     convert.add_argument("path", metavar="PATH", help="the adapter's folder")
-    convert.add_argument("--to", required=True, choices=("peft", "kt-fused"), help="keys per expert, or fused tensors")
-    convert.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    convert.add_argument(
+        "--to",
+        required=True,
+        choices=("peft", "kt-fused", "gguf"),
+        help="keys per expert, fused tensors, llama.cpp's file",
+    )
+    convert.add_argument("--out", required=True, metavar="DIR", help="folder to write; of gguf the .gguf file")
     convert.add_argument("--model", default="", help="its base; default: what the adapter names", metavar="TEXT")
     _add_open_settings(convert)
     convert.set_defaults(run=_child, child="convert")
+    merge = below.add_parser("merge", help="write a base with an adapter merged into it", formatter_class=_Help)
+    merge.add_argument("model", metavar="BASE", help="the base's folder, with safetensors")
+    merge.add_argument("path", metavar="ADAPTER", help="the adapter's folder")
+    merge.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    _add_open_settings(merge)
+    merge.set_defaults(run=_child, child="merge")
     published = below.add_parser("publish", help="load an adapter into a running server", formatter_class=_Help)
     published.add_argument("path", metavar="DIR", help="the adapter's folder")
     published.add_argument("url", metavar="URL", help="the server")

@@ -55,10 +55,7 @@ def write_adapter(
         raise UserError(f"{weights.path or weights.name}: extra MLPs beside the experts cannot be converted", "path")
     if form == "kt-fused" and not weights.experts:
         raise UserError(f"{weights.path or weights.name}: no LoRA on experts, nothing to fuse: use peft", "to")
-    rank = max(weights.rank, 1)
-    scale = _common_scale(weights)
-    linears = {name: _pair(pair, rank, scale) for name, pair in weights.linears.items()}
-    experts = {layer: dict(_expert_pairs(lora, rank, scale)) for layer, lora in weights.experts.items()}
+    rank, scale, linears, experts = one_rank(weights)
     files = {_MODEL_FILE: _peft_keys(linears, experts if form == "peft" else {}, stored)}
     if form == "kt-fused":
         files[FUSED_FILE] = _fused_keys(experts)
@@ -69,6 +66,22 @@ def write_adapter(
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the adapter cannot be written to {folder}: {reason}", "output_dir") from error
+
+
+Experts = dict[int, dict[str, LoraPair]]  # by layer and projection; a [E, r, in], b [E, out, r]
+
+
+def one_rank(weights: AdapterWeights) -> tuple[int, float, dict[str, LoraPair], Experts]:
+    """(rank, scale, linears, experts): all pairs at the largest rank and one scale."""
+    rank = max(weights.rank, 1)
+    scale = _common_scale(weights)
+    linears = {name: _pair(pair, rank, scale) for name, pair in weights.linears.items()}
+    return (
+        rank,
+        scale,
+        linears,
+        {layer: dict(_expert_pairs(lora, rank, scale)) for layer, lora in weights.experts.items()},
+    )
 
 
 def _common_scale(weights: AdapterWeights) -> float:

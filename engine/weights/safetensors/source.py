@@ -77,6 +77,11 @@ class SafetensorsSource(WeightSource):
         return sum(file.tensors[name].num_bytes for name, file in self._files.items())
 
     @property
+    def shards(self) -> list[SafetensorsFile]:
+        """The files, by their names."""
+        return sorted({id(file): file for file in self._files.values()}.values(), key=lambda file: file.path)
+
+    @property
     def files(self) -> list[ModelFile]:
         return sorted({id(file): file.file for file in self._files.values()}.values(), key=lambda file: file.path)
 
