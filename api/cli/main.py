@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 from rich.console import Console
@@ -20,7 +21,8 @@ from api.tenants.file import tenant_name
 from api.tenants.hashes import new_key
 from api.version import project_version
 from engine.config import EngineConfig
-from engine.errors import KtserveError, UserError
+from engine.errors import KtserveError, UserError, shown
+from engine.files.json_file import read_json
 
 _EPILOG = """\
 examples:
@@ -86,6 +88,7 @@ def build_parser() -> Parser:
 
     command = add("serve", "serve over HTTP, as OpenAI's API does", engine + serve, _SERVE)
     command.add_argument("--backend-type", choices=("ktransformers", "balance_serve"), help=argparse.SUPPRESS)
+    command.add_argument("--architectures", help=argparse.SUPPRESS)
     command.set_defaults(run=_serve)
     command = add("chat", "talk to the model in this terminal", engine + text)
     command.add_argument("--adapter", help="adapter to start with")
@@ -212,6 +215,9 @@ def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list
             shown = flag.replace("_", "-")
             note(args, f"warning: --{shown}: others can read the key in the list of processes; use {replacement}")
     engine, serve, notes = resolve(args, environment())
+    if (architecture := getattr(args, "architectures", None)) is not None:
+        _check_architecture(engine.model, architecture)
+        notes.append(f"note: --architectures {architecture}: read from the model's own files here")
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RateLimit())
     handler.setFormatter(
@@ -223,6 +229,14 @@ def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list
     if not serve.access_log:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return engine, serve, notes
+
+
+def _check_architecture(model: str, named: str) -> None:
+    """KTransformers builds the class that this names. UserError if the folder's config.json names another."""
+    file = Path(os.path.expanduser(model)) / "config.json"
+    classes = read_json(file).get("architectures") if file.is_file() else None
+    if classes and named not in classes:
+        raise UserError(f"--architectures is {named}, and {file} says {shown(classes)}", "architectures")
 
 
 def _serve(args: argparse.Namespace, console: Console) -> int:

@@ -176,7 +176,8 @@ def expert_delta(lora: ExpertLora, projection: str, expert: int) -> torch.Tensor
     """[out, in] float32 of one expert."""
     a, b = getattr(lora, f"{projection}_a")[expert], getattr(lora, f"{projection}_b")[expert]
     scale: float = getattr(lora, f"{projection}_scale")
-    return scale * (b.float() @ a.float())
+    delta: torch.Tensor = scale * (b.float() @ a.float())
+    return delta
 
 
 def _copy_others(folder: Path, target: Path) -> None:

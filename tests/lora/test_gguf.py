@@ -92,10 +92,10 @@ def test_ranks_and_scales_that_differ(tmp_path: Path) -> None:
     convert(str(folder), "gguf", str(tmp_path / "lora.gguf"), str(tmp_path / "base.gguf"))
     reader = gguf.GGUFReader(tmp_path / "lora.gguf")
     halves, alpha = {t.name: t.data for t in reader.tensors}, float(reader.fields["adapter.lora.alpha"].parts[-1][0])
-    for name, gguf_name, scale in (
-        ("q", "attn_q", 6 / 2**0.5),
-        ("k", "attn_k", 24 / 3**0.5),
-        ("v", "attn_v", 6 / 3**0.5),
+    for name, scale in (
+        ("q", 6 / 2**0.5),
+        ("k", 24 / 3**0.5),
+        ("v", 6 / 3**0.5),
     ):
         at = f"{make.PREFIX}model.layers.1.self_attn.{name}_proj"
         a, b = (halves[f"blk.1.attn_{name}.weight.lora_{half}"] for half in "ab")
