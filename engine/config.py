@@ -86,7 +86,10 @@ class EngineConfig:
         aliases=("gguf_path",),
     )
     served_model_name: str | None = option(
-        None, "name of the base model in the API; default: the folder's or file's", group="Model"
+        None,
+        "name of the base model in the API; default: the folder's or file's",
+        group="Model",
+        aliases=("model_name",),
     )
     dtype: str = option(
         "auto",

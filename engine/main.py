@@ -28,16 +28,19 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--quick", action="store_true")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--share")
-    for name in ("serve", "plan", "check", "inspect", "convert"):
+    for name in ("serve", "plan", "check", "inspect", "convert", "merge"):
         command = commands.add_parser(name)
-        command.add_argument("--config-json", required=name not in ("inspect", "convert"), default="{}")
+        command.add_argument("--config-json", required=name not in ("inspect", "convert", "merge"), default="{}")
         if name == "serve":
             command.add_argument("--address", required=True)
             command.add_argument("--heartbeat", required=True, help="file that the api has made for it")
-        if name in ("inspect", "convert"):
+        if name in ("inspect", "convert", "merge"):
             command.add_argument("path")
+            command.add_argument("--expert-scaling", default=None)
+            command.add_argument("--expert-b-layout", default=None)
         if name == "convert":
             command.add_argument("--to", required=True)
+        if name in ("convert", "merge"):
             command.add_argument("--out", required=True)
         if name == "check":
             command.add_argument("--tokens", type=int, default=64, help="length of the prompt that is run")
@@ -57,12 +60,14 @@ def _run(args: argparse.Namespace, config: EngineConfig) -> int:
     if args.command == "check":
         return _check(config, args.tokens, args.tolerance)
     if args.command == "convert":
-        return _convert(config, args.path, args.to, args.out)
+        return _convert(config, args)
+    if args.command == "merge":
+        return _merge(config, args)
     if args.command == "doctor":
         from engine.diagnostics.doctor.report import doctor
 
         return doctor(config.model, quick=args.quick, as_json=args.json, share=args.share)
-    return _inspect(config, args.path)
+    return _inspect(config, args)
 
 
 def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:
@@ -130,18 +135,32 @@ def _check(config: EngineConfig, tokens: int, tolerance: float | None) -> int:
     return 0
 
 
-def _inspect(config: EngineConfig, path: str) -> int:
+def _inspect(config: EngineConfig, args: argparse.Namespace) -> int:
     from engine.lora.files.folder import NO_MEMORY, out_of_memory
     from engine.lora.files.inspect import describe
     from engine.lora.reader_process import limit_this_process
 
-    model = None
+    model, tables, path = None, None, args.path
     if config.model:
+        from engine.lora.files.whole import base_tables
         from engine.weights.open import open_model
 
-        model = open_model(config.model, config.gguf).config
+        source = open_model(config.model, config.gguf)
+        model, tables = source.config, base_tables(source)
+    elif args.expert_scaling is not None or args.expert_b_layout is not None:
+        raise UserError(
+            "--expert-scaling and --expert-b-layout are of the check against a model: give --model", "model"
+        )
     try:
-        found = describe(path, model, max_rank=config.max_adapter_rank, opened=limit_this_process())
+        found = describe(
+            path,
+            model,
+            expert_scaling=args.expert_scaling,
+            expert_b_layout=args.expert_b_layout,
+            max_rank=config.max_adapter_rank,
+            tables=tables,
+            opened=limit_this_process(),
+        )
     except Exception as error:
         if out_of_memory(error):
             raise UserError(f"{path}: it {NO_MEMORY}", "path") from error
@@ -150,11 +169,29 @@ def _inspect(config: EngineConfig, path: str) -> int:
     return 2 if found.refused else 0
 
 
-def _convert(config: EngineConfig, path: str, form: str, out: str) -> int:
+def _convert(config: EngineConfig, args: argparse.Namespace) -> int:
     from engine.lora.files.convert import convert
     from engine.lora.reader_process import limit_this_process
 
-    print(convert(path, form, out, config.model or None, opened=limit_this_process()))
+    print(
+        convert(
+            args.path,
+            args.to,
+            args.out,
+            config.model or None,
+            expert_scaling=args.expert_scaling,
+            expert_b_layout=args.expert_b_layout,
+            opened=limit_this_process(),
+        )
+    )
+    return 0
+
+
+def _merge(config: EngineConfig, args: argparse.Namespace) -> int:
+    from engine.lora.merge import merge
+
+    scaling, layout = args.expert_scaling, args.expert_b_layout
+    print(merge(config.model, args.path, args.out, expert_scaling=scaling, expert_b_layout=layout))
     return 0
 
 

@@ -64,9 +64,10 @@ class Kwargs:
         item = self._get(key)
         if item is None or item.value is None or item.value == "None":
             return default
-        if item.value not in allowed:
-            raise self.error(key, f"unknown value {_shown(item.value)}", allowed)
-        return str(item.value)
+        given = str(item.value).lower()  # KTransformers writes AMXINT8, and AMXInt8
+        if isinstance(item.value, str) and (meant := [word for word in allowed if word.lower() == given]):
+            return meant[0]
+        raise self.error(key, f"unknown value {_shown(item.value)}", allowed)
 
     def count(self, key: str, default: int | str, auto: bool = False) -> int | str:
         """A whole number >= 0 (or "auto"); null means 0."""

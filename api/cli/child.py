@@ -1,4 +1,4 @@
-"""ktserve plan, check, doctor, adapters inspect and convert: a child process does the work, its output is ours."""
+"""ktserve plan, check, doctor, adapters inspect, convert and merge: a child process works, its output is ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_child(
 ) -> int:
     """The child's exit status; its output is ours. `more`: arguments of that command alone. Raises UserError if it
     cannot be started or passed a limit of processor time, and of `check` for a tokenizer that cannot be used."""
-    if command not in ("inspect", "convert", "doctor"):
+    if command not in ("inspect", "convert", "merge", "doctor"):
         engine, _ = with_demo(engine)
     if command == "check":  # as `serve` does before it starts the engine
         tokenizer_of(text_settings(engine, serve))

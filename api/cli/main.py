@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from getpass import getpass
+from pathlib import Path
 
 import uvloop
 from rich.console import Console
@@ -21,7 +22,8 @@ from api.tenants.file import tenant_name
 from api.tenants.hashes import HashedKey, new_key
 from api.version import project_version
 from engine.config import EngineConfig
-from engine.errors import KtserveError, UserError
+from engine.errors import KtserveError, UserError, shown
+from engine.files.json_file import read_json
 
 _EPILOG = """\
 examples:
@@ -87,6 +89,7 @@ def build_parser() -> Parser:
 
     command = add("serve", "serve over HTTP, as OpenAI's API does", engine + serve, _SERVE)
     command.add_argument("--backend-type", choices=("ktransformers", "balance_serve"), help=argparse.SUPPRESS)
+    command.add_argument("--architectures", help=argparse.SUPPRESS)
     command.set_defaults(run=_serve)
     command = add("chat", "talk to the model in this terminal", engine + text)
     command.add_argument("--adapter", help="adapter to start with")
@@ -136,13 +139,26 @@ def build_parser() -> Parser:
     )
     inspect.add_argument("path", metavar="PATH", help="the adapter's folder")
     inspect.add_argument("--model", default="", help="check it against this model", metavar="TEXT")
+    _add_open_settings(inspect)
     inspect.set_defaults(run=_child, child="inspect")
     convert = below.add_parser("convert", help="write an adapter in another form", formatter_class=_Help)
     convert.add_argument("path", metavar="PATH", help="the adapter's folder")
-    convert.add_argument("--to", required=True, choices=("peft", "kt-fused"), help="keys per expert, or fused tensors")
-    convert.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    convert.add_argument(
+        "--to",
+        required=True,
+        choices=("peft", "kt-fused", "gguf"),
+        help="keys per expert, fused tensors, llama.cpp's file",
+    )
+    convert.add_argument("--out", required=True, metavar="DIR", help="folder to write; of gguf the .gguf file")
     convert.add_argument("--model", default="", help="its base; default: what the adapter names", metavar="TEXT")
+    _add_open_settings(convert)
     convert.set_defaults(run=_child, child="convert")
+    merge = below.add_parser("merge", help="write a base with an adapter merged into it", formatter_class=_Help)
+    merge.add_argument("model", metavar="BASE", help="the base's folder, with safetensors")
+    merge.add_argument("path", metavar="ADAPTER", help="the adapter's folder")
+    merge.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    _add_open_settings(merge)
+    merge.set_defaults(run=_child, child="merge")
     published = below.add_parser("publish", help="load an adapter into a running server", formatter_class=_Help)
     published.add_argument("path", metavar="DIR", help="the adapter's folder")
     published.add_argument("url", metavar="URL", help="the server")
@@ -202,6 +218,9 @@ def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list
             shown = flag.replace("_", "-")
             note(args, f"warning: --{shown}: others can read the key in the list of processes; use {replacement}")
     engine, serve, notes = resolve(args, environment())
+    if (architecture := getattr(args, "architectures", None)) is not None:
+        _check_architecture(engine.model, architecture)
+        notes.append(f"note: --architectures {architecture}: read from the model's own files here")
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RateLimit())
     handler.setFormatter(
@@ -213,6 +232,14 @@ def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list
     if not serve.access_log:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return engine, serve, notes
+
+
+def _check_architecture(model: str, named: str) -> None:
+    """KTransformers builds the class that this names. UserError if the folder's config.json names another."""
+    file = Path(os.path.expanduser(model)) / "config.json"
+    classes = read_json(file).get("architectures") if file.is_file() else None
+    if classes and named not in classes:
+        raise UserError(f"--architectures is {named}, and {file} says {shown(classes)}", "architectures")
 
 
 def _serve(args: argparse.Namespace, console: Console) -> int:
@@ -232,6 +259,13 @@ def _chat(args: argparse.Namespace, console: Console) -> int:
 def _add_admin_key(command: Parser) -> None:
     command.add_argument("--admin-key", metavar="KEY", help="the server's; others can read it in the list of processes")
     command.add_argument("--admin-key-file", metavar="FILE", help="file with the server's admin key")
+
+
+def _add_open_settings(command: Parser) -> None:
+    """What some adapters' files leave open (docs/adapters.md)."""
+    scalings, layouts = "alpha/r, alpha/sqrt(r) or peft", "rank_major or grouped_by_expert"
+    command.add_argument("--expert-scaling", metavar="TEXT", help=f"how the trainer scaled LoRA on experts: {scalings}")
+    command.add_argument("--expert-b-layout", metavar="TEXT", help=f"the order of lora_B on fused experts: {layouts}")
 
 
 def _publish(args: argparse.Namespace, console: Console) -> int:
@@ -301,7 +335,8 @@ def _child(args: argparse.Namespace, console: Console) -> int:
     engine, config, notes = _settings(args)
     for line in notes:
         print(line, file=sys.stderr)
-    more = [f"--{name}={getattr(args, name)}" for name in ("to", "out") if hasattr(args, name)]
+    own = ("to", "out", "expert_scaling", "expert_b_layout")
+    more = [f"--{name.replace('_', '-')}={value}" for name in own if (value := getattr(args, name, None)) is not None]
     return run_child(args.child, args.path, engine, config, more)
 
 

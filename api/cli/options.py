@@ -68,6 +68,8 @@ class Setting:
         converted = _CONVERTERS[self.kind](value)
         if converted is None:
             raise UserError(f"{where}: {_WANTED[self.kind]} is expected, got {value!r}", self.name)
+        if isinstance(converted, str) and converted not in self.choices:  # KTransformers writes AMXINT8, and AMXInt8
+            converted = next((choice for choice in self.choices if choice.lower() == converted.lower()), converted)
         if allowed := refusal(converted, {"choices": self.choices, "limits": self.limits}):
             raise UserError(
                 f"{where}: {value!r} is not one of {allowed}"

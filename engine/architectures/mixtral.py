@@ -22,6 +22,9 @@ _STORED = StoredNames(
         ("experts.*.w1", "experts.*.gate_proj"),
         ("experts.*.w2", "experts.*.down_proj"),
         ("experts.*.w3", "experts.*.up_proj"),
+        ("experts.w1", "experts.gate_proj"),  # of all experts, in adapters
+        ("experts.w2", "experts.down_proj"),
+        ("experts.w3", "experts.up_proj"),
     )
 )
 _DEFAULTS = Defaults(

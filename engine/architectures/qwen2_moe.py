@@ -66,6 +66,9 @@ QWEN2_MOE = Architecture(
         packages=("transformers.models.qwen2_moe.modeling_qwen2_moe", "ktransformers.models.modeling_qwen2_moe"),
         operators={
             f"{_KT}experts.KQwen2MoeSparseMoeBlock": "moe_block",
+            f"{_KT}experts.KQwen2MoeSparseMoeBlockV2": "moe_block",
+            f"{_KT}balance_serve_attention.KQwen2MoeAttention": "attention",
+            f"{_KT}layernorm.KQwen2MoeRMSNorm": "norm",
             f"{_KT}mlp.KQwen2MoeMLP": "mlp",
             f"{_KT}models.KQwen2MoeModel": "model",
         },

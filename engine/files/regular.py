@@ -13,6 +13,8 @@ from engine.errors import ModelFileError
 MAX_JSON_BYTES = 64 << 20  # a tokenizer of 150,000 tokens takes 11 MiB
 _READ_BYTES = 1 << 20  # at once: as much is allocated, however short the file is
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -34,10 +36,21 @@ def open_regular(path: Path) -> BinaryIO:
         raise ModelFileError(f"{str(path)!r}: cannot be read: {error}", "model") from error
     try:
         _require_regular(path, os.fstat(file.fileno()).st_mode)
+        _refuse_pointer(path, file.fileno())
     except ModelFileError:
         file.close()
         raise
     return file
+
+
+def _refuse_pointer(path: Path, file: int) -> None:
+    """A repository that was cloned without Git LFS has a few lines of text in place of each large file."""
+    try:
+        begins = os.pread(file, len(_POINTER), 0)
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}", "model") from error
+    if begins == _POINTER:
+        raise ModelFileError(f"{path}: is a Git LFS pointer, not the file itself: run git lfs pull there", "model")
 
 
 def read_bytes(path: Path, most: int = MAX_JSON_BYTES) -> bytes:

@@ -25,6 +25,7 @@ from engine.launch.kv_store import KvStore
 from engine.launch.leader import Leader
 from engine.launch.warm import warm_up
 from engine.lora.adapters import Adapters
+from engine.lora.files.whole import base_tables
 from engine.lora.loader import AdapterReader
 from engine.lora.reader_process import ReaderProcesses
 from engine.messages import FromEngine, Ready
@@ -138,6 +139,7 @@ def _assemble(
             model.set_adapter if leader is None else partial(leader.set_adapter, model.set_adapter),
             max_rank=config.max_adapter_rank,
             base_path=config.model if Path(config.model).is_dir() else None,  # a .gguf file's name says too little
+            tables=base_tables(source),
             budget=plan.adapter_budget,
             wanted=scheduler.waits_for,
             extra_mlps_note=_EAGER_MLPS if runner.padded is not None and config.cuda_graphs == "auto" else "",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -20,6 +20,7 @@ from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget
+from engine.lora.files.whole import BaseTable
 from engine.lora.loader import LOAD, AdapterReader, Evicted, LoadEnded, Loader, LoadJob
 from engine.lora.version import (
     AdapterEvent,
@@ -48,10 +49,10 @@ class Adapters:
 
     `reader` and `fill`, which puts weights into a slot, may take long: each is called on a thread of its own.
     `base_name` is the base model's name, which no adapter may take; `base_path` is compared with what the files say
-    they were trained on. `budget` is for all versions, retiring ones too; `wanted` says whether requests wait for one.
-    `extra_mlps_note` is the warning for an adapter that brings MLPs of its own, `no_expert_lora` why LoRA inside
-    experts is refused ("": it is served). A (uid, version) pair is never used again, so it may be part of cache keys.
-    """
+    they were trained on, `tables` (`base_tables`) with an embedding or head in them. `budget` is for all versions,
+    retiring ones too; `wanted` says whether requests wait for one. `extra_mlps_note` is the warning for an adapter that
+    brings MLPs of its own, `no_expert_lora` why LoRA inside experts is refused ("": it is served). A (uid, version)
+    pair is never used again, so it may be part of cache keys."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Adapters:
         *,
         max_rank: int | None = None,
         base_path: str | None = None,
+        tables: Mapping[str, BaseTable] | None = None,
         budget: AdapterBudget | None = None,
         wanted: Callable[[AdapterKey], bool] = lambda key: False,
         extra_mlps_note: str = "",
@@ -75,8 +77,9 @@ class Adapters:
         self._uids = itertools.count(BASE.uid + 1)
         self._work = Work(LOAD, _FILL)
         self._loader = Loader(
-            reader, self._work, budget or AdapterBudget(), self._versions, wanted, config, base_path, max_rank
-        )
+            reader, self._work, budget or AdapterBudget(), self._versions, wanted, config, base_path, max_rank,
+            tables or {},
+        )  # fmt: skip
         self._events: list[AdapterEvent] = []
         self._closed = False
         self._filled_s = 0.0

@@ -20,6 +20,7 @@ from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError, EngineError, KtserveError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget, AdapterSize
+from engine.lora.files.whole import BaseTable
 from engine.lora.reader_process import ParsedAdapter, ParseRequest, ReaderLostError
 from engine.lora.version import AdapterStatus, Version
 from engine.work import Work
@@ -63,10 +64,9 @@ class Evicted(NamedTuple):
 class Loader:
     """The queue of jobs, and the versions in host memory.
 
-    `versions` are all that there are, on disk too; `wanted` says whether requests wait for one. `config`, `base` and
-    `max_rank` are those of `ParseRequest`. Parsing and taking run as `LOAD` on `work`; all methods belong to the
-    engine's thread, which takes what has come of them by `outcomes`.
-    """
+    `versions` are all that there are, on disk too; `wanted` says whether requests wait for one. `config`, `base`,
+    `max_rank` and `tables` are those of `ParseRequest`. Parsing and taking run as `LOAD` on `work`; all methods belong
+    to the engine's thread, which takes what has come of them by `outcomes`."""
 
     def __init__(
         self,
@@ -78,9 +78,10 @@ class Loader:
         config: ModelConfig,
         base: str | None,
         max_rank: int | None,
+        tables: Mapping[str, BaseTable],
     ) -> None:
         self._reader, self._work, self._budget, self._versions, self._wanted = reader, work, budget, versions, wanted
-        self._config, self._base, self._max_rank = config, base, max_rank
+        self._config, self._base, self._max_rank, self._tables = config, base, max_rank, tables
         self._jobs: deque[LoadJob] = deque()  # the first of them runs
         self._outcomes: deque[LoadEnded | Evicted] = deque()
         self._held: dict[AdapterKey, None] = {}  # versions in host memory, the least recently used first
@@ -159,6 +160,7 @@ class Loader:
             expert_b_layout=version.expert_b_layout,
             max_rank=self._max_rank,
             base=self._base,
+            tables=self._tables,
             budget=self._budget,
             pinned=version.pinned,
             kept=kept,

@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -36,6 +36,7 @@ from engine.lora.adapter import AdapterWeights
 from engine.lora.budget import AdapterBudget, AdapterSize
 from engine.lora.files.folder import NO_MEMORY, out_of_memory
 from engine.lora.files.parse import parse_adapter
+from engine.lora.files.whole import BaseTable
 from engine.lora.fork_server import ForkServer, serve
 from engine.lora.sealed_memory import map_sealed, write_sealed
 
@@ -70,6 +71,7 @@ class ParseRequest:
     expert_b_layout: str | None = None
     max_rank: int | None = None
     base: str | None = None
+    tables: Mapping[str, BaseTable] = field(default_factory=dict)
     budget: AdapterBudget = AdapterBudget()  # noqa: RUF009 - it is immutable
     pinned: bool = False
     kept: list[AdapterSize] = field(default_factory=list)
@@ -232,6 +234,7 @@ def _answer(engine: Connection) -> None:
             expert_b_layout=request.expert_b_layout,
             max_rank=request.max_rank,
             base=request.base,
+            tables=request.tables,
             opened=opened,
         )
         element = request.budget.element_bytes

@@ -62,6 +62,10 @@ class ShardedSource(WeightSource):
         self.config = _divided(source.config, shard, step)
 
     @property
+    def undivided(self) -> WeightSource:
+        return self._source.undivided
+
+    @property
     def whole(self) -> ModelConfig:
         return self._source.whole
 

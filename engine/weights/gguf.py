@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.base import Module
 from engine.architectures.registry import config_from_gguf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFFile
@@ -179,13 +180,18 @@ def _in_order(data: Bytes, tensor: Tensor) -> Bytes:
     module = tensor.module
     if module is None or not module.rows:
         return data
-    rows, head = tensor.shape[0], module.head_rows
-    order = np.arange(rows).reshape(rows // head, head // 2, 2).swapaxes(1, 2).reshape(-1)
+    rows, order = tensor.shape[0], np.argsort(gguf_rows(module))
 
     def make() -> npt.NDArray[np.uint8]:
         return np.ascontiguousarray(data[:].reshape(rows, -1)[order]).reshape(-1)
 
     return MadeBytes((data,), data.nbytes, make) if isinstance(data, FileBytes) else make()
+
+
+def gguf_rows(module: Module) -> npt.NDArray[np.intp]:
+    """Which row of a module with `rows` is each row of it in GGUF."""
+    rows, head = module.shape[0], module.head_rows
+    return np.arange(rows).reshape(rows // head, 2, head // 2).swapaxes(1, 2).reshape(-1)
 
 
 def split_gate_up(fused: WeightTensor) -> tuple[list[WeightTensor], list[WeightTensor]]:

@@ -42,7 +42,14 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
     if path.is_dir() and not any(path.glob("*.gguf")):
         other = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ModelFileError(f"{path}: holds neither {SINGLE}, {INDEX} nor a .gguf file, but {other}", "model")
-    return GGUFSource(open_gguf(path), config)
+    file = open_gguf(path)
+    if path.is_dir() and (pickled := sorted(p.name for p in path.glob("pytorch_model*.bin"))):
+        raise ModelFileError(
+            f"{path}: holds {pickled[0]}, which transformers would take and is not read here, and {file.path.name}: "
+            "name that file if it is meant",
+            "model",
+        )
+    return GGUFSource(file, config)
 
 
 def has_safetensors(folder: Path) -> bool:

@@ -129,6 +129,11 @@ class WeightSource(ABC):
     left_out: Sequence[str] = ()  # lines on parts of the files that are not read
 
     @property
+    def undivided(self) -> WeightSource:
+        """All of the model's tensors, where this one has a rank's part of them."""
+        return self
+
+    @property
     def whole(self) -> ModelConfig:
         """Of the whole model, of which `config` may describe one rank's part (engine/ranks/shard.py)."""
         return self.config

@@ -285,14 +285,14 @@ def main() -> None:
     parser.add_argument("--config-json", required=True)
     parser.add_argument("--address")
     parser.add_argument("--heartbeat")
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     config = json.loads(args.config_json)
     if args.command == "serve":
         heartbeat = Heartbeat(Path(args.heartbeat))
         heartbeat.start()
         FakeEngine(config, args.address, heartbeat).serve()
     else:
-        print(json.dumps({"command": args.command, "path": args.path, "config": config}))
+        print(json.dumps({"command": args.command, "path": args.path, "config": config, "more": more}))
         sys.exit(7 if args.path == "bad" else 0)
 
 

@@ -67,7 +67,8 @@ def test_every_setting_is_in_the_help(here: Here) -> None:
         assert re.search(rf"^  {setting.flag}[ ,]", text, re.MULTILINE), setting.flag
 
 
-def test_mistakes_are_one_line(here: Here) -> None:
+def test_mistakes_are_one_line(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
     for argv, part in (
         ([], "required"),
         (["sevre"], "did you mean serve?"),
@@ -77,10 +78,19 @@ def test_mistakes_are_one_line(here: Here) -> None:
         (["serve", "a", "--model", "b"], "given twice"),
         (["chat", "/nope"], "no such file"),
         (["serve", "--backend_type", "ktransformers", "--max_batch_size", "4"], "one request at a time"),
+        (["serve", str(tmp_path), "--architectures", "MixtralForCausalLM"], "Qwen3MoeForCausalLM"),
     ):
         status, _, error = here(*argv)
         assert status == 1, argv
         assert part in error and len(error.splitlines()) == 1, error
+
+
+def test_what_ktransformers_calls_a_model(model_dir: Path) -> None:
+    done = ktserve("plan", "--model_path", str(model_dir), "--model_name", "mine", "--kt-method", "AMXINT8")
+    config = json.loads(done.stdout)["config"]
+    assert (config["served_model_name"], config["kt_method"]) == ("mine", "AMXInt8"), done.stderr
+    done = ktserve("serve", str(model_dir), "--architectures", "Qwen3MoeForCausalLM", "--port", "0", fatal="enough")
+    assert "--architectures Qwen3MoeForCausalLM: read from the model's own files here" in done.stderr
 
 
 def test_children_get_the_settings_and_give_their_status(model_dir: Path) -> None:
@@ -92,6 +102,9 @@ def test_children_get_the_settings_and_give_their_status(model_dir: Path) -> Non
     assert json.loads(ktserve("check", str(model_dir)).stdout)["command"] == "check"
     said = json.loads(ktserve("adapters", "inspect", "some/path", "--model", "m").stdout)
     assert (said["command"], said["path"], said["config"]["model"]) == ("inspect", "some/path", "m")
+    options = ["--to", "peft", "--out", "o", "--expert-scaling", "alpha/r"]
+    said = json.loads(ktserve("adapters", "convert", "some/path", *options).stdout)
+    assert said["more"] == ["--to=peft", "--out=o", "--expert-scaling=alpha/r"]
     assert ktserve("adapters", "inspect", "bad").returncode == 7
 
 

@@ -149,3 +149,50 @@ def test_a_rank_that_serving_refuses_is_refused(
     said = capsys.readouterr().out
     assert f"served     yes: rank {rank}" in said or f"rank {rank} is over --max-adapter-rank 64" in said
     assert ("served     yes" in said) == (rank <= 64)
+
+
+@pytest.mark.parametrize(
+    "files, said",
+    [
+        (["config.json", "model.safetensors"], "is a model, not an adapter"),
+        (["Qwen3-30B-Q4_K_M.gguf"], "is a model, not an adapter"),
+        (["config.json", "model.safetensors", "trainer_state.json"], "is a checkpoint of a whole model"),
+        (["trainer_state.json", "optimizer.pt"], "is a trainer's checkpoint without an adapter"),
+        (["checkpoint-10", "checkpoint-20"], "name one of its checkpoints: checkpoint-10, checkpoint-20"),
+        (["notes.txt"], "holds no adapter"),
+    ],
+)
+def test_folders_that_are_none(tmp_path: Path, files: list[str], said: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    text = lines(tmp_path)[-1]
+    assert text.startswith("refused ") and said in text
+
+
+@pytest.mark.parametrize(
+    "state, said", [('{"global_step": 40}', ", step 40"), ("{}", ""), ("{", ": trainer_state.json is")]
+)
+def test_a_checkpoint_with_an_adapter(tmp_path: Path, state: str, said: str) -> None:
+    make.write(tmp_path, make.linear_keys(WEIGHTS), make.lora_config())
+    (tmp_path / "trainer_state.json").write_text(state)
+    found = lines(tmp_path)
+    assert found[1].startswith(f"checkpoint of a training run{said}") and found[-1].startswith("served     yes")
+
+
+def test_what_files_leave_open_is_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both commands; alone it means nothing."""
+    monkeypatch.setattr(reader_process, "limit_this_process", lambda: lambda num_bytes: None)
+    base = make.SAMPLES / "base-model"
+    weights = make.random_adapter(make.sample_config())
+    folder = make.write(tmp_path / "a", make.per_expert_keys(weights), make.lora_config(use_rslora=True))
+    model, option = ["--config-json", json.dumps({"model": str(base)})], ["--expert-scaling", "peft"]
+    assert main(["inspect", str(folder), *model]) == 2
+    assert main(["inspect", str(folder), *model, *option]) == 0
+    assert main(["inspect", str(folder), *model, "--expert-scaling", "new"]) == 1
+    assert main(["inspect", str(folder), *option]) == 1
+    out = str(tmp_path / "out")
+    assert main(["convert", str(folder), *model, "--to", "peft", "--out", out]) == 1
+    assert main(["convert", str(folder), *model, "--to", "peft", "--out", out, *option]) == 0
+    assert "expert_scaling is 'new'" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_config_that_is_no_json_object(tmp_path: Path, content: str) -> None:
         ({"bias": "all"}, "bias", "bias is 'all'"),
         ({"lora_bias": True}, "lora_bias", "LoRA biases"),
         ({"use_dora": True}, "use_dora", "DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save", r"modules_to_save is \['lm_head'\]"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save", r"modules_to_save is \['norm'\]"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices", "trained embeddings"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication", "replicated layers"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens", "activated LoRA"),

@@ -11,6 +11,7 @@ from torch import nn
 
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
 from engine.lora.files.parse import parse_adapter
+from engine.lora.files.whole import base_tables
 from engine.weights.open import open_model
 from training.config import TrainConfig
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
@@ -25,8 +26,9 @@ def started(config: TrainConfig) -> tuple[TrainConfig, AdapterWeights | None]:
     if config.adapter_name_or_path is None:
         return config, None
     folder = Path(config.adapter_name_or_path)
-    model = open_model(config.model_name_or_path).config
-    weights = parse_adapter(folder, model, name=folder.name or str(folder))
+    source = open_model(config.model_name_or_path)
+    model = source.config
+    weights = parse_adapter(folder, model, name=folder.name or str(folder), tables=base_tables(source))
     modules = (module for layer in range(model.num_hidden_layers) for module in model.modules(layer))
     has = {*EXPERT_TARGETS, *(module.name.rpartition(".")[2] for module in modules)}
     known = [name for name in (*ATTENTION_TARGETS, *EXPERT_TARGETS) if name in has]

@@ -40,16 +40,21 @@ class GGUFFile:
         return self.parts[name].file.bytes(tensor.start, tensor.num_bytes)
 
 
+def _is_projector(path: Path) -> bool:
+    return "mmproj" in path.name.lower()
+
+
 def find_gguf(path: Path) -> Path:
     """The GGUF file that a path means: the file itself, or the one model of a folder (its first part if split).
 
-    Raises UserError if the path does not exist or the folder holds no GGUF model or several.
+    A multimodal model's projector (`mmproj-F16.gguf`) is none. Raises UserError if the path does not exist or the
+    folder holds no GGUF model or several.
     """
     if path.is_file():
         return path
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder", "model")
-    files = sorted(p for p in path.iterdir() if p.suffix == ".gguf" and p.is_file())
+    files = sorted(p for p in path.iterdir() if p.suffix == ".gguf" and p.is_file() and not _is_projector(p))
     models = {(m["stem"], m["count"]) if (m := _PART.fullmatch(p.name)) else p.name: p for p in reversed(files)}
     if not models:
         raise UserError(f"{path}: the folder holds no .gguf file", "model")

@@ -13,21 +13,33 @@ from engine.architectures.registry import architecture_of
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora
 from engine.lora.files.folder import AdapterFiles
+from engine.lora.files.gguf import write_gguf
 from engine.lora.files.parse import parse_adapter
 from engine.lora.files.settings import read_settings
+from engine.lora.files.whole import base_tables
 from engine.lora.files.writer import write_adapter
 from engine.units import format_bytes
 from engine.weights.open import open_model
 
+GGUF = "gguf"
+
 
 def convert(
-    path: str, form: str, out: str, model: str | None, opened: Callable[[int], None] = lambda num_bytes: None
+    path: str,
+    form: str,
+    out: str,
+    model: str | None,
+    *,
+    expert_scaling: str | None = None,
+    expert_b_layout: str | None = None,
+    opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> str:
     """Writes the adapter of folder `path` to folder `out` as `form` (`engine.lora.files.writer.FORMS`); the line that
-    says so. `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also for a
-    folder that is not empty."""
+    says so; or, as "gguf", to the file `out`. `expert_scaling` and `expert_b_layout` as `parse_adapter` has them.
+    `model`: its base; None: the one that the adapter names, if it is on this machine. UserError, also for a folder that
+    is not empty."""
     target = Path(os.path.expanduser(out))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if form != GGUF and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out}: is not an empty folder; give a new one", "out")
     with AdapterFiles(path, opened) as files:
         base = read_settings(files).base
@@ -35,11 +47,23 @@ def convert(
     if not known or (model is None and not os.path.exists(os.path.expanduser(known))):
         named = f"names the base {base!r}, which is no path here" if base else "does not name its base"
         raise UserError(f"{path}: {named}: give --model, the base's folder or .gguf file", "model")
-    config = open_model(known).config
-    weights = parse_adapter(path, config, name=Path(path).name, opened=opened)
+    source = open_model(known)
+    config = source.config
+    weights = parse_adapter(
+        path,
+        config,
+        name=Path(path).name,
+        expert_scaling=expert_scaling,
+        expert_b_layout=expert_b_layout,
+        tables=base_tables(source),
+        opened=opened,
+    )
     if form == "kt-fused" and weights.experts:
         weights = _with_all_layers(weights, config.sparse_layers)
-    write_adapter(weights, target, form, base=base, stored=architecture_of(config).stored)
+    if form == GGUF:
+        write_gguf(weights, target, config, base=base)
+    else:
+        write_adapter(weights, target, form, base=base, stored=architecture_of(config).stored)
     lines = [f"warning: {text}" for text in weights.warnings]
     return "\n".join([*lines, f"{path} ({weights.format}) -> {out} ({form}), {format_bytes(weights.num_bytes)}"])
 

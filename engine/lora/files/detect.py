@@ -10,16 +10,25 @@ from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
 from engine.errors import AdapterError
 from engine.lora.files.folder import EXTRA_FILE, FUSED_FILE, AdapterFiles, Entry, refusal
+from engine.lora.files.settings import LANGUAGE_MODEL
 
 PREFIX = "base_model.model."
 PROJECTIONS = ("gate", "up", "down")
+GATE_UP = "gate_up"  # both in one
 FUSED_NAMES = tuple(f"{projection}_lora_{half}" for projection in PROJECTIONS for half in "ab")
 
+# Containers of other programs around a model or its layers: compiled, sharded, checkpointed, replicated, of a
+# multimodal model.
+WRAPPERS = frozenset(["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", LANGUAGE_MODEL])
+WHOLE = ("model.embed_tokens", "lm_head")  # modules that are stored whole though nothing has trained them
+
 _LAYER = r"model\.layers\.(\d+)\."
-_HALF = r"lora_([AB])(?:\.default)?\.weight"
+_HALF = r"lora_([AB])(?:(?:\.\w+)?\.weight)?"  # with the name that PEFT has for the adapter, or without
 _LINEAR = re.compile(_LAYER + r"([\w.]+)\." + _HALF)
 _EXPERT = re.compile(_LAYER + r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\." + _HALF)
 _FUSED_3D = re.compile(_LAYER + r"mlp\.experts\.(base_layer\.|)" + _HALF)
+_STACKED = re.compile(_LAYER + rf"mlp\.experts\.(gate|up|down|{GATE_UP})_proj\." + _HALF)
+_WHOLE = re.compile(rf"({'|'.join(map(re.escape, WHOLE))})(?:\.base_layer)?\.weight")
 _EXTRA = re.compile(_LAYER + r"mlp\.lora_experts\.(\d+)\.le_(gate|up|down)\.weight")
 _KT_FUSED = re.compile(r"layers\.(\d+)\.experts\.(\w+)")
 
@@ -28,7 +37,7 @@ _NAMED = (
     (re.compile(r"lora_embedding_[AB]|embed_tokens"), "LoRA on embed_tokens is not supported"),
     (re.compile(r"(^|\.)lm_head\."), "LoRA on lm_head is not supported"),
     (re.compile(r"modules_to_save"), "modules_to_save is not supported"),
-    (re.compile(r"lora_[AB](\.default)?\.bias$"), "LoRA biases are not supported"),
+    (re.compile(r"lora_[AB](\.\w+)?\.bias$"), "LoRA biases are not supported"),
 )
 
 
@@ -57,16 +66,19 @@ class Layout:
     prefixed: bool = True  # keys begin with base_model.model.
     linears: dict[str, Halves] = field(default_factory=dict)  # by module
     per_expert: dict[int, dict[int, dict[str, Halves]]] = field(default_factory=dict)  # layer, expert, projection
+    stacked: dict[int, dict[str, Halves]] = field(default_factory=dict)  # layer, projection or "gate_up"
     fused_3d: dict[int, dict[str, Halves]] = field(default_factory=dict)  # layer, "base_layer." or ""
     kt_fused: dict[int, dict[str, Halves]] = field(default_factory=dict)  # layer, projection
     extra: dict[int, dict[int, dict[str, Entry]]] = field(default_factory=dict)  # layer, index, projection
+    whole: dict[str, Entry] = field(default_factory=dict)  # by module, one of `WHOLE`
 
     def expert_halves(self) -> Iterator[tuple[int, Halves]]:
         """(layer, halves) of the expert LoRA that lies in adapter_model.*."""
         for layer, experts in self.per_expert.items():
             yield from ((layer, halves) for projections in experts.values() for halves in projections.values())
-        for layer, nested in self.fused_3d.items():
-            yield from ((layer, halves) for halves in nested.values())
+        for form in (self.stacked, self.fused_3d):
+            for layer, nested in form.items():
+                yield from ((layer, halves) for halves in nested.values())
 
     def halves(self) -> Iterator[Halves]:
         yield from self.linears.values()
@@ -79,7 +91,7 @@ def sort_keys(files: AdapterFiles, families: Collection[Architecture]) -> Layout
     keys that have none, come twice or lack their partner."""
     layout = Layout()
     main = files.main or {}
-    layout.prefixed = not main or any(key.startswith(PREFIX) for key in main)
+    layout.prefixed = not main or any(_unwrapped(key).startswith(PREFIX) for key in main)
     leftovers, twice = [], []
     for entry in main.values():
         placed = _place(layout, entry, families)
@@ -104,6 +116,7 @@ def sort_keys(files: AdapterFiles, families: Collection[Architecture]) -> Layout
     _refuse_leftovers(leftovers)
     if twice:
         raise refusal("the same tensor is there twice", twice)
+    _deal_shared(layout)
     lonely = [entry.key for halves in layout.halves() if len(halves.entries) == 1 for entry in halves.entries]
     if lonely:
         raise refusal("a lora_A without its lora_B, or the reverse", lonely)
@@ -148,6 +161,10 @@ def _place_in(layout: Layout, entry: Entry, family: Architecture) -> bool | None
     if match := _EXPERT.fullmatch(key):
         projections = layout.per_expert.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})
         return _put(projections.setdefault(match[3], Halves()), match[4], entry)
+    if match := _STACKED.fullmatch(key):
+        return _put(layout.stacked.setdefault(int(match[1]), {}).setdefault(match[2], Halves()), match[3], entry)
+    if match := _WHOLE.fullmatch(key):
+        return layout.whole.setdefault(match[1], entry) is entry
     if match := _FUSED_3D.fullmatch(key):
         return _put(layout.fused_3d.setdefault(int(match[1]), {}).setdefault(match[2], Halves()), match[3], entry)
     return _place_extra(layout, entry, family)
@@ -173,7 +190,36 @@ def _put_over(layout: Layout, extra: Layout) -> int:
 
 
 def _canonical(entry: Entry, family: Architecture) -> str:
-    return family.canonical(entry.key.removeprefix(PREFIX))
+    return family.canonical(_unwrapped(entry.key).removeprefix(PREFIX))
+
+
+def _unwrapped(key: str) -> str:
+    """Without the containers of other programs."""
+    return ".".join(word for word in key.split(".") if word not in WRAPPERS)
+
+
+def _deal_shared(layout: Layout) -> None:
+    """An A or B that all experts share, [1, ...] or without that axis, becomes that of each expert beside it."""
+    for layer, projections in layout.stacked.items():
+        for projection, halves in list(projections.items()):
+            entries, experts = halves.entries, layout.per_expert.get(layer, {})
+            if len(entries) == 2 or not (len(entries[0].shape) == 2 or entries[0].shape[:1] == (1,)):
+                continue
+            half = "a" if halves.a is not None else "b"
+            theirs = [pairs[projection] for pairs in experts.values() if projection in pairs]
+            if not theirs or any(getattr(pair, half) is not None for pair in theirs):
+                continue
+            for pair in theirs:
+                _put(pair, half, _shared(entries[0]))
+            del projections[projection]
+    layout.stacked = {layer: projections for layer, projections in layout.stacked.items() if projections}
+
+
+def _shared(shared: Entry) -> Entry:
+    """The one slice of [1, ...]."""
+    if len(shared.shape) == 2:
+        return shared
+    return Entry(shared.key, shared.shape[1:], shared.dtype, lambda: shared.load()[0])
 
 
 def _place_fused(layout: Layout, entry: Entry) -> bool:

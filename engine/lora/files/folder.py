@@ -24,6 +24,7 @@ from engine.files.safetensors import SafeTensor, read_header
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "kt_adapter_manifest.json"
 FUSED_FILE = "fused_expert_lora.safetensors"
+TRAINER_STATE = "trainer_state.json"  # which transformers' Trainer writes into every checkpoint
 EXTRA_FILE = "lora_experts.safetensors"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _WEIGHT_FILES = (*ADAPTER_FILES, FUSED_FILE, EXTRA_FILE)
@@ -206,8 +207,22 @@ def _names(folder: Path) -> list[str]:
     if len(names) > _MAX_FILES:
         raise AdapterError(f"{folder} holds more than {_MAX_FILES} files")
     if not {*ADAPTER_FILES, FUSED_FILE} & set(names):
-        raise AdapterError(f"{folder} holds no adapter: none of {', '.join((*ADAPTER_FILES, FUSED_FILE))} is there")
+        raise AdapterError(_no_adapter(folder, names))
     return names
+
+
+def _no_adapter(folder: Path, names: list[str]) -> str:
+    none = f"none of {', '.join((*ADAPTER_FILES, FUSED_FILE))} is there"
+    checkpoints = [name for name in names if name.startswith("checkpoint-")]
+    if any(name == "config.json" or name.endswith(".gguf") for name in names):
+        kind = "a checkpoint of a whole model" if TRAINER_STATE in names else "a model"
+        return f"{folder} is {kind}, not an adapter: {none}"
+    if TRAINER_STATE in names:
+        return f"{folder} is a trainer's checkpoint without an adapter: {none}"
+    if checkpoints:
+        named = shown(checkpoints)
+        return f"{folder} is a training run without an adapter of its own; name one of its checkpoints: {named}"
+    return f"{folder} holds no adapter: {none}"
 
 
 def _folder(path: str | Path) -> Path:

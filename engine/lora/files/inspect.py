@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +13,12 @@ from engine.errors import AdapterError, ModelFileError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.files.b_layout import B_LAYOUTS
 from engine.lora.files.detect import PROJECTIONS, Halves, Layout, sort_keys
-from engine.lora.files.folder import KEYS_SHOWN, AdapterFiles, Entry
+from engine.lora.files.folder import KEYS_SHOWN, TRAINER_STATE, AdapterFiles, Entry
 from engine.lora.files.formats.common import open_expert_scaling
 from engine.lora.files.formats.kt_fused import Manifest, read_manifest
 from engine.lora.files.parse import format_name, parse_adapter, refuse_full_experts
-from engine.lora.files.settings import SCALINGS, Settings, read_settings, scaling
+from engine.lora.files.settings import SCALINGS, Settings, read_json, read_settings, scaling
+from engine.lora.files.whole import BaseTable
 from engine.units import format_bytes
 
 _KEYS_LISTED = 20
@@ -26,6 +27,7 @@ _FORMS = {
     "kt-fused-no-manifest": "KT fused experts, without manifest",
     "peft-per-expert": "PEFT, one pair per expert",
     "peft-per-expert-unprefixed": "PEFT, one pair per expert, keys without base_model.model.",
+    "peft-stacked": "one pair of tensors for all experts of a projection (Megatron-Bridge, NeMo)",
     "peft-fused-3d": "PEFT on fused experts (target_parameters)",
     "peft-attention": "PEFT, no experts",
 }
@@ -43,17 +45,19 @@ def describe(
     expert_scaling: str | None = None,
     expert_b_layout: str | None = None,
     max_rank: int | None = None,
+    tables: Mapping[str, BaseTable] | None = None,
     opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> Described:
     """What is to be said of the adapter in `path`: form, rank, scale, modules, layers, experts, bytes, warnings and
-    whether the base `config` can serve it, or why not. Without `config` headers, settings and manifest are checked,
-    but not the values and not the fit. `opened` as `parse_adapter` has it. Raises nothing for what the folder holds:
-    the reason is part of the text."""
+    whether the base `config` can serve it, or why not. Without `config` headers, settings and manifest are checked, but
+    not the values and not the fit. `tables` and `opened` as `parse_adapter` has them. Raises nothing for what the
+    folder holds: the reason is part of the text."""
     name = Path(path).name or str(path)
     lines = [f"adapter    {path}"]
     error: AdapterError | None = None
     try:
         with AdapterFiles(path, opened) as files:
+            lines += _checkpoint(files)
             error = _folder(files, lines, config)
     except AdapterError as failed:
         error = failed
@@ -71,6 +75,7 @@ def describe(
                 expert_scaling=expert_scaling,
                 expert_b_layout=expert_b_layout,
                 max_rank=max_rank,
+                tables=tables,
                 opened=opened,
             )
         except AdapterError as failed:
@@ -115,6 +120,17 @@ def _folder(files: AdapterFiles, lines: list[str], config: ModelConfig | None) -
     return errors[0] if errors else None
 
 
+def _checkpoint(files: AdapterFiles) -> Iterator[str]:
+    if TRAINER_STATE not in files.names:
+        return
+    try:
+        step = read_json(files, TRAINER_STATE).get("global_step")
+    except AdapterError as error:
+        yield f"checkpoint of a training run: {error}"
+        return
+    yield f"checkpoint of a training run{f', step {step}' if isinstance(step, int) else ''}"
+
+
 def _settings(settings: Settings, layout: Layout | None, manifest: Manifest | None) -> Iterator[str]:
     yield f"trained on {(manifest.base if manifest else None) or settings.base or 'not said'}"
     patterns = ", ".join(
@@ -153,6 +169,8 @@ def _layout(layout: Layout) -> Iterator[str]:
         yield f"           of rank {', '.join(map(str, sorted(ranks)))}"
     for projections, experts, layers in _experts(layout):
         yield f"experts    {projections}: {experts}layers {_ranges(layers)}"
+    if layout.whole:
+        yield f"whole      {', '.join(layout.whole)}: must equal the base's"
     if layout.extra:
         counts = sorted({len(mlps) for mlps in layout.extra.values()})
         yield f"extra MLPs {', '.join(map(str, counts))} a layer: layers {_ranges(layout.extra)}"
@@ -167,6 +185,9 @@ def _experts(layout: Layout) -> Iterator[tuple[str, str, list[int]]]:
     for layer, by_expert in layout.per_expert.items():
         names = _names({name for projections in by_expert.values() for name in projections})
         alike.setdefault((names, f"{_ranges(by_expert)} of "), []).append(layer)
+    for layer, projections in layout.stacked.items():
+        shapes = ", ".join(f"{name} {_shapes(halves)}" for name, halves in sorted(projections.items()))
+        alike.setdefault((f"stacked {shapes}", ""), []).append(layer)
     for layer, nested in layout.fused_3d.items():
         shapes = ", ".join(_shapes(halves) for halves in nested.values())
         alike.setdefault((f"fused {shapes}", ""), []).append(layer)

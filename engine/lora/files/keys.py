@@ -79,6 +79,7 @@ REFUSED = {
 # These initialisations change the base's weights, so the file alone is not the difference to the base.
 _ALTERED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SAME_BASE = ("gaussian", "eva", "orthogonal", "mica")
+_TABLES = ("embed_tokens", "lm_head")
 _TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")
 
 
@@ -94,7 +95,7 @@ def check_keys(content: dict[str, Any]) -> None:
     if (content.get("bias") or "none") != "none":
         raise AdapterError(f"{CONFIG_FILE}: bias is {brief(content['bias'])}, only 'none' is supported", ["bias"])
     for key, reason in REFUSED.items():
-        if content.get(key):
+        if content.get(key) and not (key == "modules_to_save" and _tables(content[key])):
             raise AdapterError(f"{CONFIG_FILE}: {key} is {brief(content[key])}: {reason}", [key])
     _check_initialisation(content.get("init_lora_weights"))
     unknown = sorted(key for key, value in content.items() if _is_unknown(key) and not _unset(value))
@@ -123,6 +124,13 @@ def _check_initialisation(value: object) -> None:
             "weights",
             ["init_lora_weights"],
         )
+
+
+def _tables(names: object) -> bool:
+    """Of the embedding and the head the tensors decide (`engine.lora.files.whole`)."""
+    return isinstance(names, list) and all(
+        isinstance(name, str) and name.rpartition(".")[2] in _TABLES for name in names
+    )
 
 
 def _is_unknown(key: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.architectures.config import ModelConfig
@@ -17,7 +17,9 @@ from engine.lora.files.formats.fused3d import read_fused_3d
 from engine.lora.files.formats.kt_fused import Manifest, read_kt_fused, read_manifest, refuse_or_ignore_stale
 from engine.lora.files.formats.linears import read_extra_mlps, read_linears
 from engine.lora.files.formats.per_expert import read_per_expert
+from engine.lora.files.formats.stacked import read_stacked
 from engine.lora.files.settings import EXPERT_SCALINGS, Settings, read_settings
+from engine.lora.files.whole import BaseTable, check_whole
 
 
 def parse_adapter(
@@ -29,24 +31,25 @@ def parse_adapter(
     expert_b_layout: str | None = None,
     max_rank: int | None = None,
     base: str | None = None,
+    tables: Mapping[str, BaseTable] | None = None,
     opened: Callable[[int], None] = lambda num_bytes: None,
 ) -> AdapterWeights:
     """Parse the adapter in folder `path` for the base that `config` describes.
 
     `expert_scaling` ("alpha/r", "alpha/sqrt(r)" or "peft") and `expert_b_layout` ("rank_major" or "grouped_by_expert",
     of B on fused experts) count only where the files leave it open. `max_rank` is the largest rank that is accepted,
-    None any. `base` is the base model's name or path: another one in the files is a
-    warning. `opened` gets the bytes of all weight files before one is read, and may refuse them. Tensors keep their
-    stored dtype. Raises AdapterError (with `keys`) for anything that cannot be served exactly, UserError for a wrong
-    `expert_scaling` or `expert_b_layout`.
-    """
+    None any. `base` is the base model's name or path: another one in the files is a warning. `tables`
+    (`engine.lora.files.whole.base_tables`): what a stored embedding or head must equal; without them each is refused.
+    `opened` gets the bytes of all weight files before one is read, and may refuse them. Tensors keep their stored
+    dtype. Raises AdapterError (with `keys`) for anything that cannot be served exactly, UserError for a wrong
+    `expert_scaling` or `expert_b_layout`."""
     if expert_scaling is not None and expert_scaling not in EXPERT_SCALINGS:
         raise UserError(f"expert_scaling is {expert_scaling!r}, it must be one of {EXPERT_SCALINGS}", "expert_scaling")
     if expert_b_layout is not None and expert_b_layout not in B_LAYOUTS:
         raise UserError(f"expert_b_layout is {expert_b_layout!r}, it must be one of {B_LAYOUTS}", "expert_b_layout")
     try:
         with AdapterFiles(path, opened) as files:
-            return _parse(files, config, name, expert_scaling, expert_b_layout, max_rank, base)
+            return _parse(files, config, name, expert_scaling, expert_b_layout, max_rank, base, tables or {})
     except (AdapterError, ModelFileError) as error:
         keys = error.keys if isinstance(error, AdapterError) else []
         raise AdapterError(f"adapter {name!r}: {error}", keys) from error
@@ -62,12 +65,14 @@ def _parse(
     expert_b_layout: str | None,
     max_rank: int | None,
     base: str | None,
+    tables: Mapping[str, BaseTable],
 ) -> AdapterWeights:
     refuse_full_experts(files)
     families = (architecture_of(config),)
     settings = read_settings(files, families)
     layout = sort_keys(files, families)
     check_places(layout, config)
+    check_whole(layout.whole, tables)
     manifest = read_manifest(files)
     reading = Reading(config, settings, expert_scaling, expert_b_layout, max_rank, list(files.warnings))
     weights = AdapterWeights(name, format_name(layout, manifest), path=str(files.folder), warnings=reading.warnings)
@@ -76,11 +81,14 @@ def _parse(
         refuse_or_ignore_stale(reading, layout)
         weights.experts = read_kt_fused(reading, layout, manifest)
         reading.warnings += manifest.warnings if manifest else []
-    elif layout.per_expert and layout.fused_3d:
-        keys = [entry.key for nested in layout.fused_3d.values() for h in nested.values() for entry in h.entries]
-        raise refusal("expert LoRA both per expert and on fused experts", keys)
+    elif len([form for form in (layout.per_expert, layout.stacked, layout.fused_3d) if form]) > 1:
+        fused = layout.fused_3d or layout.stacked
+        keys = [entry.key for nested in fused.values() for h in nested.values() for entry in h.entries]
+        raise refusal("expert LoRA both per expert and on fused experts, or on these in two forms", keys)
     elif layout.per_expert:
         weights.experts = read_per_expert(reading, layout.per_expert)
+    elif layout.stacked:
+        weights.experts = read_stacked(reading, layout.stacked)
     elif layout.fused_3d:
         weights.experts = read_fused_3d(reading, layout.fused_3d)
     weights.linears = read_linears(reading, layout.linears)
@@ -103,6 +111,8 @@ def format_name(layout: Layout, manifest: Manifest | None) -> str:
         form = "kt-fused" if manifest else "kt-fused-no-manifest"
     elif layout.per_expert:
         form = "peft-per-expert" if layout.prefixed else "peft-per-expert-unprefixed"
+    elif layout.stacked:
+        form = "peft-stacked"
     elif layout.fused_3d:
         form = "peft-fused-3d"
     else:

@@ -21,6 +21,7 @@ _MAX_JSON_BYTES, _MAX_TEXT = 16 << 20, 200
 _LEAST, _MOST = 1e-6, 1e6  # what a scale of float32 takes with any rank
 ALPHAS = f"a number from {_LEAST:g} to {_MOST:g}"
 
+LANGUAGE_MODEL = "language_model"  # of a multimodal model: what is served of it
 SCALINGS = ("alpha/r", "alpha/sqrt(r)")
 FUSED_PARAMETERS = ("gate_up_proj", "down_proj")  # of all experts of a layer
 PEFT = "peft"  # as PEFT computes: use_rslora and alpha_pattern are honoured
@@ -61,8 +62,10 @@ class Settings:
         return any(self.layout(parameter) is None for parameter in FUSED_PARAMETERS)
 
     def names(self, module: str) -> tuple[str, ...]:
-        """The module's name here first."""
-        return tuple(dict.fromkeys((module, *(family.stored(module) for family in self.families))))
+        """The module's name here first, and those inside multimodal models last."""
+        names = dict.fromkeys((module, *(family.stored(module) for family in self.families)))
+        inside = [f"model.{LANGUAGE_MODEL}.{name.removeprefix('model.')}" for name in names]
+        return (*names, *inside, *(f"{LANGUAGE_MODEL}.{name}" for name in names))
 
     def match(self, patterns: Iterable[str], module: str) -> str | None:
         """PEFT's rule: the first pattern, in file order, that matches the whole of a name or its end after a dot."""

@@ -22,12 +22,13 @@ from safetensors.torch import save_file
 
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
-from engine.lora.files.detect import PROJECTIONS
+from engine.lora.files.detect import GATE_UP, PROJECTIONS
 from engine.lora.files.folder import ADAPTER_FILES, CONFIG_FILE, EXTRA_FILE, FUSED_FILE, MANIFEST_FILE
 
 FORMS = ("peft", "kt-fused")
 _PREFIX = "base_model.model."
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_MISTAKEN = ("gate", "router", "gate_proj", "up_proj", "down_proj")  # names that PEFT takes for others, or no linear
 _MODEL_FILE = ADAPTER_FILES[0]
 
 Tensors = dict[str, torch.Tensor]
@@ -54,23 +55,33 @@ def write_adapter(
         raise UserError(f"{weights.path or weights.name}: extra MLPs beside the experts cannot be converted", "path")
     if form == "kt-fused" and not weights.experts:
         raise UserError(f"{weights.path or weights.name}: no LoRA on experts, nothing to fuse: use peft", "to")
-    rank = max(weights.rank, 1)
-    scale = _common_scale(weights)
-    linears = {name: _pair(pair, rank, scale) for name, pair in weights.linears.items()}
-    experts = {layer: dict(_expert_pairs(lora, rank, scale)) for layer, lora in weights.experts.items()}
+    rank, scale, linears, experts = one_rank(weights)
     files = {_MODEL_FILE: _peft_keys(linears, experts if form == "peft" else {}, stored)}
     if form == "kt-fused":
         files[FUSED_FILE] = _fused_keys(experts)
-    targets = sorted({stored(name).rpartition(".")[2] for name in linears})
-    if experts and form == "peft":
-        last = [stored(_expert(0, 0, name)).rpartition(".")[2] for name in PROJECTIONS]
-        targets += [name for name in last if name not in targets]
+    targets = _targets(list(linears), bool(experts) and form == "peft", rank, scale, stored)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder, files, _config(rank, scale, targets, base), base)
+        _write(folder, files, _config(rank, scale, base) | targets, base)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the adapter cannot be written to {folder}: {reason}", "output_dir") from error
+
+
+Experts = dict[int, dict[str, LoraPair]]  # by layer and projection; a [E, r, in], b [E, out, r]
+
+
+def one_rank(weights: AdapterWeights) -> tuple[int, float, dict[str, LoraPair], Experts]:
+    """(rank, scale, linears, experts): all pairs at the largest rank and one scale."""
+    rank = max(weights.rank, 1)
+    scale = _common_scale(weights)
+    linears = {name: _pair(pair, rank, scale) for name, pair in weights.linears.items()}
+    return (
+        rank,
+        scale,
+        linears,
+        {layer: dict(_expert_pairs(lora, rank, scale)) for layer, lora in weights.experts.items()},
+    )
 
 
 def _common_scale(weights: AdapterWeights) -> float:
@@ -126,20 +137,49 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _config(rank: int, scale: float, targets: list[str], base: str | None) -> dict[str, Any]:
-    alpha = scale * rank
+def _targets(
+    linears: list[str], experts: bool, rank: int, scale: float, stored: Callable[[str], str]
+) -> dict[str, Any]:
+    """What the configuration says of modules with LoRA, so that PEFT finds all of them.
+
+    Over models whose experts are one parameter it takes names of an expert's projections, and "gate", for those of the
+    routed experts and the router alone. So modules of the same names, in dense layers or shared experts, are named by
+    their parameters, and so are the experts, which it knows in some families only. It stacks the keys of gate and up
+    at twice the rank. Other programs look for the experts' names among the modules, where PEFT leaves room for them.
+    """
+    meant = {stored(name).split(".", 3)[3] for name in linears}
+    by_parameter = sorted(name for name in meant if name.rpartition(".")[2] in _MISTAKEN)
+    modules = sorted({name.rpartition(".")[2] for name in meant.difference(by_parameter)})
+    parameters = [f"mlp.{name.partition('.')[2]}.weight" for name in by_parameter]
+    if not experts:
+        return {"target_modules": modules, "target_parameters": parameters}
+    if not by_parameter:
+        modules += [stored(_expert(0, 0, name)).rpartition(".")[2] for name in PROJECTIONS]
+    fused, both = f"experts.{GATE_UP}_proj", 2 * rank
+    return {
+        "target_modules": modules,
+        "target_parameters": [*parameters, fused, "experts.down_proj"],
+        "rank_pattern": {fused: both},
+        "alpha_pattern": {fused: _number(scale * both)},
+    }
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+def _config(rank: int, scale: float, base: str | None) -> dict[str, Any]:
     return {
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": _number(scale * rank),
         "lora_dropout": 0.0,
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": rank,
-        "target_modules": targets,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

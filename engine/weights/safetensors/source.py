@@ -83,6 +83,11 @@ class SafetensorsSource(WeightSource):
         return sum(file.tensors[name].num_bytes for name, file in self._files.items())
 
     @property
+    def shards(self) -> list[SafetensorsFile]:
+        """The files, by their names."""
+        return sorted({id(file): file for file in self._files.values()}.values(), key=lambda file: file.path)
+
+    @property
     def files(self) -> list[ModelFile]:
         return sorted({id(file): file.file for file in self._files.values()}.values(), key=lambda file: file.path)
 
@@ -171,6 +176,12 @@ def _open_files(folder: Path) -> list[SafetensorsFile]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{index}: weight_map is missing or empty", "model")
+    if (folder / SINGLE).is_file() and SINGLE not in weight_map.values():
+        raise ModelFileError(
+            f"{folder}: holds {SINGLE}, which transformers would take, and {INDEX}, which names other files: remove "
+            "the one that is not meant",
+            "model",
+        )
     files: dict[str, SafetensorsFile] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:

@@ -66,6 +66,23 @@ def check_pair(a: Entry, b: Entry, size_in: int, size_out: int) -> int:
     return a.shape[0]
 
 
+def split_gate_up(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[Stack, Stack]:
+    """a [E, r, H], b [E, 2I, r] -> gate, up. A saved block-diagonal b (gate's columns, then up's) halves the rank."""
+    intermediate, half = b.shape[1] // 2, b.shape[2] // 2
+    gate_b, up_b = b[:, :intermediate], b[:, intermediate:]
+    crossed = gate_b[:, :, half:].any() or up_b[:, :, :half].any()
+    if b.shape[2] % 2 == 0 and not crossed and bool(b.any()):
+        return Stack(a[:, :half], gate_b[:, :, :half], scale), Stack(a[:, half:], up_b[:, :, half:], scale)
+    return Stack(a, gate_b, scale), Stack(a, up_b, scale)
+
+
+def refuse_by_turns(reading: Reading, keys: list[str]) -> None:
+    """LoRA on gate and up in one, where their rows lie by turns: trainers differ in the order they mean."""
+    if keys and reading.config.experts is not None and reading.config.experts.interleaved:
+        message = "LoRA on whole parameters of experts whose gate and up lie by turns"
+        raise refusal(f"{message}; that of single experts can be read", keys)
+
+
 def assemble(reading: Reading, stacks: dict[str, Stack]) -> ExpertLora:
     """One layer, from the projections that are there: absent ones become zero, shorter ranks are padded."""
     rank = max(stack.rank for stack in stacks.values())

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from engine.lora.adapter import ExpertLora
 from engine.lora.files.b_layout import GROUPED, RANK_MAJOR
 from engine.lora.files.detect import Halves
 from engine.lora.files.folder import refusal
-from engine.lora.files.formats.common import Reading, Stack, assemble, missing, require_rank
+from engine.lora.files.formats.common import (
+    Reading,
+    Stack,
+    assemble,
+    missing,
+    refuse_by_turns,
+    require_rank,
+    split_gate_up,
+)
 from engine.lora.files.settings import FUSED_PARAMETERS, scaling
 
 Layers = dict[int, dict[str, Halves]]
@@ -24,12 +30,7 @@ Layers = dict[int, dict[str, Halves]]
 
 def read_fused_3d(reading: Reading, layers: Layers) -> dict[int, ExpertLora]:
     """Experts by layer. The A that gate_up shares becomes gate's and up's; block-diagonal gate|up is taken apart."""
-    if reading.config.experts is not None and reading.config.experts.interleaved:
-        keys = [entry.key for nested in layers.values() for halves in nested.values() for entry in halves.entries]
-        message = (
-            "LoRA on whole parameters of experts whose gate and up lie by turns; that of single experts can be read"
-        )
-        raise refusal(message, keys)
+    refuse_by_turns(reading, [entry.key for nested in layers.values() for h in nested.values() for entry in h.entries])
     swapped = _orientation(reading, layers)
     absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
     if absent:
@@ -100,7 +101,7 @@ def _read(reading: Reading, module: str, halves: Halves, swapped: bool) -> dict[
     if module.endswith("down_proj"):
         reading.check_rank(rank, keys)
         return {"down": Stack(a, b, scale)}
-    gate, up = _split(a, b, scale)
+    gate, up = split_gate_up(a, b, scale)
     reading.check_rank(gate.rank, keys)
     return {"gate": gate, "up": up}
 
@@ -115,13 +116,3 @@ def _layout(reading: Reading, parameter: str, keys: list[str]) -> str:
             keys,
         )
     return layout
-
-
-def _split(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[Stack, Stack]:
-    """a [E, r, H], b [E, 2I, r] -> gate, up. A saved block-diagonal b (gate's columns, then up's) halves the rank."""
-    intermediate, half = b.shape[1] // 2, b.shape[2] // 2
-    gate_b, up_b = b[:, :intermediate], b[:, intermediate:]
-    crossed = gate_b[:, :, half:].any() or up_b[:, :, :half].any()
-    if b.shape[2] % 2 == 0 and not crossed and bool(b.any()):
-        return Stack(a[:, :half], gate_b[:, :, :half], scale), Stack(a[:, half:], up_b[:, :, half:], scale)
-    return Stack(a, gate_b, scale), Stack(a, up_b, scale)

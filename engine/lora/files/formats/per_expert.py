@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.lora.adapter import ExpertLora
-from engine.lora.files.detect import PROJECTIONS, Halves
+from engine.lora.files.detect import GATE_UP, PROJECTIONS, Halves
 from engine.lora.files.folder import NOT_FINITE, Entry, finite, refusal
 from engine.lora.files.formats.common import (
     Reading,
@@ -36,6 +36,8 @@ def read_per_expert(reading: Reading, layers: dict[int, dict[int, dict[str, Halv
     absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
     if absent:
         reading.warnings.append(f"{missing(absent)}: no expert LoRA, taken as zero")
+    for layer in layers:  # PEFT stacks these keys, and patterns may be for what it makes of them
+        reading.settings.of(f"model.layers.{layer}.mlp.experts.{GATE_UP}_proj")
     holes: dict[int, int] = {}
     result = {}
     for layer, experts in sorted(layers.items()):
