@@ -12,9 +12,9 @@ from api.bodies.generation import ChatRequest
 from api.bodies.parsing import Notes
 from api.errors import bad_request
 from api.text.calls.definitions import ToolUse, parameters_of
-from api.text.calls.formats import HERMES, ToolFormat, format_named, format_of
+from api.text.calls.formats import ToolFormat
 from api.text.calls.grammars import grammar_of
-from api.text.calls.plain import with_tools, without_calls
+from api.text.calls.style import CallStyle
 from api.text.control import Rendered
 from api.text.messages import normalise
 from api.text.segments import END_THINK, THINK, Layout
@@ -43,18 +43,20 @@ class Chat:
 
 @dataclass(frozen=True)
 class _Template:
-    """A chat template and what its text says: the `form` of calls, whether it takes tools, whether answers reason."""
+    """A chat template, how it has calls, and whether answers reason."""
 
     template: ChatTemplate
-    form: ToolFormat
-    takes_tools: bool
+    calls: CallStyle
     thinks: bool
 
     @classmethod
     def of(cls, template: ChatTemplate, tool_format: str, reasoning_format: str) -> _Template:
-        known = format_of(template.source) if tool_format == "auto" else format_named(tool_format)
         thinks = THINK in template.source if reasoning_format == "auto" else reasoning_format == "think"
-        return cls(template, known or HERMES, "tools" in template.variables and known is not None, thinks)
+        return cls(template, CallStyle.of(template, tool_format), thinks)
+
+    @property
+    def form(self) -> ToolFormat:
+        return self.calls.form
 
     @property
     def variables(self) -> frozenset[str]:
@@ -133,16 +135,11 @@ class Chats:
         _check_variables(variables)
         style = self._template(use)
         notes.unused += [f"chat_template_kwargs.{name}" for name in sorted(set(variables) - style.variables)]
-        written = normalise(messages, notes)
-        if not style.takes_tools:
-            written = without_calls(written)
-            if use is not None:
-                written = with_tools(written, use.tools)
-        elif use is not None:
-            variables = {**variables, "tools": [tool.definition for tool in use.tools]}
-        return self._tokenizer.render(
-            written, trust_control_tokens=self._trust, variables=variables, template=style.template, **how
-        )
+        definitions = style.calls.definitions(() if use is None else use.tools)
+        given = (style.calls.history(normalise(messages, notes)), variables, definitions)
+        (written, variables, definitions), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
+        written, offered = style.calls.offered(written, definitions)
+        return Rendered(style.template.render(written, variables={**variables, **offered}, **how), stand_ins)
 
     def _with_reasoning(self, body: ChatRequest, notes: Notes) -> dict[str, Any]:
         """The template's variables: those of the request, and what its fields about reasoning mean here."""
@@ -162,7 +159,7 @@ class Chats:
         self, body: ChatRequest, use: ToolUse | None, layout: Layout, answer: GrammarSpec | None, rendered: Rendered
     ) -> GrammarSpec | None:
         """Of calls and answer; behind reasoning, if that is open or may come first and can be told by its tokens."""
-        spec = answer if use is None else grammar_of(use, self._template(use).form, answer)
+        spec = answer if use is None else grammar_of(use, self._template(use).form, answer, self._tokenizer.added_token)
         if spec is None or not (layout.thinking or self._may_think(body, rendered)):
             return spec
         begin, end = self._token(THINK), self._token(END_THINK)

@@ -44,6 +44,7 @@ class Tokenizer:
         self.tool_template = tool_template
         self.source = source
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = {i for i, token in added.items() if token.special}
         self._control = {i: added[i].content for i in self._special if added[i].content}
         self._normalised_control = any(added[i].normalized for i in self._special)
@@ -100,6 +101,11 @@ class Tokenizer:
     def control_tokens(self) -> Mapping[int, str]:
         """Ids and texts of the tokens that no client's text becomes."""
         return self._control
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the added token that `text`, all of it, becomes."""
+        token = self._backend.token_to_id(text)
+        return token if token in self._added else None
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:
         """Token ids of a template's text: control tokens where the template wrote them, text elsewhere."""

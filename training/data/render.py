@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.text.calls.formats import format_of
-from api.text.calls.plain import with_tools, without_calls
+from api.text.calls.style import CallStyle
 from api.text.control import Rendered
 from api.text.template import ChatTemplate, TemplateError
 from api.text.tokenizer import Tokenizer
@@ -51,7 +50,7 @@ class Renderer:
             raise UserError(f"{unknown[0]} changes nothing: the chat template has no such variable", unknown[0])
         self._tokenizer, self._template = tokenizer, tokenizer.template
         self._variables, self._trust = variables, trust_control_tokens
-        self._knows_tools = "tools" in self._template.variables and format_of(self._template.source) is not None
+        self._calls = CallStyle.of(self._template)
 
     def conversation(self, sample: Conversation, *, last_only: bool = False) -> Iterator[Tokens]:
         """One sample, or several where the template rewrites history. `last_only`: only the last answer is learnt."""
@@ -90,20 +89,12 @@ class Renderer:
         self, messages: Sequence[Message], sample: Conversation | Preference
     ) -> tuple[list[list[Message]], dict[str, Any], dict[str, str]]:
         """What the template is given for the first 0, 1, ... messages, without control tokens in their strings."""
-        variables: dict[str, Any] = dict(self._variables)
-        counts = range(len(messages) + 1)
-        if self._knows_tools:
-            if sample.tools:
-                variables["tools"] = [tool.definition for tool in sample.tools]
-            given: Any = (list(messages), variables)
-            (guarded, variables), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
-            return [guarded[:count] for count in counts], variables, stand_ins
-        prefixes = [without_calls(messages[:count]) for count in counts]
-        if sample.tools:
-            prefixes = [with_tools(prefix, sample.tools) for prefix in prefixes]
-        given = (prefixes, variables)
-        (prefixes, variables), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
-        return prefixes, variables, stand_ins
+        prefixes = [self._calls.history(messages[:count]) for count in range(len(messages) + 1)]
+        given = (prefixes, dict(self._variables), self._calls.definitions(sample.tools or ()))
+        guarded, stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
+        prefixes, variables, definitions = guarded
+        offered = [self._calls.offered(prefix, definitions) for prefix in prefixes]
+        return [prefix for prefix, _ in offered], {**variables, **offered[-1][1]}, stand_ins
 
 
 def _ended(ids: list[int], learnt: list[bool]) -> Tokens:
