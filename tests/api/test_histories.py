@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.text.calls.history import HISTORIES
+from api.text.calls.history import HISTORIES, in_order
 from api.text.messages import normalise
 
 _WORDS = st.text("abc", min_size=1, max_size=4)
@@ -58,6 +59,15 @@ def test_nothing_is_lost(messages: list[dict[str, Any]], name: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(chats())
+def test_results_stand_in_the_order_of_their_calls(messages: list[dict[str, Any]]) -> None:
+    made = in_order(messages)
+    assert sorted(map(repr, made)) == sorted(map(repr, messages))
+    calls = [call["id"] for message in made for call in message.get("tool_calls", ())]
+    assert [message["tool_call_id"] for message in made if message["role"] == "tool"] == calls
+
+
+@settings(max_examples=60, deadline=None)
+@given(chats())
 def test_what_templates_rely_on(messages: list[dict[str, Any]]) -> None:
     calls = [call for m in HISTORIES["numbered"](messages) for call in m.get("tool_calls", ())]
     assert [call["id"] for call in calls] == [f"functions.{c['function']['name']}:{i}" for i, c in enumerate(calls)]
@@ -66,7 +76,7 @@ def test_what_templates_rely_on(messages: list[dict[str, Any]]) -> None:
         assert message["content"] != "" or "tool_calls" not in message
     made = HISTORIES["in_channels"](messages)
     assert all(message["role"] != "system" for message in made[1:])
-    for call, result in zip(made, made[1:], strict=False):
+    for call, result in pairwise(made):
         assert len(call.get("tool_calls", ())) <= 1
         assert not (call.get("thinking") and call["content"] and "tool_calls" in call)
         if result["role"] == "tool":

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from api.text.calls.formats import FORMATS, HERMES, ToolFormat, format_named
 from api.text.calls.marked_call import DEEPSEEK_MARKS
+from api.text.channels import Channels, reader_of
 from api.text.deltas import Delta, Reasoning, Text, ToolArguments, ToolStart, joined, text_of
 from api.text.segments import Layout, Segments
 from testing.waiting import PATIENCE_S
@@ -35,11 +36,15 @@ FRAGMENTS = [
     *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n", "```json", "```", "f<｜tool▁sep｜>{", "<｜tool▁"),
     *("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:", "0<|tool_call_argument_begin|>", "functions."),
     *("<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call"),
+    *("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", "<|start|>assistant", "<|call|>"),
+    *("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", " to=functions.f<|channel|>", "<|message|>"),
+    *("<|channel|>commentary<|message|>", "<|start|>", "<|return|>", "<|cha", "assistant", "<|"),
     *("<function=", "f>", "<parameter=a>", "</parameter>", "</function>", "<function=f>", "<para", "x" * 300, "1"),
 ]
 LAYOUTS = st.builds(
     lambda thinking, tools, most: Layout(thinks=thinking is not None, thinking=bool(thinking), tools=tools,
-                                          parameters={"f": {"a": {"type": "integer"}}}, max_calls=most),
+                                          parameters={"f": {"a": {"type": "integer"}}}, max_calls=most,
+                                          channels=tools is not None and tools.channels),
     st.sampled_from([None, False, True]),
     st.sampled_from([None, *FORMATS]),
     st.sampled_from([None, 1, 2]),
@@ -49,7 +54,8 @@ TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max
 
 def read(layout: Layout, parts: list[str]) -> list[Delta]:
     ids = map(str, itertools.count())
-    segments = Segments(layout, new_id=lambda: next(ids))
+    kind = Channels if layout.channels else Segments
+    segments = kind(layout, new_id=lambda: next(ids))
     deltas = [delta for part in parts for delta in segments.push(part)]
     return joined([*deltas, *segments.finish()])
 
@@ -128,7 +134,7 @@ def written(tools: ToolFormat, calls: list[tuple[str, dict[str, Any]]], indent: 
     _CALLS,
     _PLAIN,
     _PLAIN,
-    st.sampled_from([form.name for form in FORMATS if form.tags is None]),
+    st.sampled_from([form.name for form in FORMATS if form.tags is None and not form.channels]),
     st.sampled_from([None, 2]),
 )
 def test_what_templates_write_is_read_back(
@@ -253,7 +259,7 @@ def test_no_text_takes_long(piece: str) -> None:
     for tools in FORMATS:
         tags = f"{tools.opens}f<arg_key>a</arg_key><arg_value>", f'{tools.opens}<invoke name="f"><parameter name="a">'
         for opened in ("", tools.opens, f"{tools.opens}<function=f><parameter=a>", *tags):
-            segments = Segments(Layout(thinks=True, tools=tools))
+            segments = reader_of(Layout(thinks=True, tools=tools, channels=tools.channels))
             segments.push(opened)
             for _ in range(10_000):
                 segments.push(piece)

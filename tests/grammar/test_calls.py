@@ -15,17 +15,21 @@ from hypothesis import strategies as st
 
 from api.errors import ApiError
 from api.text.calls.definitions import Tool, ToolUse, parameters_of
-from api.text.calls.formats import FORMATS, format_named
+from api.text.calls.formats import FORMATS, HARMONY, HARMONY_MARKERS, format_named
 from api.text.calls.grammars import grammar_of
+from api.text.calls.harmony import grammar_in_channels
 from api.text.calls.literals import no_tokens
-from api.text.deltas import Text, ToolArguments, ToolStart, joined
+from api.text.channels import Channels
+from api.text.deltas import Reasoning, Text, ToolArguments, ToolStart, joined
 from api.text.segments import Layout, Segments
 from engine.grammar.compile import matcher_of, tokenizer_of
 from engine.messages import GrammarSpec
 from testing.models.vocabulary import vocabulary_of
 from tests.grammar.vocabulary import END, THINK, THOUGHT, TOKENS, VOCABULARY
 
-MARKERS = sorted({mark for form in FORMATS for mark in form.markers if re.fullmatch(r"<.*>|\[.*\]", mark)})
+MARKERS = sorted(
+    {mark for form in FORMATS for mark in (*form.markers, *HARMONY_MARKERS) if re.fullmatch(r"<.*>|\[.*\]", mark)}
+)
 MARKED = [*TOKENS, *(marker.encode() for marker in MARKERS)]  # a vocabulary in which they are tokens
 IDS = {marker: len(TOKENS) + i for i, marker in enumerate(MARKERS)}
 TOKENIZERS = {
@@ -82,7 +86,7 @@ def tokens_of(text: str, *, marked: bool) -> list[int]:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from([form.name for form in FORMATS]),
+    st.sampled_from([form.name for form in FORMATS if not form.channels]),
     st.sampled_from([None, *SCHEMAS]),
     st.booleans(),
     st.integers(0, 10**6),
@@ -120,6 +124,54 @@ def test_strict_arguments_follow_their_schemas_in_free_text(form: str, seed: int
         arguments = "".join(d.text for d in deltas if isinstance(d, ToolArguments) and d.index == 0)
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
     assert written(spec, seed, "No call here.", 40, marked=marked)
+
+
+def in_channels(text: str) -> list[Any]:
+    ids = map(str, itertools.count())
+    channels = Channels(Layout(tools=HARMONY, channels=True), lambda: next(ids))
+    return joined([*channels.push(text), *channels.finish()])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([None, *SCHEMAS]), st.booleans(), st.booleans(), st.integers(0, 10**6))
+def test_calls_in_channels(only: str | None, must: bool, marked: bool, seed: int) -> None:
+    """Forced ones, and those of strict tools beside an answer of a schema, whatever was thought and said before."""
+    answer = None if must else GrammarSpec("json_schema", json.dumps(SCHEMAS["paint"]), field="response_format")
+    use = ToolUse(TOOLS, must=must, only=only)
+    spec = grammar_in_channels(use, answer, IDS.get if marked else no_tokens)
+    assert spec is not None
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" if seed % 2 else ""
+    text, ended = written(spec, seed, thought, marked=marked)
+    if not ended:
+        return
+    deltas = in_channels(text)
+    assert bool(thought) <= any(isinstance(delta, Reasoning) for delta in deltas)
+    starts = [delta for delta in deltas if isinstance(delta, ToolStart)]
+    assert len(starts) == 1 or (not must and not starts)
+    if starts:
+        arguments = "".join(delta.text for delta in deltas if isinstance(delta, ToolArguments))
+        jsonschema.validate(json.loads(arguments), SCHEMAS[starts[0].name])
+        assert only is None or starts[0].name == only
+    else:
+        jsonschema.validate(json.loads(text.rpartition("final<|message|>")[2]), SCHEMAS["paint"])
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "text", "said"), [("regex", "[ab]{3}c", "[ab]{3}c"), ("choice", '["a b", "c"]', "a b|c")]
+)
+def test_final_texts_in_channels(kind: Any, text: str, said: str, marked: bool) -> None:
+    spec = grammar_in_channels(None, GrammarSpec(kind, text), IDS.get if marked else no_tokens)
+    assert spec is not None
+    for seed in range(6):
+        output, ended = written(spec, seed, "<|channel|>final<|message|>", marked=marked)
+        assert ended and re.fullmatch(said, output.rpartition("<|message|>")[2])
+
+
+def test_other_grammars_are_refused_in_channels() -> None:
+    with pytest.raises(ApiError, match="does not go with answers in channels"):
+        grammar_in_channels(None, GrammarSpec("gbnf", 'root ::= "a"'), no_tokens)
+    assert grammar_in_channels(None, None, no_tokens) is None
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -73,9 +73,14 @@ class ToolFormat:
 
 
 HERMES = ToolFormat("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>")
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"  # harmony's tokens
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+HARMONY_MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+HARMONY = ToolFormat("harmony", (CHANNEL, MESSAGE, CALL), CHANNEL, channels=True, history="in_channels")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 FORMATS = (  # the first whose signs a template has
+    HARMONY,
     ToolFormat(
         "deepseek_v3", (*_DEEPSEEK, "<｜tool▁sep｜>", "```json"), *_DEEPSEEK, marks=DEEPSEEK_V3_MARKS, history="as_sent"
     ),

@@ -14,6 +14,24 @@ from api.text.calls.marked_call import NUMBERED_ID
 Message = dict[str, Any]
 
 
+def in_order(messages: Sequence[Message]) -> list[Message]:
+    """Results in the order of their calls: most templates write no ids, and models tell results by their order."""
+    made: list[Message] = []
+    place: dict[str, int] = {}
+    first = 0  # of the results that stand together
+    for message in messages:
+        if message["role"] != "tool":
+            calls = message.get("tool_calls", ())
+            place = {call["id"]: i for i, call in enumerate(calls) if "id" in call}
+            made.append(message)
+            first = len(made)
+            continue
+        made.append(message)
+        if all(result.get("tool_call_id") in place for result in made[first:]):
+            made[first:] = sorted(made[first:], key=lambda result: place[result["tool_call_id"]])
+    return made
+
+
 def as_sent(messages: Sequence[Message]) -> list[Message]:
     """Arguments as their JSON text, and null for no content beside calls: DeepSeek's templates join these texts."""
     return [

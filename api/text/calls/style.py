@@ -8,6 +8,7 @@ from typing import Any
 
 from api.text.calls.definitions import Tool
 from api.text.calls.formats import HERMES, ToolFormat, format_named, format_of
+from api.text.calls.history import in_order
 from api.text.calls.plain import with_tools, without_calls
 from api.text.template import ChatTemplate
 
@@ -36,6 +37,7 @@ class CallStyle:
 
     def history(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages as the template expects them."""
+        messages = in_order(messages)
         return self.form.messages(messages) if self.writes_calls else without_calls(messages)
 
     def offered(
