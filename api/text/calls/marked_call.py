@@ -35,7 +35,7 @@ class Marks:
     numbered: bool = False
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def all(self) -> tuple[str, str, str]:
         """Control tokens among them are looked for."""
         return self.begin, self.separator, self.end
 
@@ -53,7 +53,7 @@ class MarkedCalls(CallReader):
         self._marks = marks
         self._buffer = ""
         self._searched = 0  # of the buffer, for a mark
-        self._state = self._between
+        self._state: Callable[[list[Delta]], bool] = self._between
         self._value: JsonValue | None = None  # the arguments, while they come
         self._ids: set[str] = set()
 
