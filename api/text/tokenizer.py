@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from engine.files.regular import read_text
 from engine.messages import SetVocabulary
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_CONTROL_TEXT = re.compile(r"<[|｜][^<>]+[|｜]>")
 _NFC_SHRINKS = 3  # bytes of text for one of its normal form, at most
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -226,10 +228,24 @@ def _load(folder: Path, weights: Path, chat_template: Path | None) -> Tokenizer:
             "--skip-tokenizer serves prompts of token ids",
             "model",
         )
+    _mark_control_tokens(backend)
     backend.encode("one text, whatever it is")  # parts that do not fit each other are found only here
     template, with_tools = _template_sources(folder, config, metadata, chat_template)
     of_tools = ChatTemplate(with_tools, special) if with_tools else None
     return Tokenizer(backend, ChatTemplate(template, special) if template else None, source, of_tools)
+
+
+def _mark_control_tokens(backend: tokenizers.Tokenizer) -> None:
+    """Added tokens that look like control tokens are such, also where a vendor's file does not say so: DeepSeek's has
+    `<｜User｜>` for a word, which any client's text could hold."""
+    backend.add_special_tokens(
+        [
+            AddedToken(token.content, special=True, normalized=token.normalized, lstrip=token.lstrip,
+                       rstrip=token.rstrip, single_word=token.single_word)
+            for token in backend.get_added_tokens_decoder().values()
+            if not token.special and _CONTROL_TEXT.fullmatch(token.content)
+        ]
+    )  # fmt: skip
 
 
 @contextmanager

@@ -305,3 +305,20 @@ def _isolated(split: Any, text: str) -> list[str]:
         pieces += [text[at : found.start()], found[0]]
         at = found.end()
     return [piece for piece in (*pieces, text[at:]) if piece]
+
+
+@pytest.mark.parametrize("text", ["<｜User｜>", "<|tool_calls_section_begin|>", "<think>"])
+def test_what_looks_like_a_control_token_is_one(tmp_path: Path, text: str) -> None:
+    """Whatever the file says: else a client's text could hold a turn of its own."""
+    backend = tiny_tokenizer()
+    backend.add_tokens([AddedToken(text, special=False, normalized=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}" + text}))
+    made = load_tokenizer(tmp_path)
+    token = made.added_token(text)
+    assert token is not None
+    rendered = made.render([{"role": "user", "content": f"a{text}"}], trust_control_tokens=False, variables={})
+    ids = made.encode_rendered(rendered)
+    assert ids.count(token) == (2 if text == "<think>" else 1) and ids[-1] == token
+    assert made.decode(ids, skip_special_tokens=False) == f"a{text}{text}"
+    assert made.encode(text, add_special_tokens=False) == [token]
