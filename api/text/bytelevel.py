@@ -36,7 +36,7 @@ _DEEPSEEK_LETTERS = _ranges(
 _PUNCTUATION = _ranges("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002")
 _CJK, _CJK_V3 = _ranges("4e00-9fa5 800-4e00 ac00-d7ff"), _ranges("4e00-9fa5 3040-309f 30a0-30ff")
 _ASCII_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
-QWEN2 = "qwen2"
+QWEN2, KIMI = "qwen2", "kimi-k2"
 # What `tokenizer.ggml.pre` stands for: the splitting patterns of these models' tokenizer.json, one after another.
 PATTERNS: dict[str, tuple[str, ...]] = {
     QWEN2: (rf"{_SUFFIX}|{_WORD}|\p{{N}}|{_REST}|{_SPACE}",),
@@ -51,7 +51,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
         rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACE}",
     ),
-    "kimi-k2": (rf"[\p{{Han}}]+|{_KIMI_CASED}|\p{{N}}{{1,3}}|{_REST}|{_SPACE}",),
+    KIMI: (rf"[\p{{Han}}]+|{_KIMI_CASED}|\p{{N}}{{1,3}}|{_REST}|{_SPACE}",),
 }  # fmt: skip
 PATTERNS |= {"chatglm-bpe": PATTERNS["glm4"], "minimax-m2": PATTERNS["gpt-4o"]}
 
@@ -81,11 +81,15 @@ def byte_level_tokenizer(
     *,
     bos_token: str | None = None,
     pre: str = QWEN2,
+    whole_words: bool = False,
 ) -> Tokenizer:
     """A tokenizer that splits by one of `PATTERNS`. `added` tokens must be in `tokens`, their places are their ids.
-    `bos_token`: put before every encoded text that asks for special tokens."""
+    `bos_token`: put before every encoded text that asks for special tokens. `whole_words`: a part of a text that is a
+    token becomes that, whether or not merges lead to it."""
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges), fuse_unk=False, byte_fallback=False))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=list(merges), fuse_unk=False, byte_fallback=False, ignore_merges=whole_words)
+    )
     if pre == QWEN2:  # the others take texts as they are
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

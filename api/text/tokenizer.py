@@ -16,6 +16,7 @@ from api.text.bytelevel import PATTERNS, QWEN2, byte_level_tokenizer, byte_of_ch
 from api.text.control import Rendered, guarding_characters, hide
 from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
 from api.text.template import ChatTemplate
+from api.text.tiktoken import tiktoken_tokenizer
 from engine.errors import ModelFileError, UserError, shown
 from engine.files.gguf.file import find_gguf, open_gguf
 from engine.files.json_file import read_json
@@ -224,7 +225,7 @@ def _load(folder: Path, weights: Path, chat_template: Path | None) -> Tokenizer:
         source = str(weights)
     if backend is None:
         raise UserError(
-            f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt, or GGUF metadata); "
+            f"{folder}: no tokenizer (tokenizer.json, tiktoken.model, vocab.json and merges.txt, or GGUF metadata); "
             "--skip-tokenizer serves prompts of token ids",
             "model",
         )
@@ -277,6 +278,9 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
             backend = tokenizers.Tokenizer.from_str(read_text(path))
         _add_missing(backend, config, path)
         return backend
+    if (path := folder / "tiktoken.model").is_file():
+        with _faults_of(path):
+            return tiktoken_tokenizer(path, config)
     vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
     if not (vocab_path.is_file() and merges_path.is_file()):
         return None
