@@ -48,6 +48,7 @@ def test_every_endpoint_keeps_to_the_document(server: Running, schema: Any) -> N
             @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(operation.as_strategy(generation_mode=mode))
             def check(case: Any) -> None:
+                _keep_sound(case)
                 response = case.call(base_url=server.url, timeout=PATIENCE_S)
                 case.validate_response(response, checks=CHECKS)
 
@@ -63,6 +64,12 @@ GENERATING = (
 _AT_LEAST = 0.8
 
 
+def _keep_sound(case: Any) -> None:
+    """Ask no adapter that is one of the fake's own ways to fail: hypothesis takes names out of the sources."""
+    if isinstance(case.body, dict) and isinstance(name := case.body.get("model"), str) and name in BROKEN:
+        case.body["model"] = "tiny"
+
+
 @pytest.mark.parametrize("path", GENERATING)
 def test_what_the_document_describes_is_answered(server: Running, schema: Any, path: str) -> None:
     """Most bodies that are made from it: some fields exclude each other, which a schema does not say."""
@@ -73,8 +80,7 @@ def test_what_the_document_describes_is_answered(server: Running, schema: Any, p
     @given(schema[path]["POST"].as_strategy(generation_mode=GenerationMode.POSITIVE))
     def check(case: Any) -> None:
         nonlocal refused
-        if isinstance(case.body, dict) and case.body.get("model") in BROKEN:
-            case.body["model"] = "tiny"  # the fake's own ways to fail
+        _keep_sound(case)
         response = case.call(base_url=server.url, timeout=PATIENCE_S)
         case.validate_response(response, checks=CHECKS)
         statuses.append(response.status_code)
