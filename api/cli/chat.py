@@ -21,7 +21,10 @@ from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
 from api.http.metrics import Metrics
 from api.prepare.prompts import tokenizer_of
+from api.text.calls.style import CallStyle
+from api.text.channels import reader_of
 from api.text.output import Output
+from api.text.segments import Layout
 from api.text.tokenizer import Tokenizer
 from engine import messages as m
 from engine.config import EngineConfig
@@ -93,6 +96,9 @@ class Talk:
             raise self.client.unavailable()
         head = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*head, *self.messages, {"role": "user", "content": text}]
+        template = self.tokenizer.template
+        layout = Layout(channels=template is not None and CallStyle.of(template).form.channels)
+        segments = reader_of(layout) if layout else None
         rendered = self.tokenizer.render(messages, trust_control_tokens=self.trust_control_tokens, variables={})
         prompt = self.tokenizer.encode_rendered(rendered)
         room = ready.max_model_len - len(prompt)
@@ -107,7 +113,7 @@ class Talk:
             sampling=sampling_params(body, self.defaults, limit, 0),
             adapter=self.adapter,
         )
-        output = Output(self.tokenizer.detokenizer(skip_special_tokens=True))
+        output = Output(self.tokenizer.detokenizer(skip_special_tokens=True, shown=layout.markers), segments=segments)
         request = self.client.submit(message, answers.inbox)
         answers.add(Choice(request, output, Meter(self.metrics), prompt_tokens=len(prompt)))
         return answers

@@ -33,8 +33,9 @@ from api.tenants.keys import Keys
 from api.tenants.limits import Limits, Ticket
 from api.tenants.record import Tenant
 from api.tenants.usage import UsageLog
+from api.text.channels import reader_of
 from api.text.output import Output
-from api.text.segments import Layout, Segments
+from api.text.segments import Layout
 from api.text.stops import StopStrings
 from api.text.tokenizer import Tokenizer
 from api.tracing import Tracing
@@ -261,7 +262,7 @@ class Service:
     def _output(
         self, body: ChatOptions | CompletionOptions, stops: StopStrings | None, layout: Layout | None
     ) -> Output:
-        detokenizer, segments = None, Segments(layout) if layout else None
+        detokenizer, segments = None, reader_of(layout) if layout else None
         if self.tokenizer is not None:
             shown = layout.markers if layout else ()
             detokenizer = self.tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens, shown=shown)

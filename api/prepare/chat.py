@@ -12,9 +12,10 @@ from api.bodies.generation import ChatRequest
 from api.bodies.parsing import Notes
 from api.errors import bad_request
 from api.text.calls.definitions import ToolUse, parameters_of
-from api.text.calls.formats import HERMES, ToolFormat, format_named, format_of
+from api.text.calls.formats import ToolFormat
 from api.text.calls.grammars import grammar_of
-from api.text.calls.plain import with_tools, without_calls
+from api.text.calls.harmony import grammar_in_channels
+from api.text.calls.style import CallStyle
 from api.text.control import Rendered
 from api.text.messages import normalise
 from api.text.segments import END_THINK, THINK, Layout
@@ -26,7 +27,7 @@ from scheduler.request import ThinkingBudget
 _SET = {"messages", "tools", "add_generation_prompt"}  # variables that requests have fields for
 _SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 _CLOSING = f"\n{END_THINK}\n\n"
-_HARMONY = ("<|channel|>", "<|message|>")
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # that harmony lacks: the nearest
 _MAX_KWARGS = 1024  # values in chat_template_kwargs, nested ones counted
 _MAX_DEPTH = 16
 
@@ -43,18 +44,20 @@ class Chat:
 
 @dataclass(frozen=True)
 class _Template:
-    """A chat template and what its text says: the `form` of calls, whether it takes tools, whether answers reason."""
+    """A chat template, how it has calls, and whether answers reason."""
 
     template: ChatTemplate
-    form: ToolFormat
-    takes_tools: bool
+    calls: CallStyle
     thinks: bool
 
     @classmethod
     def of(cls, template: ChatTemplate, tool_format: str, reasoning_format: str) -> _Template:
-        known = format_of(template.source) if tool_format == "auto" else format_named(tool_format)
         thinks = THINK in template.source if reasoning_format == "auto" else reasoning_format == "think"
-        return cls(template, known or HERMES, "tools" in template.variables and known is not None, thinks)
+        return cls(template, CallStyle.of(template, tool_format), thinks)
+
+    @property
+    def form(self) -> ToolFormat:
+        return self.calls.form
 
     @property
     def variables(self) -> frozenset[str]:
@@ -75,7 +78,6 @@ class Chats:
         reasoning_format: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
-        self._harmony = all(sign in template.source for sign in _HARMONY)
         self._trust = trust_control_tokens
         self._plain = _Template.of(template, tool_format, reasoning_format)
         others = tokenizer.tool_template
@@ -86,12 +88,6 @@ class Chats:
 
     def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes) -> Chat:
         """`answer`: what the body asks its output to be. Raises ApiError or TemplateError."""
-        if self._harmony:
-            message = (
-                "this model's template writes answers in channels (harmony), which cannot be read; /v1/completions "
-                "serves it, or --chat-template another one"
-            )
-            raise bad_request(message, "messages", "unsupported_field")
         generate = body.add_generation_prompt and not body.continue_final_message
         rendered = self.rendered(
             body.messages,
@@ -103,18 +99,20 @@ class Chats:
         )
         style = self._template(body.use)
         layout = Layout(
-            thinks=style.thinks,
-            thinking=style.thinks and rendered.text.rstrip().endswith(THINK),
+            thinks=style.thinks and not style.form.channels,
+            thinking=style.thinks and not style.form.channels and rendered.text.rstrip().endswith(THINK),
             show_reasoning=body.include_reasoning,
             tools=None if body.use is None else style.form,
             parameters=parameters_of(body.use.tools) if body.use is not None and style.form.tags is not None else {},
             max_calls=1 if body.use is not None and body.use.one else None,
+            channels=style.form.channels,
+            begun=style.form.channels and body.continue_final_message,
         )
 
         def grammar_of_tools(use: ToolUse | None) -> GrammarSpec | None:
             return self._grammar(body, use, layout, answer, rendered)
 
-        if body.use is not None and not body.use.must and style.form.closes is None:
+        if body.use is not None and not body.use.must and style.form.closes is None and not style.form.channels:
             for name in (tool.name for tool in body.use.tools if tool.free and tool.held is not None):
                 notes.remark("tools", f"{name} is not held to its grammar: calls of this model have no closing marker")
         constrained = body.thinking_token_budget is not None and grammar_of_tools(body.use) is not None
@@ -133,16 +131,11 @@ class Chats:
         _check_variables(variables)
         style = self._template(use)
         notes.unused += [f"chat_template_kwargs.{name}" for name in sorted(set(variables) - style.variables)]
-        written = normalise(messages, notes)
-        if not style.takes_tools:
-            written = without_calls(written)
-            if use is not None:
-                written = with_tools(written, use.tools)
-        elif use is not None:
-            variables = {**variables, "tools": [tool.definition for tool in use.tools]}
-        return self._tokenizer.render(
-            written, trust_control_tokens=self._trust, variables=variables, template=style.template, **how
-        )
+        definitions = style.calls.definitions(() if use is None else use.tools)
+        given = (style.calls.history(normalise(messages, notes)), variables, definitions)
+        (written, variables, definitions), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
+        written, offered = style.calls.offered(written, definitions)
+        return Rendered(style.template.render(written, variables={**variables, **offered}, **how), stand_ins)
 
     def _with_reasoning(self, body: ChatRequest, notes: Notes) -> dict[str, Any]:
         """The template's variables: those of the request, and what its fields about reasoning mean here."""
@@ -153,7 +146,11 @@ class Chats:
         if body.reasoning_effort is not None:
             switched = body.reasoning_effort != "none"
             if "reasoning_effort" in known:
-                variables.setdefault("reasoning_effort", body.reasoning_effort)
+                effort: str = body.reasoning_effort
+                if self._template(body.use).form.channels and (nearest := _EFFORTS.get(effort)) is not None:
+                    notes.remark("reasoning_effort", f"this model knows low, medium and high: {effort} is {nearest}")
+                    effort = nearest
+                variables.setdefault("reasoning_effort", effort)
             elif not _switch(variables, known, thinking=switched):
                 notes.unused.append("reasoning_effort")
         return variables
@@ -162,7 +159,15 @@ class Chats:
         self, body: ChatRequest, use: ToolUse | None, layout: Layout, answer: GrammarSpec | None, rendered: Rendered
     ) -> GrammarSpec | None:
         """Of calls and answer; behind reasoning, if that is open or may come first and can be told by its tokens."""
-        spec = answer if use is None else grammar_of(use, self._template(use).form, answer)
+        token_of = self._tokenizer.added_token
+        if layout.channels:
+            if not layout.begun:
+                return grammar_in_channels(use, answer, token_of)
+            if use is not None and use.must:
+                message = "continue_final_message: a text that has begun cannot become a call; send tool_choice 'auto'"
+                raise bad_request(message, "continue_final_message")
+            return answer
+        spec = answer if use is None else grammar_of(use, self._template(use).form, answer, token_of)
         if spec is None or not (layout.thinking or self._may_think(body, rendered)):
             return spec
         begin, end = self._token(THINK), self._token(END_THINK)
@@ -183,6 +188,9 @@ class Chats:
     def _budget(self, body: ChatRequest, layout: Layout, notes: Notes, *, constrained: bool) -> ThinkingBudget | None:
         if body.thinking_token_budget is None:
             return None
+        if layout.channels:
+            message = "thinking_token_budget does not go with answers in channels: send reasoning_effort"
+            raise bad_request(message, "thinking_token_budget", "unsupported_field")
         if not layout.thinks:
             notes.unused.append("thinking_token_budget")
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from api.text.channels import Channels
 from api.text.deltas import Delta, Text, joined
 from api.text.detokenize import Detokenizer
 from api.text.segments import Segments
@@ -20,7 +21,7 @@ class Output:
         detokenizer: Detokenizer | None,
         stops: StopStrings | None = None,
         min_tokens: int = 0,
-        segments: Segments | None = None,
+        segments: Segments | Channels | None = None,
         *,
         include_stop: bool = False,
     ) -> None:

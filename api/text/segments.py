@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from api.text.calls.formats import ToolFormat
+from api.text.calls.formats import HARMONY_MARKERS, ToolFormat
 from api.text.calls.reader import CallReader
 from api.text.deltas import Delta, Reasoning, Text
 
@@ -21,7 +21,8 @@ _MOST_SPACE = 64  # characters of white space that are held back
 @dataclass(frozen=True)
 class Layout:
     """What to look for. `thinks`: reasoning may come first; `thinking`: it has begun in the prompt. `show_reasoning`
-    False: it is left out. `tools`: the form of calls, None for none; `max_calls`: the answer ends after that many."""
+    False: it is left out. `tools`: the form of calls, None for none; `max_calls`: the answer ends after that many.
+    `channels`: the answer is in harmony's; `begun`: a final text has begun in the prompt."""
 
     thinks: bool = False
     thinking: bool = False
@@ -29,15 +30,19 @@ class Layout:
     tools: ToolFormat | None = None
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
     max_calls: int | None = None
+    channels: bool = False
+    begun: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Control tokens among them are looked for too."""
+        if self.channels:
+            return HARMONY_MARKERS
         tools = () if self.tools is None else self.tools.markers
         return (*((THINK, END_THINK) if self.thinks else ()), *tools)
 
     def __bool__(self) -> bool:
-        return self.thinks or self.tools is not None
+        return self.thinks or self.channels or self.tools is not None
 
 
 class Segments:

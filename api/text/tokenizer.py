@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from api.text.bytelevel import PATTERNS, QWEN2, byte_level_tokenizer, byte_of_ch
 from api.text.control import Rendered, guarding_characters, hide
 from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
 from api.text.template import ChatTemplate
+from api.text.tiktoken import tiktoken_tokenizer
 from engine.errors import ModelFileError, UserError, shown
 from engine.files.gguf.file import find_gguf, open_gguf
 from engine.files.json_file import read_json
@@ -22,6 +24,7 @@ from engine.files.regular import read_text
 from engine.messages import SetVocabulary
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_CONTROL_TEXT = re.compile(r"<[|｜][^<>]+[|｜]>")
 _NFC_SHRINKS = 3  # bytes of text for one of its normal form, at most
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -44,6 +47,7 @@ class Tokenizer:
         self.tool_template = tool_template
         self.source = source
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = {i for i, token in added.items() if token.special}
         self._control = {i: added[i].content for i in self._special if added[i].content}
         self._normalised_control = any(added[i].normalized for i in self._special)
@@ -100,6 +104,11 @@ class Tokenizer:
     def control_tokens(self) -> Mapping[int, str]:
         """Ids and texts of the tokens that no client's text becomes."""
         return self._control
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the added token that `text`, all of it, becomes."""
+        token = self._backend.token_to_id(text)
+        return token if token in self._added else None
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:
         """Token ids of a template's text: control tokens where the template wrote them, text elsewhere."""
@@ -216,14 +225,28 @@ def _load(folder: Path, weights: Path, chat_template: Path | None) -> Tokenizer:
         source = str(weights)
     if backend is None:
         raise UserError(
-            f"{folder}: no tokenizer (tokenizer.json, or vocab.json and merges.txt, or GGUF metadata); "
+            f"{folder}: no tokenizer (tokenizer.json, tiktoken.model, vocab.json and merges.txt, or GGUF metadata); "
             "--skip-tokenizer serves prompts of token ids",
             "model",
         )
+    _mark_control_tokens(backend)
     backend.encode("one text, whatever it is")  # parts that do not fit each other are found only here
     template, with_tools = _template_sources(folder, config, metadata, chat_template)
     of_tools = ChatTemplate(with_tools, special) if with_tools else None
     return Tokenizer(backend, ChatTemplate(template, special) if template else None, source, of_tools)
+
+
+def _mark_control_tokens(backend: tokenizers.Tokenizer) -> None:
+    """Added tokens that look like control tokens are such, also where a vendor's file does not say so: DeepSeek's has
+    `<｜User｜>` for a word, which any client's text could hold."""
+    backend.add_special_tokens(
+        [
+            AddedToken(token.content, special=True, normalized=token.normalized, lstrip=token.lstrip,
+                       rstrip=token.rstrip, single_word=token.single_word)
+            for token in backend.get_added_tokens_decoder().values()
+            if not token.special and _CONTROL_TEXT.fullmatch(token.content)
+        ]
+    )  # fmt: skip
 
 
 @contextmanager
@@ -255,6 +278,9 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
             backend = tokenizers.Tokenizer.from_str(read_text(path))
         _add_missing(backend, config, path)
         return backend
+    if (path := folder / "tiktoken.model").is_file():
+        with _faults_of(path):
+            return tiktoken_tokenizer(path, config)
     vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
     if not (vocab_path.is_file() and merges_path.is_file()):
         return None

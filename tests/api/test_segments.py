@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.text.calls.formats import FORMATS, HERMES, ToolFormat, format_named
+from api.text.calls.marked_call import DEEPSEEK_MARKS
+from api.text.channels import Channels, reader_of
 from api.text.deltas import Delta, Reasoning, Text, ToolArguments, ToolStart, joined, text_of
 from api.text.segments import Layout, Segments
 from testing.waiting import PATIENCE_S
@@ -24,11 +26,25 @@ FRAGMENTS = [
     *("{", "}", "[", "]", '"', "\\", ",", ";", "\n", " ", " " * 40, "\n" * 40, "text", "é👋"),
     *("<arg_key>", "a</arg_key>", "<arg_value>", "</arg_value>", "<tool_call>f\n<arg_key>a</arg_key>", "<arg_"),
     *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', 'f">', '<parameter name="a">', "</invoke>"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+    ),
+    *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n", "```json", "```", "f<｜tool▁sep｜>{", "<｜tool▁"),
+    *("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:", "0<|tool_call_argument_begin|>", "functions."),
+    *("<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call"),
+    *("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", "<|start|>assistant", "<|call|>"),
+    *("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", " to=functions.f<|channel|>", "<|message|>"),
+    *("<|channel|>commentary<|message|>", "<|start|>", "<|return|>", "<|cha", "assistant", "<|"),
     *("<function=", "f>", "<parameter=a>", "</parameter>", "</function>", "<function=f>", "<para", "x" * 300, "1"),
 ]
 LAYOUTS = st.builds(
     lambda thinking, tools, most: Layout(thinks=thinking is not None, thinking=bool(thinking), tools=tools,
-                                          parameters={"f": {"a": {"type": "integer"}}}, max_calls=most),
+                                          parameters={"f": {"a": {"type": "integer"}}}, max_calls=most,
+                                          channels=tools is not None and tools.channels),
     st.sampled_from([None, False, True]),
     st.sampled_from([None, *FORMATS]),
     st.sampled_from([None, 1, 2]),
@@ -38,7 +54,8 @@ TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max
 
 def read(layout: Layout, parts: list[str]) -> list[Delta]:
     ids = map(str, itertools.count())
-    segments = Segments(layout, new_id=lambda: next(ids))
+    kind = Channels if layout.channels else Segments
+    segments = kind(layout, new_id=lambda: next(ids))
     deltas = [delta for part in parts for delta in segments.push(part)]
     return joined([*deltas, *segments.finish()])
 
@@ -92,6 +109,8 @@ _PLAIN = st.text("abc é\n", max_size=20).map(str.strip)
 
 def written(tools: ToolFormat, calls: list[tuple[str, dict[str, Any]]], indent: int | None) -> str:
     objects = [json.dumps({"name": name, "arguments": arguments}, indent=indent) for name, arguments in calls]
+    texts = [(name, json.dumps(arguments, indent=indent)) for name, arguments in calls]
+    marks = tools.marks or DEEPSEEK_MARKS
     match tools.name:
         case "hermes":
             return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
@@ -99,11 +118,25 @@ def written(tools: ToolFormat, calls: list[tuple[str, dict[str, Any]]], indent: 
             return f"[TOOL_CALLS][{', '.join(objects)}]"
         case "llama3":
             return "; ".join(one.replace('"arguments"', '"parameters"', 1) for one in objects)
-    raise AssertionError(tools.name)
+        case "deepseek_v3":
+            parts = [f"{marks.begin}function{marks.separator}{n}\n```json\n{a}\n```{marks.end}" for n, a in texts]
+        case "deepseek_v31":
+            parts = [f"{marks.begin}{n}{marks.separator}{a}{marks.end}" for n, a in texts]
+        case "kimi_k2":
+            parts = [f"{marks.begin}functions.{n}:7{marks.separator}{a}{marks.end}" for n, a in texts]
+        case _:
+            raise AssertionError(tools.name)
+    return f"{tools.opens}{marks.between.join(parts)}{tools.closes}"
 
 
 @settings(max_examples=150, deadline=None)
-@given(_CALLS, _PLAIN, _PLAIN, st.sampled_from(["hermes", "mistral", "llama3"]), st.sampled_from([None, 2]))
+@given(
+    _CALLS,
+    _PLAIN,
+    _PLAIN,
+    st.sampled_from([form.name for form in FORMATS if form.tags is None and not form.channels]),
+    st.sampled_from([None, 2]),
+)
 def test_what_templates_write_is_read_back(
     calls: list[tuple[str, dict[str, Any]]], reasoning: str, content: str, name: str, indent: int | None
 ) -> None:
@@ -182,12 +215,29 @@ def test_what_is_no_call_is_text(text: str) -> None:
     assert text_of(deltas) == f"so: {text}".replace(": <tool_call>", ":<tool_call>") and len(deltas) == 1
 
 
-def test_arguments_are_streamed_as_they_come() -> None:
-    segments = Segments(Layout(tools=HERMES), new_id=lambda: "id")
-    text = '<tool_call>\n{"name": "f", "arguments": {"city": "Ber'
+@pytest.mark.parametrize(
+    ("form", "before", "after"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "\n```"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>", ""),
+    ],
+)
+def test_arguments_are_streamed_as_they_come(form: str, before: str, after: str) -> None:
+    segments = Segments(Layout(tools=format_named(form)), new_id=lambda: "id")
+    text = before + '{"city": "Ber'
     assert joined(segments.push(text)) == [ToolStart(0, "id", "f"), ToolArguments(0, '{"city": "Ber')]
     assert joined(segments.push('lin"}')) == [ToolArguments(0, 'lin"}')]
-    assert joined([*segments.push("}\n</tool_call>"), *segments.finish()]) == []
+    assert joined([*segments.push(after), *segments.finish()]) == []
+
+
+def test_ids_of_calls_are_the_models_own_where_its_template_writes_no_name_but_them() -> None:
+    call = "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
+    starts = [delta for delta in read(Layout(tools=format_named("kimi_k2")), [text]) if isinstance(delta, ToolStart)]
+    assert [start.name for start in starts] == ["f", "f"]
+    assert starts[0].id == "functions.f:3" != starts[1].id  # no two results of one answer have the same
 
 
 def test_a_call_that_breaks_off_in_a_string_ends_at_its_marker() -> None:
@@ -209,7 +259,7 @@ def test_no_text_takes_long(piece: str) -> None:
     for tools in FORMATS:
         tags = f"{tools.opens}f<arg_key>a</arg_key><arg_value>", f'{tools.opens}<invoke name="f"><parameter name="a">'
         for opened in ("", tools.opens, f"{tools.opens}<function=f><parameter=a>", *tags):
-            segments = Segments(Layout(thinks=True, tools=tools))
+            segments = reader_of(Layout(thinks=True, tools=tools, channels=tools.channels))
             segments.push(opened)
             for _ in range(10_000):
                 segments.push(piece)

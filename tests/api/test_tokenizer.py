@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from api.text.bytelevel import byte_of_char
+from api.text.bytelevel import PATTERNS, byte_of_char
 from api.text.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UserError
 from tests.api.conftest import MERGES, SPECIAL, TEMPLATE, tiny_tokenizer
@@ -262,6 +264,9 @@ SPLIT = {
     "glm4": [*START, "123", "45", *END],
     "gpt-4o": ["I'LL", " we've", " ", "123", "45", " a", "BCDe", " //\n", "x"],
 }
+SPLIT["deepseek-llm"] = ["I", "'", "LL", " we", "'", "ve", " ", *"12345", " aBCDe", " //", "\n", "x"]
+SPLIT["deepseek-v3"] = SPLIT["glm4"]
+SPLIT["kimi-k2"] = [*SPLIT["gpt-4o"]]
 SPLIT |= {"chatglm-bpe": SPLIT["glm4"], "minimax-m2": SPLIT["gpt-4o"]}
 
 
@@ -271,3 +276,49 @@ def test_texts_are_split_as_the_pre_tokenizer_says(tmp_path: Path, pre: str) -> 
     parts = made._backend.pre_tokenizer.pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in parts] == SPLIT[pre]
     assert made.decode(made.encode("naïve 日本", add_special_tokens=False), skip_special_tokens=True) == "naïve 日本"
+
+
+_SAMPLES = [
+    *("I'LL", "'s", " ", "  ", "\n", "\r\n", "\t", "12345", "\u0660", "aBCDe", "\u1f64\u03a9", "漢字", "ひら", "カナ"),
+    *("한", "//", ".a", "é", "e\u0301", "\u01c5", "！", "『", "\u2019t", "👋", "_x", "//\n", "\u3000", "ﬁ", "中A", "ա"),
+]
+_OLD = st.characters(max_codepoint=0x17E)  # of one category in every version of Unicode
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(PATTERNS)), st.lists(st.sampled_from(_SAMPLES) | st.text(_OLD, max_size=2), max_size=12))
+def test_patterns_mean_what_another_engine_takes_them_for(pre: str, parts: list[str]) -> None:
+    """Sets of characters above all, which engines write in different ways."""
+    text, regex = "".join(parts), pytest.importorskip("regex")
+    made = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in PATTERNS[pre]])
+    pieces = [text] if text else []
+    for pattern in PATTERNS[pre]:
+        pattern = re.sub(r"\\x\{([0-9a-f]+)\}", lambda found: f"\\U{int(found[1], 16):08x}", pattern)
+        split = regex.compile(f"({pattern})", regex.V1)
+        pieces = [piece for each in pieces for piece in _isolated(split, each)]
+    assert [piece for piece, _ in made.pre_tokenize_str(text)] == pieces
+
+
+def _isolated(split: Any, text: str) -> list[str]:
+    pieces, at = [], 0
+    for found in split.finditer(text):
+        pieces += [text[at : found.start()], found[0]]
+        at = found.end()
+    return [piece for piece in (*pieces, text[at:]) if piece]
+
+
+@pytest.mark.parametrize("text", ["<｜User｜>", "<|tool_calls_section_begin|>", "<think>"])
+def test_what_looks_like_a_control_token_is_one(tmp_path: Path, text: str) -> None:
+    """Whatever the file says: else a client's text could hold a turn of its own."""
+    backend = tiny_tokenizer()
+    backend.add_tokens([AddedToken(text, special=False, normalized=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}" + text}))
+    made = load_tokenizer(tmp_path)
+    token = made.added_token(text)
+    assert token is not None
+    rendered = made.render([{"role": "user", "content": f"a{text}"}], trust_control_tokens=False, variables={})
+    ids = made.encode_rendered(rendered)
+    assert ids.count(token) == (2 if text == "<think>" else 1) and ids[-1] == token
+    assert made.decode(ids, skip_special_tokens=False) == f"a{text}{text}"
+    assert made.encode(text, add_special_tokens=False) == [token]

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.text.calls.formats import format_of
-from api.text.calls.plain import with_tools, without_calls
+from api.text.calls.style import CallStyle
 from api.text.control import Rendered
 from api.text.template import ChatTemplate, TemplateError
 from api.text.tokenizer import Tokenizer
@@ -92,20 +91,13 @@ class Renderer:
         self, messages: Sequence[Message], sample: Conversation | Preference, template: ChatTemplate
     ) -> tuple[list[list[Message]], dict[str, Any], dict[str, str]]:
         """What the template is given for the first 0, 1, ... messages, without control tokens in their strings."""
-        variables: dict[str, Any] = dict(self._variables)
-        counts = range(len(messages) + 1)
-        if "tools" in template.variables and format_of(template.source) is not None:
-            if sample.tools:
-                variables["tools"] = [tool.definition for tool in sample.tools]
-            given: Any = (list(messages), variables)
-            (guarded, variables), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
-            return [guarded[:count] for count in counts], variables, stand_ins
-        prefixes = [without_calls(messages[:count]) for count in counts]
-        if sample.tools:
-            prefixes = [with_tools(prefix, sample.tools) for prefix in prefixes]
-        given = (prefixes, variables)
-        (prefixes, variables), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
-        return prefixes, variables, stand_ins
+        calls = CallStyle.of(template)
+        prefixes = [calls.history(messages[:count]) for count in range(len(messages) + 1)]
+        given = (prefixes, dict(self._variables), calls.definitions(sample.tools or ()))
+        guarded, stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
+        prefixes, variables, definitions = guarded
+        offered = [calls.offered(prefix, definitions) for prefix in prefixes]
+        return [prefix for prefix, _ in offered], {**variables, **offered[-1][1]}, stand_ins
 
 
 def _ended(ids: list[int], learnt: list[bool]) -> Tokens:

@@ -14,7 +14,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("type", "id", "description")  # what may stand before the name
 
 
-class _Value:
+class JsonValue:
     """Finds the end of one JSON value. It does not check what is inside."""
 
     def __init__(self, first: str) -> None:
@@ -57,7 +57,7 @@ class JsonCalls(CallReader):
         super().__init__(first, new_id, limit)
         self._enclosed = enclosed
         self._place = "between"  # objects, or in one: at a key, its colon, a value; or what is left is ignored
-        self._value: _Value | None = None
+        self._value: JsonValue | None = None
         self._text: list[str] = []  # of the value
         self._key: str | None = None
         self._begin()
@@ -132,7 +132,7 @@ class JsonCalls(CallReader):
             case _, _ if char in _SPACE:
                 pass
             case ("key", '"') | ("value", _):
-                self._value, self._text = _Value(char), [char]
+                self._value, self._text = JsonValue(char), [char]
             case "key", "}":
                 self._end_of_object(char, deltas)
             case "key", ",":

@@ -1,4 +1,5 @@
-"""Tools for a chat template that knows none: definitions, calls and their results as text in Hermes' form."""
+"""Tools for a chat template that lists none: definitions in the form that the template writes calls in, or else these,
+calls and their results as text in Hermes' form."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from api.text.calls.definitions import Tool
+from api.text.calls.formats import HERMES, ToolFormat
 
 _HEAD = """\
 You may call functions to answer. Their signatures, one JSON object a line:
@@ -16,14 +17,35 @@ You may call functions to answer. Their signatures, one JSON object a line:
 
 To call one, write a JSON object with its name and arguments within <tool_call> tags:
 <tool_call>
-{{"name": <name of the function>, "arguments": <object of arguments>}}
+{"name": <name of the function>, "arguments": <object of arguments>}
 </tool_call>"""
+_MARKED_HEAD = """\
+## Tools
+You may call these functions, one JSON object a line:
+{tools}
+
+To call one or several, end your answer with exactly this form, NAME being a function's name and ARGUMENTS a JSON object
+of its parameters:
+{form}"""
 
 
-def with_tools(messages: Sequence[dict[str, Any]], tools: Iterable[Tool]) -> list[dict[str, Any]]:
+def _head(form: ToolFormat) -> str:
+    """`{tools}` stands for the definitions."""
+    marks = form.marks
+    if marks is None:
+        return _HEAD
+    before, after = (f"\n{marks.fence[0]}\n", f"\n{marks.fence[1]}") if marks.kind else ("", "")
+    name = f"{marks.kind}{marks.separator}NAME{before}" if marks.kind else f"NAME{marks.separator}"
+    call = f"{marks.begin}{name}ARGUMENTS{after}{marks.end}"
+    return _MARKED_HEAD.replace("{form}", f"{form.opens}{call}{form.closes}")
+
+
+def with_tools(
+    messages: Sequence[dict[str, Any]], definitions: Iterable[dict[str, Any]], form: ToolFormat = HERMES
+) -> list[dict[str, Any]]:
     """The messages with the tools in the first system message, which is made if there is none."""
-    lines = "\n".join(json.dumps(tool.definition, ensure_ascii=False) for tool in tools)
-    head = _HEAD.format(tools=lines)
+    lines = "\n".join(json.dumps(definition, ensure_ascii=False) for definition in definitions)
+    head = _head(form).replace("{tools}", lines, 1)
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{head}".lstrip()}
         return [first, *messages[1:]]

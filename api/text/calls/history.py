@@ -1,0 +1,112 @@
+"""Messages of a chat as the templates of a form of calls expect them, where that is not as OpenAI's servers have them.
+
+Each takes messages as `api.text.messages.normalise` makes them: arguments of calls are objects, no content is "".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from api.text.calls.marked_call import NUMBERED_ID
+
+Message = dict[str, Any]
+
+
+def in_order(messages: Sequence[Message]) -> list[Message]:
+    """Results in the order of their calls: most templates write no ids, and models tell results by their order."""
+    made: list[Message] = []
+    place: dict[str, int] = {}
+    first = 0  # of the results that stand together
+    for message in messages:
+        if message["role"] != "tool":
+            calls = message.get("tool_calls", ())
+            place = {call["id"]: i for i, call in enumerate(calls) if "id" in call}
+            made.append(message)
+            first = len(made)
+            continue
+        made.append(message)
+        if all(result.get("tool_call_id") in place for result in made[first:]):
+            made[first:] = sorted(made[first:], key=lambda result: place[result["tool_call_id"]])
+    return made
+
+
+def as_sent(messages: Sequence[Message]) -> list[Message]:
+    """Arguments as their JSON text, and null for no content beside calls: DeepSeek's templates join these texts."""
+    return [
+        {**message, "content": message["content"] or None, "tool_calls": [*map(_with_text, message["tool_calls"])]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def numbered(messages: Sequence[Message]) -> list[Message]:
+    """Calls have ids `functions.NAME:NUMBER`, counted through the chat: Kimi's templates write no name but that."""
+    made: list[Message] = []
+    count, known = 0, dict[str, str]()  # ids by those that the client has sent
+    for message in messages:
+        new = dict(message)
+        if calls := message.get("tool_calls"):
+            new["tool_calls"] = []
+            for call in calls:
+                sent = call.get("id", "")
+                call_id = sent if NUMBERED_ID.fullmatch(sent) else f"functions.{call['function']['name']}:{count}"
+                known[sent] = call_id
+                new["tool_calls"].append({**call, "id": call_id})
+                count += 1
+        if message["role"] == "tool":
+            sent = message.get("tool_call_id", "")
+            new["tool_call_id"] = known.get(sent, sent)
+        made.append(new)
+    return made
+
+
+def in_channels(messages: Sequence[Message]) -> list[Message]:
+    """One call a message, its result behind it; reasoning as `thinking`, and what was said beside a call joined to it;
+    one system message, the first: harmony's template shows no more of a message or of other system messages."""
+    system = [message["content"] for message in messages if message["role"] == "system" and message["content"]]
+    made: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    turns = [message for message in messages if message["role"] != "system"]
+    at = 0
+    while at < len(turns):
+        message = {key: value for key, value in turns[at].items() if key != "reasoning_content"}
+        thinking = turns[at].get("reasoning_content")
+        at += 1
+        calls = message.get("tool_calls")
+        if not calls:
+            made.append({**message, **({"thinking": thinking} if thinking else {})})
+            continue
+        end = next((i for i in range(at, len(turns)) if turns[i]["role"] != "tool"), len(turns))
+        said = "\n\n".join(filter(None, [thinking, message["content"]]))
+        made += _one_by_one({**message, "content": ""}, said, turns[at:end])
+        at = end
+    return made
+
+
+def _one_by_one(message: Message, thinking: str, results: Iterable[Message]) -> list[Message]:
+    """A message for each call, its results behind it; those that name no call stand behind the last one."""
+    made: list[Message] = []
+    left, last = list(results), len(message["tool_calls"]) - 1
+    for i, call in enumerate(message["tool_calls"]):
+        made.append({**message, "tool_calls": [call], **({"thinking": thinking} if thinking and not i else {})})
+        own = [each for each in left if each.get("tool_call_id") == call["id"]] if "id" in call else left[:1]
+        own = left if i == last else own
+        made += own
+        left = [each for each in left if each not in own]
+    return made
+
+
+HISTORIES: dict[str, Callable[[Sequence[Message]], list[Message]]] = {
+    "plain": list,
+    "as_sent": as_sent,
+    "numbered": numbered,
+    "in_channels": in_channels,
+}
