@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--quick", action="store_true")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--share")
+    commands.add_parser("families").add_argument("paths", nargs="*")
     for name in ("serve", "plan", "check", "inspect", "convert"):
         command = commands.add_parser(name)
         command.add_argument("--config-json", required=name not in ("inspect", "convert"), default="{}")
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "rank":
         _rank(args.orders, args.slots)
+    if args.command == "families":
+        return _families(args.paths)
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
     return exit_status(lambda: _run(args, config))
 
@@ -93,6 +96,20 @@ def _rank(orders: int, slots: int) -> NoReturn:
     from engine.launch.follower import serve
 
     serve(Connection(orders), socket.socket(fileno=slots))
+
+
+def _families(paths: list[str]) -> int:
+    """Print as JSON for each model: its family or null, and why no family serves it."""
+    from engine.weights.open import open_model
+
+    found: list[tuple[str | None, str]] = []
+    for path in paths:
+        try:
+            found.append((open_model(path).config.architecture, ""))
+        except UserError as error:
+            found.append((None, str(error)))
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+    return 0
 
 
 def _plan(config: EngineConfig) -> int:

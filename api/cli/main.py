@@ -7,11 +7,14 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 from rich.console import Console
 
+from api.cli.hub import add_commands, fetched, headers_only, names_hub
 from api.cli.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
 from api.cli.train import ordered
 from api.config import ServeConfig
@@ -27,6 +30,7 @@ examples:
   ktserve serve                                        the demo model and its two adapters
   ktserve serve ~/models/Qwen3-30B-A3B                 a Hugging Face folder
   ktserve serve ~/models/qwen3-30b-a3b-q4_k_m.gguf     a GGUF file
+  ktserve serve hf:ORG/REPO:Q4_K_M                     fetched from the Hugging Face hub (docs/hub.md)
   ktserve serve MODEL --adapters law=~/a --adapters med=~/b
   ktserve chat MODEL                                   talk to it in this terminal
   ktserve plan MODEL --max-model-len 32768             what it would need; loads nothing
@@ -128,6 +132,7 @@ def build_parser() -> Parser:
     command.add_argument("--skip-bad-rows", metavar="N", help="leave out so many rows of data that cannot be read")
     _add_admin_key(command)
     command.set_defaults(run=_train)
+    add_commands(commands)
     adapters = commands.add_parser("adapters", help="look at adapters", description="look at adapters")
     below = adapters.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     inspect = below.add_parser(
@@ -216,6 +221,7 @@ def _serve(args: argparse.Namespace, console: Console) -> int:
     from api.cli.serve import serve
 
     engine, config, notes = _settings(args)
+    engine = fetched(engine, config, console)
     return uvloop.run(serve(engine, config, notes, console))
 
 
@@ -223,6 +229,7 @@ def _chat(args: argparse.Namespace, console: Console) -> int:
     from api.cli.chat import chat
 
     engine, config, notes = _settings(args)
+    engine = fetched(engine, config, console)
     return asyncio.run(chat(engine, config, notes, console, adapter=args.adapter, system=args.system))
 
 
@@ -289,7 +296,10 @@ def _child(args: argparse.Namespace, console: Console) -> int:
     for line in notes:
         print(line, file=sys.stderr)
     more = [f"--{name}={getattr(args, name)}" for name in ("to", "out") if hasattr(args, name)]
-    return run_child(args.child, args.path, engine, config, more)
+    if args.child == "plan" and names_hub(engine):
+        with tempfile.TemporaryDirectory(prefix="ktserve-headers-") as folder:
+            return run_child("plan", None, headers_only(engine, config, Path(folder)), config, more)
+    return run_child(args.child, args.path, fetched(engine, config, console), config, more)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,13 @@ class GGUFHeader:
 
 def read_header(path: Path) -> GGUFHeader:
     """Open a file and read its header. Raises ModelFileError for anything that is not a sound GGUF file."""
-    file = ModelFile(path)
+    return header_of(ModelFile(path))
+
+
+def header_of(file: ModelFile) -> GGUFHeader:
+    """The same of an open file; its beginning is read in one piece after the other."""
     if file.size == 0:
-        raise ModelFileError(f"{path}: the file is empty", "model")
+        raise ModelFileError(f"{file.path}: the file is empty", "model")
     return _Reader(file).header()
 
 
