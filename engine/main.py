@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         if name == "convert":
             command.add_argument("--to", required=True)
             command.add_argument("--out", required=True)
+        if name == "plan":
+            command.add_argument("--form", nargs=2, action="append", default=[], metavar=("LABEL", "PATH"))
         if name == "check":
             command.add_argument("--tokens", type=int, default=64, help="length of the prompt that is run")
             command.add_argument("--tolerance", type=float, default=None)
@@ -56,7 +58,7 @@ def _run(args: argparse.Namespace, config: EngineConfig) -> int:
     if args.command == "serve":
         return _serve(config, args.address, args.heartbeat)
     if args.command == "plan":
-        return _plan(config)
+        return _plan(config, args.form)
     if args.command == "check":
         return _check(config, args.tokens, args.tolerance)
     if args.command == "convert":
@@ -112,7 +114,13 @@ def _families(paths: list[str]) -> int:
     return 0
 
 
-def _plan(config: EngineConfig) -> int:
+def _plan(config: EngineConfig, forms: list[list[str]]) -> int:
+    """The plan of `config`'s model, or a table of plans of several `forms`: label and path."""
+    if forms:
+        from engine.diagnostics.forms import forms_table
+
+        print(forms_table(config, [(label, path) for label, path in forms]))
+        return 0
     from engine.planning.plan import plan_engine
 
     plan = plan_engine(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,21 +30,49 @@ def fetched(engine: EngineConfig, serve: ServeConfig, console: Console) -> Engin
     return _resolved(engine, serve, lambda name: fetch_model(name, console), lambda name: fetch_adapter(name, console))
 
 
-def headers_only(engine: EngineConfig, serve: ServeConfig, folder: Path) -> EngineConfig:
-    """The same for a memory plan: headers alone are fetched, into `folder`. UserError."""
+def headers_only(engine: EngineConfig, serve: ServeConfig, folder: Path) -> tuple[EngineConfig, list[tuple[str, str]]]:
+    """The same for a memory plan: headers alone are fetched, into `folder`. The second: label and path of every form
+    that the model has, if it has several and none is named. UserError."""
+    if not names_hub(engine):
+        return engine, _forms_here(engine)
     from api.hub.headers import write_headers
-    from api.hub.listing import adapter_option, choose
+    from api.hub.listing import adapter_option, choose, options
     from api.hub.remote import list_remote
+
+    forms: list[tuple[str, str]] = []
 
     def model(name: HubName) -> Path:
         listing = list_remote(name)
-        return write_headers(listing, choose(listing), _new_folder(folder))
+        found = [option for option in options(listing) if not option.missing]
+        if name.quant is not None or len(found) < 2 or not is_hub_name(engine.model):
+            return write_headers(listing, choose(listing), _new_folder(folder))
+        forms.extend((option.label, str(write_headers(listing, option, _new_folder(folder)))) for option in found)
+        return Path(forms[0][1])
 
     def adapter(name: HubName) -> Path:
         listing = list_remote(name, "adapters")
         return write_headers(listing, adapter_option(listing), _new_folder(folder))
 
-    return _resolved(engine, serve, model, adapter)
+    return _resolved(engine, serve, model, adapter), forms
+
+
+def _forms_here(engine: EngineConfig) -> list[tuple[str, str]]:
+    """Label and path of the GGUF models of a folder that has several of them and no safetensors."""
+    from api.hub.listing import SAFETENSORS, HubFile, Listing, options
+
+    folder = Path(os.path.expanduser(engine.model))
+    if (
+        not engine.model
+        or engine.gguf is not None
+        or not os.path.isdir(folder)
+        or not os.access(folder, os.R_OK | os.X_OK)
+    ):
+        return []  # the engine says what is wrong with it
+    files = {path.name: HubFile(path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file()}
+    found = options(Listing(HubName(engine.model), "", files))
+    if len(found) < 2 or any(option.label == SAFETENSORS for option in found):
+        return []
+    return [(option.label, str(folder / option.main)) for option in found]
 
 
 def names_hub(engine: EngineConfig) -> bool:

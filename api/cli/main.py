@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from api.cli.hub import add_commands, fetched, headers_only, names_hub
+from api.cli.hub import add_commands, fetched, headers_only
 from api.cli.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
 from api.cli.train import ordered
 from api.config import ServeConfig
@@ -296,9 +296,11 @@ def _child(args: argparse.Namespace, console: Console) -> int:
     for line in notes:
         print(line, file=sys.stderr)
     more = [f"--{name}={getattr(args, name)}" for name in ("to", "out") if hasattr(args, name)]
-    if args.child == "plan" and names_hub(engine):
+    if args.child == "plan":
         with tempfile.TemporaryDirectory(prefix="ktserve-headers-") as folder:
-            return run_child("plan", None, headers_only(engine, config, Path(folder)), config, more)
+            engine, forms = headers_only(engine, config, Path(folder))
+            more += [word for label, path in forms for word in ("--form", label, path)]
+            return run_child("plan", None, engine, config, more)
     return run_child(args.child, args.path, fetched(engine, config, console), config, more)
 
 

@@ -303,3 +303,10 @@ def test_other_names_are_refused(text: str) -> None:
 def test_file_names_that_lead_elsewhere_are_refused(here: Here, name: str) -> None:
     here.hub.repos[PLAIN][name] = b"?"
     assert "names must lie below" in here.refused("plan", f"hf:{PLAIN}")
+
+
+def test_a_plan_without_a_quantisation_is_a_table_of_all(here: Here) -> None:
+    done = here.ktserve("plan", f"hf:{SPLIT}", "--max-model-len", "64", engine=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[:3]] == ["form", "Q4_0", "Q8_0"]
+    assert not here.cached(SPLIT)
