@@ -21,7 +21,8 @@ _TITLES = ("form", "on disk", "memory", "context", "1 sequence", "8 sequences", 
 def forms_table(config: EngineConfig, forms: Sequence[tuple[str, str]]) -> str:
     """`forms`: label and path of each. One that cannot be served has its reason below the table."""
     machine = measure(config) if native_available()[0] else None
-    rows, notes = [_TITLES], []
+    notes: list[str] = []
+    rows: list[tuple[str, ...]] = [_TITLES]
     for label, path in forms:
         try:
             plan = plan_engine(replace(config, model=path))
