@@ -33,6 +33,7 @@ examples:
   ktserve serve hf:ORG/REPO:Q4_K_M                     fetched from the Hugging Face hub (docs/hub.md)
   ktserve serve MODEL --adapters law=~/a --adapters med=~/b
   ktserve chat MODEL                                   talk to it in this terminal
+  ktserve chat --url http://127.0.0.1:8000             talk to a server that runs
   ktserve plan MODEL --max-model-len 32768             what it would need; loads nothing
   ktserve doctor MODEL                                 what this machine is and what holds it back
   ktserve bench http://127.0.0.1:8000 --help           measure a server that runs
@@ -94,6 +95,8 @@ def build_parser() -> Parser:
     command = add("chat", "talk to the model in this terminal", engine + text)
     command.add_argument("--adapter", help="adapter to start with")
     command.add_argument("--system", help="system prompt")
+    command.add_argument("--url", metavar="URL", help="talk to this running server instead; no model is loaded")
+    command.add_argument("--key-file", metavar="FILE", help="file with the key for --url")
     command.set_defaults(run=_chat)
     command = add("plan", "print the memory plan and the placement; loads nothing", engine)
     command.add_argument(
@@ -226,8 +229,15 @@ def _serve(args: argparse.Namespace, console: Console) -> int:
 
 
 def _chat(args: argparse.Namespace, console: Console) -> int:
-    from api.cli.chat import chat
+    from api.cli.chat import chat, chat_with_server
 
+    if args.url is not None:
+        if args.model_path_or_none is not None or hasattr(args, "model"):
+            raise UserError("--url talks to the models of its server: leave out the model", "url")
+        where = {"adapter": args.adapter, "system": args.system}
+        return asyncio.run(chat_with_server(args.url, args.key_file, console, **where))
+    if args.key_file is not None:
+        raise UserError("--key-file is for --url", "key_file")
     engine, config, notes = _settings(args)
     engine = fetched(engine, config, console)
     return asyncio.run(chat(engine, config, notes, console, adapter=args.adapter, system=args.system))
