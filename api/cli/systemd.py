@@ -22,6 +22,7 @@ def notify(state: str) -> None:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.setblocking(False)  # a listener that does not read must not hold up the server
             sender.sendto(state.encode(), address)
     except OSError as error:
         log.warning("NOTIFY_SOCKET %r: %s was not sent: %s", address, state, error)
