@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--quick", action="store_true")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--share")
+    commands.add_parser("families").add_argument("paths", nargs="*")
     for name in ("serve", "plan", "check", "inspect", "convert", "merge"):
         command = commands.add_parser(name)
         command.add_argument("--config-json", required=name not in ("inspect", "convert", "merge"), default="{}")
@@ -42,12 +43,16 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--to", required=True)
         if name in ("convert", "merge"):
             command.add_argument("--out", required=True)
+        if name == "plan":
+            command.add_argument("--form", nargs=2, action="append", default=[], metavar=("LABEL", "PATH"))
         if name == "check":
             command.add_argument("--tokens", type=int, default=64, help="length of the prompt that is run")
             command.add_argument("--tolerance", type=float, default=None)
     args = parser.parse_args(argv)
     if args.command == "rank":
         _rank(args.orders, args.slots)
+    if args.command == "families":
+        return _families(args.paths)
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
     return exit_status(lambda: _run(args, config))
 
@@ -56,7 +61,7 @@ def _run(args: argparse.Namespace, config: EngineConfig) -> int:
     if args.command == "serve":
         return _serve(config, args.address, args.heartbeat)
     if args.command == "plan":
-        return _plan(config)
+        return _plan(config, args.form)
     if args.command == "check":
         return _check(config, args.tokens, args.tolerance)
     if args.command == "convert":
@@ -100,7 +105,27 @@ def _rank(orders: int, slots: int) -> NoReturn:
     serve(Connection(orders), socket.socket(fileno=slots))
 
 
-def _plan(config: EngineConfig) -> int:
+def _families(paths: list[str]) -> int:
+    """Print as JSON for each model: its family or null, and why no family serves it."""
+    from engine.weights.open import open_model
+
+    found: list[tuple[str | None, str]] = []
+    for path in paths:
+        try:
+            found.append((open_model(path).config.architecture, ""))
+        except UserError as error:
+            found.append((None, str(error)))
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+    return 0
+
+
+def _plan(config: EngineConfig, forms: list[list[str]]) -> int:
+    """The plan of `config`'s model, or a table of plans of several `forms`: label and path."""
+    if forms:
+        from engine.diagnostics.forms import forms_table
+
+        print(forms_table(config, [(label, path) for label, path in forms]))
+        return 0
     from engine.planning.plan import plan_engine
 
     plan = plan_engine(config)

@@ -1,10 +1,9 @@
-"""ktserve chat: a conversation in the terminal, engine as a child process, no HTTP."""
+"""ktserve chat: a conversation in the terminal, with an engine as a child process and no HTTP, or with a server."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import uuid
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +11,10 @@ from rich.console import Console
 
 from api.bodies.generation import ChatOptions
 from api.bodies.sampling import sampling_params
+from api.cli.conversation import Message, Talk, converse
 from api.cli.keyboard import Keyboard
 from api.cli.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
+from api.cli.server_chat import ServerAnswerer
 from api.client.client import EngineClient
 from api.client.stream import Inbox
 from api.config import ServeConfig
@@ -28,14 +29,7 @@ from api.text.segments import Layout
 from api.text.tokenizer import Tokenizer
 from engine import messages as m
 from engine.config import EngineConfig
-from engine.errors import KtserveError, UserError
-
-_HELP = """\
-/adapter NAME   answer with an adapter (/adapter alone: the base model)
-/adapters       what there is
-/reset          forget the conversation
-/quit           leave (also Ctrl-D)
-Ctrl-C stops an answer."""
+from engine.errors import UserError
 
 
 async def chat(
@@ -56,46 +50,60 @@ async def chat(
     client = make_client(engine, config)
     try:
         ready = await start_engine(client, console)
-        talk = Talk(client, tokenizer, defaults, config.trust_control_tokens, config.default_max_tokens, system)
+        answerer = EngineAnswerer(client, tokenizer, defaults, config.trust_control_tokens, config.default_max_tokens)
         for line in [*notes, *lines, *more, *ready.lines]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+        talk = Talk(answerer, system)
         if adapter is not None:
             talk.use(adapter)
         with Keyboard() as keyboard:
-            await _loop(talk, keyboard, console)
+            await converse(talk, keyboard, console)
     finally:
         await client.shutdown()
     return 0
 
 
+async def chat_with_server(
+    url: str, key_file: str | None, console: Console, *, adapter: str | None, system: str | None
+) -> int:
+    """The same with a server that runs. UserError if it cannot be reached or refuses the key."""
+    talk = Talk(await ServerAnswerer.connect(url, key_file), system)
+    if adapter is not None:
+        talk.use(adapter)
+    with Keyboard() as keyboard:
+        await converse(talk, keyboard, console)
+    return 0
+
+
 @dataclass
-class Talk:
-    """A conversation. `adapter` None: the base model."""
+class EngineAnswerer:
+    """An engine that this program has started."""
 
     client: EngineClient
     tokenizer: Tokenizer
     defaults: dict[str, Any]
     trust_control_tokens: bool = False
     max_tokens: int | None = None
-    system: str | None = None
-    adapter: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
 
-    def use(self, name: str) -> None:
-        """Raises UserError for an unknown adapter."""
-        if name and name not in self.client.adapters:
-            known = ", ".join(self.client.adapters) or "none"
-            raise UserError(f"no adapter {name!r}; there is: {known}", "adapter")
-        self.adapter = name or None
+    @property
+    def adapters(self) -> list[str]:
+        return list(self.client.adapters)
 
-    def submit(self, text: str) -> Answers:
-        """Send the conversation with `text` as the next message. Raises UserError if it is too long."""
+    async def answer(self, messages: list[Message], adapter: str | None) -> AsyncGenerator[str, None]:
+        """UserError if the conversation is too long."""
+        answers = self._submit(messages, adapter)
+        try:
+            while not answers.done:
+                for _, update in await answers.take():
+                    yield update.text
+        finally:
+            answers.abort()
+
+    def _submit(self, messages: list[Message], adapter: str | None) -> Answers:
         ready = self.client.ready
         if ready is None:
             raise self.client.unavailable()
-        head = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*head, *self.messages, {"role": "user", "content": text}]
         template = self.tokenizer.template
         layout = Layout(channels=template is not None and CallStyle.of(template).form.channels)
         segments = reader_of(layout) if layout else None
@@ -111,65 +119,9 @@ class Talk:
             request_id=uuid.uuid4().hex,
             prompt=prompt,
             sampling=sampling_params(body, self.defaults, limit, 0),
-            adapter=self.adapter,
+            adapter=adapter,
         )
         output = Output(self.tokenizer.detokenizer(skip_special_tokens=True, shown=layout.markers), segments=segments)
         request = self.client.submit(message, answers.inbox)
         answers.add(Choice(request, output, Meter(self.metrics), prompt_tokens=len(prompt)))
         return answers
-
-
-async def _loop(talk: Talk, keyboard: Keyboard, console: Console) -> None:
-    if keyboard.interactive:
-        adapters = ", ".join(talk.client.adapters) or "none"
-        console.print(f"adapters: {adapters}. /help shows what else there is.", markup=False, highlight=False)
-    while (line := await keyboard.line(f"{talk.adapter or 'base'}> ")) is not None:
-        words = line.split()
-        if not words:
-            continue
-        if words[0] in ("/quit", "/exit"):
-            return
-        try:
-            if words[0].startswith("/"):
-                _command(talk, words, console)
-            else:
-                await _answer(talk, line)
-        except KtserveError as error:
-            console.print(f"error: {error}", markup=False, highlight=False)
-
-
-def _command(talk: Talk, words: list[str], console: Console) -> None:
-    match words:
-        case ["/help"]:
-            text = _HELP
-        case ["/reset"]:
-            talk.messages.clear()
-            text = "(a new conversation)"
-        case ["/adapters"]:
-            text = "\n".join(["base", *talk.client.adapters])
-        case ["/adapter"]:
-            talk.use("")
-            text = "(the base model answers)"
-        case ["/adapter", name]:
-            talk.use(name)
-            text = f"({name} answers)"
-        case _:
-            text = f"unknown command {words[0]}; /help shows all"
-    console.print(text, markup=False, highlight=False)
-
-
-async def _answer(talk: Talk, text: str) -> None:
-    answers = talk.submit(text)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, answers.abort)
-    said: list[str] = []
-    try:
-        while not answers.done:
-            for _, update in await answers.take():
-                said.append(update.text)
-                print(update.text, end="", flush=True)
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        answers.abort()
-        print(flush=True)
-    talk.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "".join(said)}]

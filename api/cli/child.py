@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from api.cli.launch import engine_command, sampling_defaults, text_settings, with_demo
-from api.client.process import child_environment
+from api.client.process import ENGINE_COMMAND, child_environment
 from api.config import ServeConfig
 from api.prepare.prompts import tokenizer_of
 from engine.config import EngineConfig
@@ -37,6 +37,13 @@ def run_child(
     if status == 128 + signal.SIGXCPU:
         raise UserError(f"{path}: reading it took more processor time than files of its size may", "path")
     return status
+
+
+def read_families(paths: Sequence[str]) -> list[tuple[str | None, str]]:
+    """For each model the family that serves it, or None and why none does."""
+    argv = [*ENGINE_COMMAND, "families", *paths]
+    done = subprocess.run(argv, env=child_environment(), check=True, stdout=subprocess.PIPE)
+    return msgspec.json.decode(done.stdout, type=list[tuple[str | None, str]])
 
 
 def run_training_plan(config: str, *overrides: str) -> int:

@@ -21,6 +21,7 @@ from api.prepare.job import TextSettings
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.files.json_file import read_json
+from engine.files.regular import elsewhere
 from engine.messages import Loading, Ready
 from engine.null import is_null, null_settings
 
@@ -89,7 +90,8 @@ def text_settings(engine: EngineConfig, serve: ServeConfig) -> TextSettings:
 
 def existing(path: str, field: str) -> Path:
     if not os.path.exists(path):
-        raise UserError(f"--{field} {path[:200]}: no such file or folder", field)
+        found = elsewhere(path) if field == "model" else ""
+        raise UserError(f"--{field} {path[:200]}: no such file or folder{found}", field)
     return Path(path)
 
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from getpass import getpass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
+from api.cli.hub import add_commands, fetched, headers_only
 from api.cli.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
 from api.cli.train import ordered
 from api.config import ServeConfig
@@ -30,8 +32,10 @@ examples:
   ktserve serve                                        the demo model and its two adapters
   ktserve serve ~/models/Qwen3-30B-A3B                 a Hugging Face folder
   ktserve serve ~/models/qwen3-30b-a3b-q4_k_m.gguf     a GGUF file
+  ktserve serve hf:ORG/REPO:Q4_K_M                     fetched from the Hugging Face hub (docs/hub.md)
   ktserve serve MODEL --adapters law=~/a --adapters med=~/b
   ktserve chat MODEL                                   talk to it in this terminal
+  ktserve chat --url http://127.0.0.1:8000             talk to a server that runs
   ktserve plan MODEL --max-model-len 32768             what it would need; loads nothing
   ktserve doctor MODEL                                 what this machine is and what holds it back
   ktserve bench http://127.0.0.1:8000 --help           measure a server that runs
@@ -94,6 +98,8 @@ def build_parser() -> Parser:
     command = add("chat", "talk to the model in this terminal", engine + text)
     command.add_argument("--adapter", help="adapter to start with")
     command.add_argument("--system", help="system prompt")
+    command.add_argument("--url", metavar="URL", help="talk to this running server instead; no model is loaded")
+    command.add_argument("--key-file", metavar="FILE", help="file with the key for --url")
     command.set_defaults(run=_chat)
     command = add("plan", "print the memory plan and the placement; loads nothing", engine)
     command.add_argument(
@@ -132,6 +138,7 @@ def build_parser() -> Parser:
     command.add_argument("--skip-bad-rows", metavar="N", help="leave out so many rows of data that cannot be read")
     _add_admin_key(command)
     command.set_defaults(run=_train)
+    add_commands(commands)
     adapters = commands.add_parser("adapters", help="look at adapters", description="look at adapters")
     below = adapters.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     inspect = below.add_parser(
@@ -246,13 +253,22 @@ def _serve(args: argparse.Namespace, console: Console) -> int:
     from api.cli.serve import serve
 
     engine, config, notes = _settings(args)
+    engine = fetched(engine, config, console)
     return uvloop.run(serve(engine, config, notes, console))
 
 
 def _chat(args: argparse.Namespace, console: Console) -> int:
-    from api.cli.chat import chat
+    from api.cli.chat import chat, chat_with_server
 
+    if args.url is not None:
+        if args.model_path_or_none is not None or hasattr(args, "model"):
+            raise UserError("--url talks to the models of its server: leave out the model", "url")
+        where = {"adapter": args.adapter, "system": args.system}
+        return asyncio.run(chat_with_server(args.url, args.key_file, console, **where))
+    if args.key_file is not None:
+        raise UserError("--key-file is for --url", "key_file")
     engine, config, notes = _settings(args)
+    engine = fetched(engine, config, console)
     return asyncio.run(chat(engine, config, notes, console, adapter=args.adapter, system=args.system))
 
 
@@ -337,7 +353,12 @@ def _child(args: argparse.Namespace, console: Console) -> int:
         print(line, file=sys.stderr)
     own = ("to", "out", "expert_scaling", "expert_b_layout")
     more = [f"--{name.replace('_', '-')}={value}" for name in own if (value := getattr(args, name, None)) is not None]
-    return run_child(args.child, args.path, engine, config, more)
+    if args.child == "plan":
+        with tempfile.TemporaryDirectory(prefix="ktserve-headers-") as folder:
+            engine, forms = headers_only(engine, config, Path(folder))
+            more += [word for label, path in forms for word in ("--form", label, path)]
+            return run_child("plan", None, engine, config, more)
+    return run_child(args.child, args.path, fetched(engine, config, console), config, more)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from rich.console import Console
 from api.batches.runner import Runner
 from api.batches.service import Batches
 from api.cli.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
+from api.cli.systemd import keep_alive, notify
 from api.config import ServeConfig
 from api.endpoints.application import create_app
 from api.http.middleware import RequestNotes
@@ -96,14 +97,20 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
             _say(console, ready.lines)
             _welcome(console, service, bound)
+            notify("READY=1")
+            alive = asyncio.create_task(keep_alive())
             if service.batches is not None:
                 in_flight = config.batch_concurrency or engine.max_num_seqs
                 runner = Runner(
                     RequestNotes(app), service.batches, client, lambda name: service.keys.named(name), in_flight
                 )
                 service.answering = asyncio.create_task(runner.run())
-            return await _served(service, serving)
+            try:
+                return await _served(service, serving)
+            finally:
+                alive.cancel()
         finally:
+            notify("STOPPING=1")
             server.should_exit = True
             await asyncio.wait({serving})
             await service.stop_answering()

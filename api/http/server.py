@@ -68,7 +68,10 @@ def listen(host: str, port: str) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
     if error.errno in _PORT_IS_TAKEN:
-        return UserError(f"--port {port}: cannot listen on {host}:{port}: {error.strerror}", "port")
+        return UserError(
+            f"--port {port}: cannot listen on {host}:{port}: {error.strerror}; without --port a free one is taken",
+            "port",
+        )
     return UserError(f"--host {host}: cannot listen there: {error.strerror or error}", "host")
 
 
@@ -102,7 +105,7 @@ def check_reach(bound: socket.socket, config: ServeConfig, *, keys: bool) -> Non
     if not (keys or config.open or is_loopback(bound)):
         raise UserError(
             f"--host {config.host}: other machines can reach it and there are no keys: give --tenants or "
-            "--api-keys-file, or --open if everybody may use it",
+            "--api-keys-file (make a key: ktserve keys new), or --open if everybody may use it",
             "host",
         )
 

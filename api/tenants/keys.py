@@ -138,7 +138,8 @@ def _lines(path: str, field: str) -> list[str]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"--{field.replace('_', '-')} {path}: {reason}", field) from None
+        hint = "; make a key for it: ktserve keys new" if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"--{field.replace('_', '-')} {path}: {reason}{hint}", field) from None
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 

@@ -46,12 +46,24 @@ MISSING = {
     "granitehybrid": _STATE,
 }
 
+# models without experts, under the same two kinds of names
+DENSE = frozenset(
+    {
+        "llama", "mistral", "mistral3", "ministral3", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "gemma", "gemma2",
+        "gemma3", "gemma3_text", "gemma3n", "phi", "phi3", "phi4", "glm", "glm4", "granite", "olmo2", "olmo3",
+        "smollm3", "falcon", "falcon3", "cohere", "cohere2", "command-r", "exaone", "exaone4", "internlm2", "internlm3",
+        "starcoder2", "stablelm", "gpt2", "gptneox", "gpt_neox", "seed_oss",
+    }
+)  # fmt: skip
+
 
 def why_not(name: object, served: Sequence[str]) -> str:
     """The end of a refusal: the part that is missing, where it is known, and the nearest of the names that are
     served."""
     if not isinstance(name, str):
         return ""
+    if name in DENSE:
+        return "; this one is dense, a model without experts: llama.cpp or vLLM serve it"
     missing = f"; of this one {part} is missing" if (part := MISSING.get(name)) is not None else ""
     near = difflib.get_close_matches(name, served, n=1, cutoff=0.5)
     return missing + (f"; the nearest name is {near[0]}" if near else "")

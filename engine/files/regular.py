@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +15,7 @@ MAX_JSON_BYTES = 64 << 20  # a tokenizer of 150,000 tokens takes 11 MiB
 _READ_BYTES = 1 << 20  # at once: as much is allocated, however short the file is
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
-
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::\w+)?")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -92,6 +93,13 @@ def read_into(file: int, path: Path, start: int, place: memoryview) -> None:
         if not count:
             raise ModelFileError(f"{path}: became shorter while it was read: it ends at byte {start}", "model")
         place, start = place[count:], start + count
+
+
+def elsewhere(name: str) -> str:
+    """The end of a refusal of a path that leads nowhere: where the model may be."""
+    if _HUB_NAME.fullmatch(name):
+        return f"; if it is one of the Hugging Face hub: hf:{name}"
+    return "; what has been fetched: ktserve models"
 
 
 def _require_regular(path: Path, mode: int) -> None:

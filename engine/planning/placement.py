@@ -108,7 +108,9 @@ def find_machine(config: EngineConfig, model: ModelConfig) -> Machine:
     changes the process (its threads, its handling of denormal numbers)."""
     gpu = config.device != "cpu" and torch.cuda.is_available()
     if config.device == "cuda" and not gpu:
-        raise UserError("--device cuda: torch finds no GPU here (auto or cpu would work)", field="device")
+        raise UserError(
+            "--device cuda: torch finds no GPU here (auto or cpu would work; why: ktserve doctor)", field="device"
+        )
     reasons: dict[str, str] = {}
     native, reasons["native"] = native_available()
     kt, reasons["kt"] = kt_available() if _asks_for_kt(config, model) else (False, "not looked for")

@@ -153,6 +153,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     settings that cannot be."""
     make_drafter(config)
     check_settings(config)
+    _check_isa(config)
     if config.adapters and not config.max_adapter_slots:
         raise UserError("--adapters with --max-adapter-slots 0: allowed is 1 or more", "max_adapter_slots")
     for name, path in startup_adapters(config):
@@ -174,6 +175,17 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         if backend == share.backends[-1] or suits(backend, config, model, plan.memory, plan.hot_expert_bytes, each):
             break
     return plan
+
+
+def _check_isa(config: EngineConfig) -> None:
+    if config.isa is None or not native_available()[0]:
+        return
+    from native import _native
+
+    known = ("avx2", "avx512", "amx")
+    best = _native.best_isa()
+    if best in known and known.index(config.isa) > known.index(best):
+        raise UserError(f"--isa {config.isa}: this CPU has {best} at most; what it has, and why: ktserve doctor", "isa")
 
 
 def _within_memory(config: EngineConfig, source: WeightSource, placement: Placement, hot: int | None) -> EnginePlan:

@@ -10,6 +10,7 @@ from engine.architectures.registry import config_from_hf
 from engine.errors import ModelFileError, UserError
 from engine.files.gguf.file import open_gguf
 from engine.files.json_file import read_json
+from engine.files.regular import elsewhere
 from engine.weights.gguf import GGUFSource
 from engine.weights.safetensors.source import INDEX, SINGLE, SafetensorsSource
 from engine.weights.store import WeightSource
@@ -41,7 +42,8 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
         return SafetensorsSource(path, config)
     if path.is_dir() and not any(path.glob("*.gguf")):
         other = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise ModelFileError(f"{path}: holds neither {SINGLE}, {INDEX} nor a .gguf file, but {other}", "model")
+        found = f"holds neither {SINGLE}, {INDEX} nor a .gguf file, but {other}"
+        raise ModelFileError(f"{path}: {found}; fetch a model: ktserve pull hf:ORG/REPO", "model")
     file = open_gguf(path)
     if path.is_dir() and (pickled := sorted(p.name for p in path.glob("pytorch_model*.bin"))):
         raise ModelFileError(
@@ -64,8 +66,7 @@ def _existing(name: str, field: str) -> Path:
     except OSError as error:
         raise UserError(f"{field} {name[:200]!r}: cannot be read: {error.strerror}", field) from error
     if not found:
-        what = "no such file or folder; models are read from this machine's disk"
-        raise UserError(f"{field} {name[:200]!r}: {what}", field)
+        raise UserError(f"{field} {name[:200]!r}: no such file or folder{elsewhere(name)}", field)
     return path
 
 

@@ -23,7 +23,7 @@ from api.cli.options import settings_of
 from api.config import ServeConfig
 from engine.config import EngineConfig
 from testing.waiting import PATIENCE_S
-from tests.api.conftest import ROOT, environment
+from tests.api.conftest import ROOT, environment, serving
 
 Here = Callable[..., tuple[int, str, str]]
 ANSWER = "user\n{}\nassistant\n"
@@ -153,6 +153,41 @@ def test_chat(model_dir: Path) -> None:
         "unknown command /what",
     ):
         assert part in done.stderr
+
+
+def test_chat_commands(model_dir: Path) -> None:
+    lines = [
+        "/regenerate",
+        "/system be brief",
+        "abc",
+        "/regenerate",
+        "/system",
+        "/reset",
+        "one\\",
+        "two",
+        '"""three',
+        'four"""',
+    ]
+    done = ktserve("chat", str(model_dir), stdin="\n".join(lines))
+    assert done.returncode == 0 and "there is no message to answer again" in done.stderr
+    brief = "system\nbe brief\n" + ANSWER.format("abc") + "\n"
+    assert done.stdout.startswith(brief * 2), "the same prompt, answered twice"
+    assert ANSWER.format("one\ntwo") in done.stdout and "user\nthree\nfour\n" in done.stdout
+
+
+def test_chat_with_a_server(model_dir: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret")
+    flags = ["--api-keys-file", str(keys), "--adapters", "reverse=/x"]
+    with serving(model_dir, tmp_path, *flags, key="secret") as server:
+        url = ("chat", "--url", server.url)
+        done = ktserve(*url, "--key-file", str(keys), stdin="hi\n/adapters\n/reset\n/adapter reverse\nabc\n")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(ANSWER.format("hi")) and "cba" in done.stdout
+        assert done.stderr.split()[:2] == ["base", "reverse"]
+        assert "--key-file FILE" in ktserve(*url).stderr.splitlines()[-1]
+    assert "start one: ktserve serve" in ktserve(*url).stderr.splitlines()[-1]
+    assert "http://HOST:PORT is expected" in ktserve("chat", "--url", "there").stderr
 
 
 def test_chat_options(model_dir: Path) -> None:

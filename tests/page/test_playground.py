@@ -54,6 +54,25 @@ def test_a_conversation_of_two_turns(page: Browser, echo: Running) -> None:
     assert "hello" not in page.text(".answer .text")
 
 
+def test_a_reload_keeps_the_conversation(page: Browser, echo: Running) -> None:
+    choose(page, "reverse")
+    page.click(".prompts button")
+    page.until(lambda: page.script("return !!document.querySelector('.answer:not(.working)')"), "no answer")
+    asked, said = page.text(".mine"), page.text(".answer .text")
+    numbers = page.text(".answer .numbers")
+    assert asked.startswith("Explain") and "context" in numbers and " of 2048" in numbers
+    page.driver.refresh()
+    page.until(lambda: page.text("#state") == "ready", "the page did not come back")
+    assert (page.text(".mine"), page.text(".answer .text")) == (asked, said)
+    assert page.script("return document.querySelector('.column select').value") == "reverse"
+    ask(page, "and again")
+    assert asked in page.text(".turns"), "the history is still shown"
+    page.click("#clear")
+    page.driver.refresh()
+    page.until(lambda: page.text("#state") == "ready", "the page did not come back")
+    assert not page.all(".mine") and len(page.all(".prompts button")) == 3
+
+
 def test_streaming_appears_and_stop_ends_it(page: Browser, echo: Running) -> None:
     choose(page, "gated")
     send(page, "a long tale")

@@ -115,12 +115,40 @@ def test_nothing_is_lost(page: Browser, words: list[str]) -> None:
     assert rendered(page, f"x {text}")["text"] == f"x {text}"
 
 
+CODE = ["#", "//", "/*", "*/", "--", '"', "'", "`", '"""', "\\", "\n", "def f(x):", " 12.5 ", "select", "<b>", "é"]
+COLOURED = """
+const [language, code, done] = arguments;
+import(new URL("page/highlight.js", location)).then(({ highlight }) => {
+  const nodes = highlight(code, language);
+  const classes = nodes.filter((node) => node.nodeType).map((node) => node.className);
+  done([nodes.map((node) => node.textContent ?? node).join(""), classes]);
+});
+"""
+
+
+@settings(max_examples=60, suppress_health_check=ONE_PAGE)
+@given(
+    code=st.lists(st.sampled_from(CODE), max_size=20).map("".join), language=st.sampled_from(["py", "js", "sql", ""])
+)
+def test_coloured_code_is_the_same_text(page: Browser, code: str, language: str) -> None:
+    text, _ = page.driver.execute_async_script(COLOURED, language, code)
+    assert text == code
+
+
+def test_code_is_coloured_by_its_language(page: Browser) -> None:
+    code = 'def f(): return "a" + 12  # note'
+    _, classes = page.driver.execute_async_script(COLOURED, "python", code)
+    assert classes == ["code-word", "code-word", "code-string", "code-number", "code-comment"]
+    assert page.driver.execute_async_script(COLOURED, "text", code)[1] == []
+
+
 ANSWERED = "return document.querySelectorAll('.answer:not(.working)').length"
 
 
 def test_hostile_answers_are_inert(page: Browser) -> None:
     """One conversation with all of them: opening a page takes longer than an answer."""
-    for number, text in enumerate(HOSTILE, 1):
+    before = page.script(ANSWERED)
+    for number, text in enumerate(HOSTILE, before + 1):
         page.fill("#prompt", "")
         page.script("document.querySelector('#prompt').value = arguments[0]", text)
         page.find("#prompt").send_keys(Keys.ENTER)

@@ -7,8 +7,9 @@ const WHY = { length: "cut off at max tokens", content_filter: "filtered" };
 
 export class Answer {
   // actions: { retry, curl, results } are called with nothing, nothing, and the tool messages.
-  constructor(actions) {
+  constructor(actions, context = null) {
     this.actions = actions;
+    this.context = context; // tokens that the model's context has, if that is known
     this.content = "";
     this.reasoning = "";
     this.calls = [];
@@ -82,7 +83,12 @@ export class Answer {
   summary() {
     const parts = [];
     const seconds = (time) => `${((time - this.began) / 1000).toFixed(2)} s`;
-    if (this.usage && this.last !== null) parts.push(`${this.usage.completion_tokens} tokens in ${seconds(this.last)}`);
+    if (this.usage && this.last !== null) {
+      const { completion_tokens: count, prompt_tokens: before } = this.usage;
+      parts.push(`${count} tokens in ${seconds(this.last)}`);
+      if (count > 1 && this.last > this.first) parts.push(`${((1000 * (count - 1)) / (this.last - this.first)).toFixed(1)} tokens/s`);
+      parts.push(`context ${before + count}${this.context ? ` of ${this.context}` : ""}`);
+    }
     if (this.first !== null) parts.push(`first after ${seconds(this.first)}`);
     if (WHY[this.finish]) parts.push(WHY[this.finish]);
     if (this.stopped) parts.push("stopped");

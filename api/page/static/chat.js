@@ -2,10 +2,13 @@
 import { Answer } from "./answer.js";
 import { call, curlOf, events } from "./api.js";
 import { $, copy, el } from "./dom.js";
+import { render } from "./markdown.js";
 import { parameters, systemPrompt } from "./settings.js";
 
 const MOST_COLUMNS = 3;
 const PATH = "v1/chat/completions";
+const KEPT = "ktserve.conversations"; // of this tab, so that a reload keeps them
+const PROMPTS = ["Explain how a mixture of experts works, in five sentences.", "Write a Python function that merges two sorted lists.", "Give three titles for a story about a lighthouse."];
 
 class Column {
   constructor(chat, model, history = []) {
@@ -31,8 +34,15 @@ class Column {
     this.running?.abort();
     this.running = null;
     this.history = history;
-    const shown = history.length ? el("p", { class: "hint" }, "The conversation so far belongs to this column too.") : el("div", { class: "empty" }, el("b", {}, "Ask something"), "Compare puts up to three models side by side.");
-    this.turns.replaceChildren(shown);
+    if (history.length) this.turns.replaceChildren(el("p", { class: "hint" }, "The conversation so far belongs to this column too."));
+    else this.turns.replaceChildren(el("div", { class: "empty" }, el("b", {}, "Ask something"), "Compare puts up to three models side by side.", el("div", { class: "prompts" }, ...PROMPTS.map((text) => el("button", { type: "button", class: "quiet", onclick: () => this.chat.send(text) }, text)))));
+  }
+
+  // Shows a conversation of before a reload.
+  restore(history) {
+    this.clear(history);
+    if (history.length) this.turns.replaceChildren(...history.map(shown));
+    this.turns.scrollTop = this.turns.scrollHeight;
   }
 
   // Sends `messages` after the history; shows `node` and the answer.
@@ -51,7 +61,7 @@ class Column {
       },
       curl: () => showCurl(body),
       results: (results) => this.ask(results, el("p", { class: "hint" }, "Tool results sent")),
-    });
+    }, this.chat.models.find((model) => model.id === this.select.value)?.max_model_len);
     this.turns.append(answer.node);
     this.turns.scrollTop = this.turns.scrollHeight;
     const running = (this.running = new AbortController());
@@ -76,8 +86,15 @@ export class Chat {
   constructor() {
     this.models = [];
     this.columns = [];
-    this.add();
+    const kept = conversations();
+    for (const { model, history } of kept.length ? kept : [{ history: [] }]) {
+      this.add();
+      this.columns.at(-1).wanted = model;
+      this.columns.at(-1).restore(history);
+    }
+    this.changed();
     $("composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
+    $("columns").addEventListener("change", () => this.changed());
     $("prompt").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -99,7 +116,10 @@ export class Chat {
   // models: as /v1/models has them
   offer(models) {
     this.models = models;
-    for (const column of this.columns) column.offer(models);
+    for (const column of this.columns) {
+      column.offer(models, column.wanted ?? column.select.value);
+      if (models.length) column.wanted = undefined;
+    }
   }
 
   add() {
@@ -119,10 +139,9 @@ export class Chat {
     $("prompt").focus();
   }
 
-  send() {
-    const text = $("prompt").value.trim();
+  send(text = $("prompt").value.trim()) {
     if (!text || this.busy) return;
-    $("prompt").value = "";
+    if (text === $("prompt").value.trim()) $("prompt").value = "";
     grow();
     for (const column of this.columns) column.ask([{ role: "user", content: text }], el("div", { class: "mine" }, text));
   }
@@ -137,7 +156,38 @@ export class Chat {
     $("send").hidden = this.busy;
     $("add-column").disabled = this.columns.length === MOST_COLUMNS || this.busy;
     for (const column of this.columns) column.close.hidden = this.columns.length === 1;
+    if (!this.busy) keep(this.columns);
   }
+}
+
+function keep(columns) {
+  const kept = columns.map((column) => ({ model: column.wanted ?? column.select.value, history: column.history }));
+  try {
+    sessionStorage.setItem(KEPT, JSON.stringify(kept));
+  } catch {
+    sessionStorage.removeItem(KEPT); // more than the browser stores: rather none than half
+  }
+}
+
+// What `keep` has stored; nothing if it is not there or is another version's.
+function conversations() {
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "[]");
+    const sound = ({ history }) => Array.isArray(history) && history.every((message) => typeof message.role === "string");
+    return Array.isArray(kept) && kept.every(sound) ? kept.slice(0, MOST_COLUMNS) : [];
+  } catch {
+    return [];
+  }
+}
+
+// A message of a conversation that is shown again.
+function shown({ role, content, tool_calls: calls }) {
+  if (role === "user") return el("div", { class: "mine" }, String(content));
+  if (role === "tool") return el("p", { class: "hint" }, "Tool results sent");
+  const text = el("div", { class: "text" });
+  render(text, String(content ?? ""));
+  const called = (calls ?? []).map((call) => el("div", { class: "call" }, el("b", {}, String(call.function?.name)), el("pre", { tabindex: "0" }, el("code", {}, String(call.function?.arguments)))));
+  return el("article", { class: "answer", "aria-label": "Answer" }, text, ...called);
 }
 
 function grow() {

@@ -1,6 +1,7 @@
 // Markdown as models write it, into DOM nodes. Raw HTML stays text, images become links, and a link may only lead to
 // http, https or mailto. Unknown syntax is text: nothing is ever lost.
 import { copy, el } from "./dom.js";
+import { highlight } from "./highlight.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
@@ -81,7 +82,7 @@ function codeBlock(lines, fence) {
   const code = lines.slice(1, closed ? -1 : undefined).join("\n");
   const button = el("button", { type: "button", class: "quiet tiny", onclick: () => copy(code, button) }, "Copy");
   const head = el("div", {}, fence[2].trim(), button);
-  return el("div", { class: "block" }, head, el("pre", { tabindex: "0" }, el("code", {}, code)));
+  return el("div", { class: "block" }, head, el("pre", { tabindex: "0" }, el("code", {}, ...highlight(code, fence[2].trim()))));
 }
 
 function list(lines, depth) {

@@ -77,7 +77,9 @@ def _numa(here: Here, nodes: list[_Node]) -> list[Finding]:
     figures: dict[str, int | str] = {"nodes": len(nodes), "nodes_with_cpus": len(mine), "nodes_allowed": len(allowed)}
     found = [Finding("NUMA", shown, remedy, figures)]
     if flag := _policy(here):
-        value = f"numactl {flag}: the kernel places all memory so, against what ktserve asks for"
+        value = (
+            f"numactl {flag}: the KV cache and buffers are placed so; packed weights are bound to their nodes anyway"
+        )
         remedy = "start without numactl: each node's share of every expert is placed on that node by itself"
         found.append(Finding("NUMA policy", value, remedy, {"policy": flag}))
     if (balancing := here.text("proc/sys/kernel/numa_balancing")) not in ("", "0"):

@@ -114,7 +114,9 @@ def _part_paths(path: Path, count: int) -> list[Path]:
 
 def _read_part(path: Path, opened: Path) -> GGUFHeader:
     if not path.is_file():
-        raise ModelFileError(f"{path}: this part of {opened.name} is missing", "model")
+        raise ModelFileError(
+            f"{path}: this part of {opened.name} is missing; fetch it: ktserve pull hf:ORG/REPO:QUANT", "model"
+        )
     return read_header(path)
 
 

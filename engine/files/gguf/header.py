@@ -42,6 +42,13 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_HEADER = 256 << 20  # metadata with a vocabulary of 150,000 takes 6 MiB
 _READ_BYTES = 1 << 20  # at once, at least
 
+_OTHERS = {
+    b"<!do": "; it is a web page that was saved in the file's place: ktserve pull hf:ORG/REPO:QUANT",
+    b"<htm": "; it is a web page that was saved in the file's place: ktserve pull hf:ORG/REPO:QUANT",
+    b"vers": "; it is a Git LFS pointer: git lfs pull",
+    b"ggjt": "; it is llama.cpp's format of before GGUF: fetch a GGUF file",
+}  # what is found there by mistake, by its first bytes
+
 Scalar = int | float | bool | str
 
 
@@ -119,9 +126,13 @@ class GGUFHeader:
 
 def read_header(path: Path) -> GGUFHeader:
     """Open a file and read its header. Raises ModelFileError for anything that is not a sound GGUF file."""
-    file = ModelFile(path)
+    return header_of(ModelFile(path))
+
+
+def header_of(file: ModelFile) -> GGUFHeader:
+    """The same of an open file; its beginning is read in one piece after the other."""
     if file.size == 0:
-        raise ModelFileError(f"{path}: the file is empty", "model")
+        raise ModelFileError(f"{file.path}: the file is empty", "model")
     return _Reader(file).header()
 
 
@@ -171,7 +182,7 @@ class _Reader:
         self.skip(min(4, self.end), "magic")
         magic = bytes(self.head[:4])
         if magic != b"GGUF":
-            self.fail(f"not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+            self.fail(f"not a GGUF file: it begins with {magic!r}, not b'GGUF'{_OTHERS.get(magic.lower(), '')}")
         version = self.number("I", "version")
         if version in (2 << 24, 3 << 24):
             self.fail("a big-endian GGUF file; only little-endian files are read")
@@ -264,7 +275,8 @@ class _Reader:
             if tensor.start + tensor.num_bytes > self.end:
                 self.fail(
                     f"tensor {name} ({kind.name}, {list(shape)}) lies at bytes {tensor.start} to "
-                    f"{tensor.start + tensor.num_bytes}, but the file ends at {self.end}: truncated or corrupt"
+                    f"{tensor.start + tensor.num_bytes}, but the file ends at {self.end}: truncated or corrupt; "
+                    "fetch it again: ktserve pull hf:ORG/REPO:QUANT"
                 )
             tensors[name] = tensor
         ordered = sorted(tensors.values(), key=lambda t: t.start)

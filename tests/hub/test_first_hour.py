@@ -1,0 +1,81 @@
+"""The mistakes of somebody's first hour: each ends with one line that says what is wrong and what to type."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from api.cli.main import main
+from testing.models.tiny import save_gguf, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("first")
+    model = tiny_model()
+    for name in ("empty", "half", "dense", "pickled"):
+        (root / name).mkdir()
+    save_gguf(model, root / "half/tiny.gguf", split=9)
+    max((root / "half").iterdir()).unlink()
+    save_gguf(model, root / "ok.gguf")
+    whole = (root / "ok.gguf").read_bytes()
+    (root / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+    (root / "page.gguf").write_bytes(b"<!DOCTYPE html><html>")
+    (root / "pointer.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    dense = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (root / "dense/config.json").write_text(json.dumps(dense))
+    (root / "dense/model.safetensors").write_bytes(b"?")
+    (root / "pickled/config.json").write_text(json.dumps({**dense, "model_type": "qwen3_next", "architectures": ["X"]}))
+    (root / "pickled/model.safetensors").write_bytes(b"?")
+    return root
+
+
+MISTAKES = (
+    ("plan {}/nothing", "what has been fetched: ktserve models"),
+    ("plan Org/Model-30B-A3B", "hf:Org/Model-30B-A3B"),
+    ("serve Org/Model:Q4_K_M", "hf:Org/Model:Q4_K_M"),
+    ("plan hf:Model", "write hf:ORG/REPO"),
+    ("plan {}/empty", "ktserve pull"),
+    ("plan {}/half", "ktserve pull"),
+    ("plan {}/cut.gguf", "ktserve pull"),
+    ("plan {}/page.gguf", "a web page"),
+    ("plan {}/pointer.gguf", "git lfs pull"),
+    ("plan {}/dense", "this one is dense, a model without experts: llama.cpp"),
+    ("plan {}/pickled", "of this one the gated delta net"),
+    ("plan {}/ok.gguf --kv-cache-tokens 1000000000000", "would fit:"),
+    ("plan {}/ok.gguf --adapters law", "write NAME=PATH"),
+    ("plan {}/ok.gguf --adapters law={}/empty", "holds no adapter"),
+    ("plan {}/ok.gguf --n-gpu-layers 99", "ktserve plan --help"),
+    ("serve {}/ok.gguf", "--skip-tokenizer"),
+    ("serve {}/ok.gguf --host 0.0.0.0 --port 0", "ktserve keys new"),
+    ("serve {}/ok.gguf --api-keys-file {}/keys", "ktserve keys new"),
+    ("serve {}/ok.gguf --port {port}", "without --port a free one is taken"),
+    ("serve {}/ok.gguf --tokenizer {}/nope", "--tokenizer"),
+    ("srve {}/ok.gguf", "did you mean serve?"),
+)
+
+
+@pytest.mark.parametrize(("typed", "advice"), MISTAKES)
+def test_a_mistake_is_one_line_with_the_next_step(
+    typed: str, advice: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = typed.replace("{port}", str(taken.getsockname()[1])).replace("{}", str(folder)).split()
+        assert main(words) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], lines
+    assert advice in lines[-1]
+
+
+def test_what_this_machine_lacks_is_said_with_how_to_find_out(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    native = pytest.importorskip("native._native")
+    lacking = [["--isa", "amx"]] if native.best_isa() != "amx" else []
+    lacking += [["--device", "cuda"]] if not torch.cuda.is_available() else []
+    for flags in lacking:
+        assert main(["plan", str(folder / "ok.gguf"), *flags]) == 1
+        assert "ktserve doctor" in capfd.readouterr().err.splitlines()[-1]
