@@ -3,8 +3,8 @@
     python -m benchmarks.cpu.speculate [--model FILE] [--streams 1,8] [--tokens 128] [--turns 3]
 
 Two kinds of prompts: "repetitive", lines that differ in little, which the model goes on with, and "other", a task in
-words. The engine is built as `ktserve serve` builds it; greedy, prompts uncached. Each turn runs every setting once; printed
-are medians: tokens a second while decoding, the share of drafts that was accepted, tokens a step and row.
+words. The engine is built as `ktserve serve` builds it; greedy, prompts uncached. Each turn runs every setting once;
+printed are medians: tokens a second while decoding, the share of drafts that was accepted, tokens a step and row.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ REFRESH = 64  # steps with drafts, after which one without them is measured agai
 class Offer(NamedTuple):
     """Drafts of one row: how many there are, and the chance of each of being right if those before it are."""
 
-    count: int
+    drafts: int
     chance: float
 
 
@@ -134,7 +134,7 @@ def _size(drafts: int) -> int:
 
 def _within(offers: Sequence[Offer], level: float, most: float) -> list[int]:
     """Of each offer the drafts that are right with at least this chance, cut alike if they are more than `most`."""
-    counts = [min(offer.count, int(math.log(level) / math.log(offer.chance))) for offer in offers]
+    counts = [min(offer.drafts, int(math.log(level) / math.log(offer.chance))) for offer in offers]
     if (drafts := sum(counts)) > most:
         counts = [int(count * most / drafts) for count in counts]
     return counts

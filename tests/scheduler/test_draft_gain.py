@@ -159,4 +159,4 @@ def test_choices_stay_within_what_is_offered(offers, steps, mixed) -> None:
         gain.observe(*step)
     chosen = gain.choose(offers, len(offers), mixed=mixed)
     assert len(chosen) == len(offers) and sum(chosen) <= 128
-    assert all(0 <= count <= offer.count for count, offer in zip(chosen, offers, strict=True))
+    assert all(0 <= count <= offer.drafts for count, offer in zip(chosen, offers, strict=True))
