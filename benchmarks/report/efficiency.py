@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 OUT = ROOT / "engine" / "planning" / "efficiency.json"
 _WHOLE = ("cpu-epyc-avx2", "cpu-xeon", "cpu-xeon-14", "cpu-xeon-avx512", "cpu-xeon-avx512-14", "cpu")
 _FORMATS = ("formats-epyc-avx2", "formats-xeon-avx512")
-_EXPERTS = ("experts-formats-amx", "experts-formats-avx512")
 _LONG = {"prefill 512", "prefill 2048"}
-_CHUNK_ROWS = 512
 _TYPES = {"Q4_K_M": "Q4_K"}  # a file's name for the type of most of its tensors
 
 Share = tuple[str, str, str, float, str]  # instruction set, type, "decode" or "prefill", share, file
@@ -41,13 +40,6 @@ def shares() -> Iterator[Share]:
         data = _read(name)
         for row in data["rows"]:
             yield data["isa"], row["type"], "decode", row["of_read"], name
-    for name in _EXPERTS:
-        data = _read(name)
-        for row in data["results"]:
-            if row["rows"] == 1:
-                yield data["hardware"]["isa"], row["type"], "decode", row["of_read"], name
-            elif row["rows"] == _CHUNK_ROWS:
-                yield data["hardware"]["isa"], row["type"], "prefill", row["of_peak"], name
 
 
 def table() -> dict[str, Any]:
@@ -62,6 +54,7 @@ def table() -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     OUT.write_text(json.dumps(table(), indent=1, sort_keys=True) + "\n")
     print(f"{OUT.relative_to(ROOT)} is written")
 

@@ -194,7 +194,7 @@ class TokenCounts:
 
 def _states(rows: list[StepRow]) -> list[RowState]:
     """Rows of one model have states, or none has."""
-    return [] if rows[0].state is None else [row.state for row in rows if row.state is not None]
+    return [row.state for row in rows if row.state is not None]
 
 
 def _offsets(lengths: Array) -> Array:

@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (root / "dense/config.json").write_text(json.dumps(dense))
     (root / "dense/model.safetensors").write_bytes(b"?")
-    (root / "pickled/config.json").write_text(json.dumps({**dense, "model_type": "qwen3_next", "architectures": ["X"]}))
+    missing = {"model_type": "glm_moe_dsa", "architectures": ["X"]}
+    (root / "pickled/config.json").write_text(json.dumps(missing))
     (root / "pickled/model.safetensors").write_bytes(b"?")
     return root
 
@@ -44,7 +45,7 @@ MISTAKES = (
     ("plan {}/page.gguf", "a web page"),
     ("plan {}/pointer.gguf", "git lfs pull"),
     ("plan {}/dense", "this one is dense, a model without experts: llama.cpp"),
-    ("plan {}/pickled", "of this one the gated delta net"),
+    ("plan {}/pickled", "of this one sparse attention over the positions"),
     ("plan {}/ok.gguf --kv-cache-tokens 1000000000000", "would fit:"),
     ("plan {}/ok.gguf --adapters law", "write NAME=PATH"),
     ("plan {}/ok.gguf --adapters law={}/empty", "holds no adapter"),

@@ -131,7 +131,16 @@ def test_a_wheel_holds_what_runs(wheel: Path) -> None:
     """All Python of our packages, the kernels, the rules and the demo model; no sources of the kernels, no tests."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kernels = {name for name in names if name.startswith("native/_native.") and name.endswith(".so")}
-    kept = ("*.py", "*.pyi", "*.yaml", "*.gguf", "adapters/*/*.json", "adapters/*/*.safetensors", "static/*")
+    kept = (
+        "*.py",
+        "*.pyi",
+        "*.yaml",
+        "*.gguf",
+        "planning/*.json",
+        "adapters/*/*.json",
+        "adapters/*/*.safetensors",
+        "static/*",
+    )
     wanted = {
         str(path.relative_to(ROOT))
         for package in _PACKAGES

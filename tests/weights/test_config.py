@@ -185,7 +185,7 @@ def test_any_value_is_taken_or_refused(change: dict[str, Any]) -> None:
     try:
         config = config_from_hf(OLD | change, {k: v for k, v in change.items() if k == "eos_token_id"})
     except ModelFileError as error:
-        assert error.field is not None and len(str(error)) < 500
+        assert error.field is not None and len(str(error)) < 1000
     else:
         assert all(layer.attention.heads % layer.attention.kv_heads == 0 for layer in config.layers)
 
@@ -288,6 +288,6 @@ def test_any_gguf_metadata_is_taken_or_refused(data: st.DataObject) -> None:
     try:
         config = config_from_gguf(changed, shapes)
     except ModelFileError as error:
-        assert error.field is not None and len(str(error)) < 500
+        assert error.field is not None and len(str(error)) < 1000
     else:
         assert config.layers[0].attention.head_dim % 2 == 0 and config.num_experts_per_tok <= config.num_experts
