@@ -31,12 +31,12 @@ def asgi(settings: dict[str, Any]) -> Callable[[], ASGIApp]:
     """For Serve, which calls it in the process of the ingress deployment. `settings`: of each replica's server."""
 
     def build() -> ASGIApp:
-        return application(Front(), config_of(settings))
+        return application(RayReplicas(), config_of(settings))
 
     return build
 
 
-class Front:
+class RayReplicas:
     """`Replicas` of `application`, over Ray Serve."""
 
     def __init__(self) -> None:

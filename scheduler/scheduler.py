@@ -180,7 +180,8 @@ class Scheduler:
                 f"step {plan.step}: not accepted drafts and one token per sampling row for requests {wrong}"
             )
         del core.flights[0]
-        self._num_committed = sum(map(len, tokens))
+        if core.drafter is not None:
+            self._num_committed = sum(map(len, tokens))
         events, void, take = [], flight.void, self._take_tokens
         for row, new in zip(plan.rows, tokens, strict=True):
             request = row.request

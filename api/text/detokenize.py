@@ -17,7 +17,7 @@ class Detokenizer(Protocol):
         """What was held back: bytes that never became a character, as U+FFFD."""
 
 
-class Pieces(dict[int, str | bytes]):
+class TokenTexts(dict[int, str | bytes]):
     """What each token stands for, looked up once: text, or bytes where these may be parts of characters. `bytes_of`
     gives a token's bytes, b"" for one that is not shown."""
 
@@ -33,7 +33,7 @@ class Pieces(dict[int, str | bytes]):
 class ByteDetokenizer:
     """For byte-level tokenizers: a token is bytes, so an incremental UTF-8 decoder is exact."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: TokenTexts) -> None:
         self._pieces = pieces
         self._decoder = utf_8.IncrementalDecoder(errors="replace")
 

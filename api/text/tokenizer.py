@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, normalizers
 
 from api.text.bytelevel import PATTERNS, QWEN2, byte_level_tokenizer, byte_of_char, token_bytes
 from api.text.control import Rendered, guarding_characters, hide
-from api.text.detokenize import ByteDetokenizer, Detokenizer, Pieces, WindowDetokenizer
+from api.text.detokenize import ByteDetokenizer, Detokenizer, TokenTexts, WindowDetokenizer
 from api.text.template import ChatTemplate
 from api.text.tiktoken import tiktoken_tokenizer
 from engine.errors import ModelFileError, UserError, shown
@@ -57,7 +57,7 @@ class Tokenizer:
         )
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}  # of those asked for
-        self._pieces: dict[tuple[bool, frozenset[str]], Pieces] = {}  # by what is shown: a few ways
+        self._pieces: dict[tuple[bool, frozenset[str]], TokenTexts] = {}  # by what is shown: a few ways
         self._most_bytes = self._bytes_of_longest_token(added.values())
 
     @property
@@ -201,7 +201,7 @@ class Tokenizer:
             return WindowDetokenizer(
                 lambda tokens: self.decode([t for t in tokens if t not in hidden], skip_special_tokens=False)
             )
-        pieces = self._pieces[key] = Pieces(lambda token: b"" if token in hidden else self.token_bytes(token))
+        pieces = self._pieces[key] = TokenTexts(lambda token: b"" if token in hidden else self.token_bytes(token))
         return ByteDetokenizer(pieces)
 
 

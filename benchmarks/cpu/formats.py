@@ -26,22 +26,11 @@ from benchmarks.kernels.formats import GGUF, errors, weight
 from benchmarks.kernels.probe import measure_peaks
 from benchmarks.models.make import Shape, model_path, write_model
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
+from benchmarks.report.beside import FORMATS_HEAD
 from native import _native
 
 PROMPT = 512
-HEAD = (
-    "type",
-    "bits",
-    "decode",
-    "llama.cpp",
-    "ratio",
-    "of read",
-    "prefill",
-    "llama.cpp",
-    "ratio",
-    "error",
-    "llama.cpp",
-)
+HEAD = ("type", *FORMATS_HEAD)
 
 
 @dataclass(frozen=True)

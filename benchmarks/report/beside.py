@@ -12,29 +12,20 @@ _WHERE = {
     "layers": "of half the layers on the GPU",
 }
 _PLACES = list(_WHERE)
+FORMATS_HEAD = (
+    *("bits", "decode", "llama.cpp", "ratio", "of read"),
+    *("prefill", "llama.cpp", "ratio", "error", "llama.cpp"),
+)
 
 
 def formats(data: dict[str, Any]) -> str:
     """Of benchmarks/cpu/formats.py. Errors are in thousandths of the result's size."""
-    head = [
-        "",
-        "bits",
-        "decode",
-        "llama.cpp",
-        "ratio",
-        "of read",
-        "prefill",
-        "llama.cpp",
-        "ratio",
-        "error",
-        "llama.cpp",
-    ]
     rows = []
     for row in data["rows"]:
         cells = [row["type"], f"{row['bits']:.2f}", *_beside(row["decode"], row["peer_decode"])]
         cells += [f"{row['of_read']:.0%}", *_beside(row["prefill"], row["peer_prefill"])]
         rows.append([*cells, *map(_error, (row["error"], row["peer_error"]))])
-    return "\n\n".join([origin(data), table(head, rows)])
+    return "\n\n".join([origin(data), table(["", *FORMATS_HEAD], rows)])
 
 
 def llamacpp(data: dict[str, Any]) -> str:

@@ -8,8 +8,8 @@ import torch
 
 from engine.attention.native import NativeAttention
 from engine.experts.base import ExpertBackend
-from engine.experts.elsewhere import ElsewhereExperts
 from engine.experts.kt.backend import KtExperts
+from engine.experts.other_rank import OtherRankExperts
 from engine.experts.reference import ReferenceExperts
 from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, reference_attention, ropes
 from engine.linear.base import LinearBackend
@@ -74,8 +74,8 @@ def cpu_backends(plan: EnginePlan) -> Backends:
         },
     )
     if plan.shard.rank and not plan.shard.experts:
-        elsewhere = ElsewhereExperts("cpu")
-        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: elsewhere))
+        other = OtherRankExperts("cpu")
+        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: other))
     kinds = {choice.backend for choice in placement.choices.values()}
     native_rows = placement.native(".self_attn", "_proj")
     torch.set_num_threads(1 if native_rows else plan.torch_threads)  # torch's threads would fight the pool's

@@ -11,11 +11,11 @@ from engine.attention.base import BLOCK_SIZE
 from engine.attention.flashinfer import FlashInferAttention
 from engine.experts.base import ExpertBackend
 from engine.experts.bridge.backend import CudaBridge
-from engine.experts.elsewhere import ElsewhereExperts
 from engine.experts.gpu.backend import GpuExperts
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.kt.backend import KtExperts
 from engine.experts.kt.stream import KtStreamExperts
+from engine.experts.other_rank import OtherRankExperts
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
 from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, reference_attention, ropes
@@ -105,8 +105,8 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         },
     )
     if plan.shard.rank and not plan.shard.experts:
-        elsewhere = ElsewhereExperts("cuda")
-        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: elsewhere))
+        other = OtherRankExperts("cuda")
+        experts = Shared("experts", dict.fromkeys(placement.used(".mlp.experts"), lambda: other))
     kt = KtStreamExperts if dtype == torch.bfloat16 else KtExperts
     linear, router = linears(dtype, pack), linears(torch.float32, None)
     on_cpu = "reference" in placement.used(".mlp.experts") and expert_device.type == "cpu"

@@ -194,6 +194,8 @@ class TokenCounts:
 
 def _states(rows: list[StepRow]) -> list[RowState]:
     """Rows of one model have states, or none has."""
+    if not rows or rows[0].state is None:
+        return []
     return [row.state for row in rows if row.state is not None]
 
 

@@ -19,6 +19,18 @@ class Place(NamedTuple):
     most: int
 
 
+class _Rest(NamedTuple):
+    """A request is not looked at before its output is so long, for which it had to grow by so many tokens."""
+
+    until: int
+    tokens: int
+
+
+_NO_REST = _Rest(0, 0)
+MOST_REST = 16  # tokens
+LIKELY = 0.5  # drafts of such a chance are looked at in each step, for they may soon pay
+
+
 class Drafter:
     """`num_drafts`: of a row, at most. `always`: a step checks all that are proposed, whatever they cost."""
 
@@ -27,18 +39,31 @@ class Drafter:
         self._num_drafts = num_drafts
         self._gain = None if always else Gain()
         self._chances = Chances()
+        self._rests: dict[Request, _Rest] = {}
 
     def drafts(self, places: Sequence[Place], rows: int, *, mixed: bool) -> list[Sequence[int]]:
-        """Of each place, for a step in which `rows` rows decode; `mixed`: beside prefill."""
-        proposals = [self._proposer.propose(request, min(most, self._num_drafts)) for request, most in places]
+        """Of each place, for a step in which `rows` rows decode; `mixed`: beside prefill. A look-up costs time that a
+        small model's step cannot spare: requests whose drafts are seldom right and not checked are looked at less."""
         if self._gain is None:
-            return [proposal.tokens for proposal in proposals]
-        offers = []
-        for (request, _), proposal in zip(places, proposals, strict=True):
+            return [self._proposer.propose(request, min(most, self._num_drafts)).tokens for request, most in places]
+        chosen: list[Sequence[int]] = [()] * len(places)
+        due = [i for i, (request, _) in enumerate(places) if len(request.output) >= self._rest(request).until]
+        if not due:
+            return chosen
+        proposals, offers = [], []
+        for request, most in (places[i] for i in due):
+            proposal = self._proposer.propose(request, min(most, self._num_drafts))
             self._chances.watch(request, proposal)
+            proposals.append(proposal.tokens)
             offers.append(Offer(len(proposal.tokens), self._chances.of(request, proposal.matched)))
         counts = self._gain.choose(offers, rows, mixed=mixed)
-        return [proposal.tokens[:count] for proposal, count in zip(proposals, counts, strict=True)]
+        for i, tokens, offer, count in zip(due, proposals, offers, counts, strict=True):
+            request = places[i].request
+            likely = offer.drafts > 0 and offer.chance >= LIKELY
+            rest = 0 if count or likely else min(MOST_REST, 2 * self._rest(request).tokens + 1)
+            self._rests[request] = _Rest(len(request.output) + rest, rest)
+            chosen[i] = tokens[:count]
+        return chosen
 
     def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
         """How long a step took, and how many tokens came of it."""
@@ -49,3 +74,7 @@ class Drafter:
         """The request has ended."""
         self._chances.end(request)
         self._proposer.end(request)
+        self._rests.pop(request, None)
+
+    def _rest(self, request: Request) -> _Rest:
+        return self._rests.get(request, _NO_REST)

@@ -22,7 +22,7 @@ MARGIN = 1.04  # what is expected of them, at least, so that the scatter of step
 FIRST_COST = 0.2  # of a draft, in rows
 SURPRISE = 2.0  # a step counts as at most so many times longer or shorter than those before
 WEIGHT = 1 / 4  # of the newest step
-FORGET = 0.998  # a cost that was measured some steps ago is believed less: a hiccup must not end drafts for ever
+FORGET = 0.998  # a cost is believed less with each step since it was measured: one slow step must not stop drafts
 STEP_UP = 2.0  # times as many drafts as any step had before, at most
 CREDIT, SHARE = 2.0, 0.01  # what drafts may lose: so many steps, and of all steps so many more
 MOST_LOST = 20.0  # steps that one is taken to have lasted, at most
@@ -134,7 +134,8 @@ def _size(drafts: int) -> int:
 
 def _within(offers: Sequence[Offer], level: float, most: float) -> list[int]:
     """Of each offer the drafts that are right with at least this chance, cut alike if they are more than `most`."""
-    counts = [min(offer.drafts, int(math.log(level) / math.log(offer.chance))) for offer in offers]
+    log = math.log(level)
+    counts = [min(offer.drafts, int(log / math.log(offer.chance))) for offer in offers]
     if (drafts := sum(counts)) > most:
         counts = [int(count * most / drafts) for count in counts]
     return counts

@@ -12,7 +12,7 @@ from api.http.answers.meter import Meter
 from api.http.answers.streaming import ResponseFormatter
 from api.http.fast.delivery import new_inbox
 from api.http.metrics import Metrics
-from api.text.detokenize import ByteDetokenizer, Pieces
+from api.text.detokenize import ByteDetokenizer, TokenTexts
 from api.text.output import Output
 from api.text.stops import StopStrings
 from engine import messages as m
@@ -23,7 +23,9 @@ def answers_of(n: int, *, stop: str = "") -> tuple[Answers, list[Any]]:
     """n choices whose tokens are bytes, and the list of what is sent to the engine about them."""
     answers, sent = Answers(new_inbox(), n), []
     for index in range(n):
-        output = Output(ByteDetokenizer(Pieces(lambda token: bytes([token]))), StopStrings([stop]) if stop else None)
+        output = Output(
+            ByteDetokenizer(TokenTexts(lambda token: bytes([token]))), StopStrings([stop]) if stop else None
+        )
         request = OpenRequest(str(index), answers.inbox, lambda _, message: sent.append(message))
         answers.add(Choice(request, output, Meter(Metrics()), prompt_tokens=3))
     return answers, sent

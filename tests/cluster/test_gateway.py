@@ -52,7 +52,7 @@ class OneReplica:
         return await self.forward(call)
 
 
-class Front:
+class Gateway:
     def __init__(self, url: str, replica: OneReplica) -> None:
         self.url, self.replica = url, replica
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"Authorization": "Bearer k"})
@@ -67,7 +67,7 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def front(server: Running) -> Iterator[Front]:
+def front(server: Running) -> Iterator[Gateway]:
     config = config_of({"max-body-bytes": LIMIT, "cors_origins": [ORIGIN], "root_path": "/llm", "model": "x"})
     replica = OneReplica(server.url)
     listening = uvicorn.Server(uvicorn.Config(application(replica, config), port=0, log_level="error", lifespan="off"))
@@ -76,7 +76,7 @@ def front(server: Running) -> Iterator[Front]:
     try:
         eventually(lambda: listening.started)
         port = listening.servers[0].sockets[0].getsockname()[1]
-        yield Front(f"http://127.0.0.1:{port}", replica)
+        yield Gateway(f"http://127.0.0.1:{port}", replica)
     finally:
         listening.should_exit = True
         thread.join(PATIENCE_S)
@@ -106,7 +106,7 @@ CALLS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CALLS)
-def test_it_speaks_what_one_server_speaks(front: Front, server: Running, method: str, path: str, body: Any) -> None:
+def test_it_speaks_what_one_server_speaks(front: Gateway, server: Running, method: str, path: str, body: Any) -> None:
     theirs, ours = (http.request(method, path, json=body) for http in (server.http, front.http))
     assert (ours.status_code, plain(ours)) == (theirs.status_code, plain(theirs))
     below = front.http.request(method, f"/llm{path}", json=body)
@@ -122,7 +122,7 @@ def test_it_speaks_what_one_server_speaks(front: Front, server: Running, method:
         ("/api/generate", {"model": "say", "prompt": "hello", "stream": False}),
     ],
 )
-def test_the_other_forms_are_answered(front: Front, path: str, body: Any) -> None:
+def test_the_other_forms_are_answered(front: Gateway, path: str, body: Any) -> None:
     answer = front.http.post(path, json=body, headers={"x-request-id": "mine"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-request-id"] == "mine" == dict(front.replica.calls[-1].headers)["x-request-id"]
@@ -140,14 +140,14 @@ def test_the_other_forms_are_answered(front: Front, path: str, body: Any) -> Non
         ("POST", "/v1/responses", {"model": "say", "input": "a", "previous_response_id": "resp_1"}),
     ],
 )
-def test_what_one_server_keeps_is_a_named_501(front: Front, method: str, path: str, body: Any) -> None:
+def test_what_one_server_keeps_is_a_named_501(front: Gateway, method: str, path: str, body: Any) -> None:
     answer = front.http.request(method, path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 501 and error["code"] == "not_over_replicas"
     assert "docs/scale-out.md" in error["message"] and error.keys() == {"message", "type", "param", "code"}
 
 
-def test_pages_of_other_origins(front: Front) -> None:
+def test_pages_of_other_origins(front: Gateway) -> None:
     asked = front.http.options(
         "/v1/chat/completions", headers={"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
     )
@@ -175,7 +175,7 @@ HOSTILE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bodies_are_refused_in_form(front: Front, name: str) -> None:
+def test_hostile_bodies_are_refused_in_form(front: Gateway, name: str) -> None:
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/v1/load_lora_adapter"):
         answer = front.http.post(path, content=HOSTILE[name], headers={"Content-Type": "application/json"})
         if path == "/api/chat" and name in ("names", "spaces"):  # to Ollama, a request to load the model
@@ -196,7 +196,7 @@ def test_any_bytes_as_a_model(name: bytes) -> None:
         assert Policy(Affinity()).rank({"a": 1, "b": 0}, call.model, prefix(f"\0{call.model}", call.prompt * 300))
 
 
-def test_an_endless_body_is_dropped_before_any_key_is_looked_at(front: Front) -> None:
+def test_an_endless_body_is_dropped_before_any_key_is_looked_at(front: Gateway) -> None:
     """Chunked, so that no length is known: nobody is passed anything, and little of it is held."""
     before, sent = len(front.replica.calls), 0
 

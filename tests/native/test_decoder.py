@@ -44,7 +44,7 @@ from tests.native.isas import ISAS
 POOL = _native.WorkerPool([[0, 1, 2]])
 
 
-class Elsewhere(ReferenceExperts):
+class TorchExperts(ReferenceExperts):
     """Experts that are not native."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Parts:
         nothing: Any = None
         mlp: SparseMlp | DenseMlp = DenseMlp(nothing, nothing, nothing)
         if sparse:
-            mlp = SparseMlp(index, Router(), self.linear(m.num_experts, hidden, self.router), Elsewhere(), nothing)
+            mlp = SparseMlp(index, Router(), self.linear(m.num_experts, hidden, self.router), TorchExperts(), nothing)
         q_proj, k_proj, v_proj, o_proj = linears
         attention = GroupedQueryAttention(
             spec=self.spec,

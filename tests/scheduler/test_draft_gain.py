@@ -160,3 +160,16 @@ def test_choices_stay_within_what_is_offered(offers, steps, mixed) -> None:
     chosen = gain.choose(offers, len(offers), mixed=mixed)
     assert len(chosen) == len(offers) and sum(chosen) <= 128
     assert all(0 <= count <= offer.drafts for count, offer in zip(chosen, offers, strict=True))
+
+
+def test_requests_whose_drafts_are_of_no_use_are_seldom_looked_at() -> None:
+    looked = 0
+
+    class Wrong(Text):
+        def propose(self, request: Request, most: int) -> Proposal:
+            nonlocal looked
+            looked += 1
+            return Proposal([-1] * most, 4)
+
+    simulate(CHEAP, Wrong((0.0, 0.0), 0), 4, 0, 0.0)
+    assert 0 < looked < 4 * LENGTH / 8

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from api.text.calls.json_call import JsonValue
-from api.text.calls.reader import CallReader
+from api.text.calls.reader import SteppedReader
 from api.text.deltas import Delta, ToolArguments, ToolStart
 
 _LONGEST_NAME = 256
@@ -45,14 +45,12 @@ DEEPSEEK_V3_MARKS = Marks(*DEEPSEEK_MARKS.all, kind="function", fence=("```json"
 KIMI_MARKS = Marks("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", numbered=True)
 
 
-class MarkedCalls(CallReader):
+class MarkedCalls(SteppedReader):
     """Arguments that are an object are given out as they are written, others once they are whole."""
 
     def __init__(self, first: int, new_id: Callable[[], str], limit: int | None = None, *, marks: Marks) -> None:
         super().__init__(first, new_id, limit)
         self._marks = marks
-        self._buffer = ""
-        self._searched = 0  # of the buffer, for a mark
         self._state: Callable[[list[Delta]], bool] = self._between
         self._value: JsonValue | None = None  # the arguments, while they come
         self._ids: set[str] = set()
@@ -60,16 +58,6 @@ class MarkedCalls(CallReader):
     @property
     def in_string(self) -> bool:
         return self._value is not None and self._value.in_string
-
-    def push(self, text: str) -> list[Delta]:
-        self._buffer += text
-        self.read += len(text)
-        deltas: list[Delta] = []
-        while not (self.failed or self.full) and self._state(deltas):
-            pass
-        if self.failed:
-            self.read -= len(self._buffer)
-        return deltas
 
     def finish(self) -> list[Delta]:
         """A call that was cut off keeps what it has; one without a name is none."""
@@ -81,6 +69,9 @@ class MarkedCalls(CallReader):
         elif self.count == 0:
             self.failed = True
         return deltas
+
+    def _step(self, deltas: list[Delta]) -> bool:
+        return self._state(deltas)
 
     # ---- states: each says whether it has read something
 

@@ -40,3 +40,26 @@ class CallReader(ABC):
     @abstractmethod
     def finish(self) -> list[Delta]:
         """The closing marker came, or the text ended."""
+
+
+class SteppedReader(CallReader):
+    """One that takes what is certain off a buffer, step by step."""
+
+    def __init__(self, first: int, new_id: Callable[[], str], limit: int | None = None) -> None:
+        super().__init__(first, new_id, limit)
+        self._buffer = ""
+        self._searched = 0  # of the buffer, for what ends a value
+
+    def push(self, text: str) -> list[Delta]:
+        self._buffer += text
+        self.read += len(text)
+        deltas: list[Delta] = []
+        while not (self.failed or self.full) and self._step(deltas):
+            pass
+        if self.failed:
+            self.read -= len(self._buffer)
+        return deltas
+
+    @abstractmethod
+    def _step(self, deltas: list[Delta]) -> bool:
+        """Whether something was read."""

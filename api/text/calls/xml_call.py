@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from api.text.calls.reader import CallReader
+from api.text.calls.reader import SteppedReader
 from api.text.deltas import Delta, ToolArguments, ToolStart
 
 _LONGEST_NAME = 256
@@ -57,7 +57,7 @@ MINIMAX_TAGS = Tags(('<invoke name="', '">'), ('<parameter name="', '">'), "</pa
 GLM_TAGS = Tags(("", ""), ("<arg_key>", "</arg_key>"), "</arg_value>", value="<arg_value>", lines=False)
 
 
-class XmlCalls(CallReader):
+class XmlCalls(SteppedReader):
     """Values are texts: `parameters` (function -> parameter -> its JSON schema) says which of them stand for something
     else. A parameter's part of the arguments is given out once its value is whole."""
 
@@ -73,8 +73,6 @@ class XmlCalls(CallReader):
         super().__init__(first, new_id, limit)
         self._tags = tags
         self._parameters = parameters
-        self._buffer = ""
-        self._searched = 0  # of the buffer, for the end of a value
         self._function: str | None = None
         self._key: str | None = None
         self._in_value = False  # what a value begins with has come
@@ -83,16 +81,6 @@ class XmlCalls(CallReader):
     @property
     def in_string(self) -> bool:
         return self._in_value
-
-    def push(self, text: str) -> list[Delta]:
-        self._buffer += text
-        self.read += len(text)
-        deltas: list[Delta] = []
-        while not (self.failed or self.full) and self._step(deltas):
-            pass
-        if self.failed:
-            self.read -= len(self._buffer)
-        return deltas
 
     def finish(self) -> list[Delta]:
         deltas: list[Delta] = []
@@ -109,7 +97,6 @@ class XmlCalls(CallReader):
         return deltas
 
     def _step(self, deltas: list[Delta]) -> bool:
-        """Whether something was read."""
         if self._key is not None:
             return self._read_value(self._key, deltas)
         self._buffer = self._buffer.lstrip() if self.count or self._function is not None else self._buffer

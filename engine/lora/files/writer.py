@@ -147,7 +147,7 @@ def _targets(
     their parameters, and so are the experts, which it knows in some families only. It stacks the keys of gate and up
     at twice the rank. Other programs look for the experts' names among the modules, where PEFT leaves room for them.
     """
-    meant = {stored(name).split(".", 3)[3] for name in linears}
+    meant = {stored(name).partition(".layers.")[2].partition(".")[2] for name in linears}
     by_parameter = sorted(name for name in meant if name.rpartition(".")[2] in _MISTAKEN)
     modules = sorted({name.rpartition(".")[2] for name in meant.difference(by_parameter)})
     parameters = [f"mlp.{name.partition('.')[2]}.weight" for name in by_parameter]

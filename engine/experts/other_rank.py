@@ -9,7 +9,7 @@ from engine.lora.adapter import ExpertLora
 from engine.weights.store import ExpertStore
 
 
-class ElsewhereExperts(ExpertBackend):
+class OtherRankExperts(ExpertBackend):
     """Takes no weights. A step's `out` is zero."""
 
     follows_stream = True
