@@ -76,13 +76,23 @@ async def converse(talk: Talk, keyboard: Keyboard, console: Console) -> None:
             return
         try:
             if words == ["/regenerate"]:
-                await _answer(talk, talk.take_back())
+                await _answer_again(talk)
             elif words[0].startswith("/"):
                 _command(talk, text, console)
             else:
                 await _answer(talk, text)
         except KtserveError as error:
             console.print(f"error: {error}", markup=False, highlight=False)
+
+
+async def _answer_again(talk: Talk) -> None:
+    """What there was stays if no answer comes."""
+    kept = list(talk.messages)
+    try:
+        await _answer(talk, talk.take_back())
+    except KtserveError:
+        talk.messages[:] = kept
+        raise
 
 
 async def _message(keyboard: Keyboard, prompt: str) -> str | None:

@@ -100,7 +100,7 @@ class ServerAnswerer:
 
 
 def _pieces(response: http.client.HTTPResponse) -> Any:
-    """The text of a stream of events."""
+    """The text of a stream of events, without reasoning."""
     for line in response:
         data = line.strip().removeprefix(b"data:").strip()
         if not line.startswith(b"data:") or data == b"[DONE]":
@@ -109,8 +109,7 @@ def _pieces(response: http.client.HTTPResponse) -> Any:
         if "error" in event:
             raise EngineError(str(event["error"].get("message", event["error"])))
         for choice in event["choices"]:
-            delta = choice["delta"]
-            yield (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+            yield choice["delta"].get("content") or ""
 
 
 def _reason(body: bytes) -> str:

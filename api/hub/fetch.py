@@ -93,7 +93,10 @@ def _download(listing: Listing, files: list[HubFile], console: Console, field: s
     with _Bar(console, str(listing.name), total, quiet) as bar:
         for file in files:
             if file.sha256 is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-                fetch_blob(listing, file, bar.add)
+                try:
+                    fetch_blob(listing, file, bar.add)
+                except OSError as error:  # of the cache's folder
+                    raise _unwritten(listing, file, error, field) from None
             _link(listing, file, bar, field)
             bar.ended(file)
 
@@ -104,8 +107,9 @@ def _link(listing: Listing, file: HubFile, bar: _Bar, field: str) -> None:
         try:
             hf_hub_download(listing.name.repo, file.name, revision=listing.commit, tqdm_class=_counter(bar.add))
         except (OSError, ValueError) as error:
-            if type(error) in (OSError, ValueError):  # neither the hub's own nor the network's
-                raise UserError(f"{listing.name}: {file.name}: {str(error).splitlines()[0]}", field) from None
+            of_disk = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError)
+            if of_disk or type(error) in (OSError, ValueError):  # neither the hub's own nor the network's
+                raise _unwritten(listing, file, error, field) from None
             raise
     path = snapshot(listing) / file.name
     if (size := path.stat().st_size) != file.size:
@@ -114,6 +118,10 @@ def _link(listing: Listing, file: HubFile, bar: _Bar, field: str) -> None:
             f"{listing.name}: {file.name} has {size} bytes instead of {file.size}: run the same command again",
             field,
         )
+
+
+def _unwritten(listing: Listing, file: HubFile, error: Exception, field: str) -> UserError:
+    return UserError(f"{listing.name}: {file.name}: {str(error).splitlines()[0]}", field)
 
 
 def _counter(add: Callable[[float], None]) -> type[tqdm[Any]]:

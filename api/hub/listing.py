@@ -88,7 +88,8 @@ def options(listing: Listing) -> list[Option]:
     found = _gguf_options(listing)
     shards = sorted(name for name in listing.files if _is_shard(name))
     if _SINGLE in listing.files or INDEX in listing.files:
-        names = [*shards, *([INDEX] if INDEX in listing.files else []), *_beside(listing)]
+        parts = [*shards, INDEX] if INDEX in listing.files else [_SINGLE]  # beside it, other files are copies
+        names = [*parts, *_beside(listing)]
         found.append(Option(SAFETENSORS, _SINGLE, tuple(listing.files[name] for name in names)))
     return sorted(found, key=lambda option: option.num_bytes)
 

@@ -46,7 +46,7 @@ def fetch_blob(listing: Listing, file: HubFile, add: Callable[[int], None]) -> N
         add(os.fstat(out.fileno()).st_size)
         _receive(listing, file, out.fileno(), add)
         if _sha256(part) != file.sha256:
-            part.unlink()
+            out.truncate(0)  # others may wait for it
             raise UserError(
                 f"{listing.name}: {file.name} arrived with another SHA-256 than the hub states: "
                 "run the same command again",

@@ -19,7 +19,7 @@ _BREAKS = (*_ENDS, START, CHANNEL)
 _BREAK = re.compile("|".join(map(re.escape, _BREAKS)))
 _HEADS = (CHANNEL, MESSAGE, "to=", "assistant")  # what a header begins with
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 class Channels:
@@ -66,6 +66,7 @@ class Channels:
         deltas = self.push("")
         if self._state == self._body and not self.ended:
             self._close(deltas)
+            self._state = self._between
         return deltas
 
     # ---- states: each takes what is certain off the buffer and says whether the next one may go on
@@ -76,7 +77,9 @@ class Channels:
         if known and at < 0 and len(self._buffer) < _LONGEST_HEADER + len(MESSAGE) and not self._final:
             return False
         if not known or at > _LONGEST_HEADER or at < 0:  # no header at all, or one that was cut off
-            if self._announced or (self._final and known and "<|" in rest):
+            if self._announced:
+                self._buffer = self._buffer[_LONGEST_HEADER + len(MESSAGE) :]
+            elif self._final and known and "<|" in rest:
                 self._buffer = ""
             self._open("", deltas)
             if rest.startswith(CHANNEL) and self._buffer:  # it is text, and would be taken for a header again

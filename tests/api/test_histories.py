@@ -83,11 +83,21 @@ def test_what_templates_rely_on(messages: list[dict[str, Any]]) -> None:
             assert call["tool_calls"][0]["id"] == result["tool_call_id"]
 
 
-def test_results_without_ids_stand_behind_their_calls() -> None:
-    calls = [{"function": {"name": name, "arguments": "{}"}} for name in "ab"]
-    results = [{"role": "tool", "content": name} for name in "ab"]
-    made = HISTORIES["in_channels"](normalise([{"role": "assistant", "tool_calls": calls}, *results]))
-    assert [m["content"] if m["role"] == "tool" else m["tool_calls"][0]["function"]["name"] for m in made] == [*"aabb"]
+@given(st.lists(st.sampled_from(["ok", "no"]), min_size=1, max_size=4), st.booleans())
+def test_equal_results_stand_behind_their_calls(said: list[str], named: bool) -> None:
+    """With ids and without."""
+    ids: list[dict[str, Any]] = [{"id": f"call_{i}"} if named else {} for i in range(len(said))]
+    calls = [{**each, "function": {"name": "f", "arguments": "{}"}} for each in ids]
+    results = [
+        {"role": "tool", "content": text, **({"tool_call_id": each["id"]} if named else {})}
+        for text, each in zip(said, ids, strict=True)
+    ]
+    messages = normalise([{"role": "assistant", "tool_calls": calls}, *results])
+    made = HISTORIES["in_channels"](messages)
+    assert [message["role"] for message in made] == ["assistant", "tool"] * len(said)
+    assert [message["content"] for message in made[1::2]] == said
+    first, *others = HISTORIES["numbered"](messages)
+    assert [other["tool_call_id"] for other in others] == [call["id"] for call in first["tool_calls"]]
 
 
 def test_ids_of_the_models_own_are_kept() -> None:

@@ -240,6 +240,40 @@ def test_ids_of_calls_are_the_models_own_where_its_template_writes_no_name_but_t
     assert starts[0].id == "functions.f:3" != starts[1].id  # no two results of one answer have the same
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1', '{"a": [1, {', "nul"])
+@pytest.mark.parametrize("form", ["deepseek_v31", "kimi_k2"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_calls_behind_broken_arguments_are_read(form: str, arguments: str, closed: bool) -> None:
+    tools = format_named(form)
+    assert tools is not None and tools.marks is not None
+    marks = tools.marks
+    first = f"{marks.begin}f{marks.separator}{arguments}{marks.end if closed else ''}"
+    second = f"{marks.begin}g{marks.separator}{{}}{marks.end}"
+    text = f"{tools.opens}{first}{second}{tools.closes}"
+    for parts in ([text], list(text)):
+        deltas = read(Layout(tools=tools), parts)
+        assert [delta.name for delta in deltas if isinstance(delta, ToolStart)] == ["f", "g"]
+        assert [delta.text for delta in deltas if isinstance(delta, ToolArguments)] == [arguments, "{}"]
+
+
+def test_a_long_header_ends_where_it_ends_however_it_is_cut() -> None:
+    text = f"<|channel|>final<|message|>hi<|end|><|start|>assistant{'x' * 600}<|channel|>final<|message|>kept"
+    whole = read(Layout(channels=True), [text])
+    assert read(Layout(channels=True), list(text)) == whole
+    assert isinstance(whole[-1], Text) and whole[-1].text.endswith("kept")
+
+
+def test_only_what_is_sent_to_a_function_is_a_call() -> None:
+    layout = Layout(channels=True, tools=format_named("hermes"))
+    text = "<|channel|>analysis to={}<|message|>print(1)<|call|>"
+    assert [type(delta) for delta in read(layout, [text.format("python")])] == [Reasoning]
+    assert [type(delta) for delta in read(layout, [text.format("functions.python")])] == [ToolStart, ToolArguments]
+    channels = Channels(layout)
+    channels.push(text.format("functions.f").removesuffix("<|call|>"))
+    channels.finish()
+    assert channels.finish() == [] and channels.calls == 1
+
+
 def test_a_call_that_breaks_off_in_a_string_ends_at_its_marker() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "b\n</tool_call>\ndone'
     assert read(Layout(tools=HERMES), [text])[-1] == Text("\ndone")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from api.text.calls.marked_call import NUMBERED_ID
@@ -17,18 +18,13 @@ Message = dict[str, Any]
 def in_order(messages: Sequence[Message]) -> list[Message]:
     """Results in the order of their calls: most templates write no ids, and models tell results by their order."""
     made: list[Message] = []
-    place: dict[str, int] = {}
-    first = 0  # of the results that stand together
-    for message in messages:
-        if message["role"] != "tool":
-            calls = message.get("tool_calls", ())
-            place = {call["id"]: i for i, call in enumerate(calls) if "id" in call}
-            made.append(message)
-            first = len(made)
-            continue
-        made.append(message)
-        if all(result.get("tool_call_id") in place for result in made[first:]):
-            made[first:] = sorted(made[first:], key=lambda result: place[result["tool_call_id"]])
+    for results, run in groupby(messages, key=lambda message: bool(message["role"] == "tool")):
+        together = list(run)
+        if results and made:
+            place = {call["id"]: i for i, call in enumerate(made[-1].get("tool_calls", ())) if "id" in call}
+            if all(result.get("tool_call_id") in place for result in together):
+                together.sort(key=lambda result: place[result["tool_call_id"]])
+        made += together
     return made
 
 
@@ -52,19 +48,23 @@ def numbered(messages: Sequence[Message]) -> list[Message]:
     """Calls have ids `functions.NAME:NUMBER`, counted through the chat: Kimi's templates write no name but that."""
     made: list[Message] = []
     count, known = 0, dict[str, str]()  # ids by those that the client has sent
+    unnamed: list[str] = []  # of calls without one, for the results that follow
     for message in messages:
         new = dict(message)
         if calls := message.get("tool_calls"):
-            new["tool_calls"] = []
+            new["tool_calls"], unnamed = [], []
             for call in calls:
                 sent = call.get("id", "")
                 call_id = sent if NUMBERED_ID.fullmatch(sent) else f"functions.{call['function']['name']}:{count}"
-                known[sent] = call_id
+                if sent:
+                    known[sent] = call_id
+                else:
+                    unnamed.append(call_id)
                 new["tool_calls"].append({**call, "id": call_id})
                 count += 1
         if message["role"] == "tool":
             sent = message.get("tool_call_id", "")
-            new["tool_call_id"] = known.get(sent, sent)
+            new["tool_call_id"] = known.get(sent, sent) if sent or not unnamed else unnamed.pop(0)
         made.append(new)
     return made
 
@@ -97,10 +97,14 @@ def _one_by_one(message: Message, thinking: str, results: Iterable[Message]) -> 
     left, last = list(results), len(message["tool_calls"]) - 1
     for i, call in enumerate(message["tool_calls"]):
         made.append({**message, "tool_calls": [call], **({"thinking": thinking} if thinking and not i else {})})
-        own = [each for each in left if each.get("tool_call_id") == call["id"]] if "id" in call else left[:1]
-        own = left if i == last else own
-        made += own
-        left = [each for each in left if each not in own]
+        if i == last:
+            made += left
+        elif "id" in call:
+            made += [each for each in left if each.get("tool_call_id") == call["id"]]
+            left = [each for each in left if each.get("tool_call_id") != call["id"]]
+        else:
+            made += left[:1]
+            left = left[1:]
     return made
 
 

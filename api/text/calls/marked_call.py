@@ -130,9 +130,16 @@ class MarkedCalls(SteppedReader):
         return self._go_on(self._buffer[1:], self._object)
 
     def _object(self, deltas: list[Delta]) -> bool:
-        assert self._value is not None  # _before_arguments
-        ends = self._value.ends
-        end = next((i + 1 for i, char in enumerate(self._buffer) if ends(char)), None)
+        value = self._value
+        assert value is not None  # _arguments
+        end = None
+        for i, char in enumerate(self._buffer):
+            if char == self._marks.end[0] and not value.in_string:  # no part of JSON: the object was not closed
+                end = i
+                break
+            if value.ends(char):
+                end = i + 1
+                break
         if written := self._buffer[:end]:
             deltas.append(ToolArguments(self._index(), written))
         if end is None:
@@ -142,23 +149,25 @@ class MarkedCalls(SteppedReader):
         return self._go_on(self._buffer[end:], self._after)
 
     def _other_arguments(self, deltas: list[Delta]) -> bool:
-        at = self._buffer.find(self._marks.end, self._searched)
+        at = self._end_of_call()
         if at < 0:
-            self._searched = max(0, len(self._buffer) - len(self._marks.end))
+            self._searched = max(0, len(self._buffer) - max(len(self._marks.end), len(self._marks.begin)))
             return False
         deltas.append(ToolArguments(self._index(), self._without_fence(self._buffer[:at])))
         return self._go_on(self._buffer[at:], self._after)
 
     def _after(self, deltas: list[Delta]) -> bool:
-        """The call ends at its mark, or where another one begins."""
-        marks = self._marks
-        ends = [at for mark in (marks.end, marks.begin) if (at := self._buffer.find(mark)) >= 0]
-        if not ends:
-            self._buffer = self._buffer[-max(map(len, marks.all)) :]
+        at = self._end_of_call()
+        if at < 0:
+            self._buffer = self._buffer[-max(map(len, self._marks.all)) :]
             return False
-        self._buffer = self._buffer[min(ends) :].removeprefix(marks.end)
         self.count += 1
-        return self._go_on(self._buffer, self._between)
+        return self._go_on(self._buffer[at:].removeprefix(self._marks.end), self._between)
+
+    def _end_of_call(self) -> int:
+        """Where its mark stands, or that of another one; -1: not yet."""
+        marks = (self._marks.end, self._marks.begin)
+        return min((at for mark in marks if (at := self._buffer.find(mark, self._searched)) >= 0), default=-1)
 
     # ---- helpers
 

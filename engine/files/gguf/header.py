@@ -45,8 +45,7 @@ _READ_BYTES = 1 << 20  # at once, at least
 _OTHERS = {
     b"<!do": "; it is a web page that was saved in the file's place: ktserve pull hf:ORG/REPO:QUANT",
     b"<htm": "; it is a web page that was saved in the file's place: ktserve pull hf:ORG/REPO:QUANT",
-    b"vers": "; it is a Git LFS pointer: git lfs pull",
-    b"ggjt": "; it is llama.cpp's format of before GGUF: fetch a GGUF file",
+    b"tjgg": "; it is llama.cpp's format of before GGUF: fetch a GGUF file",
 }  # what is found there by mistake, by its first bytes
 
 Scalar = int | float | bool | str

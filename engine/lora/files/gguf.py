@@ -28,10 +28,16 @@ from engine.weights.layout import gguf_expert_name, tensors
 
 def write_gguf(weights: AdapterWeights, path: Path, config: ModelConfig, *, base: str | None = None) -> None:
     """Writes `path`, whole or not at all. UserError for what llama.cpp applies nothing to: extra MLPs, and LoRA on
-    projections that its files hold in two halves (`kv_b_proj` of latent attention); for a file that is there already
-    or cannot be written."""
+    projections that its files hold in two halves (`kv_b_proj` of latent attention); for layers with states; for a
+    file that is there already or cannot be written."""
     if weights.extra_mlps:
         raise UserError(f"{weights.path or weights.name}: extra MLPs beside the experts cannot be converted", "path")
+    if config.state_bytes:
+        raise UserError(
+            f"{weights.path or weights.name}: llama.cpp orders the projections of layers with states in its own way: "
+            "only other forms than gguf can be written",
+            "to",
+        )
     if path.suffix != ".gguf" or path.exists():
         raise UserError(f"{path}: give the name of a new .gguf file", "out")
     rank, scale, linears, experts = one_rank(weights)
