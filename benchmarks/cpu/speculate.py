@@ -3,8 +3,9 @@
     python -m benchmarks.cpu.speculate [--model FILE] [--streams 1,8] [--tokens 128] [--turns 3]
 
 Two kinds of prompts: "repetitive", lines that differ in little, which the model goes on with, and "other", a task in
-words. The engine is built as `ktserve serve` builds it; greedy, prompts uncached. Each turn runs every setting once;
-printed are medians: tokens a second while decoding, the share of drafts that was accepted, tokens a step and row.
+words. Engines are built as `ktserve serve` builds them and serve all turns, in one order and the other; greedy, prompts
+uncached. The same prompts come again in each turn, so `suffix:K` finds the answers of the turns before. Printed are
+medians: tokens a second while decoding, the share of drafts that was accepted, tokens a step and row.
 """
 
 from __future__ import annotations
@@ -79,14 +80,17 @@ def main() -> None:
     print(f"{'text':<12}{'streams':>8} {'speculate':<16}{'tok/s':>10}{'accepted':>10}{'tokens/step':>13}")
     for streams in map(int, args.streams.split(",")):
         runs: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-        for _ in range(args.turns):
-            for speculate in args.settings.split(","):
-                engine = Engine(model, None if speculate == "none" else speculate, streams)
+        names = args.settings.split(",")
+        engines = {name: Engine(model, None if name == "none" else name, streams) for name in names}
+        for turn in range(args.turns):
+            for speculate in names if turn % 2 else reversed(names):
+                engine = engines[speculate]
                 for name, text in _TEXTS.items():
                     prompt = tokenizer.encode(text, add_special_tokens=False)
                     engine.decode(prompt, streams, min(16, args.tokens))  # caches and threads are warm
                     runs.setdefault((name, speculate), []).append(engine.decode(prompt, streams, args.tokens))
-                engine.core.close()
+        for engine in engines.values():
+            engine.core.close()
         for (name, speculate), seen in sorted(runs.items(), reverse=True, key=lambda item: item[0]):
             speed, accepted, made = (statistics.median(values) for values in zip(*seen, strict=True))
             print(f"{name:<12}{streams:>8} {speculate:<16}{speed:>10.1f}{accepted:>10.2f}{made:>13.2f}")
