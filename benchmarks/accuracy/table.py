@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.grammar.masks import NO_MASKS, Masks
 from engine.steps.runner import InFlight
@@ -149,8 +150,9 @@ def _compare(files: Files, full: dict[str, list[int]], logits: dict[tuple[str, i
     theirs: list[float] = []
     for rid, tokens in full.items():
         ids = torch.tensor([tokens])
-        ref = files.float32(ids, output_router_logits=True)
-        clear = _clear(ref.router_logits, files.float32.config.num_experts_per_tok)
+        with _router_logits(files.float32) as routed:
+            ref = files.float32(ids)
+        clear = _clear(routed, files.float32.config.num_experts_per_tok)
         bf16 = files.bfloat16(ids).logits[0].float()
         for position in range(len(tokens)):
             if (rid, position) in logits and bool(clear[position]):
@@ -160,7 +162,24 @@ def _compare(files: Files, full: dict[str, list[int]], logits: dict[tuple[str, i
     return Measured(statistics.median(ours), statistics.median(theirs), len(ours))
 
 
-def _clear(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
+@contextmanager
+def _router_logits(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Of the calls inside, [tokens, experts] by layer, which not every release returns for every family."""
+    found: list[torch.Tensor] = []
+
+    def keep(router: torch.nn.Module, given: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        found.append(out[0] if isinstance(out, tuple) else out)
+
+    routers = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("gate", "router")]
+    hooks = [router.register_forward_hook(keep) for router in routers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _clear(router_logits: list[torch.Tensor], top_k: int) -> torch.Tensor:
     """Positions at which every layer's choice of experts has a margin."""
     clear = torch.ones(router_logits[0].shape[0], dtype=torch.bool)
     for layer in router_logits:

@@ -175,7 +175,14 @@ def tiny_model(
         fields["norm_topk_prob"] = family == "deepseek_v3" and fields["norm_topk_prob"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make_model(make_config(**fields))
+        made = make_config(**fields)
+        if "rotary_dim" in fields:  # until 5.18 transformers did not read it
+            made.rope_parameters.setdefault("partial_rotary_factor", fields["rotary_dim"] / fields["head_dim"])
+        model = make_model(made)
+        if "swiglu_limit" in fields:  # likewise
+            for module in model.modules():
+                if hasattr(module, "limit"):
+                    module.limit = fields["swiglu_limit"]
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
