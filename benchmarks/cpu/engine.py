@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -115,6 +116,8 @@ class BenchEngine:
         began = time.perf_counter()
         self.core: EngineCore = assemble(plan_engine(settings), self._take, lambda *_: None)
         self.load_s = time.perf_counter() - began
+        gc.collect()
+        gc.freeze()  # as the served process does before its first step
 
     @property
     def runner(self) -> ModelRunner:

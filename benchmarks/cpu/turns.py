@@ -10,6 +10,7 @@ after loading in the other order. A ratio above 1: this checkout is faster.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -36,6 +37,8 @@ def serve(model: str, mix: str, layers: int, threads: int) -> None:
     from benchmarks.models.make import Shape
 
     engine = BenchEngine(Path(model), Shape(layers=layers), mix, threads)
+    gc.collect()
+    gc.freeze()  # older checkouts' engines do not, and a full collection would fall into one side's steps
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         kind, size, steps = json.loads(line)
