@@ -110,6 +110,11 @@ class ModelConfig:
         return min(rotation.stretched_positions for rotation in self.rotations)
 
     @cached_property
+    def delta_nets(self) -> list[DeltaNet]:
+        """The distinct ones."""
+        return list(dict.fromkeys(x.attention for x in self.layers if isinstance(x.attention, DeltaNet)))
+
+    @cached_property
     def paged_attention(self) -> list[GroupedQuery | Latent]:
         """Of those layers that keep something of each position, in their order: all, where there are no states."""
         return [layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet)]

@@ -14,6 +14,7 @@ from engine.architectures.parts.mlp import ROUTERS
 from engine.architectures.registry import architecture_of
 from engine.attention.flashinfer import flashinfer_available, flashinfer_limit
 from engine.attention.native import native_limit
+from engine.attention.native_delta import delta_limit
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
 from engine.experts.kt.backend import kt_available
@@ -240,6 +241,9 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
     limits: dict[str, str] = {}
     for spec in model.paged_attention:
         if why := native_limit(spec):
+            limits["attention"] = why
+    for net in model.delta_nets:
+        if why := delta_limit(net):
             limits["attention"] = why
     for index in range(model.num_hidden_layers):
         for module in model.modules(index):

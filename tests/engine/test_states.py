@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,20 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from engine.config import EngineConfig
-from engine.errors import ModelFileError, UserError
+from engine.errors import EngineError, ModelFileError, UserError
+from engine.model.native_executor import NativeExecutor
+from engine.model.step import OutputKind, StepInput
 from engine.planning.placement import choose
 from engine.planning.states import check_states
 from engine.weights.open import open_model
 from rules import Machine
+from scheduler.plan import NO_STATE, RowState
 from testing.harness import Harness, greedy
 from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
 from testing.models.tiny import STATEFUL, save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.native.batches import batch
+from tests.native.isas import ISAS
 from training.experts.base import refuse_untrainable
 
 
@@ -103,6 +109,35 @@ def test_what_begins_from_a_snapshot_gives_the_same_tokens(model_folder, backend
     assert cached(start + tails[0]) == 112
     assert cached([*conversation[2], *tails[0]]) == 160  # 141 tokens and an answer of 20, whose last was not computed
     engine.close()
+
+
+@pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_is_one_native_call_with_the_bits_of_its_parts(tmp_path, family, dtype):
+    """A prompt, a first token, a decode row and a later chunk whose states are saved on the way."""
+    save_hf(tiny_model(4, family=family), tmp_path)
+    engine = Harness(tmp_path, rules=None, dtype=dtype)
+    runner, ids = engine.core.runner, torch.arange(25) * 5 % 128
+    held = replace(
+        batch(), states=[RowState(0, NO_STATE), RowState(1, NO_STATE), RowState(2, 3), RowState(4, 3, ((20, 5),))]
+    )
+    assert isinstance(runner.executor, NativeExecutor) and runner.executor.runs_in_one_call(None)
+    with torch.inference_mode():
+        outs = []
+        for executor in (runner.executor, runner.model):
+            runner.model.plan(held)
+            outs.append(executor.forward(StepInput(ids, held, None, output_kind=OutputKind.LOGITS)).logits)
+    assert torch.isfinite(outs[0]).all() and torch.equal(*outs)
+    engine.close()
+
+
+def test_a_step_without_states_is_an_error(model_folder):
+    for rules in ("reference", *([None] if ISAS else [])):
+        engine = Harness(model_folder[1], rules=rules)
+        with pytest.raises(EngineError, match="a step of 4 rows has 0 states"):
+            engine.core.runner.model.plan(batch())
+        engine.close()
 
 
 @pytest.mark.parametrize("family", STATEFUL)

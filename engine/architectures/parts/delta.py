@@ -25,6 +25,7 @@ class DeltaNet:
     out = out_proj(norm(q.S / sqrt(key_dim)) * silu(z))
 
     `fused`: one projection has q, k, v, z and another b, a, both by key heads; otherwise [q | k | v], z, b, a are four.
+    `tiled`: value head h has the key of head h % key_heads; otherwise of head h // (value_heads / key_heads).
     """
 
     key_heads: int
@@ -33,6 +34,7 @@ class DeltaNet:
     value_dim: int
     kernel: int
     fused: bool
+    tiled: bool = False
 
     FUSED_TARGETS: ClassVar[tuple[str, ...]] = (f"{_AT}.qkvz_proj", GATES[0], f"{_AT}.out_proj")
     TARGETS: ClassVar[tuple[str, ...]] = (f"{_AT}.qkv_proj", f"{_AT}.z_proj", *GATES[1:], f"{_AT}.out_proj")
