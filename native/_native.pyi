@@ -738,11 +738,12 @@ class DeltaNet:
         value_dim: int,
         kernel: int,
         fused: bool,
+        fused_gates: bool,
         tiled: bool = False,
         isa: str = "",
     ) -> None:
         """
-        fused: qkv has q, k, v, z by head of keys and b has b, a likewise. tiled: value head h has the keys of head h % key_heads. ValueError for a shape that the kernels do not take.
+        fused: qkv has q, k, v, z by head of keys, fused_gates: b has b, a by head of keys. tiled: value head h has the keys of head h % key_heads. ValueError for a shape that the kernels do not take.
         """
 
     @property
@@ -775,7 +776,7 @@ class DeltaNet:
         is_bf16: bool,
     ) -> None:
         """
-        Of the planned tokens: convolution, delta rule, and norm(.) silu(z) into out [tokens, value_heads * value_dim]. qkv, z and out are bf16 or float32, b and a float32; strides from token to token. With fused projections z is qkv, and a is b.
+        Of the planned tokens: convolution, delta rule, and norm(.) silu(z) into out [tokens, value_heads * value_dim]. qkv, z and out are bf16 or float32, b and a float32; strides from token to token. With fused projections z is qkv, or a is b.
         """
 
 class ExpertsFailed(RuntimeError):

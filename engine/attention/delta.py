@@ -35,8 +35,8 @@ class DeltaVectors:
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What the projections give of T tokens, as `DeltaNet.fused` says: `wide` [T, q, k, v, z] or [T, q, k, v] and
-    [T, z] in the activations' dtype, `gates` [T, b, a] or two of [T, value_heads] in float32."""
+    """What the projections give of T tokens, fused or not as `DeltaNet` says: `wide` [T, q, k, v, z] or [T, q, k, v]
+    and [T, z] in the activations' dtype, `gates` [T, b, a] or two of [T, value_heads] in float32."""
 
     wide: list[torch.Tensor]
     gates: list[torch.Tensor]
@@ -91,7 +91,8 @@ class ReferenceDeltaNet(DeltaBackend):
             raise EngineError("plan() comes before mix()")
         batch, spec, w = self._batch, self._spec, vectors
         wide = [part.float() for part in given.wide]
-        (qkv, z), (b, a) = (self._wide(wide[0]), self._gates(given.gates[0])) if spec.fused else (wide, given.gates)
+        qkv, z = self._wide(wide[0]) if spec.fused else wide
+        b, a = self._gates(given.gates[0]) if spec.fused_gates else given.gates
         ruled = Ruled(qkv, w.decay * F.softplus(a + w.dt_bias), torch.sigmoid(b))
         out = qkv.new_empty((len(qkv), spec.value_heads, spec.value_dim))
         starts, single = batch.row_starts, []

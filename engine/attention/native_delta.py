@@ -53,6 +53,7 @@ class NativeDeltaNet(DeltaBackend):
                 value_dim=spec.value_dim,
                 kernel=spec.kernel,
                 fused=spec.fused,
+                fused_gates=spec.fused_gates,
                 tiled=spec.tiled,
                 isa=isa,
             )

@@ -15,7 +15,7 @@ from engine.ops.base import Ops
 
 @dataclass
 class DeltaNetAttention(Attention):
-    """`wide` are the projections to q, k, v, z and `gates` those to b, a, as `DeltaNet.fused` says."""
+    """`wide` are the projections to q, k, v, z and `gates` those to b, a, as `DeltaNet` says."""
 
     layer: int
     wide: list[Linear]

@@ -164,7 +164,7 @@ class Loader:
         name, router, backend = f"model.layers.{layer}.self_attn", self.backends.router, self.backends.attention(layer)
         if not isinstance(backend, DeltaBackend):
             raise EngineError(f"layer {layer}: {type(backend).__name__} keeps no states of a delta net")
-        wide, gates = (("qkvz",), ("ba",)) if spec.fused else (("qkv", "z"), ("b", "a"))
+        wide, gates = ("qkvz",) if spec.fused else ("qkv", "z"), ("ba",) if spec.fused_gates else ("b", "a")
         return DeltaNetAttention(
             layer=layer,
             wide=[self.linear(f"{name}.{part}_proj") for part in wide],
@@ -172,7 +172,7 @@ class Loader:
             out=self.linear(f"{name}.out_proj"),
             vectors=DeltaVectors(
                 conv=self._float32(f"{name}.conv1d.weight").reshape(spec.channels, spec.kernel).T.contiguous(),
-                decay=-self._float32(f"{name}.A_log").exp(),
+                decay=self._float32(f"{name}.decay"),
                 dt_bias=self._float32(f"{name}.dt_bias"),
                 norm=self._float32(f"{name}.norm.weight"),
                 norm_eps=self.source.config.rms_norm_eps,

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelFileError, UserError
+from engine.lora.files.convert import convert
 from engine.model.native_executor import NativeExecutor
 from engine.model.step import OutputKind, StepInput
 from engine.planning.placement import choose
@@ -25,8 +26,9 @@ from rules import Machine
 from scheduler.plan import NO_STATE, RowState
 from testing.harness import Harness, greedy
 from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
-from testing.models.tiny import STATEFUL, save_hf, tiny_model
+from testing.models.tiny import STATEFUL, save_gguf, save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.lora.test_gguf import with_lora
 from tests.native.batches import batch
 from tests.native.isas import ISAS
 from training.experts.base import refuse_untrainable
@@ -156,6 +158,46 @@ def test_quantised_folders(tmp_path, family, config):
         assert tokens == expected or gap < CLEAR
 
 
+@BACKENDS
+@pytest.mark.parametrize("family", STATEFUL)
+def test_gguf(tmp_path, family, backend):
+    """Under llama.cpp's names, with its order of heads and what it changes in vectors."""
+    model, asked = tiny_model(4, family=family), prompts(4, [5, 70])
+    held = save_gguf(model, tmp_path / "m.gguf", "F32", "F32")
+    engine = Harness(tmp_path / "m.gguf", max_num_batched_tokens=32, **backend)
+    got = engine.generate(asked, max_tokens=12)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        for source in (model, held):
+            expected, gap = greedy(source, prompt, 12)
+            assert tokens == expected or gap < CLEAR
+
+
+def test_gguf_of_early_files(tmp_path, model_folder):
+    """All of a delta net's projections in one tensor, `ssm_in`, beside the folder's configuration or alone."""
+    model, folder = model_folder
+    save_gguf(model, tmp_path / "m.gguf", "F32", "F32", early=True)
+    expected, gap = greedy(model, prompts(4, [30])[0], 12)
+    for beside in ({}, {"gguf": str(tmp_path / "m.gguf")}):
+        engine = Harness(folder if beside else tmp_path / "m.gguf", **beside)
+        assert engine.generate(prompts(4, [30]), max_tokens=12)[0] == expected or gap < CLEAR
+        engine.close()
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_gguf_quantised(tmp_path, family):
+    """Projections of one layer in several types."""
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "linear_value_head_dim": 64}
+    types = {"blk.0.attn_qkv.weight": "Q4_K", "blk.0.attn_gate.weight": "Q6_K"}
+    held = save_gguf(tiny_model(4, family=family, **wide), tmp_path / "m.gguf", types=types)
+    engine, asked = Harness(tmp_path / "m.gguf"), prompts(4, [5, 40])
+    got = engine.generate(asked, max_tokens=8)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(held, prompt, 8)
+        assert tokens == expected or gap < CLEAR
+
+
 REFUSED = [
     {"speculate": "ngram:2"},
     {"kv_disk": "1GiB"},
@@ -229,6 +271,29 @@ def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, tmp_path, back
         expected, gap = greedy(model, prompt, 10)
         assert tokens == expected or gap < CLEAR, name
     assert greedy(models["all"], asked[3], 10)[0] != greedy(base, asked[3], 10)[0]
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@BACKENDS
+@pytest.mark.parametrize("family", STATEFUL)
+def test_an_adapter_of_peft_on_a_gguf_file(tmp_path, family, backend):
+    """Its rows and columns follow those of the file; and as a GGUF file, added to the base, it is the same."""
+    base, asked = tiny_model(3, family=family), prompts(8, [20, 30])
+    delta = DELTA if family == "qwen3_next" else ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    adapted = trained(base, tmp_path / "x", 5, target_modules=[*delta, *ATTENTION, *SHARED])
+    save_gguf(base, tmp_path / "m.gguf", "F32", "F32")
+    engine = Harness(tmp_path / "m.gguf", **backend)
+    engine.adapter("x", tmp_path / "x")
+    got = engine.generate(asked, [None, "x"], max_tokens=10)
+    engine.close()
+    expected, gap = greedy(adapted, asked[1], 10)
+    assert (got[1] == expected or gap < CLEAR) and expected != greedy(base, asked[1], 10)[0]
+    assert got[0] == greedy(base, asked[0], 10)[0] or greedy(base, asked[0], 10)[1] < CLEAR
+
+    convert(str(tmp_path / "x"), "gguf", str(tmp_path / "x.gguf"), str(tmp_path / "m.gguf"))
+    engine = Harness(with_lora(tmp_path / "m.gguf", tmp_path / "x.gguf", tmp_path / "merged.gguf"), **backend)
+    assert engine.generate(asked[1:], max_tokens=10)[0] == expected or gap < CLEAR
+    engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")

@@ -27,13 +27,16 @@ void bind_delta(nb::module_& module) {
       .def(
           "__init__",
           [](DeltaNet* self, WorkerPool& pool, int layers, int slots, int64_t key_heads, int64_t value_heads,
-             int64_t key_dim, int64_t value_dim, int64_t kernel, bool fused, bool tiled, const std::string& isa) {
-            const DeltaShape shape{layers, slots, key_heads, value_heads, key_dim, value_dim, kernel, fused, tiled};
+             int64_t key_dim, int64_t value_dim, int64_t kernel, bool fused, bool fused_gates, bool tiled,
+             const std::string& isa) {
+            const DeltaShape shape{layers,    slots,  key_heads, value_heads, key_dim,
+                                   value_dim, kernel, fused,     fused_gates, tiled};
             new (self) DeltaNet(pool, shape, choose_isa(isa));
           },
           "pool"_a, nb::kw_only(), "layers"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
-          "kernel"_a, "fused"_a, "tiled"_a = false, "isa"_a = "", nb::keep_alive<1, 2>(),
-          "fused: qkv has q, k, v, z by head of keys and b has b, a likewise. tiled: value head h has the keys of head "
+          "kernel"_a, "fused"_a, "fused_gates"_a, "tiled"_a = false, "isa"_a = "", nb::keep_alive<1, 2>(),
+          "fused: qkv has q, k, v, z by head of keys, fused_gates: b has b, a by head of keys. tiled: value head h has "
+          "the keys of head "
           "h % key_heads. ValueError for a shape that the kernels do not take.")
       .def_prop_ro("state_bytes", &DeltaNet::state_bytes)
       .def(
@@ -61,7 +64,7 @@ void bind_delta(nb::module_& module) {
           "gate_stride"_a, "out"_a, "out_stride"_a, "is_bf16"_a, nb::call_guard<nb::gil_scoped_release>(),
           "Of the planned tokens: convolution, delta rule, and norm(.) silu(z) into out [tokens, value_heads * "
           "value_dim]. qkv, z and out are bf16 or float32, b and a float32; strides from token to token. With fused "
-          "projections z is qkv, and a is b.");
+          "projections z is qkv, or a is b.");
 }
 
 }  // namespace ktserve

@@ -19,7 +19,8 @@ DeltaShape checked(const DeltaShape& s) {
   require(s.key_dim >= 16 && s.key_dim % 16 == 0, "key_dim", s.key_dim, "a multiple of 16");
   require(s.value_dim >= 16 && s.value_dim % 16 == 0, "value_dim", s.value_dim, "a multiple of 16");
   require(s.kernel >= 2 && s.kernel <= kMaxConvolution, "kernel", s.kernel, "2 to " + std::to_string(kMaxConvolution));
-  if (s.fused && s.tiled) throw std::invalid_argument("tiled: true; allowed is false with fused projections");
+  if ((s.fused || s.fused_gates) && s.tiled)
+    throw std::invalid_argument("tiled: true; allowed is false with fused projections");
   return s;
 }
 
@@ -121,15 +122,14 @@ void DeltaNet::run(int layer, const Row& row, int64_t head, const DeltaVectors& 
     w.k = w.q + s.key_dim;
     w.v = {w.k + s.key_dim, s.value_dim};
     w.z_column = {w.v.first + values, s.value_dim};
-    w.gate = {head * 2 * w.heads, 1};
-    w.a += w.heads;
   } else {
     w.q = w.q_channel;
     w.k = w.k_channel;
     w.v = w.v_channel;
     w.z_column = {w.head.first * s.value_dim, w.head.step * s.value_dim};
-    w.gate = w.head;
   }
+  w.gate = s.fused_gates ? DeltaPlaces{head * 2 * w.heads, 1} : w.head;
+  if (s.fused_gates) w.a += w.heads;
   w.conv = vectors.conv;
   w.decay = vectors.decay;
   w.dt_bias = vectors.dt_bias;

@@ -20,9 +20,9 @@ struct DeltaShape {
   int layers;
   int slots;
   int64_t key_heads, value_heads, key_dim, value_dim;
-  int64_t kernel;  // positions of the convolution
-  // Columns of qkv: [q | k | v], or by head of keys [q | k | v | z], with b and a by head of keys likewise.
-  bool fused;
+  int64_t kernel;    // positions of the convolution
+  bool fused;        // columns of qkv by head of keys [q | k | v | z]; else [q | k | v]
+  bool fused_gates;  // columns of b by head of keys [b | a]; else b's alone
   // Value head h has the keys of head h % key_heads; else of head h / (value_heads / key_heads).
   bool tiled;
 
@@ -47,7 +47,7 @@ struct DeltaVectors {
 };
 
 // Of the step's tokens: what the projections give, bf16 or float32 (gates: float32), and what comes out
-// [tokens][value_heads * value_dim]. Fused: z is qkv, and a is b.
+// [tokens][value_heads * value_dim]. Fused: z is qkv, or a is b.
 struct DeltaRows {
   const void* qkv;
   int64_t qkv_stride;

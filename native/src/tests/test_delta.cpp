@@ -126,15 +126,19 @@ std::vector<std::vector<float>> step(DeltaNet& net, const Layer& layer, const st
       if (!s.fused) {
         put(wide, from.qkv, channel, layer.channels);
         put(z, from.z, t * layer.values, layer.values);
+      }
+      if (!s.fused_gates) {
         put(gates, from.b, t * s.value_heads, s.value_heads);
         put(a, from.a, t * s.value_heads, s.value_heads);
-        continue;
       }
       for (int64_t h = 0; h < s.key_heads; ++h) {
-        put(wide, from.qkv, channel + h * s.key_dim, s.key_dim);
-        put(wide, from.qkv, channel + keys + h * s.key_dim, s.key_dim);
-        put(wide, from.qkv, channel + 2 * keys + h * run, run);
-        put(wide, from.z, t * layer.values + h * run, run);
+        if (s.fused) {
+          put(wide, from.qkv, channel + h * s.key_dim, s.key_dim);
+          put(wide, from.qkv, channel + keys + h * s.key_dim, s.key_dim);
+          put(wide, from.qkv, channel + 2 * keys + h * run, run);
+          put(wide, from.z, t * layer.values + h * run, run);
+        }
+        if (!s.fused_gates) continue;
         put(gates, from.b, t * s.value_heads + h * layer.heads, layer.heads);
         put(gates, from.a, t * s.value_heads + h * layer.heads, layer.heads);
       }
@@ -145,8 +149,8 @@ std::vector<std::vector<float>> step(DeltaNet& net, const Layer& layer, const st
   const int64_t width = s.fused ? layer.channels + layer.values : layer.channels;
   net.forward(0, starts.back(), {layer.conv.data(), layer.decay.data(), layer.dt_bias.data(), layer.norm.data(), 1e-6f},
               {wide.data(), width, s.fused ? wide.data() : z.data(), s.fused ? width : layer.values, gates.data(),
-               s.fused ? gates.data() : a.data(), s.fused ? 2 * s.value_heads : s.value_heads, out.data(), layer.values,
-               false});
+               s.fused_gates ? gates.data() : a.data(), s.fused_gates ? 2 * s.value_heads : s.value_heads, out.data(),
+               layer.values, false});
   std::vector<std::vector<float>> found;
   for (size_t r = 0; r < rows.size(); ++r)
     found.emplace_back(out.begin() + starts[r] * layer.values, out.begin() + starts[r + 1] * layer.values);
@@ -163,7 +167,7 @@ void close(const std::vector<float>& got, const std::vector<double>& want, int64
 
 DeltaShape draw_shape(Random& random) {
   const int64_t key_heads = 1 + random.below(3), shared = 1 + random.below(3);
-  const bool fused = random.below(2) != 0;
+  const int form = static_cast<int>(random.below(4));  // all fused, gates alone, neither, neither and tiled
   return {1,
           8,
           key_heads,
@@ -171,8 +175,9 @@ DeltaShape draw_shape(Random& random) {
           16 * (1 + random.below(3)),
           16 * (1 + random.below(6)),
           2 + random.below(4),
-          fused,
-          !fused && random.below(2) != 0};
+          form == 0,
+          form < 2,
+          form == 3};
 }
 
 // Two sequences in pieces of any size, in one step or apart; one begins again from a copy of its state.
@@ -225,7 +230,7 @@ KTSERVE_TEST(delta_states_that_do_not_fit_are_refused) {
     }
     CHECK(found.find(message) != std::string::npos, "%s, wanted %s", found.c_str(), message.c_str());
   };
-  const DeltaShape good{1, 4, 2, 4, 16, 32, 4, false, false};
+  const DeltaShape good{1, 4, 2, 4, 16, 32, 4, false, false, false};
   const auto with = [&](auto member, auto value) {
     DeltaShape shape = good;
     shape.*member = value;
