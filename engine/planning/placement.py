@@ -10,7 +10,7 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mla import Latent
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.architectures.registry import architecture_of
 from engine.attention.flashinfer import flashinfer_available, flashinfer_limit
 from engine.attention.native import native_limit
@@ -248,7 +248,7 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
     for index in range(model.num_hidden_layers):
         for module in model.modules(index):
             odd = [size for size in module.shape if size % 32]
-            if odd and module.kind == "linear" and module.name not in ROUTERS:
+            if odd and module.kind == "linear" and module.name not in FLOAT32_MODULES:
                 limits.setdefault("linear", f"{module.name} is {list(module.shape)}, not multiples of 32")
     sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.moe_intermediate_size}
     odd_sizes = [f"{name} {size} is not a multiple of 32" for name, size in sizes.items() if size % 32]

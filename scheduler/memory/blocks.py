@@ -87,15 +87,16 @@ class BlockManager:
         while (count + 1) * self.block_size <= total and self.cache.content(request, count).hash in self.cache.hashes:
             count += 1
         request.num_findable = count
-        while count and self.states is not None and not self.states.has(request.block_hashes[count - 1]):
-            count -= 1
+        if self.states is not None:
+            count = self.states.deepest(request.block_hashes, count)
         return min(count * self.block_size, total - 1)
 
     def _match_state(self, request: Request, found: list[int], total: int, states: StatePool) -> Match:
         """The longest beginning of the found blocks behind which there is a state."""
-        count = most = min(len(found), (total - 1) // self.block_size)
+        most = min(len(found), (total - 1) // self.block_size)
+        count = states.deepest(request.block_hashes, most)
         while count and not states.find(self.cache.content(request, count - 1)):
-            count -= 1
+            count = states.deepest(request.block_hashes, count - 1)
         blocks = found[:count]
         return Match(
             blocks,

@@ -11,7 +11,7 @@ a step nobody writes to a slot that a row begins from.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler.memory.prefix import Content, PrefixCache
@@ -25,6 +25,7 @@ _OPENING_TOKENS = 8  # of the answer, which templates write behind the last mess
 class _Snapshot(NamedTuple):
     slot: int
     content: Content
+    blocks: int  # before it
     shared: bool  # where prompts part: of no one conversation
     closing: bytes  # of one in an answer: the block behind which the prompt's own is
 
@@ -56,9 +57,17 @@ class StatePool:
         held = self._found.get(content.hash)
         return held is not None and held.content == content
 
-    def has(self, block_hash: bytes) -> bool:
-        """The same, as far as hashes tell."""
-        return block_hash in self._found
+    def deepest(self, block_hashes: Sequence[bytes], most: int) -> int:
+        """How many of the first `most` blocks with these hashes lie before the last snapshot among them, as far as
+        hashes tell; 0: there is none."""
+        return max(
+            (
+                held.blocks
+                for key, held in self._found.items()
+                if held.blocks <= most and block_hashes[held.blocks - 1] == key
+            ),
+            default=0,
+        )
 
     def take(self, request: Request, snapshot: bytes | None, diverged: int) -> None:
         """A slot of its own for a request that is admitted, of which one is free for each that may run. `snapshot`:
@@ -110,7 +119,7 @@ class StatePool:
             end, closing = blocks * self._block_size, self._closing(request)
             answers = end > len(request.prompt)
             behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
-            self._found[content.hash] = _Snapshot(slot, content, end == request.diverged, behind)
+            self._found[content.hash] = _Snapshot(slot, content, blocks, end == request.diverged, behind)
             if answers:
                 self._replace_newest(request, content.hash)
             elif end == closing:  # the next turn finds this one
@@ -155,7 +164,7 @@ class StatePool:
         return [
             position
             for position in sorted(wanted)
-            if start < position <= end and not self.has(self._cache.content(request, position // size - 1).hash)
+            if start < position <= end and self._cache.content(request, position // size - 1).hash not in self._found
         ]
 
     def _closing(self, request: Request) -> int:
