@@ -236,6 +236,7 @@ def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Pr
         bos_token_id=model.bos_token_id,
         eos_token_ids=list(model.eos_token_ids),
         lines=[*plan.lines, *core.runner.notes],
+        keeps_states=model.state_bytes > 0,
     )
     return core, ready
 

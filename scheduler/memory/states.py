@@ -19,7 +19,7 @@ from scheduler.plan import NO_STATE, RowState
 from scheduler.request import Request
 
 NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
-_OPENING_TOKENS = 8  # of the answer, which templates write behind the last message: the next turn may not repeat them
+_OPENING_TOKENS = 8  # of the answer, where nobody says how many a template has written behind the last message
 
 
 class _Snapshot(NamedTuple):
@@ -168,8 +168,10 @@ class StatePool:
         ]
 
     def _closing(self, request: Request) -> int:
-        """Where its prompt ends, but for what the template opens the answer with, in full blocks."""
-        return max(len(request.prompt) - _OPENING_TOKENS, 0) // self._block_size * self._block_size
+        """Where its prompt ends, but for what the template opens the answer with, in full blocks: the next turn may not
+        repeat that."""
+        opening = _OPENING_TOKENS if request.opening_tokens is None else request.opening_tokens
+        return max(len(request.prompt) - opening, 0) // self._block_size * self._block_size
 
     def _give_away_first(self, keys: Iterable[bytes]) -> None:
         for key in keys:
