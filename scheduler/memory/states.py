@@ -4,6 +4,8 @@ own        [0, num_states)                              one of each running requ
 snapshots  [num_states, num_states + num_snapshots)     a copy of the state behind a full block that is findable
 
 A snapshot is named by its block: of which tokens, tenant and adapter it is, is that block's content, compared whole.
+Snapshots and blocks share one budget: a snapshot's slot has memory while so many free blocks are withheld, which then
+have none, and the least recently used of both is given away.
 Rows read and write slots in the order of steps, so that a slot may have another owner in the next step already; within
 a step nobody writes to a slot that a row begins from.
 """
@@ -11,11 +13,12 @@ a step nobody writes to a slot that a row begins from.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import NamedTuple, Protocol
 
 from scheduler.memory.prefix import Content, PrefixCache
-from scheduler.plan import NO_STATE, RowState
+from scheduler.plan import NO_STATE, Idle, RowState
 from scheduler.request import Request
 
 NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
@@ -30,16 +33,45 @@ class _Snapshot(NamedTuple):
     closing: bytes  # of one in an answer: the block behind which the prompt's own is
 
 
-class StatePool:
-    """Writes only Request.state, state_source, snapshots, newest_snapshot and diverged."""
+class Lender(Protocol):
+    """Of blocks to snapshots."""
 
-    def __init__(self, num_states: int, num_snapshots: int, cache: PrefixCache, block_size: int) -> None:
+    @property
+    def clock(self) -> int:
+        """Rises; when something was used last is told by it."""
+
+    def lend(self, count: int, before: float) -> list[int] | None:
+        """Withhold so many free blocks, whose content is gone then; None: there are not as many that were last used
+        before that time."""
+
+    def release(self, blocks: Sequence[int]) -> None: ...
+
+
+class StatePool:
+    """Writes only Request.state, state_source, snapshots, newest_snapshot and diverged. `snapshot_blocks`: how many
+    blocks take the memory of a snapshot, of which none is withheld at first; 0: snapshots have memory of their own."""
+
+    def __init__(
+        self,
+        num_states: int,
+        num_snapshots: int,
+        cache: PrefixCache,
+        block_size: int,
+        snapshot_blocks: int,
+        lender: Lender,
+    ) -> None:
         self.num_states = num_states
         self.num_snapshots = num_snapshots
+        self.snapshot_blocks = snapshot_blocks
         self._cache = cache
         self._block_size = block_size
+        self._lender = lender
         self._own = list(range(num_states))[::-1]
-        self._free = list(range(num_states, num_states + num_snapshots))[::-1]
+        slots = list(range(num_states, num_states + num_snapshots))[::-1]
+        self._free, self._bare = ([], slots) if snapshot_blocks else (slots, [])  # those with memory, those without
+        self._lent: dict[int, list[int]] = {}  # blocks that are withheld, by the slot that has their memory
+        self._used: dict[bytes, int] = {}  # by the lender's clock; below 0: to be given away first
+        self._idle = Idle([], [])
         self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are given away
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
         self.num_saved = 0
@@ -49,8 +81,25 @@ class StatePool:
     def num_findable(self) -> int:
         return len(self._found)
 
+    @property
+    def num_lent(self) -> int:
+        """Blocks that are withheld, and could be had back now."""
+        idle = len(self._free) + len(self._found) - len(self._read)
+        return self.snapshot_blocks * max(idle, 0)
+
+    def num_lent_to(self, snapshot: bytes) -> int:
+        """Of those the ones that can no longer be had back once a row begins from the snapshot."""
+        return 0 if self._found[snapshot].slot in self._read else self.snapshot_blocks
+
     def begin_step(self) -> None:
         self._read.clear()
+
+    def take_idle(self) -> Idle | None:
+        """What has lost its memory since the last call; None: nothing."""
+        if not (self._idle.blocks or self._idle.slots):
+            return None
+        idle, self._idle = self._idle, Idle([], [])
+        return idle
 
     def find(self, content: Content) -> bool:
         """Whether there is a snapshot behind such a block."""
@@ -76,6 +125,7 @@ class StatePool:
         if snapshot is not None:
             held = self._found[snapshot]
             self._found.move_to_end(snapshot)
+            self._used[snapshot] = self._lender.clock
             # who begins behind the prompt does not repeat the answer
             self._give_away_first([key for key, other in self._found.items() if other.closing == snapshot])
             self._read.add(held.slot)
@@ -88,12 +138,12 @@ class StatePool:
         request.state = request.state_source = NO_STATE
         request.snapshots, request.newest_snapshot = [], b""
 
-    def row(self, request: Request, start: int, end: int) -> RowState:
-        """Of the request's row of positions [start, end)."""
+    def row(self, request: Request, start: int, end: int, spare: Callable[[], int]) -> RowState:
+        """Of the request's row of positions [start, end). `spare`: how many blocks running requests do not need."""
         source, request.state_source = request.state_source, request.state
         saves = []
         for position in self._wanted(request, start, end):
-            if (slot := self._slot()) is not None:
+            if (slot := self._slot(spare)) is not None:
                 saves.append((position, slot))
                 request.snapshots.append((position // self._block_size, slot))
                 self.num_saved += 1
@@ -119,6 +169,7 @@ class StatePool:
             end, closing = blocks * self._block_size, self._closing(request)
             answers = end > len(request.prompt)
             behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
+            self._used[content.hash] = self._lender.clock
             self._found[content.hash] = _Snapshot(slot, content, blocks, end == request.diverged, behind)
             if answers:
                 self._replace_newest(request, content.hash)
@@ -130,10 +181,33 @@ class StatePool:
         """Nobody finds what is behind these blocks."""
         for each in hashes:
             if (held := self._found.pop(each, None)) is not None:
+                del self._used[each]
                 self._free.append(held.slot)
 
     def discard_slots(self, slots: set[int]) -> None:
         self.discard([key for key, held in self._found.items() if held.slot in slots])
+
+    @property
+    def lent(self) -> list[list[int]]:
+        """Blocks that are withheld."""
+        return list(self._lent.values())
+
+    def give_back(self, before: float) -> bool:
+        """Give memory back to blocks: that of a free slot which no running request is about to need, or of the first
+        snapshot to be given away, if it was last used before that time. False: there is none."""
+        if not self._lent:
+            return False
+        running = self.num_states - len(self._own)
+        if len(self._free) <= (running if before < inf else 0):
+            oldest = self._oldest()
+            if oldest is None or self._used[oldest] >= before:
+                return False
+            self._evict(oldest)
+        slot = self._free.pop()
+        self._bare.append(slot)
+        self._idle.slots.append(slot)
+        self._lender.release(self._lent.pop(slot))
+        return True
 
     def problems(self, requests: Iterable[Request]) -> list[str]:
         own, pending, found = list(self._own), list(self._free), []
@@ -145,6 +219,9 @@ class StatePool:
             own.append(request.state)
             pending += [slot for _, slot in request.snapshots]
         pending += [held.slot for held in self._found.values()]
+        if self.snapshot_blocks and sorted(pending) != sorted(self._lent):
+            found.append(f"snapshots {sorted(pending)} are in use, blocks are withheld for {sorted(self._lent)}")
+        pending += self._bare
         if sorted(own) != list(range(self.num_states)):
             found.append(f"states {sorted(own)} are free or held, there are {self.num_states}")
         if sorted(pending) != list(range(self.num_states, self.num_states + self.num_snapshots)):
@@ -176,16 +253,35 @@ class StatePool:
     def _give_away_first(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._found.move_to_end(key, last=False)
+            self._used[key] = -1
 
-    def _slot(self) -> int | None:
-        """A free slot of a snapshot, or that of the first to be given away that no row begins from."""
-        if not self._free:
-            oldest = next((key for key, held in self._found.items() if held.slot not in self._read), None)
-            if oldest is None:
-                return None
-            self.discard([oldest])
-            self.num_evicted += 1
+    def _slot(self, spare: Callable[[], int]) -> int | None:
+        """A free slot of a snapshot; or one with the memory of blocks, if these were used before the first snapshot to
+        be given away; or that snapshot's. None: there is none, or running requests need the memory."""
+        if self.snapshot_blocks and self.snapshot_blocks > spare():
+            return None
+        if self._free:
+            return self._free.pop()
+        oldest = self._oldest()
+        if self._bare:
+            before = inf if oldest is None else self._used[oldest]
+            if (blocks := self._lender.lend(self.snapshot_blocks, before)) is not None:
+                slot = self._bare.pop()
+                self._lent[slot] = blocks
+                self._idle.blocks.extend(blocks)
+                return slot
+        if oldest is None:
+            return None
+        self._evict(oldest)
         return self._free.pop()
+
+    def _oldest(self) -> bytes | None:
+        """The first to be given away that no row begins from."""
+        return next((key for key, held in self._found.items() if held.slot not in self._read), None)
+
+    def _evict(self, key: bytes) -> None:
+        self.discard([key])
+        self.num_evicted += 1
 
     def _replace_newest(self, request: Request, newest: bytes) -> None:
         """Of an output only the newest snapshot stays."""

@@ -287,6 +287,10 @@ class FakeEngine:
 
     def launch(self, plan: StepPlan) -> None:
         self._check_plan(plan)
+        for block in plan.idle.blocks if plan.idle else ():
+            self.kv[block] = [GARBAGE] * self.config.block_size
+        for slot in plan.idle.slots if plan.idle else ():
+            self.states[slot] = GARBAGE
         self.trace.append([(r.request.request_id, r.start, r.num_tokens, r.adapter_slot, r.samples) for r in plan.rows])
         written: list[int] = []
         results = []
