@@ -747,7 +747,11 @@ class DeltaNet:
         """
 
     @property
-    def state_bytes(self) -> int: ...
+    def slot_bytes(self) -> int: ...
+    @property
+    def state_address(self) -> int:
+        """Of [layers, slots, slot_bytes], as long as the object lives."""
+
     def plan(
         self,
         row_starts: Sequence[int],

@@ -10,8 +10,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.architectures.parts.delta import DeltaNet
 from engine.attention.base import BatchLayout, CacheBackend
@@ -50,6 +52,10 @@ class DeltaBackend(CacheBackend):
         return 0
 
     @abstractmethod
+    def state_planes(self) -> list[NDArray[np.uint8]]:
+        """The states in host memory, as views [n, slots, bytes]: what a slot holds is plane[:, slot] of each."""
+
+    @abstractmethod
     def mix(self, layer: int, given: DeltaInputs, vectors: DeltaVectors) -> torch.Tensor:
         """Convolution, delta rule and gated norm: [T, value_width] in the activations' dtype. The states of the planned
         step are changed. EngineError without a plan."""
@@ -85,6 +91,10 @@ class ReferenceDeltaNet(DeltaBackend):
     def plan(self, batch: BatchLayout) -> None:
         check_layout(batch)
         self._batch = batch
+
+    def state_planes(self) -> list[NDArray[np.uint8]]:
+        held = [*self.states.values(), *self.past.values()]
+        return [each.flatten(1).numpy().view(np.uint8)[None] for each in held]
 
     def mix(self, layer: int, given: DeltaInputs, vectors: DeltaVectors) -> torch.Tensor:
         if self._batch is None:

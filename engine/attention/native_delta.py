@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.architectures.parts.delta import DeltaNet
 from engine.attention.base import BatchLayout
@@ -41,7 +44,7 @@ class NativeDeltaNet(DeltaBackend):
     ) -> None:
         from native import _native
 
-        self._native, self._spec = _native, spec
+        self._native, self._spec, self._num_states = _native, spec, num_states
         try:
             self.kernel = _native.DeltaNet(
                 pool,
@@ -68,6 +71,12 @@ class NativeDeltaNet(DeltaBackend):
             self.kernel.plan(batch.row_starts, batch.context_lens, states)
         except ValueError as error:
             raise EngineError(f"native delta net: {error}") from error
+
+    def state_planes(self) -> list[NDArray[np.uint8]]:
+        """Valid as long as this object lives."""
+        layers, slots, slot_bytes = len(self.places_of), self._num_states, self.kernel.slot_bytes
+        memory = (ctypes.c_uint8 * (layers * slots * slot_bytes)).from_address(self.kernel.state_address)
+        return [np.ctypeslib.as_array(memory).reshape(layers, slots, slot_bytes)]
 
     def vectors(self, given: DeltaVectors) -> _native.DeltaVectors:
         """For the kernels; `given` must outlive it."""

@@ -23,7 +23,7 @@ from engine.planning.placement import choose
 from engine.planning.states import check_states
 from engine.weights.open import open_model
 from rules import Machine
-from scheduler.plan import NO_STATE, RowState
+from scheduler.plan import NO_STATE, Idle, RowState
 from testing.harness import Harness, greedy
 from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
 from testing.models.tiny import STATEFUL, save_gguf, save_hf, tiny_model
@@ -131,6 +131,23 @@ def test_a_step_is_one_native_call_with_the_bits_of_its_parts(tmp_path, family, 
             runner.model.plan(held)
             outs.append(executor.forward(StepInput(ids, held, None, output_kind=OutputKind.LOGITS)).logits)
     assert torch.isfinite(outs[0]).all() and torch.equal(*outs)
+    engine.close()
+
+
+@BACKENDS
+def test_blocks_and_snapshots_take_each_others_memory(model_folder, tokens_of, backend):
+    """Prompts that have nothing in common, many times the cache; in between one that stays right."""
+    engine = Harness(model_folder[1], kv_cache_tokens=2048, max_model_len=512, max_num_seqs=2, **backend)
+    released: list[Idle] = []
+    memory = engine.core.runner.idle_memory
+    assert memory is not None
+    memory.release = lambda idle, give_back=memory.release: (released.append(idle), give_back(idle))
+    prompt, expected, gap = tokens_of(0, 130)
+    for seed in range(8):
+        got = engine.generate([prompt, *prompts(seed, [400, 150])], max_tokens=20)
+        assert got[0] == expected or gap < CLEAR
+    assert any(idle.slots for idle in released) and any(idle.blocks for idle in released)
+    engine.core.scheduler.check_integrity()
     engine.close()
 
 

@@ -38,7 +38,10 @@ void bind_delta(nb::module_& module) {
           "fused: qkv has q, k, v, z by head of keys, fused_gates: b has b, a by head of keys. tiled: value head h has "
           "the keys of head "
           "h % key_heads. ValueError for a shape that the kernels do not take.")
-      .def_prop_ro("state_bytes", &DeltaNet::state_bytes)
+      .def_prop_ro("slot_bytes", &DeltaNet::slot_bytes)
+      .def_prop_ro(
+          "state_address", [](const DeltaNet& self) { return reinterpret_cast<Address>(self.memory()); },
+          "Of [layers, slots, slot_bytes], as long as the object lives.")
       .def(
           "plan",
           [](DeltaNet& self, const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,

@@ -68,7 +68,9 @@ class DeltaNet {
 
   const DeltaShape& shape() const { return shape_; }
   int64_t tokens() const { return tokens_; }
-  size_t state_bytes() const { return memory_.bytes(); }
+  // States as [layers][slots][slot_bytes].
+  const uint8_t* memory() const { return memory_.data(); }
+  int64_t slot_bytes() const { return slot_floats_ * static_cast<int64_t>(sizeof(float)); }
 
   // Row r has tokens [row_starts[r], row_starts[r + 1]) of the step, the last of them at position context_lens[r] - 1.
   // Throws std::invalid_argument for what does not go together.
