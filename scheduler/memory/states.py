@@ -23,6 +23,7 @@ from scheduler.request import Request
 
 NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
 _OPENING_TOKENS = 8  # of the answer, where nobody says how many a template has written behind the last message
+_NEARLY_ALL = 8  # times as many as the others
 
 
 class _Snapshot(NamedTuple):
@@ -31,6 +32,7 @@ class _Snapshot(NamedTuple):
     blocks: int  # before it
     shared: bool  # where prompts part: of no one conversation
     closing: bytes  # of one in an answer: the block behind which the prompt's own is
+    read: bool = False  # somebody has begun from it; who does so next is of another conversation
 
 
 class Lender(Protocol):
@@ -71,6 +73,7 @@ class StatePool:
         self._free, self._bare = ([], slots) if snapshot_blocks else (slots, [])  # those with memory, those without
         self._lent: dict[int, list[int]] = {}  # blocks that are withheld, by the slot that has their memory
         self._used: dict[bytes, int] = {}  # by the lender's clock; below 0: to be given away first
+        self._repeated = self._dropped = 0  # answers, by next turns
         self._idle = Idle([], [])
         self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are given away
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
@@ -127,7 +130,11 @@ class StatePool:
             self._found.move_to_end(snapshot)
             self._used[snapshot] = self._lender.clock
             # who begins behind the prompt does not repeat the answer
-            self._give_away_first([key for key, other in self._found.items() if other.closing == snapshot])
+            dropped = [key for key, other in self._found.items() if other.closing == snapshot]
+            self._give_away_first(dropped)
+            self._repeated += bool(held.closing)
+            self._dropped += bool(dropped) and not held.read
+            self._found[snapshot] = held._replace(read=True, shared=held.shared or held.read)
             self._read.add(held.slot)
             request.state_source = held.slot
 
@@ -173,9 +180,17 @@ class StatePool:
             self._found[content.hash] = _Snapshot(slot, content, blocks, end == request.diverged, behind)
             if answers:
                 self._replace_newest(request, content.hash)
+                self._give_away_first(self._unlikely(content.hash, behind))
             elif end == closing:  # the next turn finds this one
                 earlier = (self._found.get(each) for each in request.block_hashes[: blocks - 1])
                 self._give_away_first([held.content.hash for held in earlier if held is not None and not held.shared])
+
+    def _unlikely(self, answer: bytes, prompt: bytes) -> list[bytes]:
+        """Of a conversation's last two snapshots the one that its next turn will not begin from, if turns have nearly
+        all repeated answers so far, or none."""
+        if self._repeated > _NEARLY_ALL * (self._dropped + 1):
+            return [prompt] if prompt in self._found and not self._found[prompt].shared else []
+        return [answer] if self._dropped > _NEARLY_ALL * (self._repeated + 1) else []
 
     def discard(self, hashes: Iterable[bytes]) -> None:
         """Nobody finds what is behind these blocks."""
