@@ -26,7 +26,7 @@ def tiled_heads(x: torch.Tensor, config: PreTrainedConfig, size: int, dim: int =
     """Value heads of `size` rows along `dim`, behind whatever comes first: from heads that share a key next to each
     other to llama.cpp's order, in which value head h has key head h % key_heads; or `back`."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    first, heads = x.split([x.shape[dim] - values * size, values * size], dim)
+    first, heads = torch.split(x, [x.shape[dim] - values * size, values * size], dim)
     by_key = (values // keys, keys) if back else (keys, values // keys)
     order = torch.arange(values).reshape(by_key).T.reshape(-1)
     places = (order[:, None] * size + torch.arange(size)).reshape(-1)
@@ -37,7 +37,7 @@ def by_kind(qkvz: torch.Tensor, config: PreTrainedConfig) -> list[torch.Tensor]:
     """Rows by key heads [q, k, v, z] -> all of q, k, v and z, as views [key_heads, rows of one, in]."""
     shared = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
     sizes = [config.linear_key_head_dim, config.linear_key_head_dim, shared, shared]
-    return list(qkvz.view(config.linear_num_key_heads, -1, qkvz.shape[1]).split(sizes, 1))
+    return list(torch.split(qkvz.view(config.linear_num_key_heads, -1, qkvz.shape[1]), sizes, 1))
 
 
 def changes(name: str, config: PreTrainedConfig) -> tuple[Change, Change]:

@@ -436,7 +436,8 @@ def _add_by_kind(
     parts = by_kind(weight.data, config)
     for name, held in ((stored, parts[:3]), (stored.replace("attn_qkv", "attn_gate"), parts[3:])):
         data, values = encode(torch.cat([part.flatten(0, 1) for part in held]), kind, seed)
-        for part, found in zip(held, values.split([part.shape[0] * part.shape[1] for part in held]), strict=True):
+        found_parts = torch.split(values, [part.shape[0] * part.shape[1] for part in held])
+        for part, found in zip(held, found_parts, strict=True):
             part.copy_(found.view(part.shape))
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
 
