@@ -190,6 +190,33 @@ def test_gguf(tmp_path, family, backend):
             assert tokens == expected or gap < CLEAR
 
 
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"ssm.time_step_rank": 3}, "ssm.time_step_rank is 3, not a multiple of ssm.group_count 2"),
+        ({"ssm.inner_size": 130}, "ssm.inner_size is 130, not a multiple of ssm.time_step_rank 4"),
+        ({"ssm.conv_kernel": 1}, "ssm.conv_kernel"),
+        ({"ssm.state_size": 32}, "blk.0.attn_qkv.weight"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_gguf_sizes_that_do_not_go_together_are_refused(tmp_path, model_folder, metadata, problem):
+    metadata = {f"qwen3next.{name}": value for name, value in metadata.items()}
+    save_gguf(model_folder[0], tmp_path / "m.gguf", "F32", "F32", metadata=metadata)
+    with pytest.raises(ModelFileError, match=problem):
+        open_model(str(tmp_path / "m.gguf"))
+
+
+def test_heads_that_the_kernels_do_not_take_are_computed_in_torch(tmp_path):
+    model, asked = tiny_model(4, family="qwen3_next", linear_key_head_dim=24), prompts(4, [40])
+    save_hf(model, tmp_path)
+    engine = Harness(tmp_path, rules=None)
+    assert not ISAS or any("linear_key_head_dim 24 is not a multiple of 16" in line for line in engine.plan.lines)
+    (expected, gap), got = greedy(model, asked[0], 8), engine.generate(asked, max_tokens=8)[0]
+    assert got == expected or gap < CLEAR
+    engine.close()
+
+
 def test_gguf_of_early_files(tmp_path, model_folder):
     """All of a delta net's projections in one tensor, `ssm_in`, beside the folder's configuration or alone."""
     model, folder = model_folder
