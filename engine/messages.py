@@ -50,6 +50,7 @@ class Submit(_Message, frozen=True):
     max_waiting: int | None = None  # of the tenant's requests, this one too; None: what the queue holds
     cache_group: str | None = None  # tenants of one share the prefix cache; None: the tenant is alone
     cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
+    opening_tokens: int | None = None  # of the answer, with which the prompt ends; None: nobody knows
     priority: int = 0
     background: bool = False  # runs only in steps that no live request could use
     timeout_s: float | None = None  # from receipt to the terminal event; past it the request is cancelled
@@ -174,6 +175,7 @@ class Ready(_Message, frozen=True):
     bos_token_id: int | None
     eos_token_ids: list[int]
     lines: list[str]
+    keeps_states: bool = False  # of sequences; `Submit.opening_tokens` is of use then
 
 
 class FatalError(_Message, frozen=True):

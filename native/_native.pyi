@@ -670,6 +670,23 @@ class Ops:
     ) -> None:
         """out = base + sigmoid(gate) x, by row; gate 0: base + x."""
 
+    def gate_heads(
+        self,
+        *,
+        gate: int,
+        gate_stride: int,
+        gate_head_stride: int,
+        x: int,
+        x_stride: int,
+        tokens: int,
+        heads: int,
+        dim: int,
+        is_bf16: bool,
+    ) -> None:
+        """
+        In place: x [tokens, heads, dim] *= sigmoid(gate), heads of x contiguous.
+        """
+
     def router_topk(
         self,
         *,
@@ -696,6 +713,74 @@ class Ops:
     def argmax(self, *, logits: int, stride: int, rows: int, n: int, out: int, is_bf16: bool) -> None:
         """
         out int64 [rows]: the place of each largest of logits [rows, n], as torch.argmax finds it.
+        """
+
+class DeltaVectors:
+    """A layer's own weights, which must outlive what uses them."""
+
+    def __init__(self, *, conv: int, decay: int, dt_bias: int, norm: int, norm_eps: float) -> None:
+        """
+        Addresses of float32: conv [kernel, channels], decay (-exp(A_log)) and dt_bias [value_heads], norm [value_dim].
+        """
+
+class DeltaNet:
+    """Gated delta nets; owns the states of sequences of all layers."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        *,
+        layers: int,
+        slots: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kernel: int,
+        fused: bool,
+        fused_gates: bool,
+        tiled: bool = False,
+        isa: str = "",
+    ) -> None:
+        """
+        fused: qkv has q, k, v, z by head of keys, fused_gates: b has b, a by head of keys. tiled: value head h has the keys of head h % key_heads. ValueError for a shape that the kernels do not take.
+        """
+
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def state_address(self) -> int:
+        """Of [layers, slots, slot_bytes], as long as the object lives."""
+
+    def plan(
+        self,
+        row_starts: Sequence[int],
+        context_lens: Sequence[int],
+        states: Sequence[tuple[int, int, Sequence[tuple[int, int]]]],
+    ) -> None:
+        """
+        Lay out a step. states: of each row (slot, source, [(position, slot of a copy), ..]). ValueError for what does not go together.
+        """
+
+    def forward(
+        self,
+        layer: int,
+        tokens: int,
+        vectors: DeltaVectors,
+        *,
+        qkv: int,
+        qkv_stride: int,
+        z: int,
+        z_stride: int,
+        b: int,
+        a: int,
+        gate_stride: int,
+        out: int,
+        out_stride: int,
+        is_bf16: bool,
+    ) -> None:
+        """
+        Of the planned tokens: convolution, delta rule, and norm(.) silu(z) into out [tokens, value_heads * value_dim]. qkv, z and out are bf16 or float32, b and a float32; strides from token to token. With fused projections z is qkv, or a is b.
         """
 
 class ExpertsFailed(RuntimeError):
@@ -730,9 +815,10 @@ class GroupedQueryPart(AttentionPart):
         qk_norm: str = "none",
         q_norm: int = 0,
         k_norm: int = 0,
+        gated: bool = False,
     ) -> None:
         """
-        layer: of the attention's. qk_norm: none, head (weights [head_dim]) or whole (of all heads at once: [heads * head_dim] and [kv_heads * head_dim]); addresses of weights, which must outlive the part. ValueError for sizes that do not fit.
+        layer: of the attention's. qk_norm: none, head (weights [head_dim]) or whole (of all heads at once: [heads * head_dim] and [kv_heads * head_dim]); addresses of weights, which must outlive the part. gated: q gives of each head [query | gate], and what comes out is multiplied by the gate's sigmoid. ValueError for sizes that do not fit.
         """
 
 class LatentPart(AttentionPart):
@@ -755,6 +841,23 @@ class LatentPart(AttentionPart):
     ) -> None:
         """
         layer: of the attention's. q_a: None where queries have one projection, with 0 for its norm. Addresses of norm weights, which must outlive the part. ValueError for sizes that do not fit.
+        """
+
+class DeltaPart(AttentionPart):
+    """A gated delta net with the states of its DeltaNet."""
+
+    def __init__(
+        self,
+        delta: DeltaNet,
+        layer: int,
+        *,
+        wide: Sequence[PackedLinear],
+        gates: Sequence[PackedLinear],
+        out: PackedLinear,
+        vectors: DeltaVectors,
+    ) -> None:
+        """
+        layer: of the delta net's. wide: to q, k, v, z by head of keys, or to [q | k | v] and to z; gates: to b, a by head of keys, or to b and to a. ValueError for sizes that do not fit.
         """
 
 class DensePart(MlpPart):

@@ -16,7 +16,8 @@ class SchedulerConfig:
     tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in another way: their
     time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each does
     (0: there is no disk). `num_states`: of a model whose layers keep states, how many sequences' there is room for (0:
-    it keeps none), `num_snapshots`: of how many beginnings beside them.
+    it keeps none), `num_snapshots`: of how many beginnings beside them at most, of which each takes the memory of
+    `snapshot_blocks` blocks (0: memory of its own).
     """
 
     num_blocks: int
@@ -36,6 +37,7 @@ class SchedulerConfig:
     disk_block_bytes: int = 0
     num_states: int = 0
     num_snapshots: int = 0
+    snapshot_blocks: int = 0
 
     aging_s: float = 10.0  # one step of priority is worth this much waiting
     overtake_s: float = 15.0  # a request that has waited for so long is overtaken by none whose prefix is cached
@@ -65,7 +67,7 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.mixed_chunk is not None and self.mixed_chunk < 1:
             raise ValueError(f"mixed_chunk is {self.mixed_chunk}, must be at least 1")
-        for name in ("num_adapter_slots", "num_states", "num_snapshots"):
+        for name in ("num_adapter_slots", "num_states", "num_snapshots", "snapshot_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
         if self.num_states and self.disk_block_bytes:

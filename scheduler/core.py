@@ -51,7 +51,14 @@ class Core:
         self.states: StatePool | None = None
         if config.num_states:
             snapshots = config.num_snapshots if config.prefix_caching else 0
-            self.states = StatePool(config.num_states, snapshots, self.blocks.cache, config.block_size)
+            self.states = StatePool(
+                config.num_states,
+                snapshots,
+                self.blocks.cache,
+                config.block_size,
+                config.snapshot_blocks,
+                self.blocks,
+            )
             self.blocks.states = self.states
         self.disk: DiskBlocks | None = None
         if config.disk_block_bytes:

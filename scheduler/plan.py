@@ -26,6 +26,14 @@ class RowState(msgspec.Struct, frozen=True, gc=False):
     saves: tuple[tuple[int, int], ...] = ()
 
 
+class Idle(NamedTuple):
+    """Blocks and slots of snapshots of which nothing is needed any more, whose memory goes back to the system before
+    the step; what the step writes into them takes it again."""
+
+    blocks: list[int]
+    slots: list[int]
+
+
 class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: positions [start, start + num_tokens), of which the last hold the drafts.
 
@@ -71,6 +79,7 @@ class StepPlan:
     step: int
     rows: list[StepRow]
     block_tables: list[array[int]]
+    idle: Idle | None = None  # None: nothing is
 
     @cached_property
     def num_tokens(self) -> int:

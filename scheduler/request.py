@@ -114,6 +114,7 @@ class Request(_Referable):
     held: bool = False  # waits for something of its own, until `Scheduler.release`; or, set by DiskBlocks, for a read
     cache_group: str | None = None  # tenants of one share the prefix cache; None: the tenant is alone
     cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
+    opening_tokens: int | None = None  # of the answer, with which the prompt ends; None: nobody knows
     # of everything but tokens that its KV depends on, model and adapter; b"": its blocks stay in this process's memory
     kv_digest: bytes = b""
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.gqa import GroupedQuery
-from engine.architectures.parts.mlp import ROUTERS, Dense
+from engine.architectures.parts.mlp import FLOAT32_MODULES, Dense
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
 from engine.files.json_file import read_json
@@ -144,7 +144,8 @@ def _read_tensors(model: PreTrainedModel, source: WeightSource, dtype: torch.dty
         module, _, last = name.rpartition(".")
         owner = model.get_submodule(module)
         held = last in owner._buffers  # a router's bias, in float32 as its scores
-        tensor = source.tensor(name).dequantise(torch.float32 if held or module.endswith(ROUTERS) else dtype).to(device)
+        wide = held or module.endswith(FLOAT32_MODULES)
+        tensor = source.tensor(name).dequantise(torch.float32 if wide else dtype).to(device)
         if held:
             owner.register_buffer(last, tensor)
         else:
@@ -188,7 +189,7 @@ def _route_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         return
     for name, module in model.named_modules():
-        if name.endswith(ROUTERS):
+        if name.endswith(FLOAT32_MODULES):
             module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
             if isinstance(module, nn.Linear):  # a shared expert's gate multiplies activations; routing weights stay
                 module.register_forward_hook(lambda _, args, out: out.to(dtype))

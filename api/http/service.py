@@ -143,7 +143,7 @@ class Service:
         """The request's body, checked, its prompts as token ids. `history` gives JSON of the messages of the response
         that a body goes on with. Raises ApiError; ClientGoneError, and stops the work, if the client goes away."""
         length = caller_of(request.scope).context(self.ready.max_model_len)
-        job = Job(kind, self.ready.vocab_size, length)
+        job = Job(kind, self.ready.vocab_size, length, wants_opening=self.ready.keeps_states)
         async with self.bodies.read(request) as raw:
             prepared = await self._prepared(job, raw, request)
             if prepared.previous is not None and history is not None:
@@ -195,7 +195,7 @@ class Service:
                     sampling = sampling_params(body, self.defaults, max(1, limit), choice, prepared.bad_words)
                     if reading is not None:
                         sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
-                    message = self._message(body, tenant, adapter, prompt, sampling, priority, prepared.grammar)
+                    message = self._message(body, tenant, adapter, prompt, sampling, priority, prepared)
                     meter = Meter(
                         self.metrics,
                         tenant=tenant.name,
@@ -241,19 +241,20 @@ class Service:
         prompt: list[int],
         sampling: SamplingParams,
         priority: int,
-        grammar: m.GrammarSpec | None,
+        prepared: Prepared,
     ) -> m.Submit:
         return m.Submit(
             request_id=uuid.uuid4().hex,
             prompt=prompt,
             sampling=sampling,
-            grammar=grammar,
+            grammar=prepared.grammar,
             adapter=adapter,
             tenant=tenant.name,
             tenant_weight=tenant.weight,
             max_waiting=tenant.max_waiting(self.client.config.max_queue),
             cache_group=tenant.cache_salt,
             cache_salt=body.cache_salt or "",
+            opening_tokens=prepared.opening_tokens,
             priority=priority,
             timeout_s=None if tenant.background else self.config.request_timeout_s,
             background=tenant.background,

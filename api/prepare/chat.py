@@ -86,7 +86,7 @@ class Chats:
     def _template(self, use: ToolUse | None) -> _Template:
         return self._plain if use is None else self._with_tools
 
-    def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes) -> Chat:
+    def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes, *, wants_opening: bool = False) -> Chat:
         """`answer`: what the body asks its output to be. Raises ApiError or TemplateError."""
         generate = body.add_generation_prompt and not body.continue_final_message
         rendered = self.rendered(
@@ -96,6 +96,7 @@ class Chats:
             notes,
             add_generation_prompt=generate,
             continue_final_message=body.continue_final_message,
+            wants_opening=wants_opening and generate,
         )
         style = self._template(body.use)
         layout = Layout(
@@ -124,6 +125,8 @@ class Chats:
         variables: dict[str, Any],
         use: ToolUse | None,
         notes: Notes,
+        *,
+        wants_opening: bool = False,
         **how: bool,
     ) -> Rendered:
         if taken := sorted(_SET & set(variables)):
@@ -135,7 +138,12 @@ class Chats:
         given = (style.calls.history(normalise(messages, notes)), variables, definitions)
         (written, variables, definitions), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
         written, offered = style.calls.offered(written, definitions)
-        return Rendered(style.template.render(written, variables={**variables, **offered}, **how), stand_ins)
+        values = {**variables, **offered}
+        text = style.template.render(written, variables=values, **how)
+        if not wants_opening:
+            return Rendered(text, stand_ins)
+        closed = style.template.render(written, variables=values, add_generation_prompt=False)
+        return Rendered(text, stand_ins, text.removeprefix(closed) if text.startswith(closed) else None)
 
     def _with_reasoning(self, body: ChatRequest, notes: Notes) -> dict[str, Any]:
         """The template's variables: those of the request, and what its fields about reasoning mean here."""

@@ -27,12 +27,14 @@ class Kind(Enum):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A body to prepare; its bytes follow in a frame of their own. `history`: JSON of the messages before it."""
+    """A body to prepare; its bytes follow in a frame of their own. `history`: JSON of the messages before it;
+    `wants_opening`: `Prepared.opening_tokens` is asked for."""
 
     kind: Kind
     vocab_size: int
     max_model_len: int
     history: bytes | None = None
+    wants_opening: bool = False
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -50,7 +52,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     token ids of each prompt. `texts`: what `echo` repeats. `bad_words`: the body's, as tokens. `answer`: JSON that the
     client gets, in pieces; it follows in a frame of its own. `unknown`: fields that nobody knows; `unused`: known ones
     that change nothing; `remarks`: what else became of parts of the body. `grammar`: what the output is to be;
-    `reading`: how a chat's is read."""
+    `reading`: how a chat's is read. `opening_tokens`: of the answer, which the template has written behind the last
+    message; None: it is not known."""
 
     options: bytes
     prompts: list[bytes] = []
@@ -67,6 +70,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     remarks: list[str] = []
     grammar: GrammarSpec | None = None
     reading: Reading | None = None
+    opening_tokens: int | None = None
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):

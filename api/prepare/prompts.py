@@ -120,11 +120,12 @@ class Preparer:
     def _chat(self, body: ChatRequest, job: Job, notes: Notes) -> Prepared:
         for where, what in body.offer.remarks:
             notes.remark(where, what)
-        chat = self._templates.chat(body, self._grammars.of(body), notes)
+        chat = self._templates.chat(body, self._grammars.of(body), notes, wants_opening=job.wants_opening)
         grammar = self._grammars.of_chat(chat.grammar_of, body.use, notes)
         ids = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
         ids = _truncated(ids, body, job)
         _check_prompt(ids, "messages", job)
+        whole_end = body.truncate_prompt_tokens is None or body.truncation_side == "left"
         return Prepared(
             _options(body, ChatOptions),
             [_packed(ids)],
@@ -137,7 +138,13 @@ class Preparer:
                 functions=bool(body.functions),
                 free=body.use.free if body.use is not None else (),
             ),
+            opening_tokens=self._opening_tokens(chat.rendered) if whole_end else None,
         )
+
+    def _opening_tokens(self, rendered: Rendered) -> int | None:
+        if rendered.opening is None:
+            return None
+        return len(self._needed("messages").encode_rendered(Rendered(rendered.opening, rendered.stand_ins)))
 
     @property
     def _templates(self) -> Chats:

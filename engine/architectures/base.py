@@ -16,7 +16,7 @@ from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.names import AS_HERE, StoredNames
 from engine.architectures.parts.base import Module
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import ROUTER
 from rules import Family
 
 
@@ -55,4 +55,4 @@ class Architecture:
         return [*placed, ("model.norm", of("norm")), ("model.rotary_emb", of("rope")), ("lm_head", of("linear"))]
 
     def _kind(self, module: Module) -> str:
-        return "router" if module.name == ROUTERS[0] and self.rules.has_routers else module.kind
+        return "router" if module.name == ROUTER and self.rules.has_routers else module.kind

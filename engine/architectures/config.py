@@ -3,8 +3,8 @@ Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.architectures.parts.base import Module, Vector
@@ -108,6 +108,28 @@ class ModelConfig:
     def stretched_positions(self) -> int:
         """Positions that the scaling of rotations reaches."""
         return min(rotation.stretched_positions for rotation in self.rotations)
+
+    @property
+    def of_safetensors(self) -> ModelConfig:
+        """The same with layers whose projections are as safetensors and adapters have them."""
+        return self._with_nets(lambda net: net.of_safetensors)
+
+    @property
+    def of_gguf(self) -> ModelConfig:
+        """The same with layers whose projections are as llama.cpp writes them."""
+        return self._with_nets(lambda net: net.of_gguf)
+
+    def _with_nets(self, form: Callable[[DeltaNet], DeltaNet]) -> ModelConfig:
+        layers = tuple(
+            replace(layer, attention=form(layer.attention)) if isinstance(layer.attention, DeltaNet) else layer
+            for layer in self.layers
+        )
+        return self if layers == self.layers else replace(self, layers=layers)
+
+    @cached_property
+    def delta_nets(self) -> list[DeltaNet]:
+        """The distinct ones."""
+        return list(dict.fromkeys(x.attention for x in self.layers if isinstance(x.attention, DeltaNet)))
 
     @cached_property
     def paged_attention(self) -> list[GroupedQuery | Latent]:

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from engine.architectures.base import Architecture
 from engine.architectures.config import ModelConfig
-from engine.architectures.delta import DELTA_TARGETS, MTP, delta_config_of_hf
+from engine.architectures.delta import DELTA_TARGETS, MTP, delta_config_of_gguf, delta_config_of_hf
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import GGUFModel
 from engine.architectures.hf import Defaults
 from engine.architectures.names import StoredNames
 from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.mlp import Dense
-from engine.errors import ModelFileError
 from rules import Family, named_after
 
 _NAME, _GGUF = "qwen3_next", "qwen3next"
@@ -39,7 +38,7 @@ def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
 
 
 def _read_gguf(file: GGUFModel) -> ModelConfig:
-    raise ModelFileError(f"{file.where}: {_GGUF} files cannot be read; the model's folder of safetensors can", "model")
+    return delta_config_of_gguf(file, architecture=_NAME, fused_gates=True)
 
 
 QWEN3_NEXT = Architecture(

@@ -1,4 +1,4 @@
-"""The gated delta rule over the states of sequences, in plain torch on any device.
+"""The gated delta rule over the states of sequences: what a backend gives, and one in plain torch on any device.
 
 A state is a slot of two tensors a layer: the last positions that the convolution looks back at, and S of each head.
 Both are float32, whatever the activations are: a state sums over the whole sequence.
@@ -6,21 +6,69 @@ Both are float32, whatever the activations are: a state sums over the whole sequ
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.architectures.parts.delta import DeltaNet
 from engine.attention.base import BatchLayout, CacheBackend
+from engine.errors import EngineError
 
 CHUNK = 64  # positions that are computed at once
 _EPS = 1e-6  # beside the squares of a query or key
 
 
 @dataclass(frozen=True)
+class DeltaVectors:
+    """A layer's own weights, contiguous float32: `conv` [kernel, channels], `decay` (-exp(A_log)) and `dt_bias`
+    [value_heads], `norm` [value_dim]."""
+
+    conv: torch.Tensor
+    decay: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    norm_eps: float
+
+
+@dataclass(frozen=True)
 class DeltaInputs:
+    """What the projections give of T tokens, fused or not as `DeltaNet` says: `wide` [T, q, k, v, z] or [T, q, k, v]
+    and [T, z] in the activations' dtype, `gates` [T, b, a] or two of [T, value_heads] in float32."""
+
+    wide: list[torch.Tensor]
+    gates: list[torch.Tensor]
+
+
+class DeltaBackend(CacheBackend):
+    """States of the layers that it was made for, all of one spec."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 0
+
+    @abstractmethod
+    def state_planes(self) -> list[NDArray[np.uint8]]:
+        """The states in host memory, as views [n, slots, bytes]: what a slot holds is plane[:, slot] of each."""
+
+    @abstractmethod
+    def mix(self, layer: int, given: DeltaInputs, vectors: DeltaVectors) -> torch.Tensor:
+        """Convolution, delta rule and gated norm: [T, value_width] in the activations' dtype. The states of the planned
+        step are changed. EngineError without a plan."""
+
+
+def check_layout(batch: BatchLayout) -> None:
+    """EngineError unless each row has a state."""
+    if len(batch.states) != batch.num_rows:
+        raise EngineError(f"a step of {batch.num_rows} rows has {len(batch.states)} states; wanted one for each row")
+
+
+@dataclass(frozen=True)
+class Ruled:
     """Of T tokens, float32: `qkv` [T, channels] before the convolution, `decay` [T, heads] (g, below 0) and `rate`
     [T, heads] (sigmoid(b))."""
 
@@ -29,8 +77,8 @@ class DeltaInputs:
     rate: torch.Tensor
 
 
-class ReferenceDeltaNet(CacheBackend):
-    """States of each of `layers`, all of one `spec`, in `num_states` slots."""
+class ReferenceDeltaNet(DeltaBackend):
+    """States of each of `layers` in `num_states` slots."""
 
     def __init__(self, spec: DeltaNet, layers: Sequence[int], num_states: int, device: torch.device) -> None:
         self._spec = spec
@@ -40,32 +88,49 @@ class ReferenceDeltaNet(CacheBackend):
         self.past = {layer: torch.zeros(past, device=device) for layer in layers}
         self._batch: BatchLayout | None = None
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 0
-
     def plan(self, batch: BatchLayout) -> None:
+        check_layout(batch)
         self._batch = batch
 
-    def mix(self, layer: int, given: DeltaInputs, conv: torch.Tensor) -> torch.Tensor:
-        """What the states give each token [T, heads, value_dim], float32; they are changed. `conv` [channels,
-        kernel]."""
+    def state_planes(self) -> list[NDArray[np.uint8]]:
+        held = [*self.states.values(), *self.past.values()]
+        return [each.flatten(1).numpy().view(np.uint8)[None] for each in held]
+
+    def mix(self, layer: int, given: DeltaInputs, vectors: DeltaVectors) -> torch.Tensor:
         if self._batch is None:
-            raise RuntimeError("plan() comes before mix()")
-        batch, spec = self._batch, self._spec
-        out = given.qkv.new_empty((len(given.qkv), spec.value_heads, spec.value_dim))
+            raise EngineError("plan() comes before mix()")
+        batch, spec, w = self._batch, self._spec, vectors
+        wide = [part.float() for part in given.wide]
+        qkv, z = self._wide(wide[0]) if spec.fused else wide
+        b, a = self._gates(given.gates[0]) if spec.fused_gates else given.gates
+        ruled = Ruled(qkv, w.decay * F.softplus(a + w.dt_bias), torch.sigmoid(b))
+        out = qkv.new_empty((len(qkv), spec.value_heads, spec.value_dim))
         starts, single = batch.row_starts, []
         for row, state in enumerate(batch.states):
             if starts[row + 1] - starts[row] == 1 and state.source == state.slot and not state.saves:
                 single.append(row)
             else:
-                self._row(layer, row, batch, given, conv, out)
+                self._row(layer, row, batch, ruled, w.conv, out)
         if single:
-            self._single(layer, single, batch, given, conv, out)
-        return out
+            self._single(layer, single, batch, ruled, w.conv, out)
+        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm_eps) * w.norm
+        return (normed.flatten(1) * F.silu(z)).to(given.wide[0].dtype)
+
+    def _wide(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, key_heads x (q, k, v, z of the head)] -> [q | k | v], z."""
+        spec = self._spec
+        values = spec.value_width // spec.key_heads
+        heads = fused.view(len(fused), spec.key_heads, -1)
+        q, k, v, z = (part.flatten(1) for part in torch.split(heads, [spec.key_dim, spec.key_dim, values, values], -1))
+        return torch.cat((q, k, v), dim=-1), z
+
+    def _gates(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, key_heads x (b, a of its value heads)] -> b, a [T, value_heads]."""
+        b, a = fused.view(len(fused), self._spec.key_heads, -1).chunk(2, dim=-1)
+        return b.flatten(1), a.flatten(1)
 
     def _row(
-        self, layer: int, row: int, batch: BatchLayout, given: DeltaInputs, conv: torch.Tensor, out: torch.Tensor
+        self, layer: int, row: int, batch: BatchLayout, given: Ruled, conv: torch.Tensor, out: torch.Tensor
     ) -> None:
         """A row's tokens, in the parts between which its state is saved."""
         states, past, state = self.states[layer], self.past[layer], batch.states[row]
@@ -92,7 +157,7 @@ class ReferenceDeltaNet(CacheBackend):
         layer: int,
         rows: list[int],
         batch: BatchLayout,
-        given: DeltaInputs,
+        given: Ruled,
         conv: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
@@ -102,7 +167,7 @@ class ReferenceDeltaNet(CacheBackend):
         slots = torch.tensor([batch.states[row].slot for row in rows], device=device)
         seen = torch.cat((self.past[layer][slots], given.qkv[tokens][:, None]), dim=1)
         self.past[layer][slots] = seen[:, 1:]
-        q, k, v = _heads(F.silu((seen * conv.T).sum(1)), self._spec)
+        q, k, v = _heads(F.silu((seen * conv).sum(1)), self._spec)
         s = self.states[layer][slots] * given.decay[tokens].exp()[..., None, None]
         change = (v - (k[:, :, None] @ s)[:, :, 0]) * given.rate[tokens][..., None]
         s += k[..., None] * change[:, :, None]
@@ -114,7 +179,7 @@ def _convolved(qkv: torch.Tensor, seen: torch.Tensor, conv: torch.Tensor) -> tup
     """qkv [T, channels] behind the positions `seen` [kernel - 1, channels]: silu of the convolution, and what the next
     one is to see."""
     joined = torch.cat((seen, qkv))
-    out = F.conv1d(joined.T[None], conv[:, None], groups=len(conv))[0].T
+    out = F.conv1d(joined.T[None], conv.T[:, None], groups=conv.shape[1])[0].T
     return F.silu(out), joined[len(qkv) :]
 
 
@@ -122,10 +187,12 @@ def _heads(mixed: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Ten
     """[T, channels] -> queries, keys [T, heads, key_dim], of length 1 (queries scaled), and values [T, heads,
     value_dim]; heads are the value heads."""
     keys, shared = spec.key_width, spec.value_heads // spec.key_heads
-    q, k = (
-        _unit(part.reshape(-1, spec.key_heads, spec.key_dim)).repeat_interleave(shared, dim=1)
-        for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
-    )
+
+    def repeated(part: torch.Tensor) -> torch.Tensor:
+        heads = _unit(part.reshape(-1, spec.key_heads, spec.key_dim))
+        return heads.repeat(1, shared, 1) if spec.tiled else heads.repeat_interleave(shared, dim=1)
+
+    q, k = repeated(mixed[:, :keys]), repeated(mixed[:, keys : 2 * keys])
     return q * spec.key_dim**-0.5, k, mixed[:, 2 * keys :].reshape(-1, spec.value_heads, spec.value_dim)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.attention.base import BLOCK_SIZE
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, CacheBackend
+from engine.attention.delta import DeltaBackend
 from engine.config import (
     CPU_BATCHED_TOKENS,
     GPU_ITL_DECODE_STEPS,
@@ -28,6 +29,7 @@ from engine.lora.adapters import Adapters
 from engine.lora.files.whole import base_tables
 from engine.lora.loader import AdapterReader
 from engine.lora.reader_process import ReaderProcesses
+from engine.memory.idle import IdleMemory
 from engine.messages import FromEngine, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.drafts import make_drafter
@@ -90,6 +92,8 @@ def _assemble(
         runner.notes += backends.cache.report()
     if bandwidth is not None:
         runner.notes.append(f"memory is read at {bandwidth / 1e9:.1f} GB/s (--measure-bandwidth)")
+    if plan.memory.num_snapshots:
+        runner.idle_memory = _idle_memory(model.attention_backends)
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
@@ -116,6 +120,7 @@ def _assemble(
             disk_block_bytes=store.plan.block_bytes if store else 0,
             num_states=plan.memory.num_states,
             num_snapshots=plan.memory.num_snapshots,
+            snapshot_blocks=plan.memory.snapshot_blocks,
             **pace(plan),
         ),
         make_drafter(config),
@@ -223,6 +228,12 @@ def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Pro
     runner.notes.append(f"{kind}: {len(padded.buckets)} sizes up to {padded.buckets[-1]} rows")
 
 
+def _idle_memory(backends: list[CacheBackend]) -> IdleMemory:
+    blocks = [plane for each in backends if isinstance(each, AttentionBackend) for plane in each.kv_planes()]
+    slots = [plane for each in backends if isinstance(each, DeltaBackend) for plane in each.state_planes()]
+    return IdleMemory(blocks, slots)
+
+
 def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
     """The whole way. Adapters given at start are planned for; the api loads them."""
     plan = plan_engine(config)
@@ -236,6 +247,7 @@ def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Pr
         bos_token_id=model.bos_token_id,
         eos_token_ids=list(model.eos_token_ids),
         lines=[*plan.lines, *core.runner.notes],
+        keeps_states=model.state_bytes > 0,
     )
     return core, ready
 

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
+from engine.architectures.parts.delta import DeltaNet
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
+from engine.attention.base import CacheBackend
 from engine.attention.native import NativeAttention
+from engine.attention.native_delta import NativeDeltaNet
 from engine.experts.base import ExpertBackend
 from engine.experts.kt.backend import KtExperts
 from engine.experts.other_rank import OtherRankExperts
@@ -53,17 +58,20 @@ def cpu_backends(plan: EnginePlan) -> Backends:
             "native": lambda: NativeLinearBackend(torch.float32, pools.get("native"), isa, cache=cache),
         },
     )
-    in_torch = reference_attention(plan, device)
+
+    def in_native(spec: GroupedQuery | Latent | DeltaNet, layers: list[int]) -> CacheBackend:
+        pool = pools.get("native")
+        if isinstance(spec, DeltaNet):
+            return NativeDeltaNet(spec, layers, plan.memory.state_slots, pool, isa)
+        return NativeAttention(spec, layers, plan.cache_blocks, dtype, pool, isa, kv_dtype=precision.kv)
+
     attention = attention_of(
         model,
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
-            "reference": in_torch,
-            "native": lambda spec, layers: NativeAttention(
-                spec, layers, plan.cache_blocks, dtype, pools.get("native"), isa, kv_dtype=precision.kv
-            ),
+            "reference": reference_attention(plan, device),
+            "native": in_native,
         },
-        in_torch,
     )
     experts: Shared[ExpertBackend] = Shared(
         "experts",

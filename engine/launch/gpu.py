@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.architectures.parts.delta import DeltaNet
 from engine.attention.base import BLOCK_SIZE
 from engine.attention.flashinfer import FlashInferAttention
 from engine.experts.base import ExpertBackend
@@ -80,19 +81,22 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
             "reference": in_torch,
-            "flashinfer": lambda spec, layers: FlashInferAttention(
-                spec,
-                layers,
-                plan.cache_blocks,
-                dtype,
-                device,
-                config.max_num_seqs,
-                -(-plan.max_model_len // BLOCK_SIZE),
-                kv_dtype=plan.precision.kv,
-                prefill=placement.attention_option("prefill", "auto"),
+            "flashinfer": lambda spec, layers: (
+                in_torch(spec, layers)
+                if isinstance(spec, DeltaNet)
+                else FlashInferAttention(
+                    spec,
+                    layers,
+                    plan.cache_blocks,
+                    dtype,
+                    device,
+                    config.max_num_seqs,
+                    -(-plan.max_model_len // BLOCK_SIZE),
+                    kv_dtype=plan.precision.kv,
+                    prefill=placement.attention_option("prefill", "auto"),
+                )
             ),
         },
-        in_torch,
     )
     experts: Shared[ExpertBackend] = Shared(
         "experts",

@@ -50,20 +50,14 @@ class Shared(Generic[T]):
 def attention_of(
     model: ModelConfig,
     backend_of: Callable[[int], str],
-    makers: dict[str, Callable[[GroupedQuery | Latent, list[int]], CacheBackend]],
-    delta: Callable[[DeltaNet, list[int]], CacheBackend],
+    makers: dict[str, Callable[[GroupedQuery | Latent | DeltaNet, list[int]], CacheBackend]],
 ) -> Callable[[int], CacheBackend]:
-    """By layer: layers of one attention on one backend share it. Made when it is first asked for. `delta`: makes delta
-    nets, which have one backend whatever the others have."""
+    """By layer: layers of one attention on one backend share it. Made when it is first asked for."""
     keys = [(backend_of(index), layer.attention) for index, layer in enumerate(model.layers)]
     made: dict[tuple[str, GroupedQuery | Latent | DeltaNet], CacheBackend] = {}
 
     def attention(index: int) -> CacheBackend:
         name, spec = key = keys[index]
-        if isinstance(spec, DeltaNet):
-            if key not in made:
-                made[key] = delta(spec, [layer for layer, other in enumerate(keys) if other == key])
-            return made[key]
         if name not in makers:
             raise UserError(f"there is no {name} backend for attention: {', '.join(makers)}", field="rules")
         if key not in made:

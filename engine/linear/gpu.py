@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.errors import AdapterError, EngineError
 from engine.linear.base import LatentUp, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TiledEmbedding
@@ -30,7 +30,7 @@ def slot_table_bytes(model: ModelConfig, slots: int, rank: int, element_bytes: i
     narrow = wide = 0
     for layer in range(model.num_hidden_layers):
         for module in model.modules(layer):
-            if module.kind == "linear" and module.name in ROUTERS:
+            if module.kind == "linear" and module.name in FLOAT32_MODULES:
                 wide += sum(module.shape)
             elif module.kind == "linear":
                 narrow += sum(module.shape)

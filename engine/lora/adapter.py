@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 
 RANK_STEP = 16  # of padded ranks on a GPU: the least that its matrix units multiply
 _PANEL = 16  # rows of A, padded
@@ -112,7 +112,7 @@ class AdapterWeights:
         linears = 0
         for name, pair in self.linears.items():
             values = _round(pair.rank) * pair.a.shape[1] + _round(pair.b.shape[0]) * pair.rank
-            linears += values * (_F32 if name.endswith(ROUTERS) else element_bytes)
+            linears += values * (_F32 if name.endswith(FLOAT32_MODULES) else element_bytes)
         extra = sum(t.numel() for ms in self.extra_mlps.values() for m in ms for t in (m.gate, m.up, m.down))
         return linears + _F32 * extra + sum(e.slot_bytes(element_bytes) for e in self.experts.values())
 

@@ -38,6 +38,7 @@ from engine.lora.files.folder import NO_MEMORY, out_of_memory
 from engine.lora.files.parse import parse_adapter
 from engine.lora.files.whole import BaseTable
 from engine.lora.fork_server import ForkServer, serve
+from engine.lora.order import in_order
 from engine.lora.sealed_memory import map_sealed, write_sealed
 
 _DESCRIPTORS = 64
@@ -237,6 +238,7 @@ def _answer(engine: Connection) -> None:
             tables=request.tables,
             opened=opened,
         )
+        weights.linears = in_order(weights.linears, request.config)
         element = request.budget.element_bytes
         size = AdapterSize(weights.num_bytes, weights.slot_bytes(element), weights.gpu_bytes(element))
         engine.send_bytes(_encode(_Parsed(size)))

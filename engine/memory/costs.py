@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 
 _BF16, _F32 = 2, 4
 TYPICAL_RANK = 16  # of an adapter, where none is known
@@ -40,7 +40,7 @@ def adapter_bytes_per_rank(config: ModelConfig) -> int:
     values = 0
     for index in range(config.num_hidden_layers):
         for module in config.modules(index):
-            if module.kind == "linear" and module.name not in ROUTERS:
+            if module.kind == "linear" and module.name not in FLOAT32_MODULES:
                 values += sum(module.shape)
     return _BF16 * values + expert_adapter_bytes_per_rank(config)
 

@@ -34,7 +34,6 @@ _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
 _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
 CPU_KV_SHARE, GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
 _STATE_SHARE = 0.5  # of the cache's memory, that states of running sequences may take
-_SNAPSHOT_SHARE = 0.15  # of what they leave, unless these are fewer snapshots than sequences may run
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
 _AGAIN = ("", "once more", "twice more")  # by copies
 
@@ -45,8 +44,8 @@ class MemoryPlan(DevicePlan):
     is what loaded adapters may take on the CPU, those at start included; `gpu_adapter_bytes` what those in slots may
     take on the GPU, beside the tables of their projections (None: no experts are computed there). `num_states`:
     sequences that may run at once in a model whose layers keep states (0: they keep none), `num_snapshots`: copies of
-    states that the prefix cache has beside them. `notes` are printed;
-    `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
+    states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks. `notes` are
+    printed; `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
 
     devices: list[Memory]
     items: list[Item]
@@ -58,6 +57,7 @@ class MemoryPlan(DevicePlan):
     gpu_adapter_bytes: int | None = None
     num_states: int = 0
     num_snapshots: int = 0
+    snapshot_blocks: int = 0
 
     @property
     def state_slots(self) -> int:
@@ -155,13 +155,12 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     each_state = source.config.state_bytes
     states = _states(inputs, affordable)
     affordable = max(affordable - states * each_state, 0)
-    blocks_share = 1 - _SNAPSHOT_SHARE if each_state and config.prefix_caching else 1.0
-    tokens, length, notes = _cache(inputs, int(blocks_share * affordable) // per_token)
-    snapshots = _snapshots(inputs, states, tokens, affordable - tokens * per_token)
+    tokens, length, notes = _cache(inputs, affordable // per_token)
+    snapshot_blocks = -(-each_state // (KV_BLOCK_TOKENS * per_token))
+    snapshots = tokens // KV_BLOCK_TOKENS // snapshot_blocks if each_state and config.prefix_caching else 0
     if each_state:
-        label = f"states, {states} sequences and {snapshots} snapshots"
-        items.append(Item(main.name, Kind.KV_CACHE, label, (states + snapshots) * each_state))
-        notes += _state_notes(inputs, states, snapshots)
+        items.append(Item(main.name, Kind.KV_CACHE, f"states, {states} sequences", states * each_state))
+        notes += _state_notes(inputs, states, snapshots, snapshot_blocks)
     items.append(Item(main.name, Kind.KV_CACHE, f"KV cache, {tokens} tokens", tokens * per_token))
     notes.append(f"a position takes {per_token} bytes of the KV cache")
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
@@ -186,7 +185,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
             f"adapters in slots may take {format_bytes(on_gpu)} on {main.name}; one of rank {TYPICAL_RANK} on every "
             f"expert takes {format_bytes(takes)}, and a load beyond that is refused"
         )
-    return MemoryPlan(devices, items, tokens, length, room, notes, [], on_gpu, states, snapshots)
+    return MemoryPlan(devices, items, tokens, length, room, notes, [], on_gpu, states, snapshots, snapshot_blocks)
 
 
 def reserve_bytes(device: Memory) -> int:
@@ -229,17 +228,7 @@ def _states(inputs: Inputs, affordable: int) -> int:
     return max(1, min(inputs.config.max_num_seqs, int(_STATE_SHARE * affordable) // each)) if each else 0
 
 
-def _snapshots(inputs: Inputs, states: int, tokens: int, affordable: int) -> int:
-    """Copies of states for the prefix cache: in proportion to the tokens of the KV cache, whose blocks are useless
-    without them, or one for each sequence that may run; as many as fit into `affordable` bytes."""
-    each = inputs.source.config.state_bytes
-    if not each or not inputs.config.prefix_caching:
-        return 0
-    share = int(_SNAPSHOT_SHARE / (1 - _SNAPSHOT_SHARE) * tokens * inputs.kv_token_bytes)
-    return min(max(states, share // each), max(affordable, 0) // each, tokens // KV_BLOCK_TOKENS)
-
-
-def _state_notes(inputs: Inputs, states: int, snapshots: int) -> list[str]:
+def _state_notes(inputs: Inputs, states: int, snapshots: int, snapshot_blocks: int) -> list[str]:
     config, each = inputs.config, format_bytes(inputs.source.config.state_bytes)
     notes = []
     if states < config.max_num_seqs:
@@ -247,8 +236,11 @@ def _state_notes(inputs: Inputs, states: int, snapshots: int) -> list[str]:
             f"at most {states} requests run at the same time instead of {config.max_num_seqs}: the state of each takes "
             f"{each}"
         )
-    if config.prefix_caching and not snapshots:
-        notes.append(f"the prefix cache is not used: no memory is left for a snapshot of a state, which takes {each}")
+    if snapshots:
+        positions = snapshot_blocks * KV_BLOCK_TOKENS
+        notes.append(f"a snapshot of a state takes {each} of the KV cache, as {positions} positions do")
+    elif config.prefix_caching:
+        notes.append(f"the prefix cache is not used: a snapshot of a state takes {each}, more than the KV cache has")
     return notes
 
 

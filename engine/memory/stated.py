@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.experts.gpu.layout import frame_of
 from engine.experts.kt import guard as kt
 from engine.experts.native import layer_bytes as native_layer_bytes
@@ -19,7 +19,7 @@ from engine.weights.store import WeightTensor
 from engine.weights.tiled.layout import matrix_of
 
 _BF16, _F32 = 2, 4
-_ROUTERS = tuple(f"{name}.weight" for name in ROUTERS)
+_FLOAT32_WEIGHTS = tuple(f"{name}.weight" for name in FLOAT32_MODULES)
 _ON_NATIVE = ("native", "hybrid")
 LATENT_UP = "kv_b_proj.weight"
 
@@ -45,7 +45,7 @@ def weight_bytes(inputs: Inputs) -> int:
     router = _F32 + (_BF16 if inputs.gpu is not None and inputs.activation_bytes == _BF16 else 0)
     for name in source.names():
         tensor = source.tensor(name)
-        if name.endswith(_ROUTERS):
+        if name.endswith(_FLOAT32_WEIGHTS):
             total += prod(tensor.shape) * router
         elif name == EMBED:
             total += _embedding_bytes(inputs, tensor)
@@ -114,7 +114,7 @@ def dequantised_notes(inputs: Inputs) -> list[str]:
                     count = len(held) if isinstance(held, list) else 1
                     add(tensor, count, store.num_experts * (packed - tensor.num_bytes))
     if inputs.linear_backend == "native":
-        names = [n for n in source.names() if n != EMBED and not n.endswith(_ROUTERS)]
+        names = [n for n in source.names() if n != EMBED and not n.endswith(_FLOAT32_WEIGHTS)]
         names += [EMBED] if source.config.tie_word_embeddings else []
         for tensor in map(source.tensor, names):
             if len(tensor.shape) == 2 and tensor.quantised and not repacks(tensor.type):

@@ -54,8 +54,7 @@ class GroupedQueryAttention(Attention):
             q_norm = k_norm = None
         q, gate = flat_q.view(-1, spec.heads, spec.head_dim * (2 if spec.gated else 1)), None
         if spec.gated:
-            gate = torch.sigmoid(q[..., spec.head_dim :])
-            q = q[..., : spec.head_dim].contiguous()
+            q, gate = q[..., : spec.head_dim].contiguous(), q[..., spec.head_dim :]
         k, v = (part.view(-1, spec.kv_heads, spec.head_dim) for part in (flat_k, flat_v))
         places = self.backend.places(self.layer)
         if places is not None:
@@ -64,7 +63,7 @@ class GroupedQueryAttention(Attention):
         else:
             q, k = ops.qk_norm_rope(q, k, q_norm, k_norm, self.rope, positions)
             out = self.backend.forward(self.layer, q, k, v)
-        return self.o((out if gate is None else out * gate).flatten(1), step.lora)
+        return self.o((out if gate is None else ops.gate_heads(out, gate)).flatten(1), step.lora)
 
     def _qkv(self, x: torch.Tensor, lora: LoraBatch | None) -> list[torch.Tensor]:
         return [self.q(x, lora), self.k(x, lora), self.v(x, lora)] if self.joined is None else self.joined(x, lora)

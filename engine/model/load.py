@@ -14,7 +14,7 @@ from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Sparse
 from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import AttentionBackend, CacheBackend
-from engine.attention.delta import ReferenceDeltaNet
+from engine.attention.delta import DeltaBackend, DeltaVectors
 from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Adapted, Linear, LinearBackend, LoraBatch
@@ -162,20 +162,21 @@ class Loader:
 
     def _delta(self, layer: int, spec: DeltaNet) -> DeltaNetAttention:
         name, router, backend = f"model.layers.{layer}.self_attn", self.backends.router, self.backends.attention(layer)
-        if not isinstance(backend, ReferenceDeltaNet):
+        if not isinstance(backend, DeltaBackend):
             raise EngineError(f"layer {layer}: {type(backend).__name__} keeps no states of a delta net")
-        wide, gates = (("qkvz",), ("ba",)) if spec.fused else (("qkv", "z"), ("b", "a"))
+        wide, gates = ("qkvz",) if spec.fused else ("qkv", "z"), ("ba",) if spec.fused_gates else ("b", "a")
         return DeltaNetAttention(
-            spec=spec,
             layer=layer,
             wide=[self.linear(f"{name}.{part}_proj") for part in wide],
             gates=[self.linear(f"{name}.in_proj_{part}", router) for part in gates],
             out=self.linear(f"{name}.out_proj"),
-            conv=self._float32(f"{name}.conv1d.weight").reshape(spec.channels, spec.kernel),
-            decay=-self._float32(f"{name}.A_log").exp(),
-            dt_bias=self._float32(f"{name}.dt_bias"),
-            norm=self._float32(f"{name}.norm.weight"),
-            norm_eps=self.source.config.rms_norm_eps,
+            vectors=DeltaVectors(
+                conv=self._float32(f"{name}.conv1d.weight").reshape(spec.channels, spec.kernel).T.contiguous(),
+                decay=self._float32(f"{name}.decay"),
+                dt_bias=self._float32(f"{name}.dt_bias"),
+                norm=self._float32(f"{name}.norm.weight"),
+                norm_eps=self.source.config.rms_norm_eps,
+            ),
             backend=backend,
         )
 

@@ -10,6 +10,7 @@ import torch
 from engine.architectures.config import ModelConfig
 from engine.attention.base import BatchLayout
 from engine.attention.native import NativeAttention
+from engine.attention.native_delta import NativeDeltaNet
 from engine.errors import EngineError, ExpertBackendError
 from engine.experts.base import ExpertBuffers
 from engine.experts.capabilities import NativeTasks
@@ -17,6 +18,7 @@ from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLatentUp, NativeLinear, slots_address
 from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import Layer
+from engine.model.delta import DeltaNetAttention
 from engine.model.latent import LatentAttention
 from engine.model.mlp import DenseMlp, Mlp, SparseMlp
 from engine.model.step import Trace
@@ -32,7 +34,7 @@ def all_native(layers: Sequence[Layer], ops: Ops) -> bool:
 
     def native(layer: Layer) -> bool:
         held = layer.attention
-        if not isinstance(held.backend, NativeAttention):
+        if not isinstance(held.backend, NativeAttention | NativeDeltaNet):
             return False
         linears = _projections(held)
         if not linears or (isinstance(held, LatentAttention) and not isinstance(held.kv_b, NativeLatentUp)):
@@ -46,7 +48,9 @@ def all_native(layers: Sequence[Layer], ops: Ops) -> bool:
 
 def _projections(held: Attention) -> list[Linear]:
     """Of an attention that has a native part; none of others."""
-    if isinstance(held, GroupedQueryAttention) and not held.spec.gated:
+    if isinstance(held, DeltaNetAttention):
+        return [*held.wide, *held.gates, held.out]
+    if isinstance(held, GroupedQueryAttention):
         return [held.q, held.k, held.v, held.o]
     if isinstance(held, LatentAttention):
         return [*([] if held.q_a is None else [held.q_a]), held.q, held.kv_a, held.o]
@@ -114,6 +118,8 @@ class NativeDecoder:
 
     def _attention(self, layer: Layer) -> _native.AttentionPart:
         held = layer.attention
+        if isinstance(held, DeltaNetAttention):
+            return self._delta(layer, held)
         if not isinstance(held.backend, NativeAttention) or not isinstance(
             held, GroupedQueryAttention | LatentAttention
         ):
@@ -145,7 +151,15 @@ class NativeDecoder:
             qk_norm=held.spec.qk_norm,
             q_norm=0 if held.q_norm is None else held.q_norm.data_ptr(),
             k_norm=0 if held.k_norm is None else held.k_norm.data_ptr(),
+            gated=held.spec.gated,
         )
+
+    def _delta(self, layer: Layer, held: DeltaNetAttention) -> _native.DeltaPart:
+        backend, wide, gates, out = held.backend, _packed(*held.wide), _packed(*held.gates), _packed(held.out)
+        if not isinstance(backend, NativeDeltaNet) or wide is None or gates is None or out is None:
+            raise EngineError(f"layer {layer.index}: the native decoder needs native delta nets and projections")
+        place, vectors = backend.places_of[layer.index], backend.vectors(held.vectors)
+        return self._native.DeltaPart(backend.kernel, place, wide=wide, gates=gates, out=out[0], vectors=vectors)
 
     def _latent(
         self, layer: Layer, held: LatentAttention, backend: NativeAttention, rotation: _native.Rotation

@@ -65,6 +65,9 @@ class Ops(Protocol):
     def add_gated(self, base: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """base + sigmoid(gate) x: base, x [T, H], gate float32 [T, 1] -> [T, H], a fresh tensor."""
 
+    def gate_heads(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x sigmoid(gate), both [T, heads, D]; x may be overwritten."""
+
     def route(
         self,
         logits: torch.Tensor,
@@ -126,6 +129,9 @@ class PlainOps:
                 values = values.clamp(-largest, largest)
             cache.flatten(0, 1)[places.slots] = values.to(cache.dtype)
         return q
+
+    def gate_heads(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(gate)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

@@ -107,6 +107,9 @@ class GpuOps:
         out: torch.Tensor = self._kernels.add_gated(base, x, gate)
         return out
 
+    def gate_heads(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self._torch.gate_heads(x, gate)
+
     def route(
         self,
         logits: torch.Tensor,

@@ -228,6 +228,25 @@ class NativeOps(PlainOps):
         )
         return out
 
+    def gate_heads(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """In place; heads of x are contiguous, those of gate any stride apart."""
+        tokens, heads, dim = x.shape
+        bf16 = _heads("x", x, x.dtype, tokens, dim)
+        if gate.shape != x.shape or gate.dtype is not x.dtype or gate.stride(2) != 1:
+            raise EngineError(f"gate: {gate.dtype} {tuple(gate.shape)}; wanted {x.dtype} {tuple(x.shape)}")
+        self.kernel.gate_heads(
+            gate=gate.data_ptr(),
+            gate_stride=gate.stride(0),
+            gate_head_stride=gate.stride(1),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            tokens=tokens,
+            heads=heads,
+            dim=dim,
+            is_bf16=bf16,
+        )
+        return x
+
     def route(
         self,
         logits: torch.Tensor,

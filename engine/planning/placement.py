@@ -10,10 +10,11 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mla import Latent
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.architectures.registry import architecture_of
 from engine.attention.flashinfer import flashinfer_available, flashinfer_limit
 from engine.attention.native import native_limit
+from engine.attention.native_delta import delta_limit
 from engine.config import EngineConfig
 from engine.errors import RulesError, UserError
 from engine.experts.kt.backend import kt_available
@@ -241,10 +242,13 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
     for spec in model.paged_attention:
         if why := native_limit(spec):
             limits["attention"] = why
+    for net in model.delta_nets:
+        if why := delta_limit(net):
+            limits["attention"] = why
     for index in range(model.num_hidden_layers):
         for module in model.modules(index):
             odd = [size for size in module.shape if size % 32]
-            if odd and module.kind == "linear" and module.name not in ROUTERS:
+            if odd and module.kind == "linear" and module.name not in FLOAT32_MODULES:
                 limits.setdefault("linear", f"{module.name} is {list(module.shape)}, not multiples of 32")
     sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.moe_intermediate_size}
     odd_sizes = [f"{name} {size} is not a multiple of 32" for name, size in sizes.items() if size % 32]

@@ -51,6 +51,7 @@ def admit(
             m.background,
             cache_salt=m.cache_salt,
             cache_group=m.cache_group,
+            opening_tokens=m.opening_tokens,
         )
         return request, scheduler.add(request, now, m.tenant_weight, m.max_waiting)
     except UserError as error:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from engine.device import Arrival, to_device, to_host
 from engine.errors import EngineError
 from engine.grammar.masks import NO_MASKS, Masks, TokenBitmask, allowed_words
+from engine.memory.idle import IdleMemory
 from engine.model.causal_lm import CausalLM
 from engine.model.native_executor import choose_executor
 from engine.model.step import OutputKind, StepInput, Trace
@@ -87,6 +88,7 @@ class ModelRunner:
         self._touched = TouchedCounter(model)
         self.padded: PaddedDecode | None = None
         self.leader: StepLeader | None = None  # of other ranks, which run the same steps
+        self.idle_memory: IdleMemory | None = None  # where blocks and snapshots of states share memory
         self.keep_all = False  # hidden states of every token, for who compares logits of whole prompts
         self.notes: list[str] = []  # logged at start: how steps run
         self.spare_cpus: list[int] = []  # where the engine's own thread belongs beside a pinned pool of threads
@@ -126,6 +128,8 @@ class ModelRunner:
     def launch_forward(self, plan: StepPlan, masks: Masks = NO_MASKS) -> InFlight:
         """`masks` of the requests that have some: which tokens they allow is asked when the step is sampled."""
         launched_s = time.monotonic()
+        if plan.idle is not None and self.idle_memory is not None:
+            self.idle_memory.release(plan.idle)
         padded = self.padded if self.padded and self.padded.takes(plan) else None
         with self.computing():
             slots = {row.adapter_slot for row in plan.rows} - {0}

@@ -12,6 +12,7 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.base import Module
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.registry import config_from_gguf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFFile
@@ -124,8 +125,8 @@ class GGUFSource(WeightSource):
         for layer in self.config.sparse_layers:
             needed |= self._needed_experts(layer)
         for name, shape in needed.items():
-            if shape[0] == 1 and name in found and found[name].shape == shape[1:]:
-                continue  # a projection to one value may be stored as a vector
+            if name in found and found[name].shape == tuple(size for size in shape if size > 1):
+                continue  # dimensions of one may be left out: projections to one value, a convolution's channels
             require(name, shape, found, self.file.path)
         refuse_extra(found.keys() - needed.keys(), self.file.path)
         for layer in self.config.sparse_layers:
@@ -224,4 +225,9 @@ def _merge(config: ModelConfig, own: ModelConfig, file: GGUFFile) -> ModelConfig
             )
     if own.tie_word_embeddings and not config.tie_word_embeddings:
         raise ModelFileError(f"{file.path}: tensor {GGUF_HEAD} is missing, and config.json says untied", "model")
-    return dataclasses.replace(config, tie_word_embeddings=own.tie_word_embeddings)
+    # the form of a delta net's projections is the file's
+    layers = tuple(
+        dataclasses.replace(theirs, attention=ours.attention) if isinstance(ours.attention, DeltaNet) else theirs
+        for theirs, ours in zip(config.layers, own.layers, strict=True)
+    )
+    return dataclasses.replace(config, layers=layers, tie_word_embeddings=own.tie_word_embeddings)

@@ -23,6 +23,7 @@ class Tensor:
     gguf: str
     shape: Shape
     module: Module | None = None
+    negative_log: bool = False  # as `Vector` has it
 
     @property
     def is_norm(self) -> bool:
@@ -47,7 +48,8 @@ def _tensors(config: ModelConfig) -> Iterator[Tensor]:
             if module.bias:
                 yield Tensor(f"{name}.bias", f"{gguf}.bias", module.shape[:1], module)
         for vector in layer.vectors(config.hidden_size):
-            yield Tensor(f"{at}.{vector.name}", f"{stored}.{vector.gguf}", vector.shape)
+            name, gguf = f"{at}.{vector.name}", f"{stored}.{vector.gguf}"
+            yield Tensor(name, gguf, vector.shape, negative_log=vector.negative_log)
     yield Tensor(NORM, "output_norm.weight", (config.hidden_size,))
     if not config.tie_word_embeddings:
         yield Tensor(HEAD, GGUF_HEAD, table)

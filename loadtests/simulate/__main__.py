@@ -28,6 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=Path, help="steps.jsonl of --profile-dir to fit the cost of a step to")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--kv-cache-tokens", type=int, default=65536)
+    parser.add_argument(
+        "--state-tokens",
+        type=int,
+        default=0,
+        help="of a model with states: a snapshot takes the memory of so many tokens",
+    )
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a step at most (default: 512)")
     parser.add_argument("--mixed-chunk", type=int, help="prefill tokens beside decode rows at most")
     parser.add_argument("--itl-target-ms", type=float)
@@ -39,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ttft-limit-ms", type=float, default=10_000.0, help="of a good request (default: 10000)")
     parser.add_argument("--itl-limit-ms", type=float, default=500.0, help="of a good request (default: 500)")
     args = parser.parse_args(argv)
-    if args.seconds <= 0 or args.rate <= 0 or args.load_ms < 0:
-        parser.error("--seconds and --rate must be above 0, --load-ms at least 0")
+    if args.seconds <= 0 or args.rate <= 0 or args.load_ms < 0 or args.state_tokens < 0:
+        parser.error("--seconds and --rate must be above 0, --load-ms and --state-tokens at least 0")
+    blocks, snapshot_blocks = args.kv_cache_tokens // 16, -(-args.state_tokens // 16)
     try:
         cost = fitted(measured_steps(args.steps) if args.steps else MEASURED)
         config = SchedulerConfig(
-            num_blocks=args.kv_cache_tokens // 16,
+            num_blocks=blocks,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.chunk,
             max_model_len=args.kv_cache_tokens,
@@ -56,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             mixed_chunk=args.mixed_chunk,
             overtake_s=args.overtake_s,
             slot_patience_s=args.slot_patience_s,
+            num_states=args.max_num_seqs if snapshot_blocks else 0,
+            num_snapshots=blocks // snapshot_blocks if snapshot_blocks else 0,
+            snapshot_blocks=snapshot_blocks,
         )
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))

@@ -11,6 +11,7 @@ void bind_experts(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_ops(nb::module_& module);
+void bind_delta(nb::module_& module);
 void bind_decoder(nb::module_& module);
 void bind_training(nb::module_& module);
 }  // namespace ktserve
@@ -24,6 +25,7 @@ NB_MODULE(_native, module) {
   ktserve::bind_attention(module);
   ktserve::bind_linear(module);
   ktserve::bind_ops(module);
+  ktserve::bind_delta(module);  // before the decoder's parts
   ktserve::bind_decoder(module);
   ktserve::bind_training(module);
 }

@@ -12,7 +12,7 @@ from scheduler.batching.drafting import add_drafts
 from scheduler.batching.shares import Shares
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
-from scheduler.plan import StepPlan, StepRow, pairs
+from scheduler.plan import RowState, StepPlan, StepRow, pairs
 from scheduler.policy.cost import CostModel
 from scheduler.policy.gaps import Gaps
 from scheduler.policy.room import PacedRoom, Room
@@ -68,7 +68,8 @@ class Batch:
             return None
         first = self._num_decodes  # among the prefill chunks, one of a preempted request may be a decode row
         rows = [*self._rows[:first], *sorted(self._rows[first:], key=lambda row: not row.is_decode)]
-        plan = StepPlan(step, rows, [row.request.blocks[:] for row in rows])
+        idle = None if core.states is None else core.states.take_idle()
+        plan = StepPlan(step, rows, [row.request.blocks[:] for row in rows], idle)
         flight = Flight(plan, {row.request: row for row in rows})
         core.flights.append(flight)
         size = self._config.block_size
@@ -194,7 +195,7 @@ class Batch:
                 # as _add_row, once for each of many rows in every step
                 row = StepRow(request, start, 1, request.slot, True)
                 if states is not None:
-                    row = StepRow(request, start, 1, request.slot, True, state=states.row(request, start, num_tokens))
+                    row = StepRow(request, start, 1, request.slot, True, state=self._state(request, start, num_tokens))
                 rows.append(row)
                 request.num_computed = request.num_charged = num_tokens
                 request.num_in_flight += 1
@@ -276,7 +277,7 @@ class Batch:
         first = core.waiting.first(tenant, self._is_open, self._put_off)
         if first is None or self._now - first.arrival_s >= self._config.overtake_s:
             return first
-        if blocks.num_free - blocks.num_free_cached >= blocks.blocks_for(first.num_tokens):
+        if blocks.num_unused >= blocks.blocks_for(first.num_tokens):
             return first
         few = core.waiting.first_few(tenant, self._is_open, self._put_off, _LOOKED_AT)
         return max((each for each in few if each.priority == first.priority), key=blocks.num_findable)
@@ -356,12 +357,18 @@ class Batch:
         start = request.num_computed
         end = start + num_tokens
         samples = end == request.num_tokens and request.sampling.max_tokens > 0
-        states = self._core.states
-        state = None if states is None else states.row(request, start, end)
+        state = self._state(request, start, end)
         self._rows.append(StepRow(request, start, num_tokens, request.slot, samples, state=state))
         request.num_computed = end
         request.num_in_flight += samples
         self._core.charge(request, end, config.prefill_weight, config.decode_weight)
+
+    def _state(self, request: Request, start: int, end: int) -> RowState | None:
+        states = self._core.states
+        return None if states is None else states.row(request, start, end, self._spare_of_running)
+
+    def _spare_of_running(self) -> int:
+        return self._spare(sum(self._blocks_missing(request) for _, _, request in self._core.running))
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Blocks for so many positions. If there are none, requests are preempted that are not in the step yet: of the

@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
+from itertools import chain, islice
+from math import inf
 from typing import NamedTuple
 
 from scheduler.errors import IntegrityError
@@ -22,7 +24,7 @@ class Match(NamedTuple):
 
     blocks: list[int]
     num_tokens: int  # positions that need not be computed
-    num_free: int  # of the blocks, those that are free now
+    num_free: int  # of the blocks, those that are free now; with those that its snapshot keeps from being free
     rewrite: bool  # the last block is complete but for its last position, which is computed again
     snapshot: bytes | None = None  # hash of the block behind which the state is that it begins with
     diverged: int = 0  # position up to which blocks were found, far behind the last state; 0: not so
@@ -45,10 +47,18 @@ class BlockManager:
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_free_cached = 0  # free blocks that are still findable
+        self.clock = 0  # counts what was released
+        self._freed = [0] * num_blocks  # of a free block: when
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Those too that are withheld for snapshots, and can be had back."""
+        return len(self._free) + (0 if self.states is None else self.states.num_lent)
+
+    @property
+    def num_unused(self) -> int:
+        """Free blocks that nobody can find."""
+        return len(self._free) - self.num_free_cached
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -87,22 +97,23 @@ class BlockManager:
         while (count + 1) * self.block_size <= total and self.cache.content(request, count).hash in self.cache.hashes:
             count += 1
         request.num_findable = count
-        while count and self.states is not None and not self.states.has(request.block_hashes[count - 1]):
-            count -= 1
+        if self.states is not None:
+            count = self.states.deepest(request.block_hashes, count)
         return min(count * self.block_size, total - 1)
 
     def _match_state(self, request: Request, found: list[int], total: int, states: StatePool) -> Match:
         """The longest beginning of the found blocks behind which there is a state."""
-        count = most = min(len(found), (total - 1) // self.block_size)
+        most = min(len(found), (total - 1) // self.block_size)
+        count = states.deepest(request.block_hashes, most)
         while count and not states.find(self.cache.content(request, count - 1)):
-            count -= 1
-        blocks = found[:count]
+            count = states.deepest(request.block_hashes, count - 1)
+        blocks, snapshot = found[:count], request.block_hashes[count - 1] if count else None
         return Match(
             blocks,
             count * self.block_size,
-            sum(not self._holders[block] for block in blocks),
+            sum(not self._holders[block] for block in blocks) + (states.num_lent_to(snapshot) if snapshot else 0),
             rewrite=False,
-            snapshot=request.block_hashes[count - 1] if count else None,
+            snapshot=snapshot,
             diverged=most * self.block_size if most > count + NEAR_BLOCKS else 0,
         )
 
@@ -141,10 +152,25 @@ class BlockManager:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give the request blocks for `num_tokens` positions; all of them or (False) none."""
         need = self.blocks_for(num_tokens) - len(request.blocks)
-        if need > len(self._free):
+        if not self._make_room(need):
             return False
         request.blocks.extend(self.take_free(max(need, 0)))
         return True
+
+    def lend(self, count: int, before: float) -> list[int] | None:
+        """`scheduler.memory.states.Lender`."""
+        newest = next(islice(self._free, count - 1, None), None)
+        if newest is None or (newest in self.cache and self._freed[newest] >= before):
+            return None
+        return self.take_free(count)
+
+    def _make_room(self, count: int) -> bool:
+        """Whether so many blocks are free. Before what is cached is given away, snapshots are that were used before."""
+        while count > self.num_unused and self.states is not None:
+            newest = next(islice(self._free, count - 1, None), None)
+            if not self.states.give_back(inf if newest is None else self._freed[newest]):
+                break
+        return count <= len(self._free)
 
     def take_free(self, count: int) -> list[int]:
         """So many of the free blocks, of which there are enough, with one holder each."""
@@ -165,7 +191,9 @@ class BlockManager:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Take one holder away from each. Tail first, so that beginnings, which more requests share, live longest."""
+        self.clock += 1
         for block in reversed(blocks):
+            self._freed[block] = self.clock
             self._holders[block] -= 1
             if self._holders[block] < 0:
                 raise IntegrityError(f"block {block} was released more often than it was taken")
@@ -208,7 +236,7 @@ class BlockManager:
     def problems(self, holders: Iterable[Sequence[int]]) -> list[str]:
         """What contradicts `holders`, the block lists of all requests and in-flight steps."""
         counts = [0] * self.num_blocks
-        for blocks in holders:
+        for blocks in chain(holders, () if self.states is None else self.states.lent):
             for block in blocks:
                 counts[block] += 1
         found = []

@@ -4,6 +4,8 @@ own        [0, num_states)                              one of each running requ
 snapshots  [num_states, num_states + num_snapshots)     a copy of the state behind a full block that is findable
 
 A snapshot is named by its block: of which tokens, tenant and adapter it is, is that block's content, compared whole.
+Snapshots and blocks share one budget: a snapshot's slot has memory while so many free blocks are withheld, which then
+have none, and the least recently used of both is given away.
 Rows read and write slots in the order of steps, so that a slot may have another owner in the next step already; within
 a step nobody writes to a slot that a row begins from.
 """
@@ -11,34 +13,68 @@ a step nobody writes to a slot that a row begins from.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import NamedTuple, Protocol
 
 from scheduler.memory.prefix import Content, PrefixCache
-from scheduler.plan import NO_STATE, RowState
+from scheduler.plan import NO_STATE, Idle, RowState
 from scheduler.request import Request
 
 NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
-_OPENING_TOKENS = 8  # of the answer, which templates write behind the last message: the next turn may not repeat them
+_OPENING_TOKENS = 8  # of the answer, where nobody says how many a template has written behind the last message
+_NEARLY_ALL = 8  # times as many as the others
 
 
 class _Snapshot(NamedTuple):
     slot: int
     content: Content
+    blocks: int  # before it
     shared: bool  # where prompts part: of no one conversation
     closing: bytes  # of one in an answer: the block behind which the prompt's own is
+    read: bool = False  # somebody has begun from it; who does so next is of another conversation
+
+
+class Lender(Protocol):
+    """Of blocks to snapshots."""
+
+    @property
+    def clock(self) -> int:
+        """Rises; when something was used last is told by it."""
+
+    def lend(self, count: int, before: float) -> list[int] | None:
+        """Withhold so many free blocks, whose content is gone then; None: there are not as many that were last used
+        before that time."""
+
+    def release(self, blocks: Sequence[int]) -> None: ...
 
 
 class StatePool:
-    """Writes only Request.state, state_source, snapshots, newest_snapshot and diverged."""
+    """Writes only Request.state, state_source, snapshots, newest_snapshot and diverged. `snapshot_blocks`: how many
+    blocks take the memory of a snapshot, of which none is withheld at first; 0: snapshots have memory of their own."""
 
-    def __init__(self, num_states: int, num_snapshots: int, cache: PrefixCache, block_size: int) -> None:
+    def __init__(
+        self,
+        num_states: int,
+        num_snapshots: int,
+        cache: PrefixCache,
+        block_size: int,
+        snapshot_blocks: int,
+        lender: Lender,
+    ) -> None:
         self.num_states = num_states
         self.num_snapshots = num_snapshots
+        self.snapshot_blocks = snapshot_blocks
         self._cache = cache
         self._block_size = block_size
+        self._lender = lender
         self._own = list(range(num_states))[::-1]
-        self._free = list(range(num_states, num_states + num_snapshots))[::-1]
+        slots = list(range(num_states, num_states + num_snapshots))[::-1]
+        self._free, self._bare = ([], slots) if snapshot_blocks else (slots, [])  # those with memory, those without
+        self._lent: dict[int, list[int]] = {}  # blocks that are withheld, by the slot that has their memory
+        self._used: dict[bytes, int] = {}  # by the lender's clock; below 0: to be given away first
+        self._repeated = self._dropped = 0  # answers, by next turns
+        self._idle = Idle([], [])
         self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are given away
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
         self.num_saved = 0
@@ -48,17 +84,42 @@ class StatePool:
     def num_findable(self) -> int:
         return len(self._found)
 
+    @property
+    def num_lent(self) -> int:
+        """Blocks that are withheld, and could be had back now."""
+        idle = len(self._free) + len(self._found) - len(self._read)
+        return self.snapshot_blocks * max(idle, 0)
+
+    def num_lent_to(self, snapshot: bytes) -> int:
+        """Of those the ones that can no longer be had back once a row begins from the snapshot."""
+        return 0 if self._found[snapshot].slot in self._read else self.snapshot_blocks
+
     def begin_step(self) -> None:
         self._read.clear()
+
+    def take_idle(self) -> Idle | None:
+        """What has lost its memory since the last call; None: nothing."""
+        if not (self._idle.blocks or self._idle.slots):
+            return None
+        idle, self._idle = self._idle, Idle([], [])
+        return idle
 
     def find(self, content: Content) -> bool:
         """Whether there is a snapshot behind such a block."""
         held = self._found.get(content.hash)
         return held is not None and held.content == content
 
-    def has(self, block_hash: bytes) -> bool:
-        """The same, as far as hashes tell."""
-        return block_hash in self._found
+    def deepest(self, block_hashes: Sequence[bytes], most: int) -> int:
+        """How many of the first `most` blocks with these hashes lie before the last snapshot among them, as far as
+        hashes tell; 0: there is none."""
+        return max(
+            (
+                held.blocks
+                for key, held in self._found.items()
+                if held.blocks <= most and block_hashes[held.blocks - 1] == key
+            ),
+            default=0,
+        )
 
     def take(self, request: Request, snapshot: bytes | None, diverged: int) -> None:
         """A slot of its own for a request that is admitted, of which one is free for each that may run. `snapshot`:
@@ -67,8 +128,13 @@ class StatePool:
         if snapshot is not None:
             held = self._found[snapshot]
             self._found.move_to_end(snapshot)
+            self._used[snapshot] = self._lender.clock
             # who begins behind the prompt does not repeat the answer
-            self._give_away_first([key for key, other in self._found.items() if other.closing == snapshot])
+            dropped = [key for key, other in self._found.items() if other.closing == snapshot]
+            self._give_away_first(dropped)
+            self._repeated += bool(held.closing)
+            self._dropped += bool(dropped) and not held.read
+            self._found[snapshot] = held._replace(read=True, shared=held.shared or held.read)
             self._read.add(held.slot)
             request.state_source = held.slot
 
@@ -79,12 +145,12 @@ class StatePool:
         request.state = request.state_source = NO_STATE
         request.snapshots, request.newest_snapshot = [], b""
 
-    def row(self, request: Request, start: int, end: int) -> RowState:
-        """Of the request's row of positions [start, end)."""
+    def row(self, request: Request, start: int, end: int, spare: Callable[[], int]) -> RowState:
+        """Of the request's row of positions [start, end). `spare`: how many blocks running requests do not need."""
         source, request.state_source = request.state_source, request.state
         saves = []
         for position in self._wanted(request, start, end):
-            if (slot := self._slot()) is not None:
+            if (slot := self._slot(spare)) is not None:
                 saves.append((position, slot))
                 request.snapshots.append((position // self._block_size, slot))
                 self.num_saved += 1
@@ -110,21 +176,53 @@ class StatePool:
             end, closing = blocks * self._block_size, self._closing(request)
             answers = end > len(request.prompt)
             behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
-            self._found[content.hash] = _Snapshot(slot, content, end == request.diverged, behind)
+            self._used[content.hash] = self._lender.clock
+            self._found[content.hash] = _Snapshot(slot, content, blocks, end == request.diverged, behind)
             if answers:
                 self._replace_newest(request, content.hash)
+                self._give_away_first(self._unlikely(content.hash, behind))
             elif end == closing:  # the next turn finds this one
                 earlier = (self._found.get(each) for each in request.block_hashes[: blocks - 1])
                 self._give_away_first([held.content.hash for held in earlier if held is not None and not held.shared])
+
+    def _unlikely(self, answer: bytes, prompt: bytes) -> list[bytes]:
+        """Of a conversation's last two snapshots the one that its next turn will not begin from, if turns have nearly
+        all repeated answers so far, or none."""
+        if self._repeated > _NEARLY_ALL * (self._dropped + 1):
+            return [prompt] if prompt in self._found and not self._found[prompt].shared else []
+        return [answer] if self._dropped > _NEARLY_ALL * (self._repeated + 1) else []
 
     def discard(self, hashes: Iterable[bytes]) -> None:
         """Nobody finds what is behind these blocks."""
         for each in hashes:
             if (held := self._found.pop(each, None)) is not None:
+                del self._used[each]
                 self._free.append(held.slot)
 
     def discard_slots(self, slots: set[int]) -> None:
         self.discard([key for key, held in self._found.items() if held.slot in slots])
+
+    @property
+    def lent(self) -> list[list[int]]:
+        """Blocks that are withheld."""
+        return list(self._lent.values())
+
+    def give_back(self, before: float) -> bool:
+        """Give memory back to blocks: that of a free slot which no running request is about to need, or of the first
+        snapshot to be given away, if it was last used before that time. False: there is none."""
+        if not self._lent:
+            return False
+        running = self.num_states - len(self._own)
+        if len(self._free) <= (running if before < inf else 0):
+            oldest = self._oldest()
+            if oldest is None or self._used[oldest] >= before:
+                return False
+            self._evict(oldest)
+        slot = self._free.pop()
+        self._bare.append(slot)
+        self._idle.slots.append(slot)
+        self._lender.release(self._lent.pop(slot))
+        return True
 
     def problems(self, requests: Iterable[Request]) -> list[str]:
         own, pending, found = list(self._own), list(self._free), []
@@ -136,6 +234,9 @@ class StatePool:
             own.append(request.state)
             pending += [slot for _, slot in request.snapshots]
         pending += [held.slot for held in self._found.values()]
+        if self.snapshot_blocks and sorted(pending) != sorted(self._lent):
+            found.append(f"snapshots {sorted(pending)} are in use, blocks are withheld for {sorted(self._lent)}")
+        pending += self._bare
         if sorted(own) != list(range(self.num_states)):
             found.append(f"states {sorted(own)} are free or held, there are {self.num_states}")
         if sorted(pending) != list(range(self.num_states, self.num_states + self.num_snapshots)):
@@ -155,26 +256,47 @@ class StatePool:
         return [
             position
             for position in sorted(wanted)
-            if start < position <= end and not self.has(self._cache.content(request, position // size - 1).hash)
+            if start < position <= end and self._cache.content(request, position // size - 1).hash not in self._found
         ]
 
     def _closing(self, request: Request) -> int:
-        """Where its prompt ends, but for what the template opens the answer with, in full blocks."""
-        return max(len(request.prompt) - _OPENING_TOKENS, 0) // self._block_size * self._block_size
+        """Where its prompt ends, but for what the template opens the answer with, in full blocks: the next turn may not
+        repeat that."""
+        opening = _OPENING_TOKENS if request.opening_tokens is None else request.opening_tokens
+        return max(len(request.prompt) - opening, 0) // self._block_size * self._block_size
 
     def _give_away_first(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._found.move_to_end(key, last=False)
+            self._used[key] = -1
 
-    def _slot(self) -> int | None:
-        """A free slot of a snapshot, or that of the first to be given away that no row begins from."""
-        if not self._free:
-            oldest = next((key for key, held in self._found.items() if held.slot not in self._read), None)
-            if oldest is None:
-                return None
-            self.discard([oldest])
-            self.num_evicted += 1
+    def _slot(self, spare: Callable[[], int]) -> int | None:
+        """A free slot of a snapshot; or one with the memory of blocks, if these were used before the first snapshot to
+        be given away; or that snapshot's. None: there is none, or running requests need the memory."""
+        if self.snapshot_blocks and self.snapshot_blocks > spare():
+            return None
+        if self._free:
+            return self._free.pop()
+        oldest = self._oldest()
+        if self._bare:
+            before = inf if oldest is None else self._used[oldest]
+            if (blocks := self._lender.lend(self.snapshot_blocks, before)) is not None:
+                slot = self._bare.pop()
+                self._lent[slot] = blocks
+                self._idle.blocks.extend(blocks)
+                return slot
+        if oldest is None:
+            return None
+        self._evict(oldest)
         return self._free.pop()
+
+    def _oldest(self) -> bytes | None:
+        """The first to be given away that no row begins from."""
+        return next((key for key, held in self._found.items() if held.slot not in self._read), None)
+
+    def _evict(self, key: bytes) -> None:
+        self.discard([key])
+        self.num_evicted += 1
 
     def _replace_newest(self, request: Request, newest: bytes) -> None:
         """Of an output only the newest snapshot stays."""

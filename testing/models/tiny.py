@@ -36,6 +36,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from testing.models.delta import GGUF_PARTS, GGUF_VECTORS, Change, by_kind, changes
+
 # Where a block's float16 scale and minimum lie, and the minimum that centres random quants (per unit of scale).
 _SCALE_AT: dict[str, tuple[int, int | None, float]] = {
     "Q4_0": (0, None, 0),
@@ -250,8 +252,8 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
         "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
         "mlp.shared_experts.up_proj": "ffn_up_shexp",
         "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    }
-    if model.config.model_type in ("glm4_moe", "gpt_oss"):
+    } | GGUF_PARTS
+    if model.config.model_type in ("glm4_moe", "gpt_oss", *STATEFUL):
         parts["post_attention_layernorm"] = "post_attention_norm"
     for name in _stored(model):
         fields = name.split(".", 3)
@@ -263,6 +265,10 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
             names[f"{layer}.up"] = f"blk.{layer}.ffn_up_exps.weight"
         elif rest == "mlp.experts.down_proj":
             names[f"{layer}.down"] = f"blk.{layer}.ffn_down_exps.weight"
+        elif rest in GGUF_VECTORS:
+            names[name] = f"blk.{layer}.{GGUF_VECTORS[rest]}"
+        elif rest == "linear_attn.in_proj_qkvz.weight":
+            names[name] = f"blk.{layer}.attn_qkv.weight"
         elif rest == "self_attn.sinks":
             names[name] = f"blk.{layer}.attn_sinks.weight"
         elif rest.endswith("proj_bias"):
@@ -375,6 +381,12 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: b
         writer.add_expert_group_used_count(config.topk_group)
         if extra:
             writer.add_nextn_predict_layers(extra)
+    if config.model_type in STATEFUL:
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         writer.add_expert_shared_feed_forward_length(shared)
     if rope["rope_type"] in ("yarn", "linear"):
@@ -402,6 +414,15 @@ def in_halves(weight: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     return weight.reshape(-1, dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
+def _changes(name: str, config: PreTrainedConfig) -> tuple[Change, Change]:
+    """How a parameter becomes what the file has, and back."""
+    if config.model_type in STATEFUL and not name[0].isdigit():
+        return changes(name, config)
+    if config.model_type == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        return lambda weight: in_pairs(weight, config), lambda weight: in_halves(weight, config)
+    return lambda weight: weight, lambda weight: weight
+
+
 def _add_halves(
     writer: gguf.GGUFWriter, stored: str, weight: torch.Tensor, config: PreTrainedConfig, kind: str, seed: int
 ) -> None:
@@ -413,6 +434,19 @@ def _add_halves(
         part.copy_(held.transpose(1, 2) if across else held)
         raw = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(stored.replace("attn_kv_b", name), data, raw_dtype=raw)
+
+
+def _add_by_kind(
+    writer: gguf.GGUFWriter, stored: str, weight: torch.Tensor, config: PreTrainedConfig, kind: str, seed: int
+) -> None:
+    """Queries, keys and values of a delta net, and z apart; `weight` gets what the file holds."""
+    parts = by_kind(weight.data, config)
+    for name, held in ((stored, parts[:3]), (stored.replace("attn_qkv", "attn_gate"), parts[3:])):
+        data, values = encode(torch.cat([part.flatten(0, 1) for part in held]), kind, seed)
+        found_parts = torch.split(values, [part.shape[0] * part.shape[1] for part in held])
+        for part, found in zip(held, found_parts, strict=True):
+            part.copy_(found.view(part.shape))
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
 
 
 def _expert_part(state: dict[str, torch.Tensor], at: str, name: str, family: str) -> torch.Tensor:
@@ -436,6 +470,7 @@ def save_gguf(
     metadata: dict[str, Any] | None = None,
     vectors: bool = False,
     expanded: bool = False,
+    early: bool = False,
 ) -> PreTrainedModel:
     """Write the model as llama.cpp's converter would (norms, biases, routers F32) and return, in float32, the model
     that the file holds: `model` up to quantisation, or random in tensors of types that only exist as blocks.
@@ -443,7 +478,8 @@ def save_gguf(
     `expert_type` is one type or {"gate": ..., "up": ..., "down": ...}; `types` sets single tensors by GGUF name;
     `split` is the most tensors per file (the files are then named `<stem>-00001-of-0000N.gguf`); `metadata` adds
     or replaces string, number, bool or list values; `vectors`: a projection to one value is stored as a vector;
-    `expanded`: latent keys and values have one tensor, as llama.cpp wrote them at first.
+    `expanded`: latent keys and values have one tensor, as llama.cpp wrote them at first; `early`: so have all wide
+    projections of Qwen3-Next's delta nets.
     """
     held = copy.deepcopy(model).float()
     state = _stored(held)
@@ -468,15 +504,20 @@ def save_gguf(
             kind = "F32" if projection.endswith("_bias") else kind
         else:
             part = state[name]
-            kind = "F32" if part.ndim == 1 or name.endswith(("gate.weight", "router.weight")) else dense_type
+            kind = "F32" if part.ndim != 2 or name.endswith(("gate.weight", "router.weight")) else dense_type
         kind = (types or {}).get(stored, kind)
         if stored.endswith("attn_kv_b.weight") and not expanded:
             _add_halves(writer, stored, part, model.config, kind, seed)
             continue
-        pairs = model.config.model_type == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight"))
-        data, values = encode(in_pairs(part, model.config) if pairs else part, kind, seed)
+        if name.endswith("in_proj_qkvz.weight") and early:
+            stored = stored.replace("attn_qkv", "ssm_in")
+        elif name.endswith("in_proj_qkvz.weight"):
+            _add_by_kind(writer, stored, part, model.config, kind, seed)
+            continue
+        there, back = _changes(name, model.config)
+        data, values = encode(there(part), kind, seed)
         with torch.no_grad():
-            part.copy_(in_halves(values, model.config) if pairs else values)
+            part.copy_(back(values))
         if vectors and part.ndim == 2 and part.shape[0] == 1:
             data = data[0]
         writer.add_tensor(stored, data, raw_dtype=gguf.GGMLQuantizationType[kind])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from api.errors import ApiError
@@ -52,6 +54,26 @@ def test_a_job_that_is_cut_off_is_the_only_one(model_dir: Path, tmp_path: Path) 
             for tasks in (before, after):
                 lengths = [len(unpacked(prepared.prompts[0])) - base for prepared in await asyncio.gather(*tasks)]
                 assert lengths == [2 * length for length in range(len(tasks))]
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_how_many_tokens_open_the_answer(model_dir: Path, tmp_path: Path) -> None:
+    """They are what a template adds behind the last message; not known of a prompt whose end is cut off."""
+
+    async def test() -> None:
+        wanted = msgspec.structs.replace(JOB, wants_opening=True)
+        closed, cut = {"add_generation_prompt": False}, {"truncate_prompt_tokens": 3, "truncation_side": "right"}
+        async with pool(model_dir, tmp_path, 10.0) as made:
+
+            async def prepared(job: Job, **fields: object) -> Prepared:
+                return await made.prepare(job, json.dumps(json.loads(chat(message('"hi"'))) | fields).encode())
+
+            whole, message_alone = await prepared(wanted), await prepared(wanted, **closed)
+            added = len(unpacked(whole.prompts[0])) - len(unpacked(message_alone.prompts[0]))
+            assert whole.opening_tokens == added > 0
+            others = [message_alone, await prepared(JOB), await prepared(wanted, **cut)]
+            assert [each.opening_tokens for each in others] == [None] * 3
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 

@@ -9,7 +9,7 @@ import pytest
 
 import engine.planning.plan as build
 from engine.architectures.config import ModelConfig
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.experts.gpu.layout import Sizes
@@ -54,7 +54,7 @@ class Q4KM(WeightSource):
     def tensor(self, name: str) -> WeightTensor:
         shape = self._shapes[name]
         kind = "Q4_K"
-        if len(shape) == 1 or name.endswith(tuple(f"{router}.weight" for router in ROUTERS)):
+        if len(shape) == 1 or name.endswith(tuple(f"{module}.weight" for module in FLOAT32_MODULES)):
             kind = "F32"
         elif name == HEAD or (".v_proj." in name and self._finer(int(name.split(".")[2]))):
             kind = "Q6_K"

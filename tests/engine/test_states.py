@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,22 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from engine.config import EngineConfig
-from engine.errors import ModelFileError, UserError
+from engine.errors import EngineError, ModelFileError, UserError
+from engine.lora.files.convert import convert
+from engine.model.native_executor import NativeExecutor
+from engine.model.step import OutputKind, StepInput
 from engine.planning.placement import choose
 from engine.planning.states import check_states
 from engine.weights.open import open_model
 from rules import Machine
+from scheduler.plan import NO_STATE, Idle, RowState
 from testing.harness import Harness, greedy
 from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
-from testing.models.tiny import STATEFUL, save_hf, tiny_model
+from testing.models.tiny import STATEFUL, save_gguf, save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.lora.test_gguf import with_lora
+from tests.native.batches import batch
+from tests.native.isas import ISAS
 from training.experts.base import refuse_untrainable
 
 
@@ -105,6 +113,52 @@ def test_what_begins_from_a_snapshot_gives_the_same_tokens(model_folder, backend
     engine.close()
 
 
+@pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_is_one_native_call_with_the_bits_of_its_parts(tmp_path, family, dtype):
+    """A prompt, a first token, a decode row and a later chunk whose states are saved on the way."""
+    save_hf(tiny_model(4, family=family), tmp_path)
+    engine = Harness(tmp_path, rules=None, dtype=dtype)
+    runner, ids = engine.core.runner, torch.arange(25) * 5 % 128
+    held = replace(
+        batch(), states=[RowState(0, NO_STATE), RowState(1, NO_STATE), RowState(2, 3), RowState(4, 3, ((20, 5),))]
+    )
+    assert isinstance(runner.executor, NativeExecutor) and runner.executor.runs_in_one_call(None)
+    with torch.inference_mode():
+        outs = []
+        for executor in (runner.executor, runner.model):
+            runner.model.plan(held)
+            outs.append(executor.forward(StepInput(ids, held, None, output_kind=OutputKind.LOGITS)).logits)
+    assert torch.isfinite(outs[0]).all() and torch.equal(*outs)
+    engine.close()
+
+
+@BACKENDS
+def test_blocks_and_snapshots_take_each_others_memory(model_folder, tokens_of, backend):
+    """Prompts that have nothing in common, many times the cache; in between one that stays right."""
+    engine = Harness(model_folder[1], kv_cache_tokens=2048, max_model_len=512, max_num_seqs=2, **backend)
+    released: list[Idle] = []
+    memory = engine.core.runner.idle_memory
+    assert memory is not None
+    memory.release = lambda idle, give_back=memory.release: (released.append(idle), give_back(idle))
+    prompt, expected, gap = tokens_of(0, 130)
+    for seed in range(8):
+        got = engine.generate([prompt, *prompts(seed, [400, 150])], max_tokens=20)
+        assert got[0] == expected or gap < CLEAR
+    assert any(idle.slots for idle in released) and any(idle.blocks for idle in released)
+    engine.core.scheduler.check_integrity()
+    engine.close()
+
+
+def test_a_step_without_states_is_an_error(model_folder):
+    for rules in ("reference", *([None] if ISAS else [])):
+        engine = Harness(model_folder[1], rules=rules)
+        with pytest.raises(EngineError, match="a step of 4 rows has 0 states"):
+            engine.core.runner.model.plan(batch())
+        engine.close()
+
+
 @pytest.mark.parametrize("family", STATEFUL)
 @pytest.mark.parametrize(
     "config", [FP8_CONFIG, int4_config("gptq", 32), int4_config("awq", 32)], ids=lambda config: config["quant_method"]
@@ -114,6 +168,73 @@ def test_quantised_folders(tmp_path, family, config):
     wide |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64}  # FP8 is read in multiples of 128
     held, _ = save_quantised(tiny_model(4, family=family, **wide), tmp_path, config)
     engine, asked = Harness(tmp_path), prompts(4, [5, 40])  # native kernels round activations beside such weights
+    got = engine.generate(asked, max_tokens=8)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(held, prompt, 8)
+        assert tokens == expected or gap < CLEAR
+
+
+@BACKENDS
+@pytest.mark.parametrize("family", STATEFUL)
+def test_gguf(tmp_path, family, backend):
+    """Under llama.cpp's names, with its order of heads and what it changes in vectors."""
+    model, asked = tiny_model(4, family=family), prompts(4, [5, 70])
+    held = save_gguf(model, tmp_path / "m.gguf", "F32", "F32")
+    engine = Harness(tmp_path / "m.gguf", max_num_batched_tokens=32, **backend)
+    got = engine.generate(asked, max_tokens=12)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        for source in (model, held):
+            expected, gap = greedy(source, prompt, 12)
+            assert tokens == expected or gap < CLEAR
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"ssm.time_step_rank": 3}, "ssm.time_step_rank is 3, not a multiple of ssm.group_count 2"),
+        ({"ssm.inner_size": 130}, "ssm.inner_size is 130, not a multiple of ssm.time_step_rank 4"),
+        ({"ssm.conv_kernel": 1}, "ssm.conv_kernel"),
+        ({"ssm.state_size": 32}, "blk.0.attn_qkv.weight"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_gguf_sizes_that_do_not_go_together_are_refused(tmp_path, model_folder, metadata, problem):
+    metadata = {f"qwen3next.{name}": value for name, value in metadata.items()}
+    save_gguf(model_folder[0], tmp_path / "m.gguf", "F32", "F32", metadata=metadata)
+    with pytest.raises(ModelFileError, match=problem):
+        open_model(str(tmp_path / "m.gguf"))
+
+
+def test_heads_that_the_kernels_do_not_take_are_computed_in_torch(tmp_path):
+    model, asked = tiny_model(4, family="qwen3_next", linear_key_head_dim=24), prompts(4, [40])
+    save_hf(model, tmp_path)
+    engine = Harness(tmp_path, rules=None)
+    assert not ISAS or any("linear_key_head_dim 24 is not a multiple of 16" in line for line in engine.plan.lines)
+    (expected, gap), got = greedy(model, asked[0], 8), engine.generate(asked, max_tokens=8)[0]
+    assert got == expected or gap < CLEAR
+    engine.close()
+
+
+def test_gguf_of_early_files(tmp_path, model_folder):
+    """All of a delta net's projections in one tensor, `ssm_in`, beside the folder's configuration or alone."""
+    model, folder = model_folder
+    save_gguf(model, tmp_path / "m.gguf", "F32", "F32", early=True)
+    expected, gap = greedy(model, prompts(4, [30])[0], 12)
+    for beside in ({}, {"gguf": str(tmp_path / "m.gguf")}):
+        engine = Harness(folder if beside else tmp_path / "m.gguf", **beside)
+        assert engine.generate(prompts(4, [30]), max_tokens=12)[0] == expected or gap < CLEAR
+        engine.close()
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_gguf_quantised(tmp_path, family):
+    """Projections of one layer in several types."""
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "linear_value_head_dim": 64}
+    types = {"blk.0.attn_qkv.weight": "Q4_K", "blk.0.attn_gate.weight": "Q6_K"}
+    held = save_gguf(tiny_model(4, family=family, **wide), tmp_path / "m.gguf", types=types)
+    engine, asked = Harness(tmp_path / "m.gguf"), prompts(4, [5, 40])
     got = engine.generate(asked, max_tokens=8)
     engine.close()
     for prompt, tokens in zip(asked, got, strict=True):
@@ -194,6 +315,29 @@ def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, tmp_path, back
         expected, gap = greedy(model, prompt, 10)
         assert tokens == expected or gap < CLEAR, name
     assert greedy(models["all"], asked[3], 10)[0] != greedy(base, asked[3], 10)[0]
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@BACKENDS
+@pytest.mark.parametrize("family", STATEFUL)
+def test_an_adapter_of_peft_on_a_gguf_file(tmp_path, family, backend):
+    """Its rows and columns follow those of the file; and as a GGUF file, added to the base, it is the same."""
+    base, asked = tiny_model(3, family=family), prompts(8, [20, 30])
+    delta = DELTA if family == "qwen3_next" else ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    adapted = trained(base, tmp_path / "x", 5, target_modules=[*delta, *ATTENTION, *SHARED])
+    save_gguf(base, tmp_path / "m.gguf", "F32", "F32")
+    engine = Harness(tmp_path / "m.gguf", **backend)
+    engine.adapter("x", tmp_path / "x")
+    got = engine.generate(asked, [None, "x"], max_tokens=10)
+    engine.close()
+    expected, gap = greedy(adapted, asked[1], 10)
+    assert (got[1] == expected or gap < CLEAR) and expected != greedy(base, asked[1], 10)[0]
+    assert got[0] == greedy(base, asked[0], 10)[0] or greedy(base, asked[0], 10)[1] < CLEAR
+
+    convert(str(tmp_path / "x"), "gguf", str(tmp_path / "x.gguf"), str(tmp_path / "m.gguf"))
+    engine = Harness(with_lora(tmp_path / "m.gguf", tmp_path / "x.gguf", tmp_path / "merged.gguf"), **backend)
+    assert engine.generate(asked[1:], max_tokens=10)[0] == expected or gap < CLEAR
+    engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd")

@@ -12,9 +12,8 @@ import torch
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.files.convert import convert
-from engine.lora.files.gguf import write_gguf
 from engine.weights.open import open_model
-from testing.models.tiny import FAMILIES, GGUF_NAMES, STATEFUL, save_gguf, tiny_model
+from testing.models.tiny import FAMILIES, GGUF_NAMES, save_gguf, tiny_model
 from tests.lora import make
 from tests.lora.merge import expert_deltas, pair_delta
 
@@ -122,10 +121,3 @@ def test_the_file_is_new(tmp_path: Path) -> None:
     for out in ("base.gguf", "lora", "lora.bin"):
         with pytest.raises(UserError, match=r"give the name of a new \.gguf file"):
             convert(str(folder), "gguf", str(tmp_path / out), str(tmp_path / "base.gguf"))
-
-
-@pytest.mark.parametrize("family", STATEFUL)
-def test_models_with_states_are_refused(tmp_path: Path, family: str) -> None:
-    base, weights = drawn(family)
-    with pytest.raises(UserError, match="layers with states"):
-        write_gguf(weights, tmp_path / "a.gguf", make.config_of(base))

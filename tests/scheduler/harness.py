@@ -53,6 +53,7 @@ def make_request(
     prompt_logprobs: int | None = None,
     background: bool = False,
     kv_digest: bytes = b"",
+    opening_tokens: int | None = None,
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, prompt_logprobs=prompt_logprobs
@@ -68,6 +69,7 @@ def make_request(
         background,
         cache_salt=cache_salt,
         kv_digest=kv_digest,
+        opening_tokens=opening_tokens,
     )
 
 
@@ -285,6 +287,10 @@ class FakeEngine:
 
     def launch(self, plan: StepPlan) -> None:
         self._check_plan(plan)
+        for block in plan.idle.blocks if plan.idle else ():
+            self.kv[block] = [GARBAGE] * self.config.block_size
+        for slot in plan.idle.slots if plan.idle else ():
+            self.states[slot] = GARBAGE
         self.trace.append([(r.request.request_id, r.start, r.num_tokens, r.adapter_slot, r.samples) for r in plan.rows])
         written: list[int] = []
         results = []

@@ -63,6 +63,7 @@ def run(
         values |= {"disk_bytes": max(rng.choice([1, 3, 10, 100]), len(disk.kept)), "disk_block_bytes": 1}
     if states:
         values |= {"num_states": rng.choice([1, 2, 6]), "num_snapshots": rng.choice([0, 1, 2, 4, 12])}
+        values |= {"snapshot_blocks": rng.choice([0, 1, 3])}
     settings = config(**{**values, **changes})
     drafter = Drafter(Guesser(settings, seed), 32, always=seed % 2 == 0) if drafts else None
     pace = random.Random(seed)

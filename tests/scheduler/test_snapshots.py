@@ -37,6 +37,15 @@ def test_a_second_turn_that_repeats_no_answer_begins_behind_the_last_message() -
     engine.check_outputs()
 
 
+@pytest.mark.parametrize(("opening", "cached"), [(0, 36), (1, 32), (3, 32), (9, 24), (99, 0)])
+def test_a_snapshot_is_where_the_last_message_ends(opening: int, cached: int) -> None:
+    """Whoever rendered the prompt says how much of its end opens the answer."""
+    engine = make()
+    run_one(engine, "a", LONG, opening_tokens=opening)
+    assert run_one(engine, "b", [*LONG, 1, 2, 3, 4], opening_tokens=0)[0].num_cached == cached
+    engine.check_outputs()
+
+
 @pytest.mark.parametrize("budget", [5, 64])
 def test_where_two_prompts_part_the_third_begins(budget: int) -> None:
     engine = make(max_num_batched_tokens=budget)

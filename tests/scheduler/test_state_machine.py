@@ -27,7 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         guesses=st.none() | st.integers(0, 99),
         disk=st.none() | st.integers(1, 12),
-        states=st.none() | st.tuples(st.integers(1, 4), st.integers(0, 4)),
+        states=st.none() | st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(0, 3)),
     )
     def start(self, depth, num_blocks, max_num_seqs, budget, slots, patience, caching, guesses, disk, states) -> None:
         if states is not None:  # with which neither drafts nor a disk go
@@ -47,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             disk_block_bytes=int(disk is not None),
             num_states=states[0] if states is not None else 0,
             num_snapshots=states[1] if states is not None else 0,
+            snapshot_blocks=states[2] if states is not None else 0,
         )
         self.proposer = None if guesses is None else Guesser(settings, guesses)
         self.engine = FakeEngine(settings, depth, drafter=self.proposer and Drafter(self.proposer, 32, always=True))

@@ -382,17 +382,19 @@ def kept(made: MemoryPlan) -> dict[str, int]:
     return {item.label: item.num_bytes for item in made.items if item.kind is Kind.KV_CACHE}
 
 
-def test_states_and_snapshots_are_counted(stateful: WeightSource) -> None:
+def test_states_are_counted_and_snapshots_are_in_the_cache(stateful: WeightSource) -> None:
     made = plan(stateful, max_num_seqs=6, kv_cache_tokens=32768)
-    snapshots = int(0.15 / 0.85 * 32768 * 256) // EACH
-    assert (made.num_states, made.num_snapshots, made.state_slots) == (6, snapshots, 6 + snapshots)
-    label = f"states, 6 sequences and {snapshots} snapshots"
-    assert kept(made) == {label: (6 + snapshots) * EACH, "KV cache, 32768 tokens": 32768 * 256}
+    blocks = -(-EACH // (16 * 256))
+    snapshots = 32768 // 16 // blocks
+    assert (made.num_states, made.num_snapshots, made.snapshot_blocks) == (6, snapshots, blocks)
+    assert made.state_slots == 6 + snapshots
+    assert kept(made) == {"states, 6 sequences": 6 * EACH, "KV cache, 32768 tokens": 32768 * 256}
+    assert any(note.endswith(f"of the KV cache, as {16 * blocks} positions do") for note in made.notes)
 
 
-def test_a_small_cache_has_a_snapshot_for_each_sequence(stateful: WeightSource) -> None:
-    assert plan(stateful, max_num_seqs=6, kv_cache_tokens=1024).num_snapshots == 6
-    assert plan(stateful, max_num_seqs=6, kv_cache_tokens=32).num_snapshots == 2  # no more than blocks
+def test_a_cache_that_holds_no_snapshot_is_said_not_to_be_used(stateful: WeightSource) -> None:
+    made = plan(stateful, max_num_seqs=6, kv_cache_tokens=64)
+    assert made.num_snapshots == 0 and any("the prefix cache is not used" in note for note in made.notes)
 
 
 def test_without_prefix_caching_there_are_none(stateful: WeightSource) -> None:

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.errors import MemoryPlanError, UserError
 from engine.experts.native import layer_bytes as expert_layer_bytes
 from engine.memory.costs import loading_bytes
@@ -28,7 +28,7 @@ from training.memory.costs import Run
 
 _RUNTIME = 512 << 20  # torch, transformers and PEFT themselves
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
-_ROUTERS = tuple(f"{name}.weight" for name in ROUTERS)
+_FLOAT32_WEIGHTS = tuple(f"{name}.weight" for name in FLOAT32_MODULES)
 _TOKEN_BYTES = 2  # of a data file's byte: an id and a label of 4 bytes each, for about 4 bytes of text
 
 
@@ -126,7 +126,7 @@ class _Inputs:
         embedding."""
         total = 0
         for name in self.source.names():
-            total += prod(self.source.tensor(name).shape) * (4 if name.endswith(_ROUTERS) else run.element)
+            total += prod(self.source.tensor(name).shape) * (4 if name.endswith(_FLOAT32_WEIGHTS) else run.element)
         return total
 
     def _lora_items(self, main: str, cpu: str) -> Iterator[Item]:

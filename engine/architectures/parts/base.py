@@ -40,11 +40,13 @@ class Module:
 
 @dataclass(frozen=True)
 class Vector:
-    """A tensor of a layer that belongs to no module with a weight: `model.layers.N.<name>`, `blk.N.<gguf>` in GGUF."""
+    """A tensor of a layer that belongs to no module with a weight: `model.layers.N.<name>`, `blk.N.<gguf>` in GGUF.
+    `negative_log`: safetensors hold log(-x), GGUF does not."""
 
     name: str
     gguf: str
     shape: Shape
+    negative_log: bool = False
 
 
 @dataclass(frozen=True)

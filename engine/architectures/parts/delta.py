@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from engine.architectures.parts.base import Cache, Divided, Module, Vector
@@ -24,7 +24,9 @@ class DeltaNet:
     S = exp(g) S ; S += k (v - k.S)^T sigmoid(b) ; g = -exp(A_log) softplus(a + dt_bias)       by position and head
     out = out_proj(norm(q.S / sqrt(key_dim)) * silu(z))
 
-    `fused`: one projection has q, k, v, z and another b, a, both by key heads; otherwise [q | k | v], z, b, a are four.
+    `fused`: one projection has q, k, v, z by key heads, otherwise one has [q | k | v] and another z. `fused_gates`: one
+    has b, a by key heads, otherwise each has its own.
+    `tiled`: value head h has the key of head h % key_heads; otherwise of head h // (value_heads / key_heads).
     """
 
     key_heads: int
@@ -33,6 +35,8 @@ class DeltaNet:
     value_dim: int
     kernel: int
     fused: bool
+    fused_gates: bool
+    tiled: bool = False
 
     FUSED_TARGETS: ClassVar[tuple[str, ...]] = (f"{_AT}.qkvz_proj", GATES[0], f"{_AT}.out_proj")
     TARGETS: ClassVar[tuple[str, ...]] = (f"{_AT}.qkv_proj", f"{_AT}.z_proj", *GATES[1:], f"{_AT}.out_proj")
@@ -40,8 +44,19 @@ class DeltaNet:
     STORED: ClassVar[tuple[tuple[str, str], ...]] = (
         *((f"{_STORED}.in_proj_{part}", f"{_AT}.{part}_proj") for part in ("qkvz", "qkv", "z")),
         *((f"{_STORED}.{part}", f"{_AT}.{part}") for part in ("in_proj_ba", "in_proj_b", "in_proj_a", "out_proj")),
-        *((f"{_STORED}.{part}", f"{_AT}.{part}") for part in ("conv1d", "A_log", "dt_bias", "norm")),
+        *((f"{_STORED}.{part}", f"{_AT}.{part}") for part in ("conv1d", "dt_bias", "norm")),
+        (f"{_STORED}.A_log", f"{_AT}.decay"),
     )
+
+    @property
+    def of_safetensors(self) -> DeltaNet:
+        """The same with the projections and the order of value heads that safetensors and adapters have."""
+        return replace(self, fused=self.fused_gates, tiled=False)
+
+    @property
+    def of_gguf(self) -> DeltaNet:
+        """The same as llama.cpp writes it."""
+        return replace(self, fused=False, tiled=not self.fused_gates and self.value_heads > self.key_heads)
 
     @property
     def key_width(self) -> int:
@@ -67,17 +82,19 @@ class DeltaNet:
         yield Module(_AT, "attention")
         if self.fused:
             yield Module(f"{_AT}.qkvz_proj", "linear", "ssm_in", (self.channels + values, hidden))
-            yield Module(f"{_AT}.in_proj_ba", "linear", "ssm_ba", (2 * heads, hidden))
         else:
             yield Module(f"{_AT}.qkv_proj", "linear", "attn_qkv", (self.channels, hidden))
             yield Module(f"{_AT}.z_proj", "linear", "attn_gate", (values, hidden))
+        if self.fused_gates:
+            yield Module(f"{_AT}.in_proj_ba", "linear", "ssm_ba", (2 * heads, hidden))
+        else:
             yield Module(f"{_AT}.in_proj_b", "linear", "ssm_beta", (heads, hidden))
             yield Module(f"{_AT}.in_proj_a", "linear", "ssm_alpha", (heads, hidden))
         yield Module(f"{_AT}.out_proj", "linear", "ssm_out", (hidden, values))
 
     def vectors(self, hidden: int) -> Iterator[Vector]:
         yield Vector(f"{_AT}.conv1d.weight", "ssm_conv1d.weight", (self.channels, 1, self.kernel))
-        yield Vector(f"{_AT}.A_log", "ssm_a", (self.value_heads,))
+        yield Vector(f"{_AT}.decay", "ssm_a", (self.value_heads,), negative_log=True)
         yield Vector(f"{_AT}.dt_bias", "ssm_dt.bias", (self.value_heads,))
         yield Vector(f"{_AT}.norm.weight", "ssm_norm.weight", (self.value_dim,))
 

@@ -9,8 +9,9 @@ from typing import ClassVar, Literal
 from engine.architectures.parts.base import Divided, Module, Vector
 from engine.architectures.parts.delta import GATES
 
+ROUTER = "mlp.gate"
 # modules computed in float32, whatever the rest is computed in
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", *GATES)
+FLOAT32_MODULES = (ROUTER, "mlp.shared_expert_gate", *GATES)
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -22,25 +23,21 @@ from engine.architectures.registry import architecture_of
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, LoraPair
 from engine.lora.files.writer import Experts, one_rank
+from engine.lora.order import in_order
 from engine.weights.gguf import gguf_rows
 from engine.weights.layout import gguf_expert_name, tensors
 
 
 def write_gguf(weights: AdapterWeights, path: Path, config: ModelConfig, *, base: str | None = None) -> None:
     """Writes `path`, whole or not at all. UserError for what llama.cpp applies nothing to: extra MLPs, and LoRA on
-    projections that its files hold in two halves (`kv_b_proj` of latent attention); for layers with states; for a
-    file that is there already or cannot be written."""
+    projections that its files hold in two halves (`kv_b_proj` of latent attention); for a file that is there already or
+    cannot be written."""
     if weights.extra_mlps:
         raise UserError(f"{weights.path or weights.name}: extra MLPs beside the experts cannot be converted", "path")
-    if config.state_bytes:
-        raise UserError(
-            f"{weights.path or weights.name}: llama.cpp orders the projections of layers with states in its own way: "
-            "only other forms than gguf can be written",
-            "to",
-        )
     if path.suffix != ".gguf" or path.exists():
         raise UserError(f"{path}: give the name of a new .gguf file", "out")
-    rank, scale, linears, experts = one_rank(weights)
+    config = config.of_gguf
+    rank, scale, linears, experts = one_rank(replace(weights, linears=in_order(weights.linears, config)))
     staged = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

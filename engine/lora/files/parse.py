@@ -67,6 +67,7 @@ def _parse(
     base: str | None,
     tables: Mapping[str, BaseTable],
 ) -> AdapterWeights:
+    config = config.of_safetensors
     refuse_full_experts(files)
     families = (architecture_of(config),)
     settings = read_settings(files, families)

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,12 @@ class SafetensorsSource(WeightSource):
     def tensor(self, name: str) -> WeightTensor:
         if name not in self._dense:
             raise KeyError(name)
-        less_one = self.config.norms_less_one and self._dense[name].is_norm
-        return _plus_one(self._stored(name)) if less_one else self._stored(name)
+        tensor, stored = self._dense[name], self._stored(name)
+        if tensor.negative_log:
+            return _changed(stored, lambda values: -values.exp())
+        if self.config.norms_less_one and tensor.is_norm:
+            return _changed(stored, lambda values: values + 1)
+        return stored
 
     def has(self, name: str) -> bool:
         return name in self._dense
@@ -149,11 +154,11 @@ class SafetensorsSource(WeightSource):
                     )
 
 
-def _plus_one(stored: WeightTensor) -> WeightTensor:
-    """float32: the sum is not exact in narrower types."""
+def _changed(stored: WeightTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> WeightTensor:
+    """float32: what is changed is not exact in narrower types."""
 
     def make() -> npt.NDArray[np.uint8]:
-        return (stored.dequantise(torch.float32) + 1).view(torch.uint8).numpy()
+        return change(stored.dequantise(torch.float32)).view(torch.uint8).numpy()
 
     ranges = (stored.data,) if isinstance(stored.data, FileBytes) else ()
     return WeightTensor(stored.name, stored.shape, "F32", MadeBytes(ranges, math.prod(stored.shape) * 4, make))

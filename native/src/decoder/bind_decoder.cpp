@@ -1,9 +1,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 
 #include "decoder/decoder.hpp"
+#include "decoder/delta.hpp"
 #include "decoder/gqa.hpp"
 #include "decoder/mla.hpp"
 #include "decoder/mlp.hpp"
@@ -39,17 +41,19 @@ static void bind_parts(nb::module_& module) {
           "__init__",
           [](GroupedQueryPart* self, PagedAttention& attention, int layer, const Rotation& rotation,
              const PackedLinear& q, const PackedLinear& k, const PackedLinear& v, const PackedLinear& o,
-             const std::string& qk_norm, Address q_norm, Address k_norm) {
-            new (self)
-                GroupedQueryPart(attention, layer, rotation,
-                                 {&q, &k, &v, &o, qk_norm_of(qk_norm), at<const void>(q_norm), at<const void>(k_norm)});
+             const std::string& qk_norm, Address q_norm, Address k_norm, bool gated) {
+            new (self) GroupedQueryPart(
+                attention, layer, rotation,
+                {&q, &k, &v, &o, qk_norm_of(qk_norm), at<const void>(q_norm), at<const void>(k_norm), gated});
           },
           "attention"_a, "layer"_a, "rotation"_a, nb::kw_only(), "q"_a, "k"_a, "v"_a, "o"_a, "qk_norm"_a = "none",
-          "q_norm"_a = 0, "k_norm"_a = 0, nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
-          nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+          "q_norm"_a = 0, "k_norm"_a = 0, "gated"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
           "layer: of the attention's. qk_norm: none, head (weights [head_dim]) or whole (of all heads at once: [heads "
-          "* head_dim] and [kv_heads * head_dim]); addresses of weights, which must outlive the part. ValueError for "
-          "sizes that do not fit.");
+          "* head_dim] and [kv_heads * head_dim]); addresses of weights, which must outlive the part. gated: q gives "
+          "of "
+          "each head [query | gate], and what comes out is multiplied by the gate's sigmoid. ValueError for sizes that "
+          "do not fit.");
   nb::class_<LatentPart, AttentionPart>(module, "LatentPart", "Latent attention, absorbed.")
       .def(
           "__init__",
@@ -65,6 +69,17 @@ static void bind_parts(nb::module_& module) {
           nb::keep_alive<1, 8>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(),
           "layer: of the attention's. q_a: None where queries have one projection, with 0 for its norm. Addresses of "
           "norm weights, which must outlive the part. ValueError for sizes that do not fit.");
+  nb::class_<DeltaPart, AttentionPart>(module, "DeltaPart", "A gated delta net with the states of its DeltaNet.")
+      .def(
+          "__init__",
+          [](DeltaPart* self, DeltaNet& delta, int layer, std::vector<const PackedLinear*> wide,
+             std::vector<const PackedLinear*> gates, const PackedLinear& out, const DeltaVectors& vectors) {
+            new (self) DeltaPart(delta, layer, {std::move(wide), std::move(gates), &out, vectors});
+          },
+          "delta"_a, "layer"_a, nb::kw_only(), "wide"_a, "gates"_a, "out"_a, "vectors"_a, nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+          "layer: of the delta net's. wide: to q, k, v, z by head of keys, or to [q | k | v] and to z; gates: to b, a "
+          "by head of keys, or to b and to a. ValueError for sizes that do not fit.");
   nb::class_<DensePart, MlpPart>(module, "DensePart", "down(silu(gate(x)) * up(x)).")
       .def(nb::init<const PackedLinear&, const PackedLinear&, const PackedLinear&>(), "gate"_a, "up"_a, "down"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),

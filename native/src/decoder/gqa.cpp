@@ -17,14 +17,14 @@ GroupedQueryPart::GroupedQueryPart(PagedAttention& attention, int layer, const R
   const bool normed = weights.qk_norm != QkNorm::none;
   if ((weights.q_norm != nullptr) != normed || (weights.k_norm != nullptr) != normed)
     throw std::invalid_argument("q_norm, k_norm: allowed is a weight for both with a qk_norm, for neither without");
-  require_shape("q_proj", *weights.q, q_width_, weights.q->k());
+  require_shape("q_proj", *weights.q, weights.gated ? 2 * q_width_ : q_width_, weights.q->k());
   require_shape("k_proj", *weights.k, kv_width_, weights.q->k());
   require_shape("v_proj", *weights.v, kv_width_, weights.q->k());
   require_shape("o_proj", *weights.o, -1, q_width_);
 }
 
 void GroupedQueryPart::check(const Workspace& work) const {
-  require_shape("q_proj", *weights_.q, q_width_, work.hidden);
+  require_shape("q_proj", *weights_.q, weights_.q->n(), work.hidden);
   require_shape("o_proj", *weights_.o, work.hidden, q_width_);
   if (attention_.bf16_rows() != work.is_bf16)
     throw std::invalid_argument(std::string("is_bf16: ") + (work.is_bf16 ? "true" : "false") +
@@ -32,27 +32,39 @@ void GroupedQueryPart::check(const Workspace& work) const {
 }
 
 uint8_t* GroupedQueryPart::mix(Workspace& work, const PartRows& rows, const void* x) const {
-  const int64_t width = q_width_ + 2 * kv_width_;
+  const AttentionShape& shape = attention_.shape();
+  const int64_t asked = weights_.q->n(), width = asked + 2 * kv_width_;
   uint8_t* q = work.rows(Buffer::projected, rows.tokens, width);
-  uint8_t* k = q + q_width_ * work.element();
+  int64_t q_stride = width;
+  uint8_t* k = q + asked * work.element();
   uint8_t* v = k + kv_width_ * work.element();
   work.project({{weights_.q, q, width}, {weights_.k, k, width}, {weights_.v, v, width}}, x, work.hidden, rows);
+  const uint8_t* gate = q + shape.head_dim * work.element();
+  if (weights_.gated) {
+    uint8_t* queries = work.rows(Buffer::queries, rows.tokens, q_width_);
+    work.ops.copy_heads({q, width, 2 * shape.head_dim, queries, q_width_, rows.tokens, shape.heads, shape.head_dim},
+                        work.element());
+    q = queries;
+    q_stride = q_width_;
+  }
   const bool whole = weights_.qk_norm == QkNorm::whole;
   if (whole) {
-    const auto norm = [&](uint8_t* part, const void* weight, int64_t dim) {
-      work.ops.norm({part, width, nullptr, 0, weight, work.weight_bf16, part, width, rows.tokens, dim, work.eps},
+    const auto norm = [&](uint8_t* part, int64_t stride, const void* weight, int64_t dim) {
+      work.ops.norm({part, stride, nullptr, 0, weight, work.weight_bf16, part, stride, rows.tokens, dim, work.eps},
                     work.is_bf16);
     };
-    norm(q, weights_.q_norm, q_width_);
-    norm(k, weights_.k_norm, kv_width_);
+    norm(q, q_stride, weights_.q_norm, q_width_);
+    norm(k, width, weights_.k_norm, kv_width_);
   }
-  const AttentionShape& shape = attention_.shape();
-  work.ops.qk_norm_rope({q, width, k, width, whole ? nullptr : weights_.q_norm, whole ? nullptr : weights_.k_norm,
+  work.ops.qk_norm_rope({q, q_stride, k, width, whole ? nullptr : weights_.q_norm, whole ? nullptr : weights_.k_norm,
                          work.weight_bf16, rotation_.cos, rotation_.sin, rows.positions, rotation_.rows, rows.tokens,
                          shape.heads, shape.kv_heads, shape.head_dim, rotation_.dim, work.eps},
                         work.is_bf16);
   uint8_t* mixed = work.rows(Buffer::mixed, rows.tokens, q_width_);
-  attention_.forward(layer_, rows.tokens, {q, width}, {k, width}, {v, width}, {mixed, q_width_});
+  attention_.forward(layer_, rows.tokens, {q, q_stride}, {k, width}, {v, width}, {mixed, q_width_});
+  if (weights_.gated)
+    work.ops.gate_heads({gate, width, 2 * shape.head_dim, mixed, q_width_, rows.tokens, shape.heads, shape.head_dim},
+                        work.is_bf16);
   return mixed;
 }
 

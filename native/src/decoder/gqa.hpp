@@ -24,6 +24,7 @@ struct GroupedQueryWeights {
   QkNorm qk_norm;
   const void* q_norm;  // null without a norm
   const void* k_norm;
+  bool gated = false;  // q gives of each head [query | gate]; what comes out is multiplied by the gate's sigmoid
 };
 
 class GroupedQueryPart : public AttentionPart {

@@ -129,6 +129,16 @@ void bind_ops(nb::module_& module) {
           nb::kw_only(), "base"_a, "base_stride"_a, "x"_a, "x_stride"_a, "gate"_a, "out"_a, "out_stride"_a, "rows"_a,
           "dim"_a, "is_bf16"_a, release(), "out = base + sigmoid(gate) x, by row; gate 0: base + x.")
       .def(
+          "gate_heads",
+          [](const Ops& ops, Address gate, int64_t gate_stride, int64_t gate_head_stride, Address x, int64_t x_stride,
+             int64_t tokens, int64_t heads, int64_t dim, bool is_bf16) {
+            ops.gate_heads(
+                {at<const void>(gate), gate_stride, gate_head_stride, at<void>(x), x_stride, tokens, heads, dim},
+                is_bf16);
+          },
+          nb::kw_only(), "gate"_a, "gate_stride"_a, "gate_head_stride"_a, "x"_a, "x_stride"_a, "tokens"_a, "heads"_a,
+          "dim"_a, "is_bf16"_a, release(), "In place: x [tokens, heads, dim] *= sigmoid(gate), heads of x contiguous.")
+      .def(
           "router_topk",
           [](const Ops& ops, Address logits, int64_t stride, int64_t rows, int experts, const Router& router,
              Address ids, Address weights, bool is_bf16) {

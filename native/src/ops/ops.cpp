@@ -97,6 +97,27 @@ void Ops::add_gated(const AddGated& g, bool is_bf16) const {
   split(g.rows, g.dim, [&](int64_t begin, int64_t end) { kernel(g, begin, end); });
 }
 
+void Ops::gate_heads(const GateHeads& g, bool is_bf16) const {
+  require(g.tokens >= 0, "tokens", g.tokens, "0 or more");
+  require(g.heads >= 1, "heads", g.heads, "1 or more");
+  require(g.dim >= 1, "dim", g.dim, "1 or more");
+  const auto kernel = kernels_.gate_heads[is_bf16];
+  split(g.tokens, g.heads * g.dim, [&](int64_t begin, int64_t end) { kernel(g, begin, end); });
+}
+
+void Ops::copy_heads(const CopyHeads& c, int64_t element_bytes) const {
+  require(c.tokens >= 0, "tokens", c.tokens, "0 or more");
+  split(c.tokens, c.heads * c.dim, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const char* from = static_cast<const char*>(c.x) + t * c.x_stride * element_bytes;
+      char* to = static_cast<char*>(c.out) + t * c.out_stride * element_bytes;
+      for (int64_t h = 0; h < c.heads; ++h)
+        std::memcpy(to + h * c.dim * element_bytes, from + h * c.x_head_stride * element_bytes,
+                    static_cast<size_t>(c.dim * element_bytes));
+    }
+  });
+}
+
 void Ops::router_topk(const RouterTopK& r, bool is_bf16) const {
   require(r.rows >= 0, "rows", r.rows, "0 or more");
   r.router.check(r.experts);

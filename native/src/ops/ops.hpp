@@ -20,6 +20,17 @@ struct Embed {
   int64_t out_stride;
 };
 
+struct CopyHeads {
+  const void* x;  // [tokens][heads][dim], strides in elements from token to token and from head to head
+  int64_t x_stride;
+  int64_t x_head_stride;
+  void* out;  // [tokens][heads * dim]
+  int64_t out_stride;
+  int64_t tokens;
+  int64_t heads;
+  int64_t dim;
+};
+
 struct Argmax {
   const void* logits;  // [rows, n]
   int64_t stride;
@@ -37,6 +48,8 @@ class Ops {
   void rotate(const Rotate& r, bool is_bf16) const;
   void silu_mul(const SiluMul& s, bool is_bf16) const;
   void add_gated(const AddGated& g, bool is_bf16) const;
+  void gate_heads(const GateHeads& g, bool is_bf16) const;
+  void copy_heads(const CopyHeads& c, int64_t element_bytes) const;
   void router_topk(const RouterTopK& r, bool is_bf16) const;
   void embed(const Embed& e, int64_t element_bytes) const;
   // The place of each row's largest value, the first of equals; -1 if it is infinite or a value is NaN.

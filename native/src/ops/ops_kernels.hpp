@@ -82,6 +82,17 @@ struct AddGated {  // out = base + sigmoid(gate) x, or base + x
   int64_t dim;
 };
 
+struct GateHeads {   // x = x sigmoid(gate)
+  const void* gate;  // [tokens][heads][dim], strides from token to token and from head to head
+  int64_t gate_stride;
+  int64_t gate_head_stride;
+  void* x;  // [tokens][heads * dim]
+  int64_t x_stride;
+  int64_t tokens;
+  int64_t heads;
+  int64_t dim;
+};
+
 struct OpsKernels {
   // Each works on rows [begin, end). Index 0: float32, 1: bf16.
   void (*norm[2])(const Norm&, int64_t begin, int64_t end);
@@ -89,6 +100,7 @@ struct OpsKernels {
   void (*rotate[2])(const Rotate&, int64_t begin, int64_t end);
   void (*silu_mul[2])(const SiluMul&, int64_t begin, int64_t end);
   void (*add_gated[2])(const AddGated&, int64_t begin, int64_t end);
+  void (*gate_heads[2])(const GateHeads&, int64_t begin, int64_t end);
   void (*softmax[2])(const void* x, float* out, int64_t n);  // one row
   void (*sigmoid[2])(const void* x, float* out, int64_t n);  // one row
   int64_t (*largest[2])(const void* x, int64_t n);           // first place of a row's largest value, or of its NaN

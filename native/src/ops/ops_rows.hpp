@@ -129,6 +129,20 @@ void add_gated_rows(const AddGated& g, int64_t begin, int64_t end) {
 }
 
 template <class T>
+void gate_heads_rows(const GateHeads& g, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; ++token) {
+    for (int64_t h = 0; h < g.heads; ++h) {
+      const T* gate = static_cast<const T*>(g.gate) + token * g.gate_stride + h * g.gate_head_stride;
+      T* x = static_cast<T*>(g.x) + token * g.x_stride + h * g.dim;
+      for (int64_t i = 0; i < g.dim; i += 16) {
+        const int64_t left = g.dim - i;
+        store_some(x + i, mul(load_some(x + i, left), sigmoid16(load_some(gate + i, left))), left);
+      }
+    }
+  }
+}
+
+template <class T>
 void softmax_row(const void* x, float* out, int64_t n) {
   const T* in = static_cast<const T*>(x);
   constexpr float nothing = -__builtin_inff();
@@ -204,7 +218,8 @@ void rotate_rows(const Rotate& r, int64_t begin, int64_t end) {
 constexpr OpsKernels kOps = {
     {norm_rows<float>, norm_rows<bf16>},           {qk_norm_rope_rows<float>, qk_norm_rope_rows<bf16>},
     {rotate_rows<float>, rotate_rows<bf16>},       {silu_mul_rows<float>, silu_mul_rows<bf16>},
-    {add_gated_rows<float>, add_gated_rows<bf16>}, {softmax_row<float>, softmax_row<bf16>},
-    {sigmoid_row<float>, sigmoid_row<bf16>},       {largest_place<float>, largest_place<bf16>}};
+    {add_gated_rows<float>, add_gated_rows<bf16>}, {gate_heads_rows<float>, gate_heads_rows<bf16>},
+    {softmax_row<float>, softmax_row<bf16>},       {sigmoid_row<float>, sigmoid_row<bf16>},
+    {largest_place<float>, largest_place<bf16>}};
 
 }  // namespace ktserve::KT_SIMD

@@ -139,6 +139,21 @@ void sums(const Ops& ops, Random& random) {
   }
 }
 
+// Heads of queries and gates in one projection, [query | gate] each.
+void gates(const Ops& ops, Random& random) {
+  const int64_t tokens = 1 + random.below(30), heads = 1 + random.below(5), dim = 1 + random.below(90);
+  const int64_t width = heads * dim;
+  const std::vector<float> both = draw(2 * tokens * width, random, 4), x = draw(tokens * width, random);
+  std::vector<float> queries(x.size()), out = x;
+  ops.copy_heads({both.data(), 2 * width, 2 * dim, queries.data(), width, tokens, heads, dim}, 4);
+  ops.gate_heads({both.data() + dim, 2 * width, 2 * dim, out.data(), width, tokens, heads, dim}, false);
+  for (int64_t i = 0; i < tokens * width; ++i) {
+    const auto at = static_cast<size_t>(i / dim * 2 * dim + i % dim), to = static_cast<size_t>(i);
+    CHECK(queries[to] == both[at]);
+    close(out[to], x[to] / (1 + std::exp(-double{both[at + static_cast<size_t>(dim)]})), "gated head");
+  }
+}
+
 void products(const Ops& ops, Random& random) {
   const int64_t rows = 1 + random.below(40), dim = 1 + random.below(700);
   const std::vector<float> gate = draw(rows * dim, random), up = draw(rows * dim, random);
@@ -175,6 +190,7 @@ KTSERVE_TEST(ops_equal_double) {
       rotations(ops, random);
       routes(ops, random);
       sums(ops, random);
+      gates(ops, random);
       products(ops, random);
       places(ops, random);
     }

@@ -1,0 +1,107 @@
+// Layers of gated delta nets: states of sequences in slots, and what a step does to them.
+//
+//   states   [layers][slots][ value_heads x key_dim x value_dim | (kernel - 1) x channels ], float32
+//
+//   a work item is a row of the step (positions of one sequence) and a head of keys, with the value heads that share it
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "delta/delta_kernels.hpp"
+#include "runtime/arena.hpp"
+#include "runtime/isa.hpp"
+#include "runtime/pool.hpp"
+
+namespace ktserve {
+
+struct DeltaShape {
+  int layers;
+  int slots;
+  int64_t key_heads, value_heads, key_dim, value_dim;
+  int64_t kernel;    // positions of the convolution
+  bool fused;        // columns of qkv by head of keys [q | k | v | z]; else [q | k | v]
+  bool fused_gates;  // columns of b by head of keys [b | a]; else b's alone
+  // Value head h has the keys of head h % key_heads; else of head h / (value_heads / key_heads).
+  bool tiled;
+
+  int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+};
+
+// Where a row's state is: it begins from slot `source`, -1: from zeros, and ends in `slot`; saves: (position, slot),
+// rising, where a copy goes of the state as it is before that position.
+struct DeltaState {
+  int64_t slot;
+  int64_t source;
+  std::vector<std::pair<int64_t, int64_t>> saves;
+};
+
+// A layer's own weights.
+struct DeltaVectors {
+  const float* conv;     // [kernel][channels]
+  const float* decay;    // [value_heads], 0 or below: -exp(A_log)
+  const float* dt_bias;  // [value_heads]
+  const float* norm;     // [value_dim]
+  float norm_eps;
+};
+
+// Of the step's tokens: what the projections give, bf16 or float32 (gates: float32), and what comes out
+// [tokens][value_heads * value_dim]. Fused: z is qkv, or a is b.
+struct DeltaRows {
+  const void* qkv;
+  int64_t qkv_stride;
+  const void* z;
+  int64_t z_stride;
+  const float* b;
+  const float* a;
+  int64_t gate_stride;
+  void* out;
+  int64_t out_stride;
+  bool is_bf16;
+};
+
+class DeltaNet {
+ public:
+  // Throws std::invalid_argument for a shape that the kernels do not take.
+  DeltaNet(WorkerPool& pool, const DeltaShape& shape, Isa isa);
+
+  const DeltaShape& shape() const { return shape_; }
+  int64_t tokens() const { return tokens_; }
+  // States as [layers][slots][slot_bytes].
+  const uint8_t* memory() const { return memory_.data(); }
+  int64_t slot_bytes() const { return slot_floats_ * static_cast<int64_t>(sizeof(float)); }
+
+  // Row r has tokens [row_starts[r], row_starts[r + 1]) of the step, the last of them at position context_lens[r] - 1.
+  // Throws std::invalid_argument for what does not go together.
+  void plan(const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
+            std::vector<DeltaState> states);
+  // Of the planned tokens. Throws std::invalid_argument.
+  void forward(int layer, int64_t tokens, const DeltaVectors& vectors, const DeltaRows& rows);
+
+ private:
+  struct Row {
+    int64_t first_token;
+    int64_t tokens;
+    int64_t first_position;
+    DeltaState state;
+  };
+
+  DeltaWork sizes() const;
+  void run(int layer, const Row& row, int64_t head, const DeltaVectors& vectors, const DeltaRows& rows, int worker);
+  float* states(int layer, int64_t slot) const;
+  float* past(int layer, int64_t slot) const;
+
+  WorkerPool& pool_;
+  DeltaShape shape_;
+  const DeltaKernels& kernels_;
+  int64_t states_floats_;  // of a slot
+  int64_t slot_floats_;
+  int64_t scratch_floats_;  // of a worker
+  Arena memory_;
+  Arena scratch_;
+  std::vector<Row> rows_;
+  int64_t tokens_ = 0;
+};
+
+}  // namespace ktserve
