@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _ROOT = str(Path(__file__).resolve().parents[1])
 _PACKAGES = frozenset(
@@ -46,6 +47,13 @@ def main() -> int:
         return 130
 
 
+def _tuner(*of: Any) -> Any:
+    """What trains beside serving, in the engine process: the engine itself imports nothing of it."""
+    from training.service.tuner import make_tuner
+
+    return make_tuner(*of)
+
+
 def _run() -> int:
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
         del sys.path[0]
@@ -56,7 +64,7 @@ def _run() -> int:
     if program == ["engine"]:
         from engine.main import main as engine
 
-        return engine(arguments)
+        return engine(arguments, _tuner)
     if program == ["prompts"]:
         from api.dialects.forms import FORMS
         from api.prepare.process import main as prompts

@@ -151,6 +151,7 @@ def _assemble(
         profiler=profiler,
         read_bandwidth=bandwidth,
         disk=disk,
+        training_share=config.training_share,
     )
 
 
