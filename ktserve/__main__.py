@@ -5,6 +5,7 @@
     python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
     python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
     python PATH/ktserve/__main__.py training ...     a training run, started by `ktserve train`
+    python PATH/ktserve/__main__.py tuning-data JSON a fine-tuning file made into samples, started by the api
     python PATH/ktserve/__main__.py adapter-readers  the server that forks reader processes, started by the engine
     ktserve bench ...                                a benchmark of a running server
     ktserve ray deploy CONFIG.yaml                   replicas over a Ray cluster
@@ -78,6 +79,10 @@ def _run() -> int:
         from training.main import main as training
 
         return training(arguments)
+    if program == ["tuning-data"]:
+        from training.service.data import main as tuning_data
+
+        return tuning_data(arguments)
     if program == ["adapter-readers"]:
         from engine.lora.reader_process import main as adapter_readers
 

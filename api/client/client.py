@@ -21,6 +21,7 @@ from api.client.stream import EngineUnavailable, Inbox, OpenRequest
 from engine import messages as m
 from engine.config import EngineConfig, startup_adapters
 from engine.errors import EngineError, UserError
+from engine.tuning import Order, Tuned
 
 log = logging.getLogger("ktserve")
 
@@ -224,6 +225,13 @@ class EngineClient:
         self._wanted[message.name] = message
         return reply.adapter
 
+    async def tune(self, run: str, order: Order) -> Tuned:
+        """What comes of an order to a tuning run. Raises CallRefused with the engine's reason, or EngineUnavailable."""
+        reply = _checked(await self._call(m.Tune(call_id=next(self._call_ids), run=run, order=order)))
+        if reply.tuned is None:
+            raise EngineError(f"the engine answered a {type(order).__name__}, but not what came of it")
+        return reply.tuned
+
     async def unload_adapter(self, name: str) -> None:
         await asyncio.shield(asyncio.create_task(self._unload(name)))
 
@@ -259,7 +267,9 @@ class EngineClient:
         except asyncio.TimeoutError:
             raise EngineUnavailable(f"the engine did not answer within {timeout_s:g} s") from None
 
-    async def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.GetStats | m.GetLive | m.Drain) -> m.Reply:
+    async def _call(
+        self, message: m.LoadAdapter | m.UnloadAdapter | m.Tune | m.GetStats | m.GetLive | m.Drain
+    ) -> m.Reply:
         if self._link is None or (self.ready is None):
             raise self.unavailable()
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
@@ -33,7 +34,8 @@ from training.service.parts import Logprobs, TrainedAttention, TrainedLinear, Tr
 @dataclass
 class Part:
     """Samples of one run in a micro-batch, whole groups of its loss. `adapter` None: the base. Filled: `loss`, their
-    sum, and `logprobs` of each sample's targets, 0 where `all_targets` is False and the loss does not count them."""
+    sum; `hits`, how many targets that it counts are the model's first choice; `logprobs` of each sample's targets, 0
+    where `all_targets` is False and the loss does not count them."""
 
     adapter: TrainableAdapter | None
     samples: Sequence[Sample]
@@ -43,6 +45,7 @@ class Part:
     group: int = 1
     all_targets: bool = True
     loss: float = 0.0
+    hits: int = 0
     logprobs: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -168,13 +171,14 @@ class ServedModel:
                     places += [start + place for place in kept[-1]]
                     targets += [sample.targets[place] for place in kept[-1]]
                     start += len(sample.tokens)
-            found = hidden.new_zeros(0, dtype=torch.float32)
+            found, hits = hidden.new_zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.bool)
             if places:
-                found = Logprobs.apply(self._head, hidden[places], torch.tensor(targets))  # type: ignore[no-untyped-call]
-            total, rest = torch.zeros(()), iter(torch.split(found, [len(where) for where in kept]))
-            places_of = iter(kept)
+                found, hits = Logprobs.apply(self._head, hidden[places], torch.tensor(targets))  # type: ignore[no-untyped-call]
+            sizes = [len(where) for where in kept]
+            of_sample = zip(torch.split(found, sizes), torch.split(hits, sizes), kept, strict=True)
+            total = torch.zeros(())
             for part in parts:
-                loss = self._loss(part, [next(rest) for _ in part.samples], [next(places_of) for _ in part.samples])
+                loss = self._loss(part, list(islice(of_sample, len(part.samples))))
                 part.loss = float(loss.detach())
                 if part.learn and part.loss == part.loss and abs(part.loss) != float("inf"):
                     total = total + loss
@@ -183,17 +187,19 @@ class ServedModel:
             return torch.autograd.grad(total, final)[0]
 
     @staticmethod
-    def _loss(part: Part, logprobs: list[torch.Tensor], places: list[list[int]]) -> torch.Tensor:
+    def _loss(part: Part, found: Sequence[tuple[torch.Tensor, torch.Tensor, list[int]]]) -> torch.Tensor:
+        """`found`: of each sample the log-probabilities and hits at some places."""
         numbers: list[Numbers] = []
-        for sample, found, where in zip(part.samples, logprobs, places, strict=True):
-            whole = torch.zeros(len(sample.tokens))
-            whole[where] = found.detach()
+        for sample, (logprobs, hits, where) in zip(part.samples, found, strict=True):
+            whole, hit = torch.zeros(len(sample.tokens)), torch.zeros(len(sample.tokens), dtype=torch.bool)
+            whole[where], hit[where] = logprobs.detach(), hits
             part.logprobs.append(whole)
+            part.hits += int(hit[counted(sample, part.loss_fn)].sum())
             numbers.append({name: torch.tensor(values)[where] for name, values in sample.numbers.items()})
         loss = torch.zeros(())
         for first in range(0, len(part.samples), part.group):
             group = slice(first, first + part.group)
-            loss = loss + loss_of(part.loss_fn, part.settings, logprobs[group], numbers[group])
+            loss = loss + loss_of(part.loss_fn, part.settings, [lp for lp, _, _ in found[group]], numbers[group])
         return loss
 
     # ---- its parts

@@ -106,23 +106,28 @@ class _Product(torch.autograd.Function):
 
 
 class Logprobs(torch.autograd.Function):
-    """hidden [R, H], targets int64 [R] -> float32 [R]: log-softmax of the head's logits at the targets. Logits are made
-    for some rows at a time, again in backward."""
+    """hidden [R, H], targets int64 [R] -> float32 [R], bool [R]: log-softmax of the head's logits at the targets, and
+    whether these have the largest one. Logits are made for some rows at a time, again in backward."""
 
     _ROWS = 128
 
     @staticmethod
-    def forward(ctx: Any, head: TrainedLinear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, head: TrainedLinear, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.head = head
         ctx.save_for_backward(hidden, targets)
-        found = [
-            head.product(rows).float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
-            for rows, ids in zip(torch.split(hidden, Logprobs._ROWS), torch.split(targets, Logprobs._ROWS), strict=True)
-        ]
-        return torch.cat(found)
+        found, hits = [], []
+        for rows, ids in zip(torch.split(hidden, Logprobs._ROWS), torch.split(targets, Logprobs._ROWS), strict=True):
+            logits = head.product(rows).float()
+            found.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+            hits.append(logits.argmax(-1) == ids)
+        hit = torch.cat(hits)
+        ctx.mark_non_differentiable(hit)
+        return torch.cat(found), hit
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[None, torch.Tensor, None]:
         hidden, targets = ctx.saved_tensors
         found = []
         parts = (torch.split(tensor, Logprobs._ROWS) for tensor in (hidden, targets, grad))

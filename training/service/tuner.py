@@ -44,6 +44,7 @@ class _Waiting:
     order: Batch | OptimStep | SaveRun | LoadRun | PublishRun
     done: int = 0
     loss: float = 0.0
+    hits: int = 0
     logprobs: list[bytes] = field(default_factory=list)
 
 
@@ -60,7 +61,7 @@ class _Run:
 
 
 class EngineTuner:
-    """`engine.tuner.Tuner`. `micro_batch`: tokens of one, and of the longest text. `max_rank`: of an adapter. `base`:
+    """`engine.tuner.Tuner`. `micro_batch`: tokens of one; `longest`: of a text. `max_rank`: of an adapter. `base`:
     what adapters' files say they were trained on."""
 
     def __init__(
@@ -70,12 +71,14 @@ class EngineTuner:
         send: Callable[[FromEngine], None],
         *,
         micro_batch: int,
+        longest: int,
         max_rank: int,
         base: str | None = None,
     ) -> None:
         self._model, self._adapters, self._send = ServedModel(model), adapters, send
         self._config = model.config
-        self._micro_batch, self._max_rank, self._base = micro_batch, max_rank, base
+        self._micro_batch, self._longest = micro_batch, min(micro_batch, longest)
+        self._max_rank, self._base = max_rank, base
         self._runs: dict[str, _Run] = {}
         self._work = Work(_FILES)
         self._served: dict[str, float] = {}  # tokens by tenant, divided by its weight
@@ -95,7 +98,7 @@ class EngineTuner:
         order = message.order
         if isinstance(order, OpenRun):
             self._open(message.run, order)
-            self._answer(message.call_id, Tuned())
+            self._answer(message.call_id, Tuned({"hidden_size": float(self._config.hidden_size)}))
             return
         run = self._runs.get(message.run)
         if run is None:
@@ -105,10 +108,8 @@ class EngineTuner:
             self._answer(message.call_id, Tuned())
             return
         if isinstance(order, Batch):
-            check_batch(order, self._model.vocabulary, self._micro_batch)
-            if 2 * max(len(sample.tokens) for sample in order.samples) > self._micro_batch and order.loss == "dpo":
-                longest = self._micro_batch // 2
-                raise UserError(f"data: texts of preferences have at most {longest} tokens (--training-tokens)", "data")
+            whole = self._micro_batch // group_of(order.loss)
+            check_batch(order, self._model.vocabulary, min(whole, self._longest))
         run.orders.append(_Waiting(message.call_id, order))
 
     def _open(self, name: str, order: OpenRun) -> None:
@@ -296,10 +297,12 @@ class EngineTuner:
         run.learnt |= part.learn
         waiting.done += len(part.samples)
         waiting.loss += part.loss
+        waiting.hits += part.hits
         waiting.logprobs += [values.numpy().tobytes() for values in part.logprobs]
         if waiting.done == len(order.samples):
             count = sum(len(counted(sample, order.loss)) for sample in order.samples)
-            self._end(run, waiting, Tuned({"loss": waiting.loss, "targets": float(count)}, waiting.logprobs))
+            metrics = {"loss": waiting.loss, "targets": float(count), "hits": float(waiting.hits)}
+            self._end(run, waiting, Tuned(metrics, waiting.logprobs))
 
     # ---- ends
 
@@ -349,6 +352,7 @@ def make_tuner(core: EngineCore, send: Callable[[FromEngine], None], config: Eng
         core.adapters,
         send,
         micro_batch=config.training_tokens,
+        longest=core.scheduler.config.max_model_len,
         max_rank=config.max_adapter_rank,
         base=config.model,
     )
