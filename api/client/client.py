@@ -73,6 +73,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._call_ids = itertools.count(1)
         self._wanted = startup_loads(config)  # what every engine is given before it serves, by name
+        self._published: set[str] = set()  # adapters that no file is known of
         self._fatal: m.FatalError | None = None
         self._started: asyncio.Future[m.Ready] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -228,6 +229,9 @@ class EngineClient:
     async def tune(self, run: str, order: Order) -> Tuned:
         """What comes of an order to a tuning run. Raises CallRefused with the engine's reason, or EngineUnavailable."""
         reply = _checked(await self._call(m.Tune(call_id=next(self._call_ids), run=run, order=order)))
+        if reply.adapter is not None:  # it was published, and is gone with its engine
+            self.adapters[reply.adapter.name] = reply.adapter
+            self._published.add(reply.adapter.name)
         if reply.tuned is None:
             raise EngineError(f"the engine answered a {type(order).__name__}, but not what came of it")
         return reply.tuned
@@ -361,6 +365,9 @@ class EngineClient:
     def _became_ready(self, ready: m.Ready) -> None:
         self.ready, self.loading = ready, None
         self.residency.clear()
+        for name in self._published - self._wanted.keys():
+            self._gone(name)
+        self._published.clear()
         if self.vocabulary is not None:
             self._send(self.vocabulary)
         self._restoring = asyncio.create_task(self._restore(ready))

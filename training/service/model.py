@@ -110,6 +110,11 @@ class ServedModel:
     def vocabulary(self) -> int:
         return self._model.config.vocab_size
 
+    @property
+    def threads(self) -> int:
+        """Of the pool that computes the experts."""
+        return self._pool.threads
+
     # ---- a micro-batch
 
     def compute(self, parts: Sequence[Part]) -> Iterator[None]:

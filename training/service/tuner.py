@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, KtserveError, UserError
 from engine.lora.adapters import Adapters
 from engine.lora.files.writer import write_adapter
 from engine.memory.limits import cpu_memory
-from engine.messages import FromEngine, Reply, Tune
+from engine.messages import AdapterInfo, FromEngine, Reply, Tune
 from engine.model.causal_lm import CausalLM
 from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, SaveRun, Tuned
 from engine.units import format_bytes
@@ -151,9 +153,13 @@ class EngineTuner:
         return self._pieces is not None or self._work.busy or any(run.orders for run in self._runs.values())
 
     def advance(self, seconds: float) -> float:
-        started = time.monotonic()
-        while self._piece() and time.monotonic() - started < seconds:
-            pass
+        started, threads = time.monotonic(), torch.get_num_threads()
+        torch.set_num_threads(self._model.threads)  # the pool's workers sleep between steps
+        try:
+            while self._piece() and time.monotonic() - started < seconds:
+                pass
+        finally:
+            torch.set_num_threads(threads)
         took = time.monotonic() - started
         self._seconds += took
         return took
@@ -203,7 +209,8 @@ class EngineTuner:
             if isinstance(order, PublishRun):
                 while not self._adapters.adopt(order.name, run.adapter.weights(order.name)):
                     yield
-                self._end(run, waiting, Tuned())
+                adapter = next(info for info in self._adapters.infos() if info.name == order.name)
+                self._end(run, waiting, Tuned(), adapter)
                 return
         except KtserveError as error:
             self._end(run, waiting, error)
@@ -306,14 +313,16 @@ class EngineTuner:
 
     # ---- ends
 
-    def _end(self, run: _Run, waiting: _Waiting, result: Tuned | BaseException) -> None:
+    def _end(
+        self, run: _Run, waiting: _Waiting, result: Tuned | BaseException, adapter: AdapterInfo | None = None
+    ) -> None:
         if run.closed:  # all of its orders are answered
             return
         if not run.orders or run.orders[0] is not waiting:
             raise EngineError(f"run {run.name!r}: an order that is not its first has ended")
         run.orders.popleft()
         if isinstance(result, Tuned):
-            self._answer(waiting.call_id, result)
+            self._answer(waiting.call_id, result, adapter)
         else:
             self._refuse(waiting.call_id, result)
 
@@ -324,8 +333,8 @@ class EngineTuner:
             self._refuse(waiting.call_id, error)
         run.orders.clear()
 
-    def _answer(self, call_id: int, tuned: Tuned) -> None:
-        self._send(Reply(call_id=call_id, ok=True, tuned=tuned))
+    def _answer(self, call_id: int, tuned: Tuned, adapter: AdapterInfo | None = None) -> None:
+        self._send(Reply(call_id=call_id, ok=True, tuned=tuned, adapter=adapter))
 
     def _refuse(self, call_id: int, error: BaseException) -> None:
         field, status = (error.field, 400) if isinstance(error, UserError) else (None, 500)
