@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from api.batches.store import DiskFullError
-from api.client.client import CallRefused, EngineClient
+from api.client.calls import CallRefused
+from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
 from api.prepare.job import TextSettings
 from api.tenants.record import Tenant

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from api.client.client import CallRefused, EngineClient
+from api.client.calls import CallRefused
+from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
 from api.tenants.record import Tenant
 from api.tuning.plan import ALPHA, RANK, base_rate, examples_of, learning_rate

@@ -5,6 +5,7 @@ that comes twice is one. Sessions, futures and what was not saved end with the s
 
     DATA_DIR/tinker/RUN/run.json            who made the run, and how
                        /weights/NAME        masters and moments
+                       /idle                the same, of a run that gave others room
                        /sampler_weights/NAME   an adapter that is served, as tinker://RUN/sampler_weights/NAME
 """
 
@@ -22,13 +23,14 @@ from typing import Any
 
 import msgspec
 
-from api.client.client import CallRefused, EngineClient
+from api.client.calls import CallRefused
+from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
 from api.errors import ApiError, bad_request, shortened
 from api.tenants.record import Tenant
 from api.tuning.service import Tuning
 from engine.errors import KtserveError
-from engine.tuning import CloseRun, LoadRun, OpenRun, Order, PublishRun, SaveRun, Tuned
+from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, Order, PublishRun, SaveRun, Tuned
 
 ALPHA = 32.0
 WEIGHTS, SAMPLER = "weights", "sampler_weights"
@@ -53,11 +55,16 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run:
-    """`snapshots`: names of those that are served without a file, oldest first."""
+    """`snapshots`: names of those that are served without a file, oldest first. A run that has been idle goes to disk
+    when others want room, and comes back with its next order."""
 
     def __init__(self, record: RunRecord) -> None:
         self.record = record
         self.last_s = time.time()
+        self.lock = asyncio.Lock()  # held while it goes to disk and comes back
+        self.on_disk = False
+        self.pending = 0  # orders that have not ended
+        self.learning = False  # there are gradients that no step has used
         self.snapshots: list[str] = []
         self._next = 1
         self._waiting: dict[int, Callable[[], None]] = {}
@@ -75,21 +82,25 @@ class Run:
         self._numbered[seq_id] = future
         self._numbered.pop(seq_id - 4 * _PENDING, None)
         self._waiting[seq_id] = start
+        self.pending += 1
         while (now := self._waiting.pop(self._next, None)) is not None:
             self._next += 1
             now()
 
 
 class Runs:
-    """Of all tenants; what is another tenant's is as unknown."""
+    """Of all tenants; what is another tenant's is as unknown. `idle_s`: after so long a run may go to disk."""
 
-    def __init__(self, client: EngineClient, tuning: Tuning) -> None:
+    def __init__(self, client: EngineClient, tuning: Tuning, idle_s: float = 600.0) -> None:
         self.client, self.tuning = client, tuning
         self.folder = tuning.batches.folder / "tinker"
         self.sessions: dict[str, str] = {}  # tenants by session
         self.samplers: dict[str, tuple[str, str | None]] = {}  # tenant and adapter (None: the base) by sampler
         self._runs: dict[str, Run] = {}
-        self._futures: OrderedDict[str, tuple[str, asyncio.Task[Result]]] = OrderedDict()
+        self._futures: OrderedDict[str, tuple[str, asyncio.Future[Result]]] = OrderedDict()
+        self._working: set[asyncio.Task[Result]] = set()
+        self._weights: dict[str, float] = {}  # of runs, their tenants'
+        self.idle_s = idle_s
         self._created: dict[str, str] = {}  # futures of runs' openings
         self._restarts = client.restarts
 
@@ -121,27 +132,54 @@ class Runs:
 
     def future(self, tenant: Tenant, work: Coroutine[Any, Any, Result]) -> str:
         """An id under which what comes of `work` is fetched. Raises ApiError 429."""
+        try:
+            key, future = self._new_future(tenant)
+        except ApiError:
+            work.close()
+            raise
+        self._start(work, future)
+        return key
+
+    def _new_future(self, tenant: Tenant) -> tuple[str, asyncio.Future[Result]]:
+        """Raises ApiError 429."""
         own = [key for key, (owner, _) in self._futures.items() if owner == tenant.name]
         done = (key for key in own if self._futures[key][1].done())
-        if len(own) >= _FUTURES and (oldest := next(done, None)) is not None:
+        if len(own) >= _FUTURES:
+            oldest = next(done, None)
+            if oldest is None:
+                message = f"{_FUTURES} requests have not ended: fetch some"
+                raise ApiError(429, message, code="too_many", retry_after_s=1.0)
             del self._futures[oldest]
-        elif len(own) >= _FUTURES:
-            work.close()
-            raise ApiError(429, f"{_FUTURES} requests have not ended: fetch some", code="too_many", retry_after_s=1.0)
-        key = uuid.uuid4().hex
-        self._futures[key] = tenant.name, asyncio.create_task(work)
-        return key
+        key, future = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
+        self._futures[key] = tenant.name, future
+        return key, future
+
+    def _start(self, work: Coroutine[Any, Any, Result], future: asyncio.Future[Result]) -> None:
+        task = asyncio.create_task(work)
+        self._working.add(task)
+
+        def ended(task: asyncio.Task[Result]) -> None:
+            self._working.discard(task)
+            if task.cancelled():
+                future.cancel()
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+                future.exception()  # whoever fetches it is told; perhaps nobody does
+            else:
+                future.set_result(task.result())
+
+        task.add_done_callback(ended)
 
     async def fetch(self, tenant: Tenant, key: str) -> Result | None:
         """What came of it; None: not yet. An error is part of the answer. Raises ApiError 410 if nobody knows it."""
-        owner, task = self._futures.get(key, (None, None))
-        if owner != tenant.name or task is None:
+        owner, future = self._futures.get(key, (None, None))
+        if owner != tenant.name or future is None:
             raise ApiError(410, f"there is no request {shortened(key)} (any more)", code="gone")
-        await asyncio.wait({task}, timeout=_WAIT_S)
-        if not task.done():
+        await asyncio.wait({future}, timeout=_WAIT_S)
+        if not future.done():
             return None
         try:
-            return task.result()
+            return future.result()
         except (KtserveError, asyncio.CancelledError) as error:
             user = isinstance(error, CallRefused) or (isinstance(error, ApiError) and error.status < 500)
             return {"error": str(error) or "the server is shutting down", "category": "user" if user else "server"}
@@ -152,7 +190,7 @@ class Runs:
         """The runs of an engine that has ended are gone."""
         if self.client.restarts != self._restarts:
             self._restarts = self.client.restarts
-            self._runs.clear()
+            self._runs = {key: run for key, run in self._runs.items() if run.on_disk}
 
     def run(self, tenant: Tenant, run_id: str) -> Run:
         """Raises ApiError 404; of a run whose engine has ended too, with what to do."""
@@ -187,12 +225,14 @@ class Runs:
     async def open(self, tenant: Tenant, record: RunRecord, seed: int, state: Path | None) -> None:
         """Raises ApiError, CallRefused or EngineUnavailable."""
         self._check_engine()
-        if sum(run.record.tenant == tenant.name for run in self._runs.values()) >= _RUNS:
+        for idle in [run for run in self._runs.values() if time.time() - run.last_s > self.idle_s]:
+            await self._to_disk(idle)
+        if sum(not run.on_disk and run.record.tenant == tenant.name for run in self._runs.values()) >= _RUNS:
             raise ApiError(429, f"{_RUNS} runs are open, the most that are: unload one", code="run_quota")
         folder = None if state is None else str(state)
         order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, tenant.name, tenant.weight)
         await self.client.tune(record.id, order)
-        self._runs[record.id] = Run(record)
+        self._runs[record.id], self._weights[record.id] = Run(record), tenant.weight
         await self.tuning.batches.in_thread(_write, self.folder / record.id / "run.json", msgspec.json.encode(record))
 
     async def finish(self, tenant: Tenant, session: str) -> None:
@@ -203,7 +243,32 @@ class Runs:
 
     async def close_run(self, run: Run) -> None:
         self._runs.pop(run.record.id, None)
-        await self.client.tune(run.record.id, CloseRun())
+        async with run.lock:
+            if not run.on_disk:
+                await self.client.tune(run.record.id, CloseRun())
+        await self.tuning.batches.in_thread(shutil.rmtree, self._idle_state(run), True)
+
+    def _idle_state(self, run: Run) -> Path:
+        return self.folder / run.record.id / "idle"
+
+    async def _to_disk(self, run: Run) -> None:
+        """Unless it is at work, or would lose something."""
+        async with run.lock:
+            if run.on_disk or run.pending or run.learning:
+                return
+            await self.client.tune(run.record.id, SaveRun(str(self._idle_state(run))))
+            await self.client.tune(run.record.id, CloseRun())
+            run.on_disk = True
+
+    async def _to_memory(self, run: Run) -> None:
+        """Raises CallRefused if there is no room, or EngineUnavailable."""
+        async with run.lock:
+            if run.on_disk:
+                record = run.record
+                state = str(self._idle_state(run))
+                order = OpenRun(record.rank, ALPHA, record.targets, 0, state, record.tenant, self._weights[record.id])
+                await self.client.tune(record.id, order)
+                run.on_disk = False
 
     def order(
         self, tenant: Tenant, run: Run, seq_id: int, order: Order, then: Callable[[Tuned], Awaitable[Result]]
@@ -211,17 +276,25 @@ class Runs:
         """A future of what `then` makes of the order's end. Raises ApiError."""
         if (known := run.numbered(seq_id)) is not None:
             return known
-        begun = asyncio.Event()
 
         async def work() -> Result:
-            await begun.wait()
-            return await then(await self.client.tune(run.record.id, order))
+            try:
+                await self._to_memory(run)
+                tuned = await self.client.tune(run.record.id, order)
+            finally:
+                run.pending -= 1
+            if isinstance(order, Batch) and order.learn:
+                run.learning = True
+            elif isinstance(order, OptimStep | LoadRun):
+                run.learning = False
+            run.last_s = time.time()
+            return await then(tuned)
 
-        key = self.future(tenant, work())
+        key, future = self._new_future(tenant)
         try:
-            run.take(seq_id, key, begun.set)
+            run.take(seq_id, key, lambda: self._start(work(), future))
         except ApiError:
-            self._futures.pop(key)[1].cancel()
+            del self._futures[key]
             raise
         return key
 
