@@ -26,8 +26,8 @@ from api.tuning.service import Tuning, event, model_name
 from api.tuning.store import JobStore
 from engine.tuning import Batch, CloseRun, OpenRun, OptimStep, Sample, SaveRun, Tuned
 
-_SAVE_S = 60.0  # a state is saved after so long
-_KEPT = 2  # checkpoints of epochs before the last one whose models are kept
+_SAVE_S = 20.0  # a state is saved after so long
+_KEPT = 3  # epochs, the last ones, whose ends are checkpoints that are served
 _EVALUATIONS = 20  # of a few examples of the validation file, in a job
 _AT_ONCE = 64  # examples of the validation file in one order
 
@@ -81,9 +81,10 @@ class Training:
                 message += f", full validation loss={metrics.full_valid_loss:.4f}"
             await self._tuning.ask(JobStore.add_event, job.id, event(message, metrics=metrics))
             stops = self._moved.is_set()
-            if ends_epoch or stops or time.monotonic() - saved_s > _SAVE_S:
+            kept = ends_epoch and step > plan.steps - _KEPT * plan.steps_an_epoch
+            if kept or stops or time.monotonic() - saved_s > _SAVE_S:
                 left_s = (time.monotonic() - began_s) / (step - job.step) * (plan.steps - step)
-                await self._save(step, metrics if ends_epoch else None, int(time.time() + left_s))
+                await self._save(step, metrics if kept else None, int(time.time() + left_s))
                 saved_s = time.monotonic()
             if stops and step < plan.steps:
                 raise Interrupted
@@ -147,7 +148,7 @@ class Training:
     # ---- states and checkpoints
 
     async def _save(self, step: int, metrics: Metrics | None, estimated: int) -> None:
-        """A state to go on from; with the `metrics` of an epoch's end, a checkpoint that is served too."""
+        """A state to go on from; with the `metrics` of one of the last epochs, a checkpoint that is served too."""
         job, state = self._job, f"state-{step}"
         adapter = f"adapter-{step}" if metrics is not None else None
         await self._client.tune(
@@ -173,9 +174,6 @@ class Training:
             if await self._tuning.ask(JobStore.add_checkpoint, checkpoint, **changes) is None:  # cancelled meanwhile
                 await self._forget(checkpoint)
                 return
-            for old in (await self._tuning.ask(JobStore.checkpoints, job.id))[1 + _KEPT :]:
-                await self._tuning.ask(JobStore.drop_checkpoints, [old])
-                await self._forget(old)
         await self._tuning.batches.in_thread(_remove_states, self._folder, state)
 
     async def _forget(self, checkpoint: CheckpointRecord) -> None:

@@ -33,9 +33,8 @@ class Killed(Exception):
     """The server is gone, which `serving` is not to complain of."""
 
 
-def kill_behind_a_step(team: Tenant, job_id: str, delay_s: float) -> None:
-    done = len(team.steps(job_id))
-    eventually(lambda: len(team.steps(job_id)) > done or team.jobs.retrieve(job_id).status == "succeeded")
+def kill_behind_step(team: Tenant, job_id: str, step: int, delay_s: float) -> None:
+    eventually(lambda: len(team.steps(job_id)) >= step)
     time.sleep(delay_s)  # anywhere between two events
     kill(team.server.process)
     raise Killed
@@ -52,13 +51,12 @@ def test_a_job_outlives_kills_of_the_server_and_of_its_engine(tmp_path: Path):
         assert team.ended(whole).status == "succeeded"
         wanted = losses(team, whole)
         job_id = team.create(talks(4), method=method)
-        kill_behind_a_step(team, job_id, rng.random() * 0.1)
+        kill_behind_step(team, job_id, 5, rng.random() * 0.1)
     with contextlib.suppress(Killed), serving(tmp_path, *flags) as server:
-        kill_behind_a_step(Tenant(server, "key-a"), job_id, rng.random() * 0.1)
+        kill_behind_step(Tenant(server, "key-a"), job_id, 20, rng.random() * 0.1)  # where states have been written
     with serving(tmp_path, *flags) as server:
         team = Tenant(server, "key-a")
-        done = len(team.steps(job_id))
-        eventually(lambda: len(team.steps(job_id)) > done)
+        eventually(lambda: team.steps(job_id))
         engine_of(server.process).send_signal(signal.SIGKILL)
         job = team.ended(job_id)
         assert job.status == "succeeded", team.events(job_id)

@@ -16,6 +16,7 @@ from engine.errors import EngineError, UserError
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLinear
 from engine.lora.adapter import LoraPair
+from engine.memory.costs import LOGIT_ROWS
 from training.service.adapter import TrainableAdapter
 
 if TYPE_CHECKING:
@@ -109,8 +110,6 @@ class Logprobs(torch.autograd.Function):
     """hidden [R, H], targets int64 [R] -> float32 [R], bool [R]: log-softmax of the head's logits at the targets, and
     whether these have the largest one. Logits are made for some rows at a time, again in backward."""
 
-    _ROWS = 128
-
     @staticmethod
     def forward(
         ctx: Any, head: TrainedLinear, hidden: torch.Tensor, targets: torch.Tensor
@@ -118,7 +117,7 @@ class Logprobs(torch.autograd.Function):
         ctx.head = head
         ctx.save_for_backward(hidden, targets)
         found, hits = [], []
-        for rows, ids in zip(torch.split(hidden, Logprobs._ROWS), torch.split(targets, Logprobs._ROWS), strict=True):
+        for rows, ids in zip(torch.split(hidden, LOGIT_ROWS), torch.split(targets, LOGIT_ROWS), strict=True):
             logits = head.product(rows).float()
             found.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
             hits.append(logits.argmax(-1) == ids)
@@ -130,7 +129,7 @@ class Logprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[None, torch.Tensor, None]:
         hidden, targets = ctx.saved_tensors
         found = []
-        parts = (torch.split(tensor, Logprobs._ROWS) for tensor in (hidden, targets, grad))
+        parts = (torch.split(tensor, LOGIT_ROWS) for tensor in (hidden, targets, grad))
         for rows, ids, of in zip(*parts, strict=True):
             shares = ctx.head.product(rows).float().softmax(-1).mul_(-of[:, None])
             shares[torch.arange(len(ids)), ids] += of

@@ -35,6 +35,7 @@ from training.service.model import Part, ServedModel
 log = logging.getLogger("ktserve")
 _FILES = "tuning-files"  # a kind of work, and its thread's name
 _LEFT_FREE = 256 << 20  # bytes of memory that no new adapter takes
+_LARGE = 1 << 28  # products of a projection, in multiplications, from which several threads pay
 MAX_RUNS = 64
 
 
@@ -153,13 +154,9 @@ class EngineTuner:
         return self._pieces is not None or self._work.busy or any(run.orders for run in self._runs.values())
 
     def advance(self, seconds: float) -> float:
-        started, threads = time.monotonic(), torch.get_num_threads()
-        torch.set_num_threads(self._model.threads)  # the pool's workers sleep between steps
-        try:
-            while self._piece() and time.monotonic() - started < seconds:
-                pass
-        finally:
-            torch.set_num_threads(threads)
+        started = time.monotonic()
+        while self._piece() and time.monotonic() - started < seconds:
+            pass
         took = time.monotonic() - started
         self._seconds += took
         return took
@@ -264,7 +261,8 @@ class EngineTuner:
                 room -= part.tokens
                 chosen.append((run, waiting, part))
         try:
-            yield from self._model.compute([part for _, _, part in chosen])
+            for _ in self._threaded(self._model.compute([part for _, _, part in chosen]), self._micro_batch - room):
+                yield
         except (KtserveError, RuntimeError, MemoryError, ValueError) as error:
             log.exception("a training micro-batch failed")
             for run, _, _ in chosen:
@@ -272,6 +270,21 @@ class EngineTuner:
             return
         for run, waiting, part in chosen:
             self._computed(run, waiting, part)
+
+    def _threaded(self, pieces: Iterator[None], tokens: int) -> Iterator[None]:
+        """With torch's threads where its products are large: small ones lose by them, and serving steps, between which
+        the pool's workers sleep, have one."""
+        large = tokens * self._config.hidden_size**2 >= _LARGE
+        while True:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(self._model.threads if large else 1)
+            try:
+                next(pieces)
+            except StopIteration:
+                return
+            finally:
+                torch.set_num_threads(threads)
+            yield
 
     @staticmethod
     def _part(run: _Run, waiting: _Waiting, room: int) -> Part | None:
