@@ -16,7 +16,6 @@ import re
 import shutil
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,9 @@ _RUNS, _PENDING, _FUTURES = 16, 512, 4096  # of a tenant; orders of a run; futur
 _LIVE = 4  # snapshots of a run that are kept without a file
 _WAIT_S = 20.0  # for a future, in one request
 
+_SESSIONS, _SAMPLERS = 256, 4096  # of a tenant; the oldest are forgotten
+_KEPT_S, _KEPT_BYTES = 60.0, 256 << 20  # of answers: after they were fetched; of a tenant
+
 Result = dict[str, Any] | bytes  # JSON or protobuf
 
 
@@ -52,6 +54,20 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     targets: tuple[str, ...]
     created_at: float
+
+
+class _Future:
+    """What a request will be answered; `fetched_s`: when it was."""
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.fetched_s: float | None = None
+        self.size = 0
+
+    @property
+    def done(self) -> bool:
+        return self.result.done()
 
 
 class Run:
@@ -97,7 +113,7 @@ class Runs:
         self.sessions: dict[str, str] = {}  # tenants by session
         self.samplers: dict[str, tuple[str, str | None]] = {}  # tenant and adapter (None: the base) by sampler
         self._runs: dict[str, Run] = {}
-        self._futures: OrderedDict[str, tuple[str, asyncio.Future[Result]]] = OrderedDict()
+        self._futures: dict[str, _Future] = {}
         self._working: set[asyncio.Task[Result]] = set()
         self._weights: dict[str, float] = {}  # of runs, their tenants'
         self.idle_s = idle_s
@@ -108,6 +124,9 @@ class Runs:
 
     def open_session(self, tenant: Tenant) -> str:
         session = f"s-{uuid.uuid4().hex[:16]}"
+        own = [key for key, owner in self.sessions.items() if owner == tenant.name]
+        for key in own[: max(0, len(own) - _SESSIONS + 1)]:
+            del self.sessions[key]
         self.sessions[session] = tenant.name
         return session
 
@@ -118,6 +137,9 @@ class Runs:
 
     def open_sampler(self, tenant: Tenant, adapter: str | None) -> str:
         sampler = f"sampler-{uuid.uuid4().hex}"
+        own = [key for key, (owner, _) in self.samplers.items() if owner == tenant.name]
+        for key in own[: max(0, len(own) - _SAMPLERS + 1)]:
+            del self.samplers[key]
         self.samplers[sampler] = tenant.name, adapter
         return sampler
 
@@ -140,22 +162,27 @@ class Runs:
         self._start(work, future)
         return key
 
-    def _new_future(self, tenant: Tenant) -> tuple[str, asyncio.Future[Result]]:
-        """Raises ApiError 429."""
-        own = [key for key, (owner, _) in self._futures.items() if owner == tenant.name]
-        done = (key for key in own if self._futures[key][1].done())
-        if len(own) >= _FUTURES:
-            oldest = next(done, None)
-            if oldest is None:
-                message = f"{_FUTURES} requests have not ended: fetch some"
-                raise ApiError(429, message, code="too_many", retry_after_s=1.0)
-            del self._futures[oldest]
-        key, future = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
-        self._futures[key] = tenant.name, future
+    def _new_future(self, tenant: Tenant) -> tuple[str, _Future]:
+        """Answers that were fetched a while ago are forgotten, and the oldest where a tenant has too much of them.
+        Raises ApiError 429."""
+        now = time.monotonic()
+        own = {key: each for key, each in self._futures.items() if each.tenant == tenant.name}
+        held = sum(each.size for each in own.values())
+        left = len(own)
+        for key, each in own.items():
+            old = each.fetched_s is not None and now - each.fetched_s > _KEPT_S
+            if each.done and (old or held > _KEPT_BYTES or left >= _FUTURES):
+                del self._futures[key]
+                held, left = held - each.size, left - 1
+        if left >= _FUTURES:
+            message = f"{_FUTURES} requests have not ended: fetch some"
+            raise ApiError(429, message, code="too_many", retry_after_s=1.0)
+        key, future = uuid.uuid4().hex, _Future(tenant.name)
+        self._futures[key] = future
         return key, future
 
-    def _start(self, work: Coroutine[Any, Any, Result], future: asyncio.Future[Result]) -> None:
-        task = asyncio.create_task(work)
+    def _start(self, work: Coroutine[Any, Any, Result], of: _Future) -> None:
+        task, future = asyncio.create_task(work), of.result
         self._working.add(task)
 
         def ended(task: asyncio.Task[Result]) -> None:
@@ -166,20 +193,23 @@ class Runs:
                 future.set_exception(error)
                 future.exception()  # whoever fetches it is told; perhaps nobody does
             else:
-                future.set_result(task.result())
+                result = task.result()
+                of.size = len(result)
+                future.set_result(result)
 
         task.add_done_callback(ended)
 
     async def fetch(self, tenant: Tenant, key: str) -> Result | None:
         """What came of it; None: not yet. An error is part of the answer. Raises ApiError 410 if nobody knows it."""
-        owner, future = self._futures.get(key, (None, None))
-        if owner != tenant.name or future is None:
+        future = self._futures.get(key)
+        if future is None or future.tenant != tenant.name:
             raise ApiError(410, f"there is no request {shortened(key)} (any more)", code="gone")
-        await asyncio.wait({future}, timeout=_WAIT_S)
-        if not future.done():
+        await asyncio.wait({future.result}, timeout=_WAIT_S)
+        if not future.done:
             return None
+        future.fetched_s = time.monotonic()
         try:
-            return future.result()
+            return future.result.result()
         except (KtserveError, asyncio.CancelledError) as error:
             user = isinstance(error, CallRefused) or (isinstance(error, ApiError) and error.status < 500)
             return {"error": str(error) or "the server is shutting down", "category": "user" if user else "server"}
@@ -242,7 +272,8 @@ class Runs:
             await self.close_run(run)
 
     async def close_run(self, run: Run) -> None:
-        self._runs.pop(run.record.id, None)
+        for table in (self._runs, self._created, self._weights):
+            table.pop(run.record.id, None)
         async with run.lock:
             if not run.on_disk:
                 await self.client.tune(run.record.id, CloseRun())
