@@ -70,7 +70,7 @@ test-gpu: setup
 	@$(PY) -m benchmarks.gpu.tests $(ARGS)
 
 test-clients: setup $(VENV)/.clients
-	@KTSERVE_TEST_CLIENTS=1 $(PY) -m pytest tests/clients $(ARGS)
+	@KTSERVE_TEST_CLIENTS=1 $(PY) -m pytest tests/clients tests/tuning/test_tinker.py $(ARGS)
 
 test-ray: setup $(VENV)/.ray
 	@KTSERVE_TEST_RAY=1 $(PY) -m pytest tests/cluster $(ARGS)

@@ -292,6 +292,26 @@ class EngineConfig:
         group="Batching",
     )
 
+    # ---- training
+    fine_tuning: bool = option(
+        False,
+        "train adapters beside serving, over the same weights: /v1/fine_tuning/jobs (needs data-dir). Native experts "
+        "and attention on a CPU",
+        group="Training",
+    )
+    training_share: float = option(
+        0.0,
+        "share of the time that training may take while live requests run; 0: only the time that they leave",
+        group="Training",
+        limits=(0.0, 0.9),
+    )
+    training_tokens: int = option(
+        1024,
+        "tokens of a training micro-batch, and the longest text that is trained on",
+        group="Training",
+        limits=(1, 1 << 20),
+    )
+
     # ---- operation
     seed: int = option(0, "seed of requests that bring none", group="Operation", limits=(0, (1 << 63) - 1))
     profile_dir: str | None = option(None, "write steps.jsonl and tokens.jsonl there", group="Operation")

@@ -34,22 +34,26 @@ from engine.messages import (
     Submit,
     ToEngine,
     Tokens,
+    Tune,
     UnloadAdapter,
 )
 from engine.steps.admission import RefusalError, admit
 from engine.steps.answers import Answer, terminal
 from engine.steps.base import Launched, Runner
+from engine.tuner import Tuner
 from scheduler.plan import Event, EventKind, StepPlan
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("ktserve")
+_TRAINING_S = 0.01  # at a time while nothing else is there: so often messages are looked for
 
 
 class EngineCore:
     """Single-threaded but for adapter files and slots and blocks on disk, which threads of their own read and write.
 
     `send` gets every message to the api, in order. `overlap`: step N+1 is launched before N is committed.
-    `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured.
+    `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured. `training_share`: of the
+    time that the `tuner` may take while live requests run.
     """
 
     def __init__(
@@ -64,7 +68,11 @@ class EngineCore:
         profiler: StepObserver | None = None,
         read_bandwidth: float | None = None,
         disk: KvDisk | None = None,
+        training_share: float = 0.0,
     ) -> None:
+        self.tuner: Tuner | None = None
+        self.training_share = training_share
+        self._training_credit_s = 0.0
         self.scheduler = scheduler
         self.runner = runner
         self.adapters = adapters
@@ -100,6 +108,8 @@ class EngineCore:
             self._load_adapter(message)
         elif isinstance(message, UnloadAdapter):
             self._unload_adapter(message)
+        elif isinstance(message, Tune):
+            self._tune(message)
         elif isinstance(message, GetStats):
             self._send(Reply(call_id=message.call_id, ok=True, stats=self.stats()))
         elif isinstance(message, GetLive):
@@ -143,6 +153,12 @@ class EngineCore:
         else:
             self._send(Reply(call_id=m.call_id, ok=True))
 
+    def _tune(self, m: Tune) -> None:
+        if self.tuner is None:
+            self._refuse_call(m.call_id, 400, UserError("training is off: start with --fine-tuning", "fine_tuning"))
+        else:
+            self.tuner.handle(m)
+
     def _refuse_call(self, call_id: int, status: int, error: KtserveError) -> None:
         field = error.field if isinstance(error, UserError) else None
         self._send(Reply(call_id=call_id, ok=False, error=str(error), field=field, status=status))
@@ -179,19 +195,41 @@ class EngineCore:
             self.scheduler.check_integrity()
             self.adapters.check_integrity()
         self._tend_drain()
-        return plan is not None or before is not None
+        trained = self._train(plan, time.monotonic() - now)
+        return plan is not None or before is not None or trained
+
+    def _train(self, plan: StepPlan | None, step_s: float) -> bool:
+        """Pieces of training behind a step that took `step_s`: `training_share` of the time while live requests run;
+        as long as the step beside background requests alone."""
+        if self.tuner is None or not self.tuner.ready:
+            return False
+        if plan is None or all(row.request.background for row in plan.rows):
+            self.tuner.advance(_TRAINING_S if plan is None else step_s)
+            return True
+        share = self.training_share
+        self._training_credit_s += step_s * share / (1 - share)
+        if self._training_credit_s <= 0:
+            return False
+        self._training_credit_s -= self.tuner.advance(self._training_credit_s)
+        return True
 
     @property
     def busy(self) -> bool:
         """Whether `step` should be called again at once."""
-        return self._in_flight is not None or self.scheduler.has_work()
+        return self._in_flight is not None or self.scheduler.has_work() or self.training
+
+    @property
+    def training(self) -> bool:
+        """Whether there is something to train now."""
+        return self.tuner is not None and self.tuner.ready
 
     @property
     def waiting_for_threads(self) -> bool:
         """Whether adapters, grammars or blocks on disk are on their way, or requests wait although no step could be
         planned."""
         on_disk = self.disk is not None and self.disk.busy
-        return self.adapters.busy or self._grammars.busy or on_disk or self.busy
+        tuning = self.tuner is not None and self.tuner.busy
+        return self.adapters.busy or self._grammars.busy or on_disk or tuning or self.busy
 
     def close(self) -> None:
         """Cancel what is left and end the threads."""
@@ -199,6 +237,8 @@ class EngineCore:
             self._end(self.scheduler.abort(request_id, "shutdown"))
         if self.disk is not None:
             self.disk.close()
+        if self.tuner is not None:
+            self.tuner.close()
         self.adapters.close()
         self._grammars.close()
         self.runner.close()
@@ -213,6 +253,7 @@ class EngineCore:
             "experts_touched": self._touched.experts,
             "expert_layers": self._touched.layers,
             **(self.disk.stats() if self.disk is not None else {}),
+            **(self.tuner.stats() if self.tuner is not None else {}),
         }
 
     def _launch(self, plan: StepPlan) -> Launched | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -14,10 +15,17 @@ from engine.errors import UserError
 from engine.exit_status import exit_status
 from engine.null import is_null
 
+if TYPE_CHECKING:
+    from engine.core import EngineCore
+    from engine.messages import FromEngine
+    from engine.tuner import Tuner
 
-def main(argv: list[str] | None = None) -> int:
+MakeTuner = Callable[["EngineCore", Callable[["FromEngine"], None], EngineConfig], "Tuner"]
+
+
+def main(argv: list[str] | None = None, make_tuner: MakeTuner | None = None) -> int:
     """Returns the exit status: 0, 1 for a mistake of the user's (said in one line), 2 for what `check` or `inspect`
-    found wrong."""
+    found wrong. `make_tuner`: what trains beside serving, for --fine-tuning."""
     parser = argparse.ArgumentParser(prog="ktserve engine")
     commands = parser.add_subparsers(dest="command", required=True)
     rank = commands.add_parser("rank")  # started by rank 0, of the settings of which it computes a part
@@ -54,12 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "families":
         return _families(args.paths)
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
-    return exit_status(lambda: _run(args, config))
+    return exit_status(lambda: _run(args, config, make_tuner))
 
 
-def _run(args: argparse.Namespace, config: EngineConfig) -> int:
+def _run(args: argparse.Namespace, config: EngineConfig, make_tuner: MakeTuner | None) -> int:
     if args.command == "serve":
-        return _serve(config, args.address, args.heartbeat)
+        return _serve(config, args.address, args.heartbeat, make_tuner)
     if args.command == "plan":
         return _plan(config, args.form)
     if args.command == "check":
@@ -75,7 +83,7 @@ def _run(args: argparse.Namespace, config: EngineConfig) -> int:
     return _inspect(config, args)
 
 
-def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:
+def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeTuner | None) -> int:
     from engine.launch.process import EngineProcess
 
     process = EngineProcess(address, heartbeat)
@@ -89,6 +97,10 @@ def _serve(config: EngineConfig, address: str, heartbeat: str) -> int:
         from engine.launch.assemble import build
 
         core, ready = build(*args)
+        if config.fine_tuning:
+            if make_tuner is None:
+                raise UserError("--fine-tuning: this program starts the engine alone", "fine_tuning")
+            core.tuner = make_tuner(core, args[1], config)
         if core.runner.spare_cpus:  # on a worker's CPU this thread would make every step wait for that worker
             os.sched_setaffinity(0, core.runner.spare_cpus)
         return core, ready

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.tuning import Order, Tuned
 from scheduler.request import SamplingParams
 
 
@@ -101,6 +102,14 @@ class UnloadAdapter(_Message, frozen=True):
     name: str
 
 
+class Tune(_Message, frozen=True):
+    """An order to a tuning run, made by its `OpenRun`; `run` is chosen by the api."""
+
+    call_id: int
+    run: str
+    order: Order
+
+
 class GetStats(_Message, frozen=True):
     call_id: int
 
@@ -124,7 +133,17 @@ class Shutdown(_Message, frozen=True):
 
 
 ToEngine = (
-    Submit | SetVocabulary | Abort | StopFound | LoadAdapter | UnloadAdapter | GetStats | GetLive | Drain | Shutdown
+    Submit
+    | SetVocabulary
+    | Abort
+    | StopFound
+    | LoadAdapter
+    | UnloadAdapter
+    | Tune
+    | GetStats
+    | GetLive
+    | Drain
+    | Shutdown
 )
 
 
@@ -285,6 +304,7 @@ class Reply(_Message, frozen=True):
     adapter: AdapterInfo | None = None
     stats: dict[str, Any] | None = None
     live: Live | None = None
+    tuned: Tuned | None = None
 
 
 FromEngine = Loading | Ready | FatalError | Tokens | Finished | Refused | Cancelled | Failed | AdapterMoved | Reply

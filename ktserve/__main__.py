@@ -5,6 +5,7 @@
     python PATH/ktserve/__main__.py prompts ...      the process that renders and tokenises, started by the api
     python PATH/ktserve/__main__.py training-plan .. a training run's memory plan, for `ktserve plan --train`
     python PATH/ktserve/__main__.py training ...     a training run, started by `ktserve train`
+    python PATH/ktserve/__main__.py tuning-data JSON a fine-tuning file made into samples, started by the api
     python PATH/ktserve/__main__.py adapter-readers  the server that forks reader processes, started by the engine
     ktserve bench ...                                a benchmark of a running server
     ktserve ray deploy CONFIG.yaml                   replicas over a Ray cluster
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _ROOT = str(Path(__file__).resolve().parents[1])
 _PACKAGES = frozenset(
@@ -46,6 +48,13 @@ def main() -> int:
         return 130
 
 
+def _tuner(*of: Any) -> Any:
+    """What trains beside serving, in the engine process: the engine itself imports nothing of it."""
+    from training.service.tuner import make_tuner
+
+    return make_tuner(*of)
+
+
 def _run() -> int:
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
         del sys.path[0]
@@ -56,7 +65,7 @@ def _run() -> int:
     if program == ["engine"]:
         from engine.main import main as engine
 
-        return engine(arguments)
+        return engine(arguments, _tuner)
     if program == ["prompts"]:
         from api.dialects.forms import FORMS
         from api.prepare.process import main as prompts
@@ -70,6 +79,10 @@ def _run() -> int:
         from training.main import main as training
 
         return training(arguments)
+    if program == ["tuning-data"]:
+        from training.service.data import main as tuning_data
+
+        return tuning_data(arguments)
     if program == ["adapter-readers"]:
         from engine.lora.reader_process import main as adapter_readers
 

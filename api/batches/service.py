@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -23,6 +23,7 @@ from engine.errors import UserError
 
 _T = TypeVar("_T")
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PURPOSES = ("batch", "fine-tune")
 _WINDOW = re.compile("([1-9][0-9]{0,6})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST_S = 30 * 86_400
@@ -30,11 +31,13 @@ _WRITE_BYTES = 2**20
 
 
 class Batches:
-    """Owns --data-dir: one server at a time. `changed` is called when a batch was made or is to be cancelled."""
+    """Owns --data-dir: one server at a time. `changed` is called when a batch was made or is to be cancelled; `needed`
+    names what else needs a file."""
 
     def __init__(self, config: ServeConfig, folder: Path, lock: BinaryIO) -> None:
         self.config = config
         self.changed: Callable[[BatchRecord], None] = lambda batch: None
+        self.needed: Callable[[str], Awaitable[str | None]] = _by_nobody
         self._folder = folder
         self._lock = lock
         self._thread = ThreadPoolExecutor(1, "batches")
@@ -90,6 +93,10 @@ class Batches:
 
     # ---- files
 
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
     def partial(self, file_id: str) -> Path:
         return self._folder / "incoming" / file_id
 
@@ -133,8 +140,9 @@ class Batches:
 
     def _described(self, tenant: str, form: Form, file_id: str, size: int) -> FileRecord:
         filename, purpose = form.finish(), form.fields.get("purpose")
-        if purpose != "batch":
-            raise bad_request(f"purpose: 'batch' is expected, got {shortened(purpose)}", "purpose")
+        if purpose not in PURPOSES:
+            expected = " or ".join(map(repr, PURPOSES))
+            raise bad_request(f"purpose: {expected} is expected, got {shortened(purpose)}", "purpose")
         anchor, seconds = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
         after = None
         if anchor is not None or seconds is not None:
@@ -170,16 +178,35 @@ class Batches:
         return file
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Raises ApiError 409 while a batch needs it."""
+        """Raises ApiError 409 while a batch or a fine-tuning job needs it."""
         await self.file(tenant, file_id)
+        if (job := await self.needed(file_id)) is not None:
+            raise ApiError(409, f"the job {job} needs the file: cancel it first", code="file_in_use")
         batch = await self.ask(Store.delete_file, file_id)
         if batch is not None:
             raise ApiError(409, f"the batch {batch} needs the file: cancel it first", code="file_in_use")
         self.path(file_id).unlink(missing_ok=True)
 
+    async def add_file(self, tenant: str, filename: str, purpose: str, data: bytes) -> FileRecord:
+        """A file that the server has made. Raises DiskFullError."""
+        record = FileRecord(
+            id=new_file_id(),
+            tenant=tenant,
+            filename=filename,
+            purpose=purpose,
+            bytes=len(data),
+            created_at=int(time.time()),
+        )
+        partial = self.partial(record.id)
+        with naming_a_full_disk():
+            await self.in_thread(_written, partial, data)
+            partial.rename(self.path(record.id))
+        await self.ask(Store.add_file, record)
+        return record
+
     async def delete_expired_files(self) -> None:
         for file_id in await self.ask(Store.expired_files, int(time.time())):
-            if await self.ask(Store.delete_file, file_id) is None:
+            if await self.needed(file_id) is None and await self.ask(Store.delete_file, file_id) is None:
                 self.path(file_id).unlink(missing_ok=True)
 
     # ---- batches
@@ -279,6 +306,16 @@ def _window_s(window: str) -> int:
             "completion_window",
         )
     return seconds
+
+
+async def _by_nobody(file_id: str) -> str | None:
+    return None
+
+
+def _written(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        _sync(file)
 
 
 def _sync(file: BinaryIO) -> None:

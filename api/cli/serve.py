@@ -10,6 +10,7 @@ import logging
 import resource
 import signal
 import socket
+import time
 from collections.abc import Coroutine
 from os.path import isdir
 from typing import Any
@@ -35,12 +36,17 @@ from api.http.server import (
     url_of,
 )
 from api.http.service import Service
+from api.prepare.job import TextSettings
 from api.prepare.pool import PromptPool
 from api.prepare.prompts import tokenizer_of
 from api.tenants.keys import keys_of
 from api.tenants.reload import Reload
 from api.tenants.usage import UsageLog
+from api.text.tokenizer import Tokenizer
 from api.tracing import Tracing
+from api.tuning.records import JobRecord
+from api.tuning.runner import JobRunner
+from api.tuning.service import Tuning
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.messages import Ready
@@ -71,6 +77,8 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         check_reach(bound, config, keys=keys.required)
         text = text_settings(engine, config)
         tokenizer = tokenizer_of(text)
+        if engine.fine_tuning:
+            _check_fine_tuning(config, tokenizer)
         defaults, more = sampling_defaults(engine, config)
         _say(console, [*notes, *lines, *more])
         client = make_client(engine, config)
@@ -86,6 +94,8 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         server = Server(app, service, connections, on_loopback=is_loopback(bound))
         if config.data_dir is not None:
             service.batches = await Batches.open(config, config.data_dir)
+            if engine.fine_tuning:
+                service.tuning = await Tuning.open(service.batches)
         serving = asyncio.create_task(server.serve(sockets=repeated(bound)))
         try:
             await prompts.start()
@@ -105,6 +115,8 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
                     RequestNotes(app), service.batches, client, lambda name: service.keys.named(name), in_flight
                 )
                 service.answering = asyncio.create_task(runner.run())
+            if service.tuning is not None:
+                service.training = asyncio.create_task(_jobs(service, text, engine.training_tokens).run())
             try:
                 return await _served(service, serving)
             finally:
@@ -116,12 +128,35 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             await service.stop_answering()
             await client.shutdown()
             await prompts.close()
+            if service.tuning is not None:
+                service.tuning.close()
             if service.batches is not None:
                 service.batches.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
             if service.usage is not None:
                 await asyncio.to_thread(service.usage.close)
+
+
+def _check_fine_tuning(config: ServeConfig, tokenizer: Tokenizer | None) -> None:
+    """Raises UserError for settings with which there is nothing to train on."""
+    if config.data_dir is None:
+        raise UserError("--fine-tuning needs --data-dir: files and jobs are kept there", "data_dir")
+    if tokenizer is None or tokenizer.template is None:
+        raise UserError("--fine-tuning needs a tokenizer with a chat template: give --chat-template", "chat_template")
+
+
+def _jobs(service: Service, text: TextSettings, micro_batch: int) -> JobRunner:
+    """What trains the fine-tuning jobs of a server that has them."""
+    assert service.tuning is not None
+
+    def trained(job: JobRecord, tokens: int) -> None:
+        if service.usage is not None and tokens:
+            line = {"time": time.time(), "fine_tuning_job": job.id, "tenant": job.tenant, "model": job.model}
+            service.usage.write({**line, "trained_tokens": tokens})
+
+    longest = min(micro_batch, service.ready.max_model_len)
+    return JobRunner(service.tuning, service.client, text, service.keys_named, longest, trained)
 
 
 async def _started(start: Coroutine[Any, Any, Ready], serving: asyncio.Task[None]) -> Ready | None:

@@ -15,12 +15,14 @@ import msgspec
 import zmq
 
 from api.client.backoff import Backoff
+from api.client.calls import checked, startup_loads
 from api.client.link import EngineLink
 from api.client.process import ENGINE_COMMAND, SocketDir
 from api.client.stream import EngineUnavailable, Inbox, OpenRequest
 from engine import messages as m
-from engine.config import EngineConfig, startup_adapters
+from engine.config import EngineConfig
 from engine.errors import EngineError, UserError
+from engine.tuning import Order, Tuned
 
 log = logging.getLogger("ktserve")
 
@@ -72,6 +74,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._call_ids = itertools.count(1)
         self._wanted = startup_loads(config)  # what every engine is given before it serves, by name
+        self._published: set[str] = set()  # adapters that no file is known of
         self._fatal: m.FatalError | None = None
         self._started: asyncio.Future[m.Ready] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -217,18 +220,28 @@ class EngineClient:
         return await asyncio.shield(asyncio.create_task(self._load(message)))
 
     async def _load(self, message: m.LoadAdapter) -> m.AdapterInfo:
-        reply = _checked(await self._call(message))
+        reply = checked(await self._call(message))
         if reply.adapter is None:
             raise EngineError(f"the engine loaded adapter {message.name!r} but did not describe it")
         self.adapters[message.name] = reply.adapter
         self._wanted[message.name] = message
         return reply.adapter
 
+    async def tune(self, run: str, order: Order) -> Tuned:
+        """What comes of an order to a tuning run. Raises CallRefused with the engine's reason, or EngineUnavailable."""
+        reply = checked(await self._call(m.Tune(call_id=next(self._call_ids), run=run, order=order)))
+        if reply.adapter is not None:  # it was published, and is gone with its engine
+            self.adapters[reply.adapter.name] = reply.adapter
+            self._published.add(reply.adapter.name)
+        if reply.tuned is None:
+            raise EngineError(f"the engine answered a {type(order).__name__}, but not what came of it")
+        return reply.tuned
+
     async def unload_adapter(self, name: str) -> None:
         await asyncio.shield(asyncio.create_task(self._unload(name)))
 
     async def _unload(self, name: str) -> None:
-        _checked(await self._call(m.UnloadAdapter(call_id=next(self._call_ids), name=name)))
+        checked(await self._call(m.UnloadAdapter(call_id=next(self._call_ids), name=name)))
         self._wanted.pop(name, None)
         self._gone(name)
 
@@ -255,11 +268,13 @@ class EngineClient:
 
     async def _look(self, message: m.GetStats | m.GetLive, timeout_s: float) -> m.Reply:
         try:
-            return _checked(await asyncio.wait_for(self._call(message), timeout_s))
+            return checked(await asyncio.wait_for(self._call(message), timeout_s))
         except asyncio.TimeoutError:
             raise EngineUnavailable(f"the engine did not answer within {timeout_s:g} s") from None
 
-    async def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.GetStats | m.GetLive | m.Drain) -> m.Reply:
+    async def _call(
+        self, message: m.LoadAdapter | m.UnloadAdapter | m.Tune | m.GetStats | m.GetLive | m.Drain
+    ) -> m.Reply:
         if self._link is None or (self.ready is None):
             raise self.unavailable()
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
@@ -351,6 +366,9 @@ class EngineClient:
     def _became_ready(self, ready: m.Ready) -> None:
         self.ready, self.loading = ready, None
         self.residency.clear()
+        for name in self._published - self._wanted.keys():
+            self._gone(name)
+        self._published.clear()
         if self.vocabulary is not None:
             self._send(self.vocabulary)
         self._restoring = asyncio.create_task(self._restore(ready))
@@ -388,32 +406,3 @@ class EngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
-
-
-def startup_loads(config: EngineConfig) -> dict[str, m.LoadAdapter]:
-    """`--adapters` as calls, by name. Raises UserError."""
-    return {
-        name: m.LoadAdapter(
-            call_id=0,
-            name=name,
-            path=path,
-            expert_scaling=config.expert_scaling,
-            expert_b_layout=config.expert_b_layout,
-            pinned=name in config.pinned_adapters,
-        )
-        for name, path in startup_adapters(config)
-    }
-
-
-class CallRefused(UserError):
-    """The engine answered a call with an error of the caller's making."""
-
-    def __init__(self, message: str, status: int, field: str | None) -> None:
-        super().__init__(message, field)
-        self.status = status if status >= 400 else 400
-
-
-def _checked(reply: m.Reply) -> m.Reply:
-    if not reply.ok:
-        raise CallRefused(reply.error or "the engine gave no reason", reply.status, reply.field)
-    return reply

@@ -18,7 +18,8 @@ from api.dialects.anthropic import routes as anthropic
 from api.dialects.ollama import routes as ollama
 from api.dialects.openai import chat, completions
 from api.dialects.responses import routes as responses
-from api.endpoints import batches, files, models, page, probes, system
+from api.dialects.tinker import routes as tinker
+from api.endpoints import batches, files, fine_tuning, models, page, probes, system
 from api.endpoints.openapi import document
 from api.errors import ApiError
 from api.http.middleware import Callers
@@ -47,7 +48,7 @@ class Application(FastAPI):
             for route in filter(_takes_the_request_alone, routes):
                 assert isinstance(route, Route)
                 self._direct |= {(method, route.path): route.endpoint for method in route.methods or ()}
-        for family in (models, files, batches, system, probes, page):
+        for family in (models, files, batches, fine_tuning, tinker, system, probes, page):
             self.routes.extend(family.router().routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,7 +137,7 @@ def error_response(error: Exception, path: str) -> Response:
     api_error = as_api_error(error)
     if path.startswith("/v1/messages"):
         body = anthropic.error_body(api_error)
-    elif path.startswith("/api/"):
+    elif path.startswith("/api/") and not path.startswith("/api/v1/"):
         body = ollama.error_body(api_error)
     else:
         body = api_error.body()

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
-from api.batches.service import Batches
+from api.batches.service import PURPOSES, Batches
 from api.batches.store import Store
 from api.errors import ApiError, bad_request, shortened
 from api.http.handling import service_of, tenant_of
@@ -36,7 +36,7 @@ _FORM: dict[str, Any] = {
                             "format": "binary",
                             "description": "a line of JSON for each request",
                         },
-                        "purpose": {"const": "batch"},
+                        "purpose": {"enum": list(PURPOSES)},
                         "expires_after[anchor]": {"const": "created_at"},
                         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
                     },

@@ -39,6 +39,7 @@ from api.text.segments import Layout
 from api.text.stops import StopStrings
 from api.text.tokenizer import Tokenizer
 from api.tracing import Tracing
+from api.tuning.service import Tuning
 from engine import messages as m
 from scheduler.request import SamplingParams
 
@@ -66,6 +67,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     batches: Batches | None = None  # with --data-dir
     answering: asyncio.Task[None] | None = None  # the batches' lines
+    tuning: Tuning | None = None  # with --fine-tuning
+    training: asyncio.Task[None] | None = None  # its jobs
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.config.max_body_bytes, self.config.body_timeout_s)
@@ -73,16 +76,22 @@ class Service:
         self.metrics.serves, self.client.on_unloaded = self.client.serves, self.metrics.unloaded
 
     async def stop_answering(self) -> None:
-        """End the work on batches; the next start goes on with it."""
-        if self.answering is not None:
-            self.answering.cancel()
-            await asyncio.wait({self.answering})
+        """End the work on batches and fine-tuning jobs; the next start goes on with it."""
+        tasks = {task for task in (self.answering, self.training) if task is not None}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     @property
     def ready(self) -> m.Ready:
         if self.client.ready is None:
             raise self.client.unavailable()
         return self.client.ready
+
+    def keys_named(self, tenant: str) -> Tenant | None:
+        """The tenant of that name, by the keys of now."""
+        return self.keys.named(tenant)
 
     # ---- models
 
@@ -91,15 +100,15 @@ class Service:
         tenant's default. Raises ApiError 404 that lists what the tenant may see (what it may not is as unknown); 400 if
         none is named and the base is hidden; EngineUnavailable while adapters may still be loading."""
         base = self.ready.model_name
-        if not model and tenant.default_model is None and not tenant.sees(base):
+        if not model and tenant.default_model is None and not self.sees(tenant, base):
             raise bad_request("model: name one of those that /v1/models lists", "model")
         name = model or tenant.default_model or base
         for known in (name, name.removeprefix(f"{base}:")):
-            if tenant.sees(known) and known == base:
+            if self.sees(tenant, known) and known == base:
                 return None
-            if tenant.sees(known) and known in self.client.adapters:
+            if self.sees(tenant, known) and known in self.client.adapters:
                 return known
-        if self.client.health != "ready":
+        if self.client.health != "ready" or (self.sees(tenant, name) and self.owner(name) is not None):
             raise self.client.unavailable()
         names = ", ".join(repr(entry["id"]) for entry in self.models(tenant)) or "none"
         raise ApiError(
@@ -134,8 +143,17 @@ class Service:
                 **held(name),
             }
             for name, root in roots.items()
-            if tenant.sees(name)
+            if self.sees(tenant, name)
         ]
+
+    def owner(self, model: str) -> str | None:
+        """The tenant that has trained it here; None: nobody."""
+        return None if self.tuning is None else self.tuning.owners.get(model)
+
+    def sees(self, tenant: Tenant, model: str) -> bool:
+        """A model that was trained here is its tenant's alone."""
+        owner = self.owner(model)
+        return tenant.sees(model) if owner is None else owner == tenant.name
 
     # ---- prompts
 

@@ -52,6 +52,9 @@ class _Entry(BaseModel):
     priority_ceiling: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     max_context: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    fine_tuning_jobs: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    fine_tuning_tokens: _Limit | None = None
+    fine_tuned_models: Annotated[int, Field(ge=0, le=2**31)] | None = None
 
     def tenant(self, name: str) -> Tenant:
         limits = self.model_dump(exclude={"keys", "models"})

@@ -16,6 +16,8 @@ from api.tenants.hashes import HashedKey, id_of
 from api.tenants.record import Tenant
 from engine.errors import UserError
 
+_TINKER = b"tml-"
+
 
 class Keys:
     """Parsed `--api-key` values and a tenants file's hashes. Keys are kept as digests alone. A key without a tenant's
@@ -68,10 +70,18 @@ class Keys:
         return {model for tenant in self.tenants for model in tenant.models or ()}
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """Whom an Authorization header stands for. Raises ApiError 401."""
+        """Whom an Authorization header stands for. Tinker's clients take no key without their own prefix: it may stand
+        before any. Raises ApiError 401."""
         if not self.required:
             return Tenant()
         given = _bearer(authorization)
+        found = self._tenant(given) or (self._tenant(given[len(_TINKER) :]) if given.startswith(_TINKER) else None)
+        if found is None:
+            what = "unknown API key" if given else "no API key: send 'Authorization: Bearer KEY'"
+            raise ApiError(401, what, code="invalid_api_key")
+        return found
+
+    def _tenant(self, given: bytes) -> Tenant | None:
         stored = self._by_id.get(id_of(given) or "")
         if stored is not None and stored.matches(given):
             return self._stored[stored]
@@ -79,9 +89,6 @@ class Keys:
         for known, tenant in self._tenants:  # all of them, so that the time tells nothing
             if hmac.compare_digest(known, digest):
                 found = tenant
-        if found is None:
-            what = "unknown API key" if given else "no API key: send 'Authorization: Bearer KEY'"
-            raise ApiError(401, what, code="invalid_api_key")
         return found
 
     def named(self, name: str) -> Tenant | None:

@@ -12,6 +12,8 @@ class Tenant:
 
     `queue_share` is the part of `--max-queue` that its waiting requests may take. `priority_ceiling` is the smallest
     priority that a request may name (smaller runs first). Tenants with equal `cache_salt` share their prefix cache.
+    `fine_tuning_jobs`: that have not ended; `fine_tuning_tokens`: that one job trains on, all epochs together;
+    `fine_tuned_models`: that are kept, checkpoints included.
     `background`: asks for its batches, not for itself.
     """
 
@@ -26,6 +28,9 @@ class Tenant:
     priority_ceiling: int | None = None
     max_context: int | None = None
     cache_salt: str | None = None
+    fine_tuning_jobs: int | None = None
+    fine_tuning_tokens: int | None = None
+    fine_tuned_models: int | None = None
     background: bool = False
 
     def sees(self, model: str) -> bool:

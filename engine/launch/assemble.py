@@ -156,6 +156,7 @@ def _assemble(
         profiler=profiler,
         read_bandwidth=bandwidth,
         disk=disk,
+        training_share=config.training_share,
     )
 
 

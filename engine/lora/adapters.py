@@ -116,6 +116,31 @@ class Adapters:
         version = self._versions[key] = Version(key, name, path, expert_scaling, expert_b_layout, call_id, pinned)
         self._loader.load(LoadJob(version, replaces=old))
 
+    def adopt(self, name: str, weights: AdapterWeights) -> bool:
+        """`weights` are the newest version of `name` from now on, of no file: they stay in host memory until the next
+        version, or until they are unloaded. Requests that have the old version keep it. False, and nothing has changed,
+        while copies into slots leave no room. UserError: bad name, a load of it in progress, or never room."""
+        check_call(name, "/", None, None, self._base_name)
+        if self._find(name, AdapterStatus.LOADING):
+            raise UserError(f"adapter {name!r} is being loaded; wait for it", "lora_name")
+        if weights.experts and self._no_expert_lora:
+            raise UserError(self._no_expert_lora, "lora_name")
+        if failed := self._find(name, AdapterStatus.FAILED):
+            del self._versions[failed.key]
+        old = self._ready.get(name)
+        key = AdapterKey(old.key.uid, old.key.version + 1) if old else AdapterKey(next(self._uids), 1)
+        version = Version(key, name, "", None, None, 0, pinned=True)
+        if not self._loader.adopt(version, weights, old):
+            return False
+        self._versions[key] = version
+        if old is not None:
+            self._retire(name)
+        version.become_ready(weights, "")
+        self._loader.touch(version)
+        self._ready[name] = version
+        self._moved(version)
+        return True
+
     def fill(self, load: SlotLoad) -> None:
         """Copy a version into a slot, which loses what it held; `SlotFilled` or `SlotFailed` follows. A version that
         is not in host memory is loaded again first."""

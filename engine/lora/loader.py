@@ -119,6 +119,16 @@ class Loader:
         self._held.pop(version.key, None)
         self._held[version.key] = None
 
+    def adopt(self, version: Version, weights: AdapterWeights, replaces: Version | None) -> bool:
+        """Make room for weights that are in memory already; False if there is none until copies into slots are made.
+        UserError if they never fit."""
+        element = self._budget.element_bytes
+        size = AdapterSize(weights.num_bytes, weights.slot_bytes(element), weights.gpu_bytes(element))
+        if not self._make_room(LoadJob(version, replaces=replaces), size):
+            return False
+        version.size = size
+        return True
+
     def drop(self, version: Version) -> None:
         version.weights = None
         self._held.pop(version.key, None)

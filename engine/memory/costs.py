@@ -10,6 +10,7 @@ from engine.architectures.parts.mlp import FLOAT32_MODULES
 
 _BF16, _F32 = 2, 4
 TYPICAL_RANK = 16  # of an adapter, where none is known
+LOGIT_ROWS = 128  # that training makes at a time
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 
 
@@ -50,6 +51,18 @@ def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
     return (
         _BF16 * 3 * len(config.sparse_layers) * config.num_experts * (config.hidden_size + config.moe_intermediate_size)
     )
+
+
+def training_bytes(config: ModelConfig, tokens: int) -> int:
+    """Of a micro-batch beside serving (`training/service`): each layer's input, what a layer's forward keeps for its
+    backward and the gradients of that, and the logits of `LOGIT_ROWS` rows, a few copies; float32."""
+    inputs = config.num_hidden_layers * config.hidden_size * _F32
+    return tokens * (inputs + 2 * buffer_row_bytes(config)) + logits_bytes(config, LOGIT_ROWS)
+
+
+def training_run_bytes(config: ModelConfig, rank: int) -> int:
+    """A run on attention and every expert: masters, gradients and two moments, float32."""
+    return 4 * _F32 // _BF16 * rank * adapter_bytes_per_rank(config)
 
 
 def file_bytes(path: str) -> int:

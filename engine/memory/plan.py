@@ -20,6 +20,8 @@ from engine.memory.costs import (
     file_bytes,
     loading_bytes,
     logits_bytes,
+    training_bytes,
+    training_run_bytes,
 )
 from engine.memory.items import DevicePlan, Item, Kind
 from engine.memory.limits import Memory
@@ -146,6 +148,11 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     items.append(Item(main.name, Kind.STEP, f"step buffers, {rows} tokens", buffers, step))
     if stated and inputs.scratch is not None:
         items.append(Item(cpu.name, Kind.STEP, f"expert scratch, {rows} tokens", inputs.scratch(rows)))
+    if config.fine_tuning:
+        tokens, run = config.training_tokens, training_run_bytes(source.config, TYPICAL_RANK)
+        batch = training_bytes(source.config, tokens)
+        items.append(Item(cpu.name, Kind.STEP, f"training micro-batch, {tokens} tokens", batch))
+        items.append(Item(cpu.name, Kind.ADAPTERS, f"a training run of rank {TYPICAL_RANK}", run))
     items.append(Item(cpu.name, Kind.OTHER, "while loading, one layer", loading_bytes(source.config)))
     devices = [cpu] if inputs.gpu is None else [inputs.gpu, cpu]
     items += [Item(d.name, Kind.OTHER, "reserve", reserve_bytes(d)) for d in devices]

@@ -117,6 +117,10 @@ def _bandwidth(config: EngineConfig, source: WeightSource, placement: Placement)
     return "" if counted else "the native kernels, whose reads are counted, compute no experts here"
 
 
+def _training(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    return "" if config.fine_tuning else "nothing is trained without --fine-tuning"
+
+
 _RULES: dict[str, _Rule] = {
     "measure_bandwidth": _bandwidth,
     "quantise": _quantise,
@@ -135,4 +139,6 @@ _RULES: dict[str, _Rule] = {
     "max_adapter_rank": _slots,
     "expert_backend": _expert_backend,
     "tensor_parallel_sums": _sums,
+    "training_share": _training,
+    "training_tokens": _training,
 }

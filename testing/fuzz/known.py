@@ -30,11 +30,21 @@ class Known:
         if path == "/lora-adapters":
             return [{**each, "id": 0} for each in body]
         if path == "/v1/batches":
-            return {**body, "input_file_id": self._file}
+            return {**body, "input_file_id": self._batch_file}
+        if path == "/v1/fine_tuning/jobs":
+            return {**body, "training_file": self._training_file, "validation_file": None}
         return body
 
     @cached_property
-    def _file(self) -> str:
-        file = ("a.jsonl", json.dumps(_LINE).encode() + b"\n")
-        answer = self._client.post("/v1/files", data={"purpose": "batch"}, files={"file": file})
+    def _batch_file(self) -> str:
+        return self._uploaded("batch", _LINE)
+
+    @cached_property
+    def _training_file(self) -> str:
+        """Which no job learns anything from."""
+        return self._uploaded("fine-tune", {})
+
+    def _uploaded(self, purpose: str, line: dict[str, Any]) -> str:
+        file = ("a.jsonl", json.dumps(line).encode() + b"\n")
+        answer = self._client.post("/v1/files", data={"purpose": purpose}, files={"file": file})
         return str(answer.raise_for_status().json()["id"])

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from api.client import client as client_module
-from api.client.client import EngineClient, startup_loads
+from api.client.calls import startup_loads
+from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable, Inbox, OpenRequest, merged
 from engine import messages as m
 from engine.config import EngineConfig

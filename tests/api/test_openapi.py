@@ -46,6 +46,7 @@ ANSWERED = (
     "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show", "/api/pull", "/tokenize", "/detokenize",
     "/apply-template", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter",
     "/unload_lora_adapter", "/lora-adapters", "/v1/files", "/v1/batches",
+    "/v1/fine_tuning/jobs",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ ANSWERED = (
 def whole(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with all endpoints, asked with the admin key."""
     folder = tmp_path_factory.mktemp("whole")
-    flags = ("--adapters", "reverse=/fake/reverse", "--admin-key", "admin", "--allow-any-adapter-path")
+    flags = ("--adapters", "reverse=/fake/reverse", "--admin-key", "admin", "--allow-any-adapter-path", "--fine-tuning")
     with serving(model_dir, folder, *flags, "--data-dir", str(folder / "data"), key="admin") as running:
         yield running
 

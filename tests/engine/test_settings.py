@@ -34,7 +34,7 @@ ALWAYS = {
     "rules", "device", "attention_backend", "linear_backend", "max_num_seqs", "max_num_batched_tokens",
     "kv_cache_tokens", "kv_cache_memory", "kv_cache_dtype", "kv_disk", "prefix_caching", "max_queue", "itl_target_ms",
     "overlap", "seed", "speculate", "profile_dir", "force_memory_plan", "deterministic", "check_integrity",
-    "tensor_parallel",
+    "tensor_parallel", "fine_tuning",
 }  # fmt: skip
 # Setting -> (settings with which it has its effect, settings with which it has none)
 SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -57,6 +57,8 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapter_memory": ({"adapter_memory": "1GiB"}, {"adapter_memory": "1GiB", "max_adapter_slots": 0}),
     "max_adapter_rank": ({"max_adapter_rank": 8}, {"max_adapter_rank": 8, "max_adapter_slots": 0}),
     "expert_backend": ({"expert_backend": "native"}, {}),
+    "training_share": ({"training_share": 0.2, "fine_tuning": True}, {"training_share": 0.2}),
+    "training_tokens": ({"training_tokens": 64, "fine_tuning": True}, {"training_tokens": 64}),
     "tensor_parallel_sums": ({}, {"tensor_parallel_sums": "peers"}),
 }
 REFUSED = [

@@ -418,3 +418,11 @@ def test_models_without_states_have_none(source: WeightSource) -> None:
     made = plan(source)
     assert (made.num_states, made.num_snapshots) == (0, 0)
     assert [label.partition(",")[0] for label in kept(made)] == ["KV cache"]
+
+
+def test_training_is_planned_for(source: WeightSource) -> None:
+    """Its micro-batch and a run take their part before the KV cache gets one."""
+    without, with_it = (plan(source, fine_tuning=on, training_tokens=512) for on in (False, True))
+    labels = {item.label for item in with_it.items} - {item.label for item in without.items}
+    assert {"training micro-batch, 512 tokens", "a training run of rank 16"} <= labels
+    assert with_it.kv_tokens <= without.kv_tokens

@@ -1,0 +1,1 @@
+"""Tinker's training API: orders to tuning runs by HTTP, answered by futures that clients wait for."""

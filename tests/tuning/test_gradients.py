@@ -1,0 +1,71 @@
+"""Loss and gradients over the served weights equal those of transformers' model with PEFT, for each family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora.layer import LoraLayer
+
+from engine.errors import UserError
+from engine.tuning import Batch, OpenRun
+from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
+from tests.training.models import ours
+from tests.tuning.conftest import Tuning, sample
+from training.layer import ExpertsLoraLayer
+from training.loop.load import load_adapter
+from training.loop.save import layer_of, module_name
+
+LATENT = tuple(name for name in PLAIN_EXPERTS if name.startswith("deepseek"))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By the names that a run gives its parameters."""
+    found = {}
+    for path, module in model.named_modules():
+        name = module_name(path)
+        if isinstance(module, ExpertsLoraLayer):
+            for matrix, parameter in module.lora("default").named_parameters():
+                found[f"model.layers.{layer_of(name)}.mlp.experts.{matrix}"] = parameter.grad
+        elif isinstance(module, LoraLayer) and "default" in module.lora_A:
+            for half in ("A", "B"):
+                found[f"{name}.lora_{half.lower()}"] = getattr(module, f"lora_{half}")["default"].weight.grad
+    return found
+
+
+@pytest.mark.parametrize("family", [name for name in PLAIN_EXPERTS if name not in LATENT])
+def test_gradients_are_those_of_peft(family: str, tmp_path: Path):
+    save_hf(tiny_model(family=family), tmp_path)
+    tuning = Tuning(tmp_path)
+    tuning.ask(OpenRun(rank=4, alpha=8.0))
+    adapter = tuning.engine.core.tuner._runs["run"].adapter
+    with torch.no_grad():
+        for name, parameter in adapter.parameters.items():
+            if name.endswith("_b"):
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    texts = [sample(n, 9 + n) for n in range(3)]
+    loss = tuning.ask(Batch(texts)).metrics["loss"]
+
+    model = ours(tmp_path)
+    load_adapter(model, adapter.weights("peft"))
+    wanted = torch.zeros(())
+    for text in texts:
+        logits = model(torch.tensor([text.tokens])).logits[0]
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(text.targets)[:, None])[:, 0]
+        wanted = wanted - (chosen * torch.tensor(text.numbers["weights"])).sum()
+    wanted.backward()
+    assert loss == pytest.approx(float(wanted.detach()), rel=1e-4)
+    expected = gradients(model)
+    assert set(expected) == set(adapter.parameters)
+    for name, parameter in adapter.parameters.items():
+        size = float(expected[name].abs().max()) + 1e-3
+        assert float((parameter.grad - expected[name]).abs().max()) < 2e-3 * size, name
+    tuning.engine.close()
+
+
+@pytest.mark.parametrize("family", [*LATENT, "gpt_oss"])
+def test_models_that_are_not_trained_are_refused_by_name(family: str, tmp_path: Path):
+    save_hf(tiny_model(family=family), tmp_path)
+    with pytest.raises(UserError, match=r"grouped-query|biases"):
+        Tuning(tmp_path)

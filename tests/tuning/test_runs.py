@@ -1,0 +1,140 @@
+"""Tinker's runs without an engine: the order of orders, runs that go to disk, and bodies that are no messages."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.dialects.tinker.runs import Runs
+from api.dialects.tinker.wire import Sampled, forward_backward_output, read_forward_backward, sample_response
+from api.errors import ApiError
+from api.tenants.record import Tenant
+from engine.tuning import Batch, CloseRun, OpenRun, OptimStep, Order, Sample, SaveRun, Tuned
+
+TENANT = Tenant("team")
+BATCH = Batch([Sample([1], [2], {"weights": [1.0]})])
+
+
+class Engine:
+    """Notes what it is told."""
+
+    restarts = 0
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Order]] = []
+
+    async def tune(self, run: str, order: Order) -> Tuned:
+        self.told.append((run.rpartition(":")[2], order))
+        number = float(len(self.told))
+        await asyncio.sleep(0)
+        return Tuned({"number": number})
+
+
+class Folder:
+    """What Runs ask of the server's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.batches, self.folder, self.owners = self, folder, dict[str, str]()
+
+    async def in_thread(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+async def opened(runs: Runs, number: int) -> Any:
+    record = runs.new(TENANT, "s-0123456789abcdef", number, "demo", 4, ("mlp",))
+    await runs.open(TENANT, record, 0, None)
+    return runs.run(TENANT, record.id)
+
+
+async def done(tuned: Tuned) -> dict[str, Any]:
+    return {"number": tuned.metrics["number"]}
+
+
+def test_orders_are_worked_by_their_numbers(tmp_path: Path):
+    async def check() -> None:
+        engine = Engine()
+        runs = Runs(engine, Folder(tmp_path))  # type: ignore[arg-type]
+        run = await opened(runs, 0)
+        steps = [OptimStep(float(n)) for n in range(1, 6)]
+        keys = {n: runs.order(TENANT, run, n, steps[n - 1], done) for n in (3, 2, 5, 1, 4)}
+        assert runs.order(TENANT, run, 3, steps[2], done) == keys[3], "the same request again"
+        answers = [await runs.fetch(TENANT, keys[n]) for n in range(1, 6)]
+        assert answers == [{"number": n + 1.0} for n in range(1, 6)]
+        assert [order for _, order in engine.told[1:]] == steps
+        with pytest.raises(ApiError, match="seq_id"):
+            runs.order(TENANT, run, 10**6, steps[0], done)
+        with pytest.raises(ApiError):
+            await runs.fetch(Tenant("other"), keys[1])
+
+    asyncio.run(check())
+
+
+def test_idle_runs_go_to_disk_and_come_back(tmp_path: Path):
+    """But for one with gradients that no step has used."""
+
+    async def check() -> None:
+        engine = Engine()
+        runs = Runs(engine, Folder(tmp_path), idle_s=-1.0)  # type: ignore[arg-type]
+        idle, learning = await opened(runs, 0), await opened(runs, 1)
+        assert [type(order) for run, order in engine.told if run == "0"] == [OpenRun, SaveRun, CloseRun]
+        await runs.fetch(TENANT, runs.order(TENANT, learning, 1, BATCH, done))
+        await opened(runs, 2)
+        assert not learning.on_disk and idle.on_disk
+        keys = [runs.order(TENANT, idle, n, order, done) for n, order in ((1, BATCH), (2, OptimStep(1.0)))]
+        answers = [await runs.fetch(TENANT, key) for key in keys]
+        assert all("number" in (answer or {}) for answer in answers)
+        told = [order for run, order in engine.told if run == "0"][3:]
+        assert [type(order) for order in told] == [OpenRun, Batch, OptimStep]
+        assert told[0].state == engine.told[1][1].state
+
+    asyncio.run(check())
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_message_is_refused(data: bytes):
+    with pytest.raises(ApiError):
+        read_forward_backward(data)
+
+
+def test_messages_are_those_of_the_client():
+    pb2 = pytest.importorskip("tinker.proto.tinker_public_pb2")
+    from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+    asked = pb2.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo", forward_only=True)
+    asked.loss_fn_config["clip_low_threshold"] = 0.5
+    item = asked.data.add()
+    for part in ([1, 2], [300]):
+        item.model_input.add().encoded_text.tokens = array("i", part).tobytes()
+    for name, kind, values in (
+        ("target_tokens", "q", [2, 300, 5]), ("logprobs", "f", [0.5, 1, 2]), ("advantages", "f", [1, -1, 0]),
+    ):  # fmt: skip
+        tensor = item.loss_fn_inputs[name]
+        tensor.dense, tensor.dtype = array(kind, values).tobytes(), 2 if kind == "q" else 1
+        tensor.shape.append(3)
+    whole = asked.SerializeToString()
+    read = read_forward_backward(whole)
+    numbers = {"logprobs": [0.5, 1.0, 2.0], "advantages": [1.0, -1.0, 0.0]}
+    assert (read.model_id, read.seq_id, read.loss, read.forward_only) == ("m", 7, "ppo", True)
+    assert read.settings == {"clip_low_threshold": 0.5}
+    assert read.samples == [Sample([1, 2, 300], [2, 300, 5], numbers)]
+    for end in range(1, len(whole) - 1):
+        try:
+            read_forward_backward(whole[:end])
+        except ApiError:
+            continue
+
+    logprobs = [array("f", values).tobytes() for values in ([-1.0, -2.0], [-3.0])]
+    output = deserialize_forward_backward_output(forward_backward_output(logprobs, {"loss:sum": 2.5}))
+    assert [each["logprobs"].data for each in output.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
+    assert output.metrics == {"loss:sum": 2.5}
+    samples = [Sampled([1, 2], [-1.0, -2.0], True, [float("nan"), -0.5], [[], [(9, -0.5)]], 1), Sampled([3], [-3.0])]
+    found = deserialize_sample_response(sample_response(samples, 2))
+    assert [sequence.tokens for sequence in found.sequences] == [[1, 2], [3]]
+    assert [sequence.stop_reason for sequence in found.sequences] == ["stop", "length"]
+    assert found.prompt_cache_hit_tokens == 1

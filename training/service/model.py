@@ -1,0 +1,255 @@
+"""The served decoder, forward and back: its own layers, with parts that autograd can go through.
+
+Of a micro-batch, forward keeps each layer's input; backward computes a layer again from it, with gradients. Between
+two layers other work may run: nothing here is in the memory of serving steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+
+from engine.attention.base import BatchLayout
+from engine.errors import UserError
+from engine.experts.capabilities import NativeTasks, PackedWeights
+from engine.experts.native import NativeExperts
+from engine.linear.base import Linear
+from engine.model.attention import Attention, GroupedQueryAttention
+from engine.model.causal_lm import CausalLM, Layer
+from engine.model.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
+from engine.model.step import StepInput
+from engine.ops.base import TorchOps, rms_norm
+from engine.tuning import Sample
+from native import _native
+from training.experts.base import TrainableExperts, refuse_untrainable
+from training.experts.native import trainable_layers
+from training.service.adapter import TrainableAdapter
+from training.service.losses import Numbers, counted, loss_of
+from training.service.parts import Logprobs, TrainedAttention, TrainedLinear, TrainedRows
+
+
+@dataclass
+class Part:
+    """Samples of one run in a micro-batch, whole groups of its loss. `adapter` None: the base. Filled: `loss`, their
+    sum; `hits`, how many targets that it counts are the model's first choice; `logprobs` of each sample's targets, 0
+    where `all_targets` is False and the loss does not count them."""
+
+    adapter: TrainableAdapter | None
+    samples: Sequence[Sample]
+    loss_fn: str
+    settings: dict[str, float]
+    learn: bool
+    group: int = 1
+    all_targets: bool = True
+    loss: float = 0.0
+    hits: int = 0
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples)
+
+
+@dataclass
+class _Sparse:
+    mlp: SparseMlp
+    experts: TrainableExperts
+    top_k: int
+
+    def output(self, ops: TorchOps, x: torch.Tensor, rows: TrainedRows) -> torch.Tensor:
+        mlp = self.mlp
+        weights, ids = ops.route(mlp.gate(x.float(), rows), self.top_k, mlp.router, mlp.bias)
+        loras = {slot: adapter.experts[mlp.layer] for slot, adapter in rows.adapters.items() if adapter.experts}
+        slots = rows.slots
+        if len(loras) < len(rows.adapters):
+            slots = torch.where(torch.isin(slots, torch.tensor(list(loras), dtype=slots.dtype)), slots, 0)
+        out = self.experts.forward(x.contiguous(), ids, weights.contiguous(), slots, loras)
+        if mlp.shared is None:
+            return out
+        return SharedExpert.add(ops, out, *mlp.shared.output(ops, x, rows))
+
+
+@dataclass
+class _Layer:
+    """As `engine.model.causal_lm.Layer`."""
+
+    served: Layer
+    attention: Attention
+    mlp: DenseMlp | _Sparse
+
+    def __call__(self, ops: TorchOps, residual: torch.Tensor, step: StepInput, rows: TrainedRows) -> torch.Tensor:
+        x = rms_norm(residual, self.served.input_norm, ops.eps)
+        residual = residual + self.attention.output(ops, x, step)
+        x = rms_norm(residual, self.served.post_norm, ops.eps)
+        if isinstance(self.mlp, _Sparse):
+            return residual + self.mlp.output(ops, x, rows)
+        return residual + self.mlp.output(ops, x, rows, None)
+
+
+class ServedModel:
+    """`linears`: shapes [out, in] of the projections that an adapter can be trained on, by module name. UserError for a
+    model, or backends of it, that cannot be trained."""
+
+    def __init__(self, model: CausalLM) -> None:
+        refuse_untrainable(model.config, "--fine-tuning")
+        if model.group.size > 1 or model.device.type != "cpu":
+            raise UserError("--fine-tuning trains on a CPU, without --tensor-parallel", "fine_tuning")
+        self._model, self._ops = model, TorchOps(model.config.rms_norm_eps)
+        self._experts, self._pool = _experts_of(model)
+        self._names = {id(linear): name for name, linear in model.linears.items()}
+        self._attention: dict[int | None, TrainedAttention] = {}
+        self.linears: dict[str, tuple[int, int]] = {}
+        self._layers = [self._layer(layer) for layer in model.layers]
+        self._head = self._linear(model.lm_head, "lm_head")
+        del self.linears["lm_head"]
+
+    @property
+    def vocabulary(self) -> int:
+        return self._model.config.vocab_size
+
+    @property
+    def threads(self) -> int:
+        """Of the pool that computes the experts."""
+        return self._pool.threads
+
+    # ---- a micro-batch
+
+    def compute(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Fills the parts, and adds gradients to those adapters that learn. A piece at each `next`: a layer, or the
+        head. A part whose loss is no number adds none."""
+        ids, step, rows = self._step(parts)
+        x = self._model.embed(ids)
+        inputs: list[torch.Tensor] = []
+        for layer in self._layers:
+            inputs.append(x)
+            with torch.no_grad():
+                self._plan(step)
+                x = layer(self._ops, x, step, rows)
+            yield
+        gradient = self._losses(parts, x)
+        yield
+        if gradient is None:
+            return
+        for layer in reversed(self._layers):
+            x = inputs.pop().detach().requires_grad_()
+            with torch.enable_grad():
+                self._plan(step)
+                y = layer(self._ops, x, step, rows)
+                torch.autograd.backward(y, gradient)
+            assert x.grad is not None
+            gradient = x.grad
+            yield
+
+    def _step(self, parts: Sequence[Part]) -> tuple[torch.Tensor, StepInput, TrainedRows]:
+        samples = [sample for part in parts for sample in part.samples]
+        lengths = [len(sample.tokens) for sample in samples]
+        ids = torch.tensor([token for sample in samples for token in sample.tokens])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        ranges, slots, start = [], [], 0
+        for slot, part in enumerate(parts, 1):
+            ranges.append((slice(start, start + part.tokens), part.adapter))
+            slots += [slot if part.adapter is not None else 0] * part.tokens
+            start += part.tokens
+        rows = TrainedRows(torch.tensor(slots, dtype=torch.int32), [], None, ranges, lengths)
+        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        batch = BatchLayout(starts, lengths, [], positions, torch.empty(0, dtype=torch.int64))
+        return ids, StepInput(ids, batch, rows), rows
+
+    def _plan(self, step: StepInput) -> None:
+        for attention in self._attention.values():
+            attention.plan(step.batch)
+
+    def _losses(self, parts: Sequence[Part], x: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of all losses by the last layer's output [T, H]; None if nobody learns."""
+        final = x.detach().requires_grad_()
+        with torch.enable_grad():
+            hidden = rms_norm(final, self._model.final_norm, self._ops.eps)
+            places, targets, start = [], [], 0
+            kept: list[list[int]] = []
+            for part in parts:
+                for sample in part.samples:
+                    where = range(len(sample.tokens)) if part.all_targets else counted(sample, part.loss_fn)
+                    kept.append(list(where))
+                    places += [start + place for place in kept[-1]]
+                    targets += [sample.targets[place] for place in kept[-1]]
+                    start += len(sample.tokens)
+            found, hits = hidden.new_zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.bool)
+            if places:
+                found, hits = Logprobs.apply(self._head, hidden[places], torch.tensor(targets))  # type: ignore[no-untyped-call]
+            sizes = [len(where) for where in kept]
+            of_sample = zip(torch.split(found, sizes), torch.split(hits, sizes), kept, strict=True)
+            total = torch.zeros(())
+            for part in parts:
+                loss = self._loss(part, list(islice(of_sample, len(part.samples))))
+                part.loss = float(loss.detach())
+                if part.learn and part.loss == part.loss and abs(part.loss) != float("inf"):
+                    total = total + loss
+            if not total.requires_grad:
+                return None
+            return torch.autograd.grad(total, final)[0]
+
+    @staticmethod
+    def _loss(part: Part, found: Sequence[tuple[torch.Tensor, torch.Tensor, list[int]]]) -> torch.Tensor:
+        """`found`: of each sample the log-probabilities and hits at some places."""
+        numbers: list[Numbers] = []
+        for sample, (logprobs, hits, where) in zip(part.samples, found, strict=True):
+            whole, hit = torch.zeros(len(sample.tokens)), torch.zeros(len(sample.tokens), dtype=torch.bool)
+            whole[where], hit[where] = logprobs.detach(), hits
+            part.logprobs.append(whole)
+            part.hits += int(hit[counted(sample, part.loss_fn)].sum())
+            numbers.append({name: torch.tensor(values)[where] for name, values in sample.numbers.items()})
+        loss = torch.zeros(())
+        for first in range(0, len(part.samples), part.group):
+            group = slice(first, first + part.group)
+            loss = loss + loss_of(part.loss_fn, part.settings, [lp for lp, _, _ in found[group]], numbers[group])
+        return loss
+
+    # ---- its parts
+
+    def _layer(self, layer: Layer) -> _Layer:
+        return _Layer(layer, self._attention_of(layer.attention), self._mlp(layer.mlp))
+
+    def _attention_of(self, attention: Attention) -> Attention:
+        if not isinstance(attention, GroupedQueryAttention) or attention.spec.sinks:
+            raise UserError(
+                "--fine-tuning trains models with grouped-query attention without sinks; this one has other layers",
+                "fine_tuning",
+            )
+        window = attention.spec.window
+        backend = self._attention.setdefault(window, TrainedAttention(window))
+        q, k, v, o = (self._linear(linear) for linear in (attention.q, attention.k, attention.v, attention.o))
+        return replace(attention, q=q, k=k, v=v, o=o, backend=backend, joined=None)
+
+    def _mlp(self, mlp: Mlp) -> DenseMlp | _Sparse:
+        if isinstance(mlp, DenseMlp):
+            return self._dense(mlp)
+        assert isinstance(mlp, SparseMlp)
+        shared = mlp.shared
+        if shared is not None:
+            gate = None if shared.gate is None else self._linear(shared.gate)
+            shared = SharedExpert(self._dense(shared.mlp), gate)
+        made = replace(mlp, gate=self._linear(mlp.gate), shared=shared)
+        return _Sparse(made, self._experts[mlp.layer], mlp.task.buffers.ids.shape[1])
+
+    def _dense(self, mlp: DenseMlp) -> DenseMlp:
+        return DenseMlp(*(self._linear(linear) for linear in (mlp.gate, mlp.up, mlp.down)))
+
+    def _linear(self, served: Linear, name: str | None = None) -> TrainedLinear:
+        name = name or self._names[id(served)]
+        made = TrainedLinear(name, served, self._pool)
+        self.linears[name] = made.shape
+        return made
+
+
+def _experts_of(model: CausalLM) -> tuple[dict[int, TrainableExperts], _native.WorkerPool]:
+    """By layer, over the packed weights that serving reads, and the pool that computes them."""
+    backends = model.expert_backends
+    if len(backends) != 1 or not isinstance(backends[0], NativeExperts):
+        raise UserError("--fine-tuning needs the native expert backend for all layers", "fine_tuning")
+    tasks = backends[0].capability(NativeTasks)
+    if tasks is None or backends[0].capability(PackedWeights) is None:
+        raise UserError("--fine-tuning needs experts whose packed weights can be read", "fine_tuning")
+    return dict(trainable_layers(backends[0], model.config)), tasks.pool

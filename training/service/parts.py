@@ -1,0 +1,175 @@
+"""The served model's projections and attention, differentiable, over the very weights that serving reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.base import AttentionBackend, BatchLayout
+from engine.errors import EngineError, UserError
+from engine.linear.base import Linear, LoraBatch
+from engine.linear.native import NativeLinear
+from engine.lora.adapter import LoraPair
+from engine.memory.costs import LOGIT_ROWS
+from training.service.adapter import TrainableAdapter
+
+if TYPE_CHECKING:
+    from native import _native
+
+_CHUNK = 1 << 20  # weights that are unpacked at once
+
+
+@dataclass(frozen=True)
+class TrainedRows(LoraBatch):
+    """T rows of several adapters: `ranges` of rows and the adapter that acts on them. `slots` number the adapters from
+    1; 0: the base."""
+
+    ranges: Sequence[tuple[slice, TrainableAdapter | None]] = field(default_factory=tuple)
+    lengths: Sequence[int] = ()  # of the texts, one behind the other
+
+    @property
+    def adapters(self) -> Mapping[int, TrainableAdapter]:
+        return {slot: adapter for slot, (_, adapter) in enumerate(self.ranges, 1) if adapter is not None}
+
+
+class TrainedLinear(Linear):
+    """y = x W^T (+ bias) by the served projection; backward unpacks W some rows at a time. The LoRA of each row's
+    adapter is float32 and added before rounding. UserError for a projection whose weights cannot be read."""
+
+    def __init__(self, name: str, served: Linear, pool: _native.WorkerPool) -> None:
+        self.name, self._served, self._pool = name, served, pool
+        if isinstance(served, NativeLinear):
+            self.shape = served.out_features, served.in_features
+        elif served.plain is not None:
+            self.shape = served.plain.shape[0], served.plain.shape[1]
+        else:
+            raise UserError(
+                f"{name}: --fine-tuning needs native projections on a CPU; this one is {type(served).__name__}",
+                "fine_tuning",
+            )
+
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        y: torch.Tensor = _Product.apply(self, x)  # type: ignore[no-untyped-call]
+        if not isinstance(lora, TrainedRows):
+            return y
+        parts = [self._added(y[rows], x[rows], adapter) for rows, adapter in lora.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _added(self, y: torch.Tensor, x: torch.Tensor, adapter: TrainableAdapter | None) -> torch.Tensor:
+        pair = None if adapter is None else adapter.linears.get(self.name)
+        if adapter is None or pair is None:
+            return y
+        return (y.float() + adapter.scaling * (x.float() @ pair.a.T @ pair.b.T)).to(y.dtype)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Without gradients and adapters."""
+        return self._served(x.contiguous(), None)
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        """grad [T, out] -> grad W, float32 [T, in]."""
+        size_out, size_in = self.shape
+        grad, out = grad.float(), torch.zeros(grad.shape[0], size_in)
+        step = max(1, _CHUNK // size_in)
+        for first in range(0, size_out, step):
+            rows = min(step, size_out - first)
+            out.addmm_(grad[:, first : first + rows], self._rows(first, rows))
+        return out
+
+    def _rows(self, first: int, count: int) -> torch.Tensor:
+        """float32 [count, in] of the weights."""
+        if not isinstance(self._served, NativeLinear):
+            assert self._served.plain is not None
+            return self._served.plain[first : first + count].float()
+        ids = torch.arange(first, first + count)
+        out = torch.empty(count, self.shape[1])
+        self._served.packed.rows(self._pool, ids.data_ptr(), count, out.data_ptr())
+        return out
+
+    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
+        raise EngineError(f"{self.name}: an adapter in training is in no slot")
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, linear: TrainedLinear, x: torch.Tensor) -> torch.Tensor:
+        ctx.linear, ctx.dtype = linear, x.dtype
+        return linear.product(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.linear.back(grad).to(ctx.dtype)
+
+
+class Logprobs(torch.autograd.Function):
+    """hidden [R, H], targets int64 [R] -> float32 [R], bool [R]: log-softmax of the head's logits at the targets, and
+    whether these have the largest one. Logits are made for some rows at a time, again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: TrainedLinear, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.head = head
+        ctx.save_for_backward(hidden, targets)
+        found, hits = [], []
+        for rows, ids in zip(torch.split(hidden, LOGIT_ROWS), torch.split(targets, LOGIT_ROWS), strict=True):
+            logits = head.product(rows).float()
+            found.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+            hits.append(logits.argmax(-1) == ids)
+        hit = torch.cat(hits)
+        ctx.mark_non_differentiable(hit)
+        return torch.cat(found), hit
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[None, torch.Tensor, None]:
+        hidden, targets = ctx.saved_tensors
+        found = []
+        parts = (torch.split(tensor, LOGIT_ROWS) for tensor in (hidden, targets, grad))
+        for rows, ids, of in zip(*parts, strict=True):
+            shares = ctx.head.product(rows).float().softmax(-1).mul_(-of[:, None])
+            shares[torch.arange(len(ids)), ids] += of
+            found.append(ctx.head.back(shares))
+        return None, torch.cat(found).to(hidden.dtype), None
+
+
+class TrainedAttention(AttentionBackend):
+    """Causal attention within each text of a micro-batch; keeps nothing. `window`: positions that a query sees."""
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._lengths: Sequence[int] = ()
+
+    def plan(self, batch: BatchLayout) -> None:
+        self._lengths = [end - start for start, end in pairwise(batch.row_starts)]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 0
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        lengths = list(self._lengths)
+        texts = zip(*(torch.split(part, lengths) for part in (q, k, v)), strict=True)
+        return torch.cat([self._attended(*text) for text in texts])
+
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, H, D], k, v [T, G, D] -> [T, H, D]."""
+        length = len(q)
+        asked, held, given = (part.transpose(0, 1)[None] for part in (q, k, v))
+        mask = None
+        if self._window is not None and length > self._window:
+            mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - self._window)
+        out = F.scaled_dot_product_attention(
+            asked,
+            held,
+            given,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=1 / math.sqrt(q.shape[-1]),
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)

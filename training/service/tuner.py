@@ -1,0 +1,380 @@
+"""Tuning runs of an engine: their orders, whose turn it is, and the micro-batch that is computed.
+
+A run's orders are worked in the order in which they came. Batches of several runs go through the base in one
+micro-batch, each with its own adapter; the tenant that has been computed the least, by its weight, comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import EngineError, KtserveError, UserError
+from engine.lora.adapters import Adapters
+from engine.lora.files.writer import write_adapter
+from engine.memory.limits import cpu_memory
+from engine.messages import AdapterInfo, FromEngine, Reply, Tune
+from engine.model.causal_lm import CausalLM
+from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, SaveRun, Tuned
+from engine.units import format_bytes
+from engine.work import Work
+from training.service.adapter import TrainableAdapter, adapter_bytes, replace_folder
+from training.service.losses import check_batch, counted, group_of
+from training.service.model import Part, ServedModel
+
+log = logging.getLogger("ktserve")
+_FILES = "tuning-files"  # a kind of work, and its thread's name
+_LEFT_FREE = 256 << 20  # bytes of memory that no new adapter takes
+_LARGE = 1 << 28  # products of a projection, in multiplications, from which several threads pay
+MAX_RUNS = 64
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """An order. `done`: samples of a batch that are computed, `parts` they were in."""
+
+    call_id: int
+    order: Batch | OptimStep | SaveRun | LoadRun | PublishRun
+    done: int = 0
+    loss: float = 0.0
+    hits: int = 0
+    logprobs: list[bytes] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Run:
+    name: str
+    adapter: TrainableAdapter
+    tenant: str
+    weight: float
+    orders: deque[_Waiting] = field(default_factory=deque)
+    on_disk: bool = False  # its first order is a thread's
+    closed: bool = False
+    learnt: bool = False  # gradients are there
+
+
+class EngineTuner:
+    """`engine.tuner.Tuner`. `micro_batch`: tokens of one; `longest`: of a text. `max_rank`: of an adapter. `base`:
+    what adapters' files say they were trained on."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        adapters: Adapters,
+        send: Callable[[FromEngine], None],
+        *,
+        micro_batch: int,
+        longest: int,
+        max_rank: int,
+        base: str | None = None,
+    ) -> None:
+        self._model, self._adapters, self._send = ServedModel(model), adapters, send
+        self._config = model.config
+        self._micro_batch, self._longest = micro_batch, min(micro_batch, longest)
+        self._max_rank, self._base = max_rank, base
+        self._runs: dict[str, _Run] = {}
+        self._work = Work(_FILES)
+        self._served: dict[str, float] = {}  # tokens by tenant, divided by its weight
+        self._pieces: Iterator[None] | None = None
+        self._tokens = self._steps = 0
+        self._seconds = 0.0
+
+    # ---- messages
+
+    def handle(self, message: Tune) -> None:
+        try:
+            self._take(message)
+        except KtserveError as error:
+            self._refuse(message.call_id, error)
+
+    def _take(self, message: Tune) -> None:
+        order = message.order
+        if isinstance(order, OpenRun):
+            self._open(message.run, order)
+            self._answer(message.call_id, Tuned({"hidden_size": float(self._config.hidden_size)}))
+            return
+        run = self._runs.get(message.run)
+        if run is None:
+            raise UserError(f"there is no tuning run {message.run!r}", "run")
+        if isinstance(order, CloseRun):
+            self._close_run(run, EngineError(f"the run {run.name!r} was closed"))
+            self._answer(message.call_id, Tuned())
+            return
+        if isinstance(order, Batch):
+            whole = self._micro_batch // group_of(order.loss)
+            check_batch(order, self._model.vocabulary, min(whole, self._longest))
+        run.orders.append(_Waiting(message.call_id, order))
+
+    def _open(self, name: str, order: OpenRun) -> None:
+        if name in self._runs:
+            raise UserError(f"the run {name!r} is open already", "run")
+        if len(self._runs) >= MAX_RUNS:
+            raise UserError(f"{MAX_RUNS} runs are open, the most that are: close one", "run")
+        if not 1 <= order.rank <= self._max_rank:
+            raise UserError(f"rank {order.rank}; allowed are 1 to {self._max_rank} (--max-adapter-rank)", "rank")
+        wanted = adapter_bytes(self._config, self._model.linears, order.rank, order.targets)
+        free = cpu_memory().free_bytes - _LEFT_FREE
+        if wanted > free:
+            raise UserError(
+                f"an adapter of rank {order.rank} takes {format_bytes(wanted)} in training (masters, moments, "
+                f"gradients), and {format_bytes(max(free, 0))} are free: take a smaller rank, or wait for other runs",
+                "rank",
+            )
+        adapter = TrainableAdapter(
+            self._config,
+            self._model.linears,
+            rank=order.rank,
+            alpha=order.alpha,
+            targets=order.targets,
+            seed=order.seed,
+        )
+        if order.state is not None:
+            adapter.load(Path(order.state))
+        self._runs[name] = _Run(name, adapter, order.tenant, order.weight)
+
+    # ---- pieces
+
+    @property
+    def ready(self) -> bool:
+        self._work.take()
+        return self._pieces is not None or any(self._waiting_runs())
+
+    @property
+    def busy(self) -> bool:
+        return self._pieces is not None or self._work.busy or any(run.orders for run in self._runs.values())
+
+    def advance(self, seconds: float) -> float:
+        started = time.monotonic()
+        while self._piece() and time.monotonic() - started < seconds:
+            pass
+        took = time.monotonic() - started
+        self._seconds += took
+        return took
+
+    def stats(self) -> dict[str, float | int]:
+        return {
+            "tuning_runs": len(self._runs),
+            "tuning_tokens": self._tokens,
+            "tuning_steps": self._steps,
+            "tuning_s": self._seconds,
+        }
+
+    def close(self) -> None:
+        self._work.close()
+
+    def _waiting_runs(self) -> Iterator[_Run]:
+        return (run for run in self._runs.values() if run.orders and not run.on_disk)
+
+    def _piece(self) -> bool:
+        """Whether there may be more."""
+        self._work.take()
+        if self._pieces is None:
+            self._pieces = self._next()
+            if self._pieces is None:
+                return False
+        try:
+            next(self._pieces)
+        except StopIteration:
+            self._pieces = None
+        return True
+
+    def _next(self) -> Iterator[None] | None:
+        waiting = sorted(self._waiting_runs(), key=lambda run: self._served.get(run.tenant, 0.0))
+        for run in waiting:
+            if not isinstance(run.orders[0].order, Batch):
+                return self._small(run)
+        return self._batch(waiting) if waiting else None
+
+    def _small(self, run: _Run) -> Iterator[None]:
+        """Whatever is no batch."""
+        waiting = run.orders[0]
+        order = waiting.order
+        try:
+            if isinstance(order, OptimStep):
+                yield from self._step(run, waiting, order)
+                return
+            if isinstance(order, PublishRun):
+                while not self._adapters.adopt(order.name, run.adapter.weights(order.name)):
+                    yield
+                adapter = next(info for info in self._adapters.infos() if info.name == order.name)
+                self._end(run, waiting, Tuned(), adapter)
+                return
+        except KtserveError as error:
+            self._end(run, waiting, error)
+            return
+        assert isinstance(order, SaveRun | LoadRun)
+        run.on_disk = True
+        call = partial(self._files, run.adapter, order)
+        self._work.start(_FILES, call, partial(self._filed, run, waiting))
+
+    def _files(self, adapter: TrainableAdapter, order: SaveRun | LoadRun) -> None:
+        """On a thread; the run's other orders wait."""
+        if isinstance(order, LoadRun):
+            adapter.load(Path(order.state), optimizer=order.optimizer)
+            return
+        if order.state is not None:
+            adapter.save(Path(order.state))
+        if order.adapter is not None:
+            folder = Path(order.adapter)
+            weights = adapter.weights(folder.name)
+            replace_folder(folder, lambda part: write_adapter(weights, part, "peft", base=self._base))
+
+    def _filed(self, run: _Run, waiting: _Waiting, future: Future[None]) -> None:
+        run.on_disk = False
+        error = future.exception()
+        if error is not None and not isinstance(error, KtserveError):
+            error = EngineError(f"the run's files: {type(error).__name__}: {error}")
+        self._end(run, waiting, Tuned() if error is None else error)
+
+    def _step(self, run: _Run, waiting: _Waiting, order: OptimStep) -> Iterator[None]:
+        if not run.learnt:
+            self._end(run, waiting, UserError("there are no gradients: a batch has to come before the step", "run"))
+            return
+        norm = 0.0
+        for norm in run.adapter.step(order):
+            if norm != norm or norm == float("inf"):
+                self._close_run(run, _diverged(run, "the norm of its gradients"))
+                return
+            yield
+        run.learnt = False
+        self._steps += 1
+        self._end(run, waiting, Tuned(metrics={"grad_norm": norm}))
+
+    def _batch(self, runs: list[_Run]) -> Iterator[None]:
+        """A micro-batch of as many runs' samples as go into one."""
+        chosen: list[tuple[_Run, _Waiting, Part]] = []
+        room = self._micro_batch
+        for run in runs:
+            waiting = run.orders[0]
+            part = self._part(run, waiting, room)
+            if part is not None:
+                room -= part.tokens
+                chosen.append((run, waiting, part))
+        try:
+            for _ in self._threaded(self._model.compute([part for _, _, part in chosen]), self._micro_batch - room):
+                yield
+        except (KtserveError, RuntimeError, MemoryError, ValueError) as error:
+            log.exception("a training micro-batch failed")
+            for run, _, _ in chosen:
+                self._close_run(run, EngineError(f"the run's micro-batch failed: {type(error).__name__}: {error}"))
+            return
+        for run, waiting, part in chosen:
+            self._computed(run, waiting, part)
+
+    def _threaded(self, pieces: Iterator[None], tokens: int) -> Iterator[None]:
+        """With torch's threads where its products are large: small ones lose by them, and serving steps, between which
+        the pool's workers sleep, have one."""
+        large = tokens * self._config.hidden_size**2 >= _LARGE
+        while True:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(self._model.threads if large else 1)
+            try:
+                next(pieces)
+            except StopIteration:
+                return
+            finally:
+                torch.set_num_threads(threads)
+            yield
+
+    @staticmethod
+    def _part(run: _Run, waiting: _Waiting, room: int) -> Part | None:
+        """The next samples of a batch that `room` tokens hold; None: not one group."""
+        order = waiting.order
+        assert isinstance(order, Batch)
+        group, end, tokens = group_of(order.loss), waiting.done, 0
+        while end < len(order.samples):
+            more = sum(len(sample.tokens) for sample in order.samples[end : end + group])
+            if tokens + more > room:
+                break
+            tokens, end = tokens + more, end + group
+        if end == waiting.done:
+            return None
+        samples = order.samples[waiting.done : end]
+        learn = order.learn and not order.base
+        adapter = None if order.base else run.adapter
+        return Part(adapter, samples, order.loss, order.settings, learn, group, all_targets=order.outputs)
+
+    def _computed(self, run: _Run, waiting: _Waiting, part: Part) -> None:
+        order = waiting.order
+        assert isinstance(order, Batch)
+        self._tokens += part.tokens
+        self._served[run.tenant] = self._served.get(run.tenant, 0.0) + part.tokens / run.weight
+        if run.closed:
+            return
+        if part.loss != part.loss or abs(part.loss) == float("inf"):
+            self._close_run(run, _diverged(run, "its loss"))
+            return
+        run.learnt |= part.learn
+        waiting.done += len(part.samples)
+        waiting.loss += part.loss
+        waiting.hits += part.hits
+        waiting.logprobs += [values.numpy().tobytes() for values in part.logprobs]
+        if waiting.done == len(order.samples):
+            count = sum(len(counted(sample, order.loss)) for sample in order.samples)
+            metrics = {"loss": waiting.loss, "targets": float(count), "hits": float(waiting.hits)}
+            self._end(run, waiting, Tuned(metrics, waiting.logprobs))
+
+    # ---- ends
+
+    def _end(
+        self, run: _Run, waiting: _Waiting, result: Tuned | BaseException, adapter: AdapterInfo | None = None
+    ) -> None:
+        if run.closed:  # all of its orders are answered
+            return
+        if not run.orders or run.orders[0] is not waiting:
+            raise EngineError(f"run {run.name!r}: an order that is not its first has ended")
+        run.orders.popleft()
+        if isinstance(result, Tuned):
+            self._answer(waiting.call_id, result, adapter)
+        else:
+            self._refuse(waiting.call_id, result)
+
+    def _close_run(self, run: _Run, error: KtserveError) -> None:
+        run.closed = True
+        del self._runs[run.name]
+        for waiting in run.orders:
+            self._refuse(waiting.call_id, error)
+        run.orders.clear()
+
+    def _answer(self, call_id: int, tuned: Tuned, adapter: AdapterInfo | None = None) -> None:
+        self._send(Reply(call_id=call_id, ok=True, tuned=tuned, adapter=adapter))
+
+    def _refuse(self, call_id: int, error: BaseException) -> None:
+        field, status = (error.field, 400) if isinstance(error, UserError) else (None, 500)
+        self._send(Reply(call_id=call_id, ok=False, error=str(error), field=field, status=status))
+
+
+def _diverged(run: _Run, what: str) -> UserError:
+    return UserError(
+        f"the run {run.name!r} has ended: {what} is no finite number; start from an earlier state with a smaller "
+        "learning rate",
+        "learning_rate",
+    )
+
+
+def make_tuner(core: EngineCore, send: Callable[[FromEngine], None], config: EngineConfig) -> EngineTuner:
+    """Of an engine that has loaded its model. UserError for one that cannot be trained."""
+    model = core.runner.model
+    if not isinstance(model, CausalLM):
+        raise UserError("--fine-tuning needs a model", "fine_tuning")
+    if not config.max_adapter_slots:
+        raise UserError("--fine-tuning: with --max-adapter-slots 0 no adapter is served", "max_adapter_slots")
+    return EngineTuner(
+        model,
+        core.adapters,
+        send,
+        micro_batch=config.training_tokens,
+        longest=core.scheduler.config.max_model_len,
+        max_rank=config.max_adapter_rank,
+        base=config.model,
+    )
