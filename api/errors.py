@@ -61,6 +61,14 @@ class TooLongError(ApiError):
         self.limit = limit
 
 
+class UnreadableError(ApiError):
+    """A part of the messages, at `param`, has not the form of its kind: ends a request that newly asks for it, and is
+    left out of a history."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(400, message, param=param)
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

@@ -57,6 +57,8 @@ GENERATION = (
     alias("extra_key", "cache_salt"),
     no_op("user", "tenants are told by their keys"),
     no_op("metadata", "nothing is kept with an answer"),
+    no_op("guided_decoding_backend", "there is one"),
+    refused("guided_whitespace_pattern", "a schema's whitespace is fixed"),
     no_op("store", "an answer is not kept here; /v1/responses keeps those it is asked to"),
     no_op("service_tier", "there is one tier"),
     no_op("prompt_cache_key", "the prefix cache finds equal prompts by itself"),

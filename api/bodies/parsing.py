@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from api.bodies.body import Body, Status, fields_of, parts_of
-from api.errors import ApiError, bad_request, shortened
+from api.errors import ApiError, UnreadableError, bad_request, shortened
 
 _MAX_FIELDS = 256
 _MAX_NAME = 100  # characters of a field's name that are looked at and shown
@@ -53,6 +53,10 @@ class Notes:
 
     def made_a_line(self, where: str, kind: str) -> None:
         self.remark(where, f"{shortened(kind[:_MAX_NAME])} became a line of text")
+
+    def unreadable(self, error: UnreadableError) -> None:
+        where = error.param or ""
+        self.remark(where, f"left out: {error.message.removeprefix(where).removeprefix(': ')}")
 
     def found_unknown(self, key: str, where: str = "", known: Iterable[str] = ()) -> None:
         """In a list it is noted once, whatever its place. Raises ApiError that names the nearest of `known`."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from api.bodies.body import Body, Field, Status, fields_of, parts_of
-from api.bodies.shapes import OTHER_NAMES
+from api.bodies.shapes import EXCLUSIVE, OTHER_NAMES
 from api.bodies.values import NUMBER
 
 _NULL = {"type": "null"}
@@ -33,25 +34,33 @@ def _documented(kind: type[Body]) -> dict[str, Any]:
     properties = {name: _without_quotes(each) for name, each in schema["properties"].items()}
     for name, shape in _shapes(kind).items():
         properties[name] = shape if name in required else {"anyOf": [shape, _NULL]}
-    properties = {name: each for name, each in properties.items() if name not in OTHER_NAMES}
     if not kind.ONE_OF:
-        needs = {"dependentRequired": dict(kind.NEEDS)} if kind.NEEDS else {}
-        return {**schema, "properties": properties, **needs}
+        return {**schema, "properties": properties, **_combinations(kind, properties)}
     common = {name: each for name, each in properties.items() if name not in kind.ONE_OF}
     forms = [
         {
             "type": "object",
             "required": [name],
             "properties": {**common, name: kind.SHAPES.get(name, {"type": "string"})},
+            **_combinations(kind, common),
         }
         for name in kind.ONE_OF
     ]
     return {"anyOf": forms}
 
 
+def _combinations(kind: type[Body], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Of two fields that say the same a body has one; a field that needs others has them. (Both as one `not`, because
+    generators of examples give up at a `not` beside a `dependentRequired`.)"""
+    wrong: list[dict[str, Any]] = [{"required": [*pair]} for pair in EXCLUSIVE if properties.keys() >= set(pair)]
+    for name, needed in kind.NEEDS.items():
+        wrong += [{"required": [name], "properties": {other: False}} for other in needed]
+    return {"not": {"anyOf": wrong}} if wrong else {}
+
+
 def _shapes(kind: type[Body]) -> dict[str, dict[str, Any]]:
     names = fields_of(kind)
-    shapes = dict(kind.SHAPES)
+    shapes = {name: shape for name, shape in OTHER_NAMES.items() if name in names} | dict(kind.SHAPES)
     shapes |= {name: {"$ref": "#/components/schemas/Model"} for name in ("model",) if name in names}
     shapes |= {name: {"$ref": "#/components/schemas/OutputTokens"} for name in _OUTPUTS if name in names}
     shapes |= {name: shapes[field.of] for name, field in names.items() if field.of in shapes}

@@ -5,6 +5,7 @@ They say what works in each place. What else may stand there, and what becomes o
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from typing import Any
 
 from api.bodies.values import INT32
@@ -165,12 +166,24 @@ SAMPLING: dict[str, Shape] = {
     },
 }
 IDS = _IDS
-# Other names for what `structured_outputs` and `tools` say; a request has one of them. docs/api.md has them, the
-# document not.
-OTHER_NAMES = {
-    "guided_json", "guided_regex", "guided_grammar", "guided_choice", "json_schema", "regex", "ebnf", "grammar",
-    "functions", "function_call",
-}  # fmt: skip
+OTHER_NAMES: dict[str, Shape] = {
+    "guided_json": _SCHEMA,
+    "guided_regex": _EXPRESSION,
+    "guided_choice": _CHOICE,
+    "guided_grammar": _GRAMMAR,
+    "json_schema": _SCHEMA,
+    "regex": _EXPRESSION,
+    "ebnf": _GRAMMAR,
+    "grammar": _GRAMMAR,
+    "functions": {"type": "array", "minItems": 1, "maxItems": 1, "items": _FUNCTION},
+    "function_call": {"enum": ["auto", "none"], "description": 'or {"name": ...}, one of `functions`'},
+}
+# Of each a request has one at most.
+_FORMS = ("response_format", *STRUCTURED, *(name for name in OTHER_NAMES if not name.startswith("function")))
+EXCLUSIVE: tuple[tuple[str, str], ...] = (
+    *combinations(dict.fromkeys(_FORMS), 2),
+    *product(("tools", "tool_choice"), ("functions", "function_call")),
+)
 STREAM: Shape = {"const": True, "description": "or false, as without"}
 LOGPROBS: Shape = {"const": True, "description": "or false, as without"}
 _NAMED = _object(("name",), name=_NAME)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from api.errors import ApiError, bad_request, shortened
+from api.errors import ApiError, UnreadableError, bad_request, shortened
 from api.text.kinds import CHAT_PARTS, FREE_TEXT, Content, Fate, unread
 
 _FIELDS = {"role", "content", "name", "reasoning_content", "tool_calls", "function_call", "tool_call_id", "refusal"}
@@ -21,6 +22,7 @@ class Findings(Protocol):
     def found_unknown(self, key: str, where: str) -> None: ...
     def left_out(self, where: str, kind: str) -> None: ...
     def made_a_line(self, where: str, kind: str) -> None: ...
+    def unreadable(self, error: UnreadableError) -> None: ...
 
 
 class Refusing:
@@ -32,6 +34,9 @@ class Refusing:
 
     def left_out(self, where: str, kind: str) -> None:
         raise unsupported(where, kind)
+
+    def unreadable(self, error: UnreadableError) -> None:
+        raise error
 
     made_a_line = left_out
 
@@ -82,17 +87,40 @@ def _message(message: dict[str, Any], where: str, findings: Findings, *, newly: 
         content = content or fields["refusal"]
     result: dict[str, Any] = {"role": role, "content": content}
     for key in ("name", "reasoning_content", "tool_call_id"):
-        if key in fields:
-            if not isinstance(fields[key], str):
-                raise bad_request(f"{where}.{key}: a text is expected", f"{where}.{key}")
+        if isinstance(fields.get(key), str):
             result[key] = fields[key]
-    if calls := _calls(fields, role, where):
+        elif key in fields:
+            with passed_over(findings, newly=newly):
+                raise UnreadableError(f"{where}.{key}: a text is expected", f"{where}.{key}")
+    if calls := _calls(fields, role, where, findings):
         result["tool_calls"] = calls
     return result
 
 
-def _calls(fields: dict[str, Any], role: str, where: str) -> list[dict[str, Any]]:
-    """The calls that an assistant's message made."""
+@contextmanager
+def passed_over(findings: Findings, *, newly: bool) -> Iterator[None]:
+    """What cannot be read within is left out of a history; where it is newly asked for, UnreadableError is raised."""
+    try:
+        yield
+    except UnreadableError as error:
+        if newly:
+            raise
+        findings.unreadable(error)
+
+
+def json_of(content: Any, where: str, findings: Findings, *, newly: bool) -> str:
+    """The text of a content that is neither text nor a list: as JSON in a history, where results of tools are sent as
+    they came. Raises UnreadableError where it is newly asked for."""
+    if content is not None and not newly:
+        findings.made_a_line(where, type(content).__name__)
+        return json.dumps(content, ensure_ascii=False)
+    with passed_over(findings, newly=newly):
+        raise UnreadableError(f"{where}: a text or a list of parts is expected, got {shortened(content)}", where)
+    return ""
+
+
+def _calls(fields: dict[str, Any], role: str, where: str, findings: Findings) -> list[dict[str, Any]]:
+    """The calls that an assistant's message made; those of another form are left out."""
     calls = fields.get("tool_calls") or []
     if function := fields.get("function_call"):
         calls = [{"type": "function", "function": function}]
@@ -101,9 +129,17 @@ def _calls(fields: dict[str, Any], role: str, where: str) -> list[dict[str, Any]
         where = f"{where}.tool_calls"
     if calls and role != "assistant":
         raise bad_request(f"{where}: only an assistant's message has calls", where)
-    if not isinstance(calls, list) or len(calls) > _MAX_CALLS:
-        raise bad_request(f"{where}: a list of at most {_MAX_CALLS} calls is expected", where)
-    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+    form = f"{where}: a list of at most {_MAX_CALLS} calls is expected"
+    if not isinstance(calls, list):
+        findings.unreadable(UnreadableError(form, where))
+        return []
+    if len(calls) > _MAX_CALLS:
+        raise bad_request(form, where)
+    made = []
+    for i, call in enumerate(calls):
+        with passed_over(findings, newly=False):
+            made.append(_call(call, f"{where}[{i}]"))
+    return made
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -111,19 +147,19 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         case {"type": "custom", "custom": {"name": str(name), "input": str(text)}}:
             call = {**call, "type": "function", "function": {"name": name, "arguments": {FREE_TEXT: text}}}
     match call:
-        case {"function": {"name": str(name), **more}} if call.get("type", "function") == "function":
+        case {"function": {"name": str(name), **more}} if call.get("type") in (None, "function"):
             arguments = more.get("arguments")
         case _:
             form = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-            raise bad_request(f"{where}: {form} is expected", where)
+            raise UnreadableError(f"{where}: {form} is expected", where)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, str | dict):
-        raise bad_request(f"{where}.function.arguments: JSON as a text is expected", where)
+        raise UnreadableError(f"{where}.function.arguments: JSON as a text is expected", where)
     made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _object(arguments)}}
     if call.get("id") is not None:
         if not isinstance(call["id"], str):
-            raise bad_request(f"{where}.id: a text is expected", where)
+            raise UnreadableError(f"{where}.id: a text is expected", where)
         made["id"] = call["id"]
     return made
 
@@ -145,22 +181,23 @@ def _content(content: Any, role: str, where: str, findings: Findings, *, newly: 
     if content is None and role in ("assistant", "tool"):
         return ""
     if not isinstance(content, list):
-        raise bad_request(f"{where}: a text or a list of text parts is expected", where)
+        return json_of(content, where, findings, newly=newly)
     text = Content()
     for i, part in enumerate(content):
-        _add_part(text, part, f"{where}[{i}]", findings, newly=newly)
+        with passed_over(findings, newly=newly):
+            _add_part(text, part, f"{where}[{i}]", findings, newly=newly)
     return str(text)
 
 
 def _add_part(text: Content, part: Any, where: str, findings: Findings, *, newly: bool) -> None:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise bad_request(f'{where}: {{"type": "text", "text": ...}} is expected', where)
+        raise UnreadableError(f'{where}: {{"type": "text", "text": ...}} is expected', where)
     kind = part["type"]
     match CHAT_PARTS.fate(kind, newly=newly):
         case Fate.READ:
             key = "refusal" if kind == "refusal" else "text"
             if not isinstance(part.get(key), str):
-                raise bad_request(f"{where}.{key}: a text is expected", f"{where}.{key}")
+                raise UnreadableError(f"{where}.{key}: a text is expected", f"{where}.{key}")
             for name, value in part.items():
                 if name not in ("type", key) and value is not None:
                     findings.found_unknown(name, where)

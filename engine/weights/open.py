@@ -15,14 +15,16 @@ from engine.weights.gguf import GGUFSource
 from engine.weights.safetensors.source import INDEX, SINGLE, SafetensorsSource
 from engine.weights.store import WeightSource
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 def open_model(model: str, gguf: str | None = None) -> WeightSource:
     """Open and check a model; reads headers only.
 
     `model` is a Hugging Face folder (safetensors; or none and one GGUF model), a .gguf file, or a folder with one
     GGUF model, which may be split. `gguf` is a GGUF file or folder whose weights are to be used with the folder's
-    configuration. A folder's config.json goes before GGUF metadata. Raises UserError for a path that leads nowhere,
-    ModelFileError for files that cannot be served.
+    configuration. A folder's config.json goes before GGUF metadata; one with adapter_config.json is refused. Raises
+    UserError for a path that leads nowhere, ModelFileError for files that cannot be served.
     """
     try:
         return _open(_existing(model, "model"), gguf)
@@ -36,6 +38,7 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
         if config is None:
             raise UserError(f"{path}: gguf is given, so model must be a folder with config.json", "model")
         return GGUFSource(open_gguf(_existing(gguf, "gguf")), config)
+    _refuse_adapter(path)
     if has_safetensors(path):
         if config is None:
             raise ModelFileError(f"{path}: config.json is missing", "model")
@@ -57,6 +60,21 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
 def has_safetensors(folder: Path) -> bool:
     """Whether a folder's own safetensors are what it serves, whatever else lies in it."""
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Of a folder with adapter_config.json transformers takes the adapter, over the base that this names, whatever
+    weights lie beside it."""
+    if not path.is_dir() or not (path / ADAPTER_CONFIG).is_file():
+        return
+    serve = f"ktserve serve BASE --adapters NAME={path}"
+    if not has_safetensors(path) and not any(path.glob("*.gguf")):
+        raise ModelFileError(f"{path}: is an adapter, no model: {serve}", "model")
+    raise ModelFileError(
+        f"{path}: holds a model's weights and {ADAPTER_CONFIG}, by which transformers would load the adapter over its "
+        f"base instead: {serve} serves the adapter; move {ADAPTER_CONFIG} to another folder to serve the weights",
+        "model",
+    )
 
 
 def _existing(name: str, field: str) -> Path:

@@ -114,6 +114,80 @@ def test_a_history_of_any_parts_is_answered(server: Running, data: st.DataObject
         assert post(server, "/v1/chat/completions", {"messages": [shown]}).status_code == 400
 
 
+ODD = st.sampled_from([None, 5, "x", [], {}, [None], ["x"], {"a": 1}])
+
+
+@st.composite
+def broken(draw: st.DrawFn, whole: Any) -> Any:
+    """`whole` with one field, at any depth, left out or of another type; `type` stays."""
+    if isinstance(whole, list) and whole and draw(st.booleans()):
+        return [*whole[:-1], draw(st.one_of(ODD, broken(whole[-1])))]
+    keys = sorted(whole.keys() - {"type", "role"}) if isinstance(whole, dict) else []
+    if not keys:
+        return draw(ODD)
+    key = draw(st.sampled_from(keys))
+    change = draw(st.sampled_from(["without", "odd", "within"]))
+    if change == "without":
+        return {name: value for name, value in whole.items() if name != key}
+    return {**whole, key: draw(ODD if change == "odd" else broken(whole[key]))}
+
+
+_CALL = {"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_BLOCKS: list[Any] = [
+    {"type": "text", "text": "a"},
+    {"type": "thinking", "thinking": "a", "signature": "b"},
+    {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
+    {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "a"}]},
+    {"type": "document", "source": {"type": "text", "data": "a"}},
+]
+FORMS: dict[str, list[Any]] = {
+    "/v1/messages": [{"role": role, "content": [block]} for role in ("user", "assistant") for block in _BLOCKS],
+    "/v1/responses": [
+        {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "t", "name": "f", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "t", "name": "f", "input": "a"},
+        {"type": "function_call_output", "call_id": "t", "output": [{"type": "input_text", "text": "a"}]},
+        {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f"}]},
+    ],
+    "/v1/chat/completions": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}], "reasoning_content": "b"},
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "t", "content": [{"type": "text", "text": "a"}]},
+    ],
+    "/api/chat": [
+        {"role": "assistant", "content": "a", "thinking": "b", "tool_calls": [{"function": _CALL["function"]}]},
+        {"role": "tool", "tool_name": "f", "content": "a"},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_a_history_of_any_form_is_answered(server: Running, path: str) -> None:
+    """What has not the form of its kind is left out, and said to be; where it is newly asked for, a 400 names it."""
+    name = "input" if path == "/v1/responses" else "messages"
+
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(FORMS[path]).flatmap(broken))
+    def check(odd: Any) -> None:
+        if not isinstance(odd, dict):
+            return
+        answer = post(server, path, {name: [USER, odd, {"role": "assistant", "content": "ok"}, USER]})
+        assert answer.status_code == 200, (odd, answer.text)
+
+    check()
+    for content in (None, 5, {"a": 1}, [None], [{"type": "text"}]):
+        refused = post(server, path, {name: [USER, {"role": "user", "content": content}]})
+        assert refused.status_code == 400 and f"{name}[1].content" in refused.text, (content, refused.text)
+
+
+@pytest.mark.parametrize("tool", [{"google_search": {}}, {"code_execution": {}}])
+def test_offers_of_other_vendors_are_left_out(server: Running, tool: dict[str, Any]) -> None:
+    answer = post(server, "/v1/chat/completions", {"messages": [USER], "tools": [tool]})
+    assert answer.status_code == 200 and warned(answer, next(iter(tool)))
+
+
 OFFERS = [
     ("/v1/messages", kinds.ANTHROPIC_TOOLS, claude_beta.BetaToolUnionParam, {"messages": [USER]}),
     ("/v1/responses", kinds.TOOLS, codex.ToolParam, {"input": "look"}),

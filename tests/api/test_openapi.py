@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from api.bodies.body import Body, fields_of
 from api.bodies.generation import ChatRequest, CompletionRequest
 from api.bodies.parsing import Notes, parse
-from api.bodies.schema import body_schema
+from api.bodies.schema import body_schema, described
+from api.bodies.shapes import EXCLUSIVE
 from api.dialects.anthropic.requests import MessagesRequest
 from api.dialects.responses.requests import ResponsesRequest
 from api.errors import ApiError
 from testing.fuzz.known import Known
 from testing.waiting import PATIENCE_S
-from tests.api.changes import CHANGES, body
+from tests.api.changes import CHANGES, KINDS, body
 from tests.api.conftest import Running, serving
 
 CHECKS = [not_a_server_error, content_type_conformance, status_code_conformance, response_schema_conformance]
@@ -129,6 +132,16 @@ def test_the_document_says_how_to_send_keys(whole: Running) -> None:
     for path, operations in document["paths"].items():
         for operation in operations.values():
             assert "422" not in operation["responses"] and operation["responses"], path
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_field_of_the_table_is_documented(kind: type[Body]) -> None:
+    schema = described(kind)["requestBody"]["content"]["application/json"]["schema"]
+    forms = schema.get("anyOf", [schema])
+    assert {name for form in forms for name in form["properties"]} == set(fields_of(kind))
+    for form, pair in product(forms, EXCLUSIVE):
+        if form["properties"].keys() >= set(pair):
+            assert Draft202012Validator(form["not"]).is_valid(dict.fromkeys(pair))
 
 
 @pytest.mark.parametrize("kind", list(CHANGES))

@@ -20,6 +20,7 @@ from engine.errors import AdapterError
 from engine.lora.files.convert import convert
 from engine.lora.files.inspect import describe
 from engine.lora.files.parse import parse_adapter
+from engine.lora.files.writer import FORMS as WRITTEN
 from engine.lora.files.writer import write_adapter
 from testing.models.tiny import save_hf, tiny_model
 from tests.lora import make
@@ -178,16 +179,17 @@ def test_peft_computes_the_same(tmp_path: Path, linears: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
-def test_peft_reads_what_is_written(tmp_path: Path) -> None:
-    """Converted, the names are those of the files: PEFT knows no others."""
+@pytest.mark.parametrize("form", WRITTEN)
+def test_peft_reads_what_is_written(tmp_path: Path, form: str) -> None:
+    """All of it, in each form. The names are those of the files: PEFT knows no others."""
     save_hf(base(), tmp_path / "base")
     weights = make.random_adapter(CONFIG, scale=0.1)
     weights.linears = {module: pair for module, pair in weights.linears.items() if "self_attn" in module}
-    write_adapter(weights, tmp_path / "fused", "kt-fused", base=str(tmp_path / "base"))
-    convert(str(tmp_path / "fused"), "peft", str(tmp_path / "peft"), None)
-    model = PeftModel.from_pretrained(base(), tmp_path / "peft").eval()
+    write_adapter(weights, tmp_path / "first", WRITTEN[1 - WRITTEN.index(form)], base=str(tmp_path / "base"))
+    convert(str(tmp_path / "first"), form, str(tmp_path / "made"), None)
+    model = PeftModel.from_pretrained(base(), tmp_path / "made").eval()
     assert (logits(merge(base(), weights)) - logits(model)).abs().max() < 2e-5
-    assert_same(parse_adapter(tmp_path / "peft", CONFIG, name="x"), weights)
+    assert_same(parse_adapter(tmp_path / "made", CONFIG, name="x"), weights)
 
 
 # ---- inspect

@@ -34,6 +34,9 @@ def model_folder(path: Path, *kinds: str) -> Path:
         (path / "pytorch_model-00001-of-00002.bin").touch()
     if "mmproj" in kinds:
         (path / "mmproj-F16.gguf").touch()
+    if "adapter" in kinds:
+        path.mkdir(exist_ok=True)
+        make.write(path, make.linear_keys(WEIGHTS), make.lora_config())
     return path
 
 
@@ -55,6 +58,10 @@ def test_one_is_taken_as_transformers_does(tmp_path: Path, kinds: tuple[str, ...
     [
         (("shards", "single"), ("model.safetensors, which", "model.safetensors.index.json")),
         (("gguf", "bin"), ("pytorch_model-00001-of-00002.bin", "model.gguf")),
+        (("single", "adapter"), ("adapter_config.json", "--adapters NAME=")),
+        (("shards", "adapter"), ("adapter_config.json", "--adapters NAME=")),
+        (("gguf", "adapter"), ("adapter_config.json", "--adapters NAME=")),
+        (("adapter",), ("is an adapter, no model", "--adapters NAME=")),
     ],
 )
 def test_two_are_refused_by_name(tmp_path: Path, kinds: tuple[str, ...], named: tuple[str, ...]) -> None:

@@ -254,7 +254,7 @@ class TrainConfig:
     )
     save_total_limit: int | None = setting(None, "checkpoints that are kept", "Output", limits=(1, 1 << 20))
     adapter_format: str = setting(
-        "peft", "files of the result: PEFT's keys per expert, or KT's fused tensors", "Output",
+        "peft", "files of the result: PEFT's keys per expert, or beside them KT's fused tensors", "Output",
         choices=("peft", "kt-fused"),
     )  # fmt: skip
     eval_strategy: str = setting(

@@ -10,9 +10,9 @@ from typing import Any
 
 from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of, name_of, string_in, text_in
-from api.errors import bad_request, shortened
+from api.errors import UnreadableError, bad_request, shortened
 from api.text.kinds import BLOCKS, DOCUMENTS, Content, Fate, told, unread
-from api.text.messages import newest_request, unsupported
+from api.text.messages import json_of, newest_request, passed_over, unsupported
 
 # Claude Code's, which differs for each conversation: no text for a model, and before it nothing is found in the cache.
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
@@ -83,13 +83,12 @@ class _Reader:
             )
         if isinstance(content, str):
             return [{"role": role, "content": content}]
+        place = f"{self._where}.content"
         if not isinstance(content, list):
-            raise bad_request(
-                f"{self._where}.content: a text or a list of blocks is expected", f"{self._where}.content"
-            )
+            return [{"role": role, "content": json_of(content, place, self._notes, newly=self._newly)}]
         for i, part in enumerate(content):
-            place = f"{self._where}.content[{i}]"
-            self._read(part, kind_of(part, place), place)
+            with passed_over(self._notes, newly=self._newly):
+                self._read(part, kind_of(part, f"{place}[{i}]"), f"{place}[{i}]")
         own: dict[str, Any] = {"role": role, "content": str(self._text)}
         if self._calls and role != "assistant":
             self._results.append({"role": "assistant", "content": "", "tool_calls": self._calls})
@@ -109,8 +108,9 @@ class _Reader:
             case "tool_result":
                 result = Content()
                 self._add_all(result, part.get("content") or "", f"{place}.content", newly=False)
-                made = {"role": "tool", "tool_call_id": string_in(part, "tool_use_id", place), "content": str(result)}
-                self._results.append(made)
+                self._results.append(
+                    {"role": "tool", "content": str(result), **_id(part, "tool_use_id", "tool_call_id")}
+                )
             case "tool_addition":
                 self._change(part.get("tool"), adds=True)
             case "tool_removal":
@@ -129,11 +129,14 @@ class _Reader:
     def _add_all(self, text: Content, content: Any, where: str, *, newly: bool, level: int = 0) -> None:
         if isinstance(content, str):
             return text.text(content)
-        if not isinstance(content, list) or level > _MOST_LEVELS:
-            raise bad_request(f"{where}: a text or a list of blocks is expected, got {shortened(content)}", where)
+        if level > _MOST_LEVELS:
+            raise UnreadableError(f"{where}: at most {_MOST_LEVELS} levels of documents are read", where)
+        if not isinstance(content, list):
+            return text.text(json_of(content, where, self._notes, newly=newly))
         for i, part in enumerate(content):
             place = f"{where}[{i}]"
-            self._add(text, part, kind_of(part, place), place, newly=newly, level=level)
+            with passed_over(self._notes, newly=newly):
+                self._add(text, part, kind_of(part, place), place, newly=newly, level=level)
 
     def _add(self, text: Content, part: dict[str, Any], kind: str, place: str, *, newly: bool, level: int = 0) -> None:
         """A block that is a text, or becomes a part of one."""
@@ -181,7 +184,12 @@ class _Reader:
 def _call(part: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = json.dumps(part.get("input", {}), ensure_ascii=False)
     function = {"name": string_in(part, "name", where), "arguments": arguments}
-    return {"id": string_in(part, "id", where), "type": "function", "function": function}
+    return {"type": "function", "function": function, **_id(part, "id", "id")}
+
+
+def _id(part: dict[str, Any], key: str, name: str) -> dict[str, str]:
+    """Some clients' histories have none; results then stand in the order of their calls."""
+    return {name: value} if isinstance(value := part.get(key), str) else {}
 
 
 def _line(part: dict[str, Any], kind: str) -> str:

@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 from api.bodies.body import Body, no_op, supported
 from api.bodies.parsing import Notes
 from api.bodies.structured import Schema
-from api.errors import bad_request, shortened
+from api.errors import UnreadableError, shortened
 from api.text.kinds import Content, Fate, Kinds, unread
-from api.text.messages import unsupported
+from api.text.messages import json_of, passed_over, unsupported
 
 
 class SchemaFormat(Body):
@@ -41,10 +41,11 @@ def text_in(content: Any, where: str, kinds: Kinds, notes: Notes, *, newly: bool
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request(f"{where}: a text or a list of parts is expected, got {shortened(content)}", where)
+        return json_of(content, where, notes, newly=newly)
     text = Content()
     for i, part in enumerate(content):
-        add_part(text, part, f"{where}[{i}]", kinds, notes, newly=newly)
+        with passed_over(notes, newly=newly):
+            add_part(text, part, f"{where}[{i}]", kinds, notes, newly=newly)
     return str(text)
 
 
@@ -69,14 +70,16 @@ def name_of(part: Mapping[str, Any]) -> str:
 
 
 def kind_of(part: Any, where: str) -> str:
+    """Raises UnreadableError."""
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise bad_request(f'{where}: an object with a "type" is expected, got {shortened(part)}', where)
+        raise UnreadableError(f'{where}: an object with a "type" is expected, got {shortened(part)}', where)
     return str(part["type"])
 
 
 def string_in(part: dict[str, Any], key: str, where: str) -> str:
+    """Raises UnreadableError."""
     if not isinstance(part.get(key), str):
-        raise bad_request(f"{where}.{key}: a text is expected", f"{where}.{key}")
+        raise UnreadableError(f"{where}.{key}: a text is expected", f"{where}.{key}")
     return str(part[key])
 
 

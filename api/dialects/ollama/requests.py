@@ -16,11 +16,11 @@ from api.bodies.parsing import Notes, parse, parse_object
 from api.bodies.tools import Definitions, Effort
 from api.bodies.values import INT32, INT64, AnyMessages, Integer, Number, Penalty, Stops, Temperature, TopP
 from api.dialects.common.content import continuation
-from api.errors import bad_request
+from api.errors import UnreadableError, bad_request
 from api.prepare.job import Job, Prepared
 from api.prepare.prompts import Preparer
 from api.text.kinds import Content, unread
-from api.text.messages import newest_request
+from api.text.messages import newest_request, passed_over
 
 WORDS = {  # of a chat's fields
     "enable_thinking": "think",
@@ -241,11 +241,12 @@ def _messages(messages: Sequence[dict[str, Any]], notes: Notes) -> list[dict[str
         if isinstance(calls := message.get("tool_calls"), list):
             own["tool_calls"] = []
             for call in calls:
-                name, arguments = _called(call, f"{where}.tool_calls")
-                count += 1
-                open_calls.append((name, f"call_{count}"))
-                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-                own["tool_calls"].append({"id": f"call_{count}", "type": "function", "function": function})
+                with passed_over(notes, newly=False):
+                    name, arguments = _called(call, f"{where}.tool_calls")
+                    count += 1
+                    open_calls.append((name, f"call_{count}"))
+                    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                    own["tool_calls"].append({"id": f"call_{count}", "type": "function", "function": function})
         if message.get("role") == "tool":
             asked = message.get("tool_name")
             found = next((each for each in open_calls if asked in (None, each[0])), None)
@@ -266,5 +267,5 @@ def _with_line(content: Any, line: str) -> Any:
 def _called(call: Any, where: str) -> tuple[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request(f'{where}: {{"function": {{"name", "arguments"}}}} is expected', where)
+        raise UnreadableError(f'{where}: {{"function": {{"name", "arguments"}}}} is expected', where)
     return function["name"], function.get("arguments", {})

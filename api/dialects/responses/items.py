@@ -8,9 +8,9 @@ from typing import Any
 from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of, string_in, text_in
 from api.dialects.responses.offers import full_name
-from api.errors import bad_request, shortened
+from api.errors import UnreadableError, bad_request, shortened
 from api.text.kinds import FREE_TEXT, ITEMS, PARTS, Fate, told
-from api.text.messages import newest_request
+from api.text.messages import newest_request, passed_over
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS_OF_VENDOR = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
@@ -22,14 +22,15 @@ class Items:
 
     def __init__(self, given: str | list[dict[str, Any]], notes: Notes) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.tools: list[dict[str, Any]] = []
+        self.tools: list[Any] = []
         self._notes = notes
         if isinstance(given, str):
             self.messages.append({"role": "user", "content": given})
             return
         newest = newest_request([_role(item) for item in given])
         for i, item in enumerate(given):
-            self._add(item, f"input[{i}]", newly=i == newest)
+            with passed_over(notes, newly=i == newest):
+                self._add(item, f"input[{i}]", newly=i == newest)
 
     def _add(self, item: dict[str, Any], where: str, *, newly: bool) -> None:
         kind = _kind(item, where)
@@ -51,14 +52,17 @@ class Items:
                 last = self._assistant()
                 last["reasoning_content"] = last.get("reasoning_content", "") + text
             case "function_call":
-                self._call(item, string_in(item, "arguments", where), where)
+                arguments = item.get("arguments") or {}
+                if not isinstance(arguments, str):
+                    arguments = json.dumps(arguments, ensure_ascii=False)
+                self._call(item, arguments, where)
             case "custom_tool_call":
                 text = string_in(item, "input", where)
                 self._call(item, json.dumps({FREE_TEXT: text}, ensure_ascii=False), where)
             case "additional_tools" | "tool_search_output":
                 tools = item.get("tools") or []
                 if not isinstance(tools, list):
-                    raise bad_request(f"{where}.tools: a list of tools is expected", f"{where}.tools")
+                    raise UnreadableError(f"{where}.tools: a list of tools is expected", f"{where}.tools")
                 self.tools += tools
             case _ if kind.endswith("_output"):
                 self._output(item, kind, where)

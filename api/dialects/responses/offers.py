@@ -7,8 +7,9 @@ from typing import Any
 
 from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of
-from api.errors import bad_request, shortened
+from api.errors import UnreadableError, shortened
 from api.text.kinds import TOOLS, Fate
+from api.text.messages import passed_over
 
 _MOST_NAME = 128  # characters that a tool's name has in a chat
 
@@ -30,7 +31,7 @@ class Offered:
         """A function, or a tool of free text. Of several with one name the first is offered."""
         name = tool.get("name")
         if not isinstance(name, str):
-            raise bad_request(f"{where}.name: a text is expected, got {shortened(name)}", f"{where}.name")
+            raise UnreadableError(f"{where}.name: a text is expected, got {shortened(name)}", f"{where}.name")
         full = full_name(name, namespace)
         if full in self._known or (namespace and len(full) > _MOST_NAME):
             notes.remark(
@@ -56,25 +57,30 @@ class Offered:
         return None
 
 
-def offered_of(tools: list[dict[str, Any]], notes: Notes) -> Offered:
-    """Raises ApiError that names the place."""
+def offered_of(tools: list[dict[str, Any]], found: list[Any], notes: Notes) -> Offered:
+    """`found`: those that stand in the history; one without the form of a tool is left out. Raises ApiError that names
+    the place."""
     offered = Offered()
-    for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
-        kind = kind_of(tool, where)
-        if TOOLS.fate(kind) is not Fate.READ:
-            notes.left_out(where, kind)
-        elif kind == "namespace":
-            _add_namespace(offered, tool, where, notes)
-        else:
-            offered.add(tool, kind, where, notes)
+    for i, tool in enumerate([*tools, *found]):
+        with passed_over(notes, newly=i < len(tools)):
+            _offer(offered, tool, f"tools[{i}]", notes)
     return offered
+
+
+def _offer(offered: Offered, tool: dict[str, Any], where: str, notes: Notes) -> None:
+    kind = kind_of(tool, where)
+    if TOOLS.fate(kind) is not Fate.READ:
+        notes.left_out(where, kind)
+    elif kind == "namespace":
+        _add_namespace(offered, tool, where, notes)
+    else:
+        offered.add(tool, kind, where, notes)
 
 
 def _add_namespace(offered: Offered, namespace: dict[str, Any], where: str, notes: Notes) -> None:
     name, inner = namespace.get("name"), namespace.get("tools")
     if not isinstance(name, str) or not isinstance(inner, list):
-        raise bad_request(f'{where}: {{"type": "namespace", "name": ..., "tools": [...]}} is expected', where)
+        raise UnreadableError(f'{where}: {{"type": "namespace", "name": ..., "tools": [...]}} is expected', where)
     for i, tool in enumerate(inner):
         place = f"{where}.tools[{i}]"
         kind = kind_of(tool, place)

@@ -179,7 +179,7 @@ class Translated(NamedTuple):
 def chat_of(body: ResponsesRequest, history: Sequence[dict[str, Any]], notes: Notes) -> Translated:
     """`history`: the messages of the response before. Raises ApiError naming the place."""
     items = Items(body.input, notes)
-    offered = offered_of([*body.tools, *items.tools], notes)
+    offered = offered_of(body.tools, items.tools, notes)
     messages = [*history, *items.messages]
     if not messages:
         raise bad_request("input: nothing of it is left for the model", "input")

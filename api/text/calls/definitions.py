@@ -155,6 +155,9 @@ def _name_in(tool: Any) -> str | None:
 
 def _tool(given: Any, where: str, param: str, remarks: list[tuple[str, str]]) -> Tool | None:
     """None: it is left out. `remarks` grows."""
+    if isinstance(given, dict) and given and not given.keys() & {"type", "name", "function"}:  # {"google_search": {}}
+        remarks.append((where, f"{shortened(next(iter(given)))} is left out"))
+        return None
     if not isinstance(given, dict) or not isinstance(kind := given.get("type"), str):
         raise bad_request(f'{where}: {{"type": "function", "function": {{...}}}} is expected', param)
     if CHAT_TOOLS.fate(kind) is not Fate.READ:

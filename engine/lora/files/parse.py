@@ -14,7 +14,7 @@ from engine.lora.files.detect import Layout, check_places, sort_keys
 from engine.lora.files.folder import AdapterFiles, refusal, shown
 from engine.lora.files.formats.common import Reading, open_expert_scaling
 from engine.lora.files.formats.fused3d import read_fused_3d
-from engine.lora.files.formats.kt_fused import Manifest, read_kt_fused, read_manifest, refuse_or_ignore_stale
+from engine.lora.files.formats.kt_fused import Manifest, check_beside, read_kt_fused, read_manifest
 from engine.lora.files.formats.linears import read_extra_mlps, read_linears
 from engine.lora.files.formats.per_expert import read_per_expert
 from engine.lora.files.formats.stacked import read_stacked
@@ -79,8 +79,8 @@ def _parse(
     weights = AdapterWeights(name, format_name(layout, manifest), path=str(files.folder), warnings=reading.warnings)
     _warn_other_base(reading, manifest, base)
     if layout.kt_fused:
-        refuse_or_ignore_stale(reading, layout)
         weights.experts = read_kt_fused(reading, layout, manifest)
+        check_beside(reading, layout, weights.experts)
         reading.warnings += manifest.warnings if manifest else []
     elif len([form for form in (layout.per_expert, layout.stacked, layout.fused_3d) if form]) > 1:
         fused = layout.fused_3d or layout.stacked

@@ -1,4 +1,7 @@
-"""Writes an adapter as PEFT's keys per expert or as KT's fused files: the forms that `parse` and other programs read.
+"""Writes an adapter as PEFT's keys per expert, alone or beside KT's fused files: what `parse` and other programs read.
+
+PEFT knows nothing of the fused files: a folder whose experts were there alone would load in it without them, and
+without a word. So the keys per expert are in every folder.
 
 Whatever ends the process, a power cut included, the folder holds the old adapter, or the new one, or none that loads:
 all files are first written beside their names, then adapter_config.json, without which nobody reads the folder, goes
@@ -56,10 +59,10 @@ def write_adapter(
     if form == "kt-fused" and not weights.experts:
         raise UserError(f"{weights.path or weights.name}: no LoRA on experts, nothing to fuse: use peft", "to")
     rank, scale, linears, experts = one_rank(weights)
-    files = {_MODEL_FILE: _peft_keys(linears, experts if form == "peft" else {}, stored)}
+    files = {_MODEL_FILE: _peft_keys(linears, experts, stored)}
     if form == "kt-fused":
         files[FUSED_FILE] = _fused_keys(experts)
-    targets = _targets(list(linears), bool(experts) and form == "peft", rank, scale, stored)
+    targets = _targets(list(linears), bool(experts), rank, scale, stored)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, files, _config(rank, scale, base) | targets, base)

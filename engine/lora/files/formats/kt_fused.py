@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from engine.errors import AdapterError
 from engine.files.regular import read_at
@@ -24,6 +26,7 @@ from engine.lora.files.folder import (
     shown,
 )
 from engine.lora.files.formats.common import Reading, Stack, assemble, missing, require_rank
+from engine.lora.files.formats.per_expert import read_per_expert
 from engine.lora.files.settings import ALPHAS, is_alpha, read_json
 
 _CHUNK = 1 << 20
@@ -100,14 +103,22 @@ def read_kt_fused(reading: Reading, layout: Layout, manifest: Manifest | None) -
     return result
 
 
-def refuse_or_ignore_stale(reading: Reading, layout: Layout) -> None:
-    """Per-expert keys beside the fused file: left over from training if each B is zero, else a contradiction."""
+def check_beside(reading: Reading, layout: Layout, fused: dict[int, ExpertLora]) -> None:
+    """Per-expert keys beside the fused file: left over from training if each B is zero, a copy for PEFT if they say the
+    same, else a contradiction."""
     halves = [h for _, h in layout.expert_halves()]
     live = [entry.key for h in halves for entry in h.entries if entry is h.b and bool(entry.read().any())]
     if live:
-        raise refusal(f"expert LoRA that is not zero beside {FUSED_FILE}", live)
-    if halves:
+        copies = {} if layout.stacked or layout.fused_3d else read_per_expert(reading, layout.per_expert)
+        if copies.keys() != fused.keys() or not all(_same(copies[layer], fused[layer]) for layer in fused):
+            raise refusal(f"expert LoRA that is neither zero nor the same beside {FUSED_FILE}", live)
+    elif halves:
         reading.warnings.append(f"{2 * len(halves)} stale expert tensors beside {FUSED_FILE} are all zero and ignored")
+
+
+def _same(one: ExpertLora, other: ExpertLora) -> bool:
+    values = ((getattr(lora, field.name) for lora in (one, other)) for field in fields(ExpertLora))
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in values)
 
 
 def _stack(reading: Reading, projection: str, halves: Halves, alpha: float) -> Stack:
