@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from hypothesis import strategies as st
 from api.hub.listing import SAFETENSORS, HubFile, Listing, choose, options
 from api.hub.names import HubName, parse_name
 from engine.errors import UserError
+from testing import forked
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 from testing.waiting import PATIENCE_S
-from tests.api.conftest import ROOT, environment
+from tests.api.conftest import environment
 from tests.hub.server import COMMIT, TOKEN, Hub, serving
 
 PLAIN, SPLIT, FOLDER, ADAPTER = "org/plain", "org/split-GGUF", "org/folder", "org/adapter"
@@ -65,10 +65,7 @@ class Here:
             del variables["KTSERVE_ENGINE_COMMAND"]
         variables = {key: value for key, value in variables.items() if not key.startswith("HF_")}
         variables |= {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.folder / "hf"), **more}
-        return subprocess.run(
-            [sys.executable, "-m", "api.cli.main", *argv],
-            cwd=ROOT, env=variables, capture_output=True, text=True, timeout=PATIENCE_S,
-        )  # fmt: skip
+        return forked.run("api.cli.main", argv, variables, timeout=PATIENCE_S)
 
     def pulled(self, *argv: str, **more: str) -> Path:
         done = self.ktserve("pull", *argv, **more)
