@@ -1,5 +1,5 @@
-"""bf16: the engine's error against float32 is at most 1.25 times that of transformers itself in bf16, in every family, at every
-mix and on every backend."""
+"""bf16: the engine's error against float32 is at most 1.25 times that of transformers itself in bf16: in every family,
+at every mix and on every backend."""
 
 from __future__ import annotations
 
