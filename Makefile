@@ -52,9 +52,11 @@ QUICK := tests/scheduler $(API_QUICK:%=tests/api/test_%.py) tests/rules tests/fi
 quick: setup
 	@$(PY) -m pytest -p testing.quick -p no:schemathesis -p no:locust -n 2 --dist loadfile --no-loadscope-reorder $(QUICK) $(ARGS)
 
-# Two processes, a file at a time: half of the time goes into waiting.
+# Three processes, a file at a time: on two cores one of them waits for servers while the others compute.
+WORKERS ?= 3
+
 test: setup $(VENV)/.train
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -p no:schemathesis -p no:locust -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Small shapes: the interpreter computes an instruction at a time. Processes of their own, as Triton reads the variable
 # when it is imported.

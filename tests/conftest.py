@@ -1,13 +1,27 @@
-"""What all tests share: deterministic, bounded property tests; CPUs divided among pytest's workers."""
+"""What all tests share: deterministic, bounded property tests; the longest files come first; CPUs divided among
+pytest's workers."""
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("ktserve", max_examples=40, derandomize=True, deadline=None)
 settings.load_profile("ktserve")
+
+# Files of more than half a minute, the longest first: one that a process begins last is waited for by the others.
+LONGEST = (
+    "engine/test_bounded", "batches/test_killed", "hub/test_fetch", "kt/test_kt", "engine/test_parity",
+    "api/test_bodies", "api/test_connections", "hub/test_first_hour",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    places = {folder / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

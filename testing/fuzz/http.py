@@ -74,7 +74,13 @@ def _fuzz_document(base: str, headers: dict[str, str], known: Known, seconds: fl
 
             def check(case: Any, operation: Any = operation, checks: Any = checks) -> None:
                 if operation.body and case.meta.generation.mode.is_positive:
-                    case.body = known.filled(operation.path, case.body)
+                    try:
+                        case.body = known.filled(operation.path, case.body)
+                    except httpx.HTTPStatusError as error:
+                        refusal, at = error.response, error.request.url.path
+                        fault = f"what it names could not be put there: {at} answered {refusal.status_code}"
+                        tally.add(operation.label, "not asked", fault, refusal.text)
+                        return
                 response = case.call(base_url=base, headers=headers, timeout=_PATIENCE_S)
                 fault = None
                 try:

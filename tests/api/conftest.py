@@ -18,6 +18,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from api.text.bytelevel import byte_level_tokenizer, byte_of_char
+from testing.forked import Forked
 from testing.waiting import PATIENCE_S, eventually
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -50,7 +51,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Running:
     """A started `ktserve serve`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, stderr: Path, key: str) -> None:
+    def __init__(self, process: Forked, url: str, log: Path, stderr: Path, key: str) -> None:
         self.process = process
         self.url = url
         self.log = log
@@ -99,14 +100,9 @@ def serving(
 ) -> Iterator[Running]:
     """`ktserve serve` on a free port, ready to answer. `program`: the module that is run."""
     log, stderr = folder / "messages.jsonl", folder / "stderr.txt"
-    with open(stderr, "wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", program, "serve", str(model), "--port", "0", *flags],
-            env=environment(log=str(log), **fake),
-            stderr=sink,
-            stdout=sink,
-            cwd=ROOT,
-        )
+    with open(os.devnull, "rb") as nothing, open(stderr, "wb") as sink:
+        argv = ["serve", str(model), "--port", "0", *flags]
+        process = Forked(program, argv, environment(log=str(log), **fake), (nothing, sink, sink))
     try:
         url = _wait_until_ready(process, stderr)
         running = Running(process, url, log, stderr, key)
@@ -123,7 +119,7 @@ def serving(
                 process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], stderr: Path) -> str:
+def _wait_until_ready(process: Forked, stderr: Path) -> str:
     urls: list[str] = []
 
     def ready() -> bool:

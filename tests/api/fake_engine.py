@@ -27,6 +27,8 @@ import zmq
 from engine import messages as m
 from engine.heartbeat import Heartbeat
 
+STEP_S = 0.0003  # long enough for a client to go away before a long answer has ended
+
 
 def last_message(prompt: list[int]) -> list[int]:
     start, end = ([i for i, token in enumerate(prompt) if token == mark] for mark in (1, 2))
@@ -101,12 +103,15 @@ class FakeEngine:
                 lines=["memory plan: fake"],
             )
         )
+        advanced = False
         while True:
-            if self.socket.poll(2 if self.running or self.draining else 1000):
+            if self.socket.poll(0 if advanced else 2 if self.running or self.draining else 1000):
                 while self.socket.poll(0):
                     self.receive(m.decode_to_engine(self.socket.recv()))
             with self.heartbeat.working():
-                self.step()
+                advanced = self.step()
+            if advanced:
+                time.sleep(STEP_S)
 
     def receive(self, message: m.ToEngine) -> None:
         self.note(message)
@@ -200,8 +205,10 @@ class FakeEngine:
             self.send(m.Reply(call_id=call, ok=True, adapter=info))
             self.send(m.AdapterMoved(name=message.name, residency="host"))
 
-    def step(self) -> None:
+    def step(self) -> bool:
+        """Whether any request came further."""
         self.steps += 1
+        advanced = False
         now = time.monotonic()
         for request_id, running in list(self.running.items()):
             adapter = running.submit.adapter
@@ -213,6 +220,7 @@ class FakeEngine:
                 running.next_s = now + 0.05
             while adapter == "hang":
                 time.sleep(0.1)
+            advanced = True
             if running.position == 2 and adapter == "die":
                 os._exit(3)
             if running.position == 2 and adapter == "fail":
@@ -228,6 +236,7 @@ class FakeEngine:
             self.running.clear()
             self.send(m.Reply(call_id=self.draining[0], ok=True))
             self.draining = None
+        return advanced
 
     def advance(self, running: Running) -> None:
         submit, sampling = running.submit, running.submit.sampling

@@ -22,6 +22,7 @@ from api.cli import main as command_line
 from api.cli.options import settings_of
 from api.config import ServeConfig
 from engine.config import EngineConfig
+from testing import forked
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import ROOT, environment, serving
 
@@ -30,10 +31,7 @@ ANSWER = "user\n{}\nassistant\n"
 
 
 def ktserve(*argv: str, stdin: str = "", **fake: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "api.cli.main", *argv],
-        cwd=ROOT, env=environment(**fake), input=stdin, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+    return forked.run("api.cli.main", argv, environment(**fake), stdin=stdin, timeout=PATIENCE_S)
 
 
 @pytest.fixture

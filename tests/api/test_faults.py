@@ -23,6 +23,7 @@ from api.config import ServeConfig
 from api.http import server as server_module
 from api.http.server import check_origins, listen, url_of
 from engine.errors import UserError
+from testing import forked
 from testing.processes import engine_of, gone
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT, Running, environment, serving
@@ -248,10 +249,7 @@ def test_origins_that_no_browser_sends_are_refused(origin: str, wrong: str) -> N
 
 def test_a_mistake_of_the_users_is_one_line(model_dir: Path, tmp_path: Path) -> None:
     def run(*flags: str, **fake: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "api.cli.main", "serve", *flags],
-            env=environment(**fake), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
-        )  # fmt: skip
+        done = forked.run("api.cli.main", ["serve", *flags], environment(**fake), timeout=PATIENCE_S)
         return done.returncode, done.stderr
 
     for flags, fake, part in (

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from api.tenants.hashes import new_key
-from testing.waiting import eventually
+from testing import forked
+from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import Running, environment, serving
 
 ADAPTERS = [flag for name in ("reverse", "gated", "fail") for flag in ("--adapters", f"{name}=/fake/{name}")]
@@ -176,11 +177,8 @@ def test_concurrency(server: Running, tenants: Tenants, tmp_path: Path) -> None:
 
 
 def test_without_keys_only_this_machine_is_served(model_dir: Path, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "api.cli.main", "serve", str(model_dir), "--port", "0", "--host", "0.0.0.0"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    argv = ["serve", str(model_dir), "--port", "0", "--host", "0.0.0.0"]
+    done = forked.run("api.cli.main", argv, environment(), timeout=PATIENCE_S)
     assert done.returncode == 1 and done.stderr.startswith("error: --host 0.0.0.0: other machines can reach it")
     with serving(model_dir, tmp_path, "--host", "0.0.0.0", "--open") as server:
         assert "there are no keys: everybody who can reach it" in server.stderr

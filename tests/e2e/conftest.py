@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,15 +13,14 @@ import httpx
 import openai
 import pytest
 
+from testing.forked import Forked
 from testing.waiting import PATIENCE_S, eventually
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 class Server:
     """A started server, its address and what it printed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, output: Path) -> None:
+    def __init__(self, process: Forked, url: str, output: Path) -> None:
         self.process = process
         self.url = url
         self.output = output
@@ -46,9 +43,9 @@ def serving(folder: Path, *flags: str, environment: Mapping[str, str] | None = N
     """On a free port; ends with SIGTERM and insists on a clean exit. `environment`: variables beside this process's."""
     output = folder / "output.txt"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("KTSERVE_")}
-    with output.open("wb") as sink:
-        command = [sys.executable, "-m", "api.cli.main", "serve", "--port", "0", *flags]
-        process = subprocess.Popen(command, env={**clean, **(environment or {})}, stdout=sink, stderr=sink, cwd=ROOT)
+    with open(os.devnull, "rb") as nothing, output.open("wb") as sink:
+        argv = ["serve", "--port", "0", *flags]
+        process = Forked("api.cli.main", argv, {**clean, **(environment or {})}, (nothing, sink, sink))
     try:
         server = Server(process, _address(process, output), output)
         yield server
@@ -60,7 +57,7 @@ def serving(folder: Path, *flags: str, environment: Mapping[str, str] | None = N
             process.wait()
 
 
-def _address(process: subprocess.Popen[bytes], output: Path) -> str:
+def _address(process: Forked, output: Path) -> str:
     lines: list[str] = []
 
     def printed() -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from testing.harness import Harness, full_logits, greedy
 from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
-from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.engine.parity import BACKENDS, CLEAR, SETTINGS, prompts
 
 
 @st.composite
@@ -58,21 +58,22 @@ def own_fields(family: str, shape: dict) -> dict:
     return shape
 
 
-@BACKENDS
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes(), seed=st.integers(0, 1000), budget=st.sampled_from([8, 32, 256]), overlap=st.booleans())
-def test_greedy_tokens_equal_transformers(tmp_path_factory, backend, family, shape, seed, budget, overlap):
+def test_greedy_tokens_equal_transformers(tmp_path_factory, family, shape, seed, budget, overlap):
+    """On every backend."""
     model = tiny_model(seed, family=family, **own_fields(family, shape))
     folder = tmp_path_factory.mktemp("model")
     save_hf(model, folder)
     asked = prompts(seed, [3, 17, 40])
-    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap, **backend)
-    got = engine.generate(asked, max_tokens=6)
-    engine.close()
-    for prompt, tokens in zip(asked, got, strict=True):
-        expected, gap = greedy(model, prompt, 6)
-        assert tokens == expected or gap < CLEAR
+    wanted = [greedy(model, prompt, 6) for prompt in asked]
+    for backend in SETTINGS:
+        engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, overlap=overlap, **backend)
+        got = engine.generate(asked, max_tokens=6)
+        engine.close()
+        for tokens, (expected, gap) in zip(got, wanted, strict=True):
+            assert tokens == expected or gap < CLEAR, backend
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from hypothesis import strategies as st
 from api.hub.listing import SAFETENSORS, HubFile, Listing, choose, options
 from api.hub.names import HubName, parse_name
 from engine.errors import UserError
+from testing import forked
 from testing.models.tiny import save_gguf, save_hf, tiny_model
 from testing.waiting import PATIENCE_S
-from tests.api.conftest import ROOT, environment
+from tests.api.conftest import environment
 from tests.hub.server import COMMIT, TOKEN, Hub, serving
 
 PLAIN, SPLIT, FOLDER, ADAPTER = "org/plain", "org/split-GGUF", "org/folder", "org/adapter"
@@ -59,25 +59,24 @@ class Here:
     def __init__(self, hub: Hub, folder: Path) -> None:
         self.hub, self.folder = hub, folder
 
-    def ktserve(self, *argv: str, engine: bool = False, **more: str) -> subprocess.CompletedProcess[str]:
+    def ktserve(
+        self, *argv: str, engine: bool = False, program: str = "api.cli.main", **more: str
+    ) -> subprocess.CompletedProcess[str]:
         variables = environment()
         if engine:
             del variables["KTSERVE_ENGINE_COMMAND"]
         variables = {key: value for key, value in variables.items() if not key.startswith("HF_")}
         variables |= {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.folder / "hf"), **more}
-        return subprocess.run(
-            [sys.executable, "-m", "api.cli.main", *argv],
-            cwd=ROOT, env=variables, capture_output=True, text=True, timeout=PATIENCE_S,
-        )  # fmt: skip
+        return forked.run(program, argv, variables, timeout=PATIENCE_S)
 
     def pulled(self, *argv: str, **more: str) -> Path:
         done = self.ktserve("pull", *argv, **more)
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.strip())
 
-    def refused(self, *argv: str, **more: str) -> str:
+    def refused(self, *argv: str, program: str = "api.cli.main", **more: str) -> str:
         """The one line that it says."""
-        done = self.ktserve(*argv, **more)
+        done = self.ktserve(*argv, program=program, **more)
         assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: "), done.stderr
         assert "Traceback" not in done.stderr
         return done.stderr.splitlines()[-1]
@@ -167,7 +166,8 @@ def test_without_ranges_a_file_is_fetched_from_its_start_again(here: Here) -> No
 
 def test_a_hub_that_always_breaks_off_is_one_line(here: Here) -> None:
     here.hub.cut = [0] * 99
-    assert "did not come" in (said := here.refused("pull", f"hf:{PLAIN}")) or "run the same command again" in said
+    said = here.refused("pull", f"hf:{PLAIN}", program="tests.hub.hurried")
+    assert "did not come" in said or "run the same command again" in said
 
 
 def test_damaged_content_is_refused_and_fetched_again(here: Here) -> None:

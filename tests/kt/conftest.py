@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 import pytest
 
 from engine.experts.kt.backend import kt_available
+from testing import forked
 from testing.waiting import PATIENCE_S
 
-ROOT = Path(__file__).parents[2]
+IMPORTED = ("tests.kt.worker", "benchmarks.accuracy.table")
 Worker = Callable[..., Any]
 CPU_HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
 
@@ -50,13 +50,12 @@ def worker() -> Worker:
         if key in missing:
             pytest.skip(missing[key])
         if key not in answers:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             if variant:
                 environment["KT_KERNEL_CPU_VARIANT"] = variant
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.kt.worker", case, json.dumps(arguments)],
-                cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-            )  # fmt: skip
+            done = forked.run(
+                "tests.kt.worker", [case, json.dumps(arguments)], environment, timeout=PATIENCE_S, imported=IMPORTED
+            )
             if not CPU_HAS_AVX512 and (why := re.search(r"kt_method \w+: not on this CPU.*", done.stderr)):
                 missing[key] = why[0]
                 pytest.skip(missing[key])

@@ -71,9 +71,13 @@ def test_what_changes_is_rounded_once_and_nothing_else_is(tmp_path: Path, dtype:
     ):
         assert set(got.keys()) == set(expected.keys())
         for name in got.keys():  # noqa: SIM118
-            torch.testing.assert_close(got.get_tensor(name), expected.get_tensor(name), rtol=0.01, atol=0.002)
+            ours, theirs = got.get_tensor(name), expected.get_tensor(name)
             if "experts" not in name:
-                assert torch.equal(got.get_tensor(name), expected.get_tensor(name))
+                assert torch.equal(ours, theirs)
+                continue
+            # Sums in another order may round to the value beside, now and then; 1e-6: of sums that cancel.
+            torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            assert (ours != theirs).float().mean() < 0.01
 
 
 def test_what_cannot_be_merged(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLS = "building the CPU kernels"
 
@@ -63,3 +65,7 @@ def test_a_change_of_python_alone_installs_nothing(tree: Path) -> None:
     file.write_text("x = 1\n")
     os.utime(file, (file.stat().st_mtime + 600,) * 2)
     assert INSTALLS not in made(tree, "setup")
+
+
+def test_the_files_that_come_first_exist() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / f"{name}.py").is_file()] == []
