@@ -13,38 +13,20 @@ import asyncio
 import json
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from benchmarks import record
+from loadtests.bench.client import Result, Server
 
 PROMPTS = ("What is 23 + 48?", "What colour is a banana?", "Tell me a story about a fox.")
-TIMEOUT_S = 120
-
-
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    tokens: int
-    first_s: float  # when the first part of it came
-    last_s: float
 
 
 async def burst(url: str) -> str:
     """All prompts to all models at the same moment; returns a Markdown table."""
-    async with _client(url) as http:
-        models = await _models(http)
-
-        async def ask(model: str, prompt: str) -> str:
-            body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
-            reply = await http.post("/v1/chat/completions", json=body)
-            reply.raise_for_status()
-            return str(reply.json()["choices"][0]["message"]["content"])
-
-        answers = await asyncio.gather(*(ask(m, p) for p in PROMPTS for m in models))
+    server = Server(url)
+    models = await _models(server)
+    answers = [result.text for result in await asyncio.gather(*(_ask(server, m, p) for p in PROMPTS for m in models))]
     rows = [
         f"| {p} | " + " | ".join(answers[i * len(models) : (i + 1) * len(models)]) + " |" for i, p in enumerate(PROMPTS)
     ]
@@ -53,24 +35,24 @@ async def burst(url: str) -> str:
 
 async def streams(url: str, count: int) -> dict[str, Any]:
     """So many questions at once, then one after another."""
-    async with _client(url) as http:
-        models = await _models(http)
-        asked = [(models[i % len(models)], _question(i)) for i in range(count)]
-        await asyncio.gather(*(_stream(http, model, PROMPTS[0]) for model in models))  # adapters are in their slots
-        began = time.perf_counter()
-        together = await asyncio.gather(*(_stream(http, *each) for each in asked))
-        took_s = time.perf_counter() - began
-        alone = [await _stream(http, *each) for each in asked]
-    tokens = sum(answer.tokens for answer in together)
+    server = Server(url)
+    models = await _models(server)
+    asked = [(models[i % len(models)], _question(i)) for i in range(count)]
+    await asyncio.gather(*(_ask(server, model, PROMPTS[0]) for model in models))  # adapters are in their slots
+    began = time.perf_counter()
+    together = await asyncio.gather(*(_ask(server, *each) for each in asked))
+    took_s = time.perf_counter() - began
+    alone = [await _ask(server, *each) for each in asked]
+    tokens = sum(result.tokens for result in together)
     return {
         "streams": count,
         "models": models,
         "tokens": tokens,
         "tok_s": tokens / took_s,
-        "alone_tok_s": sum(a.tokens for a in alone) / sum(a.last_s for a in alone),
-        "ttft_ms": statistics.median(a.first_s for a in together) * 1e3,
-        "longest_ttft_ms": max(a.first_s for a in together) * 1e3,
-        "alone_ttft_ms": statistics.median(a.first_s for a in alone) * 1e3,
+        "alone_tok_s": sum(a.tokens for a in alone) / sum(a.total_s for a in alone),
+        "ttft_ms": statistics.median(a.ttft_s for a in together) * 1e3,
+        "longest_ttft_ms": max(a.ttft_s for a in together) * 1e3,
+        "alone_ttft_ms": statistics.median(a.ttft_s for a in alone) * 1e3,
         "same": sum(a.text == b.text for a, b in zip(together, alone, strict=True)),
         "in_style": {model: sum(_in_style(m, a.text) for (m, _), a in zip(asked, together, strict=True) if m == model)
                      for model in models},
@@ -87,31 +69,18 @@ def _in_style(model: str, text: str) -> bool:
     return {"pirate": pirate, "json": as_json}.get(model, not (pirate or as_json))
 
 
-async def _stream(http: httpx.AsyncClient, model: str, prompt: str) -> Answer:
+async def _ask(server: Server, model: str, prompt: str) -> Result:
+    """RuntimeError if it fails."""
     body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    began, first_s, text, tokens = time.perf_counter(), 0.0, "", 0
-    async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
-        reply.raise_for_status()
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            part = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-            if part and not first_s:
-                first_s = time.perf_counter() - began
-            text += part
-            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-    return Answer(text, tokens, first_s, time.perf_counter() - began)
+    result = await server.stream("/v1/chat/completions", body)
+    if result.error:
+        raise RuntimeError(f"{model}: {result.error}")
+    return result
 
 
-def _client(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=TIMEOUT_S, limits=limits)
-
-
-async def _models(http: httpx.AsyncClient) -> list[str]:
-    return [m["id"] for m in (await http.get("/v1/models")).json()["data"]]
+async def _models(server: Server) -> list[str]:
+    return [model["id"] for model in json.loads(await server.read("/v1/models"))["data"]]
 
 
 def main() -> None:

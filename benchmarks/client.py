@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.child import ServerError, ended_after, wait_ready
+from loadtests.http import Server
 
 Request = tuple[str, dict[str, Any]]  # path, JSON body
 _START_S = 300.0
@@ -113,26 +114,16 @@ async def _stream(url: str, request: Request, wait_s: float) -> tuple[float, lis
     """When it was sent, when tokens came, how many."""
     await asyncio.sleep(wait_s)
     path, body = request
-    host, port = url.removeprefix("http://").split(":")
-    data = json.dumps(body).encode()
-    sent = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
-    status = await reader.readline()
+    answer = await Server(url).post(path, body)
+    if answer.status != 200 or not answer.whole:
+        raise StreamError(f"{url}{path}: {answer.refusal}")
     times: list[float] = []
     count = 0
-    if b" 200 " not in status:
-        answer = (await reader.read(2000)).decode(errors="replace")
-        raise StreamError(f"{url}{path}: {status.decode().strip()}: {answer[-300:]}")
-    while line := await reader.readline():
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-            continue
-        new, count = _count(json.loads(line[6:]), count)
-        if new:
-            times.append(time.perf_counter())
-    writer.close()
-    return sent, times, count
+    for when, data in answer.events():
+        if data != "[DONE]":
+            new, count = _count(json.loads(data), count)
+            times += [when] if new else []
+    return answer.asked_s, times, count
 
 
 def _count(event: dict[str, Any], count: int) -> tuple[int, int]:

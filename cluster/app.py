@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cluster.gateway import config_of
-from cluster.policy import Affinity
+from cluster.front.gateway import config_of
+from cluster.routing.policy import Affinity
 from cluster.scaling.first_tokens import LEAST_S, MOST_S
 from engine.errors import UserError
 from ktserve.strict_yaml import YamlError, load
@@ -100,10 +100,10 @@ def build(args: dict[str, Any]) -> Any:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from cluster.directory import Directory
-    from cluster.front import DIRECTORY, ENGINES, asgi
-    from cluster.replica import Engine
-    from cluster.router import AffinityRouter
+    from cluster.front.endpoint import DIRECTORY, ENGINES, asgi
+    from cluster.replicas.directory import Directory
+    from cluster.replicas.engine import Engine
+    from cluster.routing.router import AffinityRouter
 
     config = ClusterConfig.read(Path(args["config"])) if args.keys() == {"config"} else ClusterConfig.of(args)
     scale: dict[str, Any] = {"num_replicas": config.replicas}

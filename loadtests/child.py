@@ -52,12 +52,11 @@ def wait_ready(process: subprocess.Popen[bytes], url: str, patience_s: float) ->
     raise ServerError(f"{url} was not ready after {patience_s:g} s")
 
 
-def served_at(process: subprocess.Popen[bytes], log: Path) -> tuple[str, int]:
-    """Host and port that `ktserve serve --port 0` prints into `log` once it serves. ServerError if it ends before."""
+def served_at(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The URL that `ktserve serve --port 0` prints into `log` once it serves. ServerError if it ends before."""
     while process.poll() is None:
         for line in log.read_text(errors="replace").splitlines():
             if line.startswith("at ") and line.endswith("/v1"):
-                host, _, port = line.split("//")[1].removesuffix("/v1").rpartition(":")
-                return host, int(port)
+                return line.removeprefix("at").strip().removesuffix("/v1")
         time.sleep(_POLL_S)
     raise ServerError(f"the server did not start:\n{log.read_text(errors='replace')}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from api.text.calls.formats import CALL, CHANNEL, END, HARMONY, MESSAGE, RETURN, START
 from api.text.deltas import Delta, Reasoning, Text, ToolArguments, ToolStart
-from api.text.segments import Layout, Segments
+from api.text.segments import Layout, Segments, StateMachine
 
 _LONGEST_HEADER = 512
 _ENDS = (END, CALL, RETURN)
@@ -22,22 +22,17 @@ _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
-class Channels:
-    """The state machine of one answer, as `Segments` is of the others. Texts of several messages have an empty line
-    between them."""
+class Channels(StateMachine):
+    """Of an answer that is messages in channels. Texts of several messages have an empty line between them."""
 
     def __init__(self, layout: Layout, new_id: Callable[[], str] = HARMONY.new_id) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self._new_id = new_id
         self._kind: type[Text | Reasoning | ToolArguments] = Text  # of the message that has begun
         self._state = self._body if layout.begun else self._header
-        self._buffer = ""
         self._announced = False  # the header stands behind a <|start|>
         self._given: set[type] = set()  # kinds of which there was something
         self._begun = layout.begun  # something of this message has been given
-        self._final = False
-        self.calls = 0
-        self.ended = False
 
     @property
     def reasons(self) -> bool:
@@ -53,23 +48,14 @@ class Channels:
     def apart(self) -> bool:
         return not self.says
 
-    def push(self, text: str) -> list[Delta]:
-        self._buffer += text
-        deltas: list[Delta] = []
-        while not self.ended and self._state(deltas):
-            pass
-        return deltas
-
     def finish(self) -> list[Delta]:
-        """The text has ended: what was held back."""
-        self._final = True
-        deltas = self.push("")
+        deltas = super().finish()
         if self._state == self._body and not self.ended:
             self._close(deltas)
             self._state = self._between
         return deltas
 
-    # ---- states: each takes what is certain off the buffer and says whether the next one may go on
+    # ---- states
 
     def _header(self, deltas: list[Delta]) -> bool:
         rest, at = self._buffer.lstrip(), self._buffer.find(MESSAGE)
@@ -92,7 +78,7 @@ class Channels:
 
     def _body(self, deltas: list[Delta]) -> bool:
         found = _BREAK.search(self._buffer)
-        end = len(self._buffer) - self._held() if found is None else found.start()
+        end = len(self._buffer) - self._held(*_BREAKS) if found is None else found.start()
         text, self._buffer = self._buffer[:end], self._buffer[end:]
         if text:
             self._give(text, deltas)
@@ -150,14 +136,6 @@ class Channels:
                 deltas.append(ToolArguments(self.calls, "{}"))
             self.calls += 1
             self.ended = self.calls == self._layout.max_calls
-
-    def _held(self) -> int:
-        """Length of the buffer's end that may become a marker."""
-        if self._final:
-            return 0
-        longest = min(max(map(len, _BREAKS)) - 1, len(self._buffer))
-        ends = (n for n in range(longest, 0, -1) if any(mark.startswith(self._buffer[-n:]) for mark in _BREAKS))
-        return next(ends, 0)
 
 
 def reader_of(layout: Layout) -> Segments | Channels:

@@ -45,21 +45,51 @@ class Layout:
         return self.thinks or self.channels or self.tools is not None
 
 
-class Segments:
-    """The state machine of one answer. `ended`: it has `max_calls` calls; what comes after them does not count."""
+class StateMachine:
+    """Of one answer: a state takes what is certain off the buffer and says whether the next one may go on. `ended`: it
+    has `max_calls` calls; what comes after them does not count."""
+
+    _state: Callable[[list[Delta]], bool]
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._buffer = ""
+        self._final = False
+        self.calls = 0
+        self.ended = False
+
+    def push(self, text: str) -> list[Delta]:
+        self._buffer += text
+        deltas: list[Delta] = []
+        while not self.ended and self._state(deltas):
+            pass
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """The text has ended: what was held back."""
+        self._final = True
+        return self.push("")
+
+    def _held(self, *markers: str) -> int:
+        """Length of the buffer's end that may become one of the markers."""
+        if self._final or not markers:
+            return 0
+        longest = min(max(map(len, markers)) - 1, len(self._buffer))
+        ends = (n for n in range(longest, 0, -1) if any(mark.startswith(self._buffer[-n:]) for mark in markers))
+        return next(ends, 0)
+
+
+class Segments(StateMachine):
+    """Of an answer that is reasoning, then text with calls in it."""
 
     def __init__(self, layout: Layout, new_id: Callable[[], str] | None = None) -> None:
-        self._layout = layout
+        super().__init__(layout)
         self._new_id = new_id
         self._state = self._reasoning if layout.thinking else self._start if layout.thinks else self._first
-        self._buffer = ""
         self._fresh = layout.thinking  # reasoning has just begun or ended: new-lines go
         self._reader: CallReader | None = None
         self._raw: list[str] = []  # what the reader was given
         self._before = ""  # the character before the buffer, in a call
-        self._final = False
-        self.calls = 0
-        self.ended = False
 
     @property
     def reasons(self) -> bool:
@@ -76,19 +106,7 @@ class Segments:
         """Whether it ends in text that is neither."""
         return self._state == self._text
 
-    def push(self, text: str) -> list[Delta]:
-        self._buffer += text
-        deltas: list[Delta] = []
-        while not self.ended and self._state(deltas):
-            pass
-        return deltas
-
-    def finish(self) -> list[Delta]:
-        """The text has ended: what was held back."""
-        self._final = True
-        return self.push("")
-
-    # ---- states: each takes what is certain off the buffer and says whether the next one may go on
+    # ---- states
 
     def _start(self, deltas: list[Delta]) -> bool:
         """Nothing has come: is it reasoning?"""
@@ -153,7 +171,7 @@ class Segments:
         reader, tools = self._reader, self._layout.tools
         assert reader is not None and tools is not None  # _begin_calls
         at = -1 if tools.closes is None else self._buffer.find(tools.closes)
-        end = at if at >= 0 else len(self._buffer) - self._held(tools.closes)
+        end = at if at >= 0 else len(self._buffer) - self._held(*filter(None, [tools.closes]))
         self._give(reader, end, deltas)
         if reader.failed:
             return self._give_up(reader, deltas)
@@ -210,13 +228,6 @@ class Segments:
         text = _without_space(text)
         self._buffer = self._buffer[len(text) :]
         return text, False
-
-    def _held(self, marker: str | None) -> int:
-        """Length of the buffer's end that may become a marker."""
-        if marker is None or self._final:
-            return 0
-        longest = min(len(marker) - 1, len(self._buffer))
-        return next((n for n in range(longest, 0, -1) if self._buffer.endswith(marker[:n])), 0)
 
 
 def _without_space(text: str) -> str:

@@ -76,7 +76,7 @@ def _cpu_s() -> dict[str, float]:
 async def _rate(url: str, streams: int, rounds: int) -> float:
     """Of so many streams. RuntimeError if a request fails."""
     server = Server(url)
-    listed = json.loads(await server.get("/v1/models"))["data"]
+    listed = json.loads(await server.read("/v1/models"))["data"]
     work = Work((listed[0]["id"],), 16, _ANSWER)
     for requests in (streams, streams * rounds):  # the first are to warm up
         found = await point(server, server, work, Scale(0.0, 1.0), "concurrency", streams, requests, Limits(60.0, 60.0))

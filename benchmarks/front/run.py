@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,7 @@ import yaml
 from benchmarks import record
 from benchmarks.front.client import Tally, closed_loop, post
 from loadtests.child import ended_after, served_at
+from loadtests.http import Server
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _ROWS = 256
@@ -78,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(case: Case, seconds: float, checkout: Path = _CHECKOUT) -> dict[str, float | str]:
     """Memory is unique bytes of api and engine, after the first third and at the end."""
-    with serving(case, checkout) as (process, port):
-        requests = _requests(case)
-        closed_loop(port, requests, min(case.connections, 64), 1.0, Tally())  # warm
+    with serving(case, checkout) as (process, server):
+        requests = _requests(server, case)
+        closed_loop(server, requests, min(case.connections, 64), 1.0, Tally())  # warm
         third = Tally()
-        closed_loop(port, requests, case.connections, seconds / 3, third)
+        closed_loop(server, requests, case.connections, seconds / 3, third)
         before, memory, tally = _cpu_s(process), _memory_mib(process), Tally()
         own = time.process_time()
-        took = closed_loop(port, requests, case.connections, 2 * seconds / 3, tally)
+        took = closed_loop(server, requests, case.connections, 2 * seconds / 3, tally)
         own = time.process_time() - own
         after = _cpu_s(process)
         tokens = tally.ended * case.tokens
@@ -108,19 +109,20 @@ def measure(case: Case, seconds: float, checkout: Path = _CHECKOUT) -> dict[str,
         return result
 
 
-def _requests(case: Case) -> list[bytes]:
+def _requests(server: Server, case: Case) -> list[bytes]:
     body = {
         "prompt": "Count from 1 to 5.", "max_tokens": case.tokens, "ignore_eos": True, "stream": case.stream,
         "temperature": 0,
     }  # fmt: skip
     count = max(1, case.tenants, case.adapters)
     models = [{"model": f"adapter-{i}"} if case.adapters else {} for i in range(count)]
-    return [post({**body, **model}, f"key-{i}" if case.tenants else "") for i, model in enumerate(models)]
+    asking = [replace(server, key=f"key-{i}" if case.tenants else "") for i in range(count)]
+    return [post(one, {**body, **model}) for one, model in zip(asking, models, strict=True)]
 
 
 @contextlib.contextmanager
-def serving(case: Case, checkout: Path = _CHECKOUT) -> Iterator[tuple[psutil.Process, int]]:
-    """`ktserve serve` of a checkout, over the null engine or the demo model: its process and port."""
+def serving(case: Case, checkout: Path = _CHECKOUT) -> Iterator[tuple[psutil.Process, Server]]:
+    """`ktserve serve` of a checkout, over the null engine or the demo model: its process and where it is."""
     with tempfile.TemporaryDirectory(prefix="ktfront-") as folder:
         log, config = Path(folder) / "log", Path(folder) / "config.yaml"
         settings = {
@@ -134,7 +136,7 @@ def serving(case: Case, checkout: Path = _CHECKOUT) -> Iterator[tuple[psutil.Pro
         config.write_text(yaml.safe_dump(settings))
         command = [sys.executable, str(checkout / "ktserve" / "__main__.py"), "serve", "--config", str(config)]
         with log.open("wb") as sink, ended_after(command, output=sink) as process:
-            yield psutil.Process(process.pid), served_at(process, log)[1]
+            yield psutil.Process(process.pid), Server(served_at(process, log))
 
 
 def _cpu_s(server: psutil.Process) -> dict[str, float]:

@@ -15,10 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
-from loadtests.bench.client import BenchError, Server
+from loadtests.bench.client import Server
 from loadtests.bench.report import compared, label, page, table
 from loadtests.bench.sweep import Limits, point
 from loadtests.bench.work import Work
+from loadtests.http import HttpError
 from loadtests.report.document import machine
 
 _EXAMPLES = """\
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         run = asyncio.run(_run(args, work, levels, console))
-    except (BenchError, OSError) as error:
+    except (HttpError, OSError) as error:
         print(f"error: {args.url}: {error}", file=sys.stderr)
         return 1
     console.print(
@@ -139,10 +140,10 @@ async def _run(
     server = Server(args.url, args.api_key)
     metrics = Server(args.url, args.admin_key or args.api_key)
     if not work.models:
-        listed = json.loads(await server.get("/v1/models"))["data"]
+        listed = json.loads(await server.read("/v1/models"))["data"]
         bases = [model["id"] for model in listed if not model.get("parent")]
         if not bases:
-            raise BenchError("/v1/models lists no model: name one with --models")
+            raise HttpError("/v1/models lists no model: name one with --models")
         work = replace(work, models=(bases[0],))
     scale = await work.measure(server)
     limits = Limits(args.ttft_limit_ms / 1000, args.itl_limit_ms / 1000)

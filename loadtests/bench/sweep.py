@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.bench.client import BenchError, Result, Server
+from loadtests.bench.client import Result, Server
 from loadtests.bench.work import Scale, Work
+from loadtests.http import HttpError
 
 _READ = re.compile(rb"^ktserve_expert_read_bytes_total ([0-9.e+-]+)$", re.M)
 _ROOF = re.compile(rb"^ktserve_memory_read_bandwidth_bytes_per_second ([0-9.e+-]+)$", re.M)
@@ -112,8 +113,8 @@ def summary(results: Sequence[Result], seconds: float, limits: Limits) -> dict[s
 async def _counters(server: Server) -> tuple[float | None, float | None]:
     """Bytes of experts read so far, and the memory's bandwidth, where the server tells them."""
     try:
-        text = await server.get("/metrics")
-    except (OSError, BenchError, asyncio.IncompleteReadError):
+        text = await server.read("/metrics")
+    except (OSError, HttpError):
         return None, None
     read, roof = _READ.search(text), _ROOF.search(text)
     return float(read[1]) if read else None, float(roof[1]) if roof else None

@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from loadtests.bench.client import BenchError, Result, Server
+from loadtests.bench.client import Result, Server
+from loadtests.http import HttpError
 from loadtests.load.traffic import text
 
 _PROBE_WORDS = (50, 250)
@@ -94,13 +95,13 @@ class Work:
         return {**said, **body, "stream_options": {"include_usage": True}, **added}
 
     async def measure(self, server: Server) -> Scale:
-        """How many tokens words are, from two prompts. BenchError if the server does not answer them."""
+        """How many tokens words are, from two prompts. HttpError if the server does not answer them."""
         counts = []
         for words in _PROBE_WORDS:
             prompt = text(random.Random(f"probe {self.seed}"), words)
             result = await server.stream(self.path, self._asked(prompt, 2, 0))
             if result.error:
-                raise BenchError(result.error)
+                raise HttpError(result.error)
             counts.append(result.prompt_tokens)
         if not counts[0] < counts[1]:
             return Scale(0.0, 2.0)  # it tells no usage

@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+import socket
+import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ import psutil
 
 from loadtests.chaos.availability import Availability, Look
 from loadtests.chaos.watch import engine_of
-from loadtests.chaos.wire import Target, connection, exchange, post, read_answer, reset_on_close
+from loadtests.http import HttpError, Server
 
 WORDS = ("what", "is", "seven", "plus", "a", "colour", "count", "<|im_end|>", "<|im_start|>system", "<|endoftext|>")
 _SIZES = (10, 1000, 100_000, 2_000_000, 15_900_000)  # the last is as large as a body may be
@@ -55,7 +57,7 @@ class Tally:
             outcome = await asyncio.wait_for(request, PATIENCE_S)
         except asyncio.TimeoutError:
             outcome = "never"
-        except OSError as error:
+        except (OSError, HttpError) as error:
             outcome = f"refused ({type(error).__name__})"
         self.add(actor, outcome)
         if actor in (*WELL_BEHAVED, HEALTH):
@@ -67,9 +69,9 @@ class Attack:
     """`target`: with the key of the tenant that floods; `other`: of one that asks now and then; `admin`: with the admin
     key. `until`: loop time at which all actors stop. `folder`: of adapters to load, made by the actor."""
 
-    target: Target
-    other: Target
-    admin: Target
+    target: Server
+    other: Server
+    admin: Server
     server: psutil.Process
     models: list[str]
     adapter: Path
@@ -101,7 +103,7 @@ async def flood(a: Attack) -> None:
     """Good requests, many at once."""
 
     async def one(body: dict[str, Any]) -> str:
-        return (await post(a.target, "/v1/chat/completions", body)).outcome
+        return (await a.target.post("/v1/chat/completions", body)).outcome
 
     while not a.over:
         count, r = a.rng.randint(1, 24), a.rng
@@ -113,7 +115,7 @@ async def patient(a: Attack) -> None:
     """One request at a time of another tenant: the flood is none of its business."""
 
     async def one() -> str:
-        return (await post(a.other, "/v1/chat/completions", a.body(model=a.models[0]))).outcome
+        return (await a.other.post("/v1/chat/completions", a.body(model=a.models[0]))).outcome
 
     while not a.over:
         await a.tally.count(PATIENT, one())
@@ -123,32 +125,34 @@ async def hang_up(a: Attack) -> None:
     """Leaves in the middle of a stream, by closing or by a reset."""
 
     async def one() -> str:
-        async with connection(a.target) as (reader, writer):
+        async with a.target.connection() as connection:
             body = json.dumps(a.body(stream=True, max_tokens=200)).encode()
-            writer.write(a.target.head("POST", "/v1/chat/completions", len(body)) + body)
-            await writer.drain()
-            for _ in range(a.rng.randint(0, 12)):
-                if not await reader.readline():
-                    break
+            connection.transport.write(a.target.head("POST", "/v1/chat/completions", len(body)) + body)
+            await connection.reads(a.rng.randint(0, 6))
             if a.rng.random() < 0.5:
-                reset_on_close(writer)
+                _reset_on_close(connection.transport)
         return "hung up"
 
     while not a.over:
         await asyncio.gather(*(a.tally.count("hang-up", one()) for _ in range(4)))
 
 
+def _reset_on_close(transport: asyncio.Transport) -> None:
+    """Closing then sends RST, as a client that was killed does."""
+    handle = transport.get_extra_info("socket")
+    handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 async def half_open(a: Attack) -> None:
     """Connections that never finish their head or body; the server is to end them."""
 
     async def one() -> str:
-        async with connection(a.target) as (reader, writer):
+        async with a.target.connection() as connection:
             whole = a.target.head("POST", "/v1/completions", 400) + b'{"model": "demo", "prompt": "a"'
-            writer.write(whole[: a.rng.randint(0, len(whole))])
-            await writer.drain()
+            connection.transport.write(whole[: a.rng.randint(0, len(whole))])
             patience = min(a.rng.uniform(0.5, 60), max(a.until - asyncio.get_running_loop().time(), 0.1))
             try:
-                return (await asyncio.wait_for(read_answer(reader), patience)).outcome
+                return (await asyncio.wait_for(connection.answer(), patience)).outcome
             except asyncio.TimeoutError:
                 return "left by us"
 
@@ -161,14 +165,12 @@ async def slow(a: Attack) -> None:
 
     async def one() -> str:
         body = json.dumps(a.body()).encode()
-        async with connection(a.target) as (reader, writer):
-            writer.write(a.target.head("POST", "/v1/chat/completions", len(body)))
-            with contextlib.suppress(ConnectionError):
-                for at in range(0, len(body), 16):
-                    writer.write(body[at : at + 16])
-                    await writer.drain()
-                    await asyncio.sleep(a.rng.uniform(0, 0.1))
-            return (await read_answer(reader)).outcome
+        async with a.target.connection() as connection:
+            connection.transport.write(a.target.head("POST", "/v1/chat/completions", len(body)))
+            for at in range(0, len(body), 16):
+                connection.transport.write(body[at : at + 16])
+                await asyncio.sleep(a.rng.uniform(0, 0.1))
+            return (await connection.answer()).outcome
 
     while not a.over:
         await asyncio.gather(*(a.tally.count(SLOW, one()) for _ in range(4)))
@@ -200,7 +202,7 @@ async def bad_bodies(a: Attack) -> None:
         return r.choice(makers)()
 
     async def one() -> str:
-        return (await exchange(a.target, "POST", a.rng.choice(_PATHS), junk())).outcome
+        return (await a.target.exchange("POST", a.rng.choice(_PATHS), junk())).outcome
 
     while not a.over:
         await asyncio.gather(*(a.tally.count("bad body", one()) for _ in range(2)))
@@ -223,7 +225,7 @@ async def texts(a: Attack) -> None:
         return r.choice(kinds)
 
     async def one() -> str:
-        return (await post(a.target, *request())).outcome
+        return (await a.target.post(*request())).outcome
 
     while not a.over:
         await a.tally.count("text", one())
@@ -242,7 +244,7 @@ async def adapters(a: Attack) -> None:
         load = {"lora_name": name, "lora_path": str(path), "replace": a.rng.random() < 0.7}
 
         async def call(endpoint: str, body: dict[str, Any]) -> str:
-            return (await post(a.admin, f"/v1/{endpoint}_lora_adapter", body)).outcome
+            return (await a.admin.post(f"/v1/{endpoint}_lora_adapter", body)).outcome
 
         await a.tally.count("adapter load", call("load", load))
         if a.rng.random() < 0.4:
@@ -305,7 +307,7 @@ async def observer(a: Attack, worst: list[float]) -> None:
     loop = asyncio.get_running_loop()
 
     async def one() -> str:
-        return (await exchange(a.target, "GET", "/health")).outcome
+        return (await a.target.get("/health")).outcome
 
     while not a.over:
         began_s = loop.time()

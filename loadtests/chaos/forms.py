@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from loadtests.chaos.actors import PATIENCE_S, WORDS, Attack
-from loadtests.chaos.wire import Answer, exchange, post
+from loadtests.http import Answer, HttpError
 
 _SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]},
@@ -25,7 +25,7 @@ async def forms(a: Attack) -> None:
 
     while not a.over:
         requests = [_request(a) for _ in range(a.rng.randint(1, 4))]
-        await asyncio.gather(*(a.tally.count(path, _outcome(post(a.target, path, body))) for path, body in requests))
+        await asyncio.gather(*(a.tally.count(path, _outcome(a.target.post(path, body))) for path, body in requests))
 
 
 def _request(a: Attack) -> tuple[str, dict[str, Any]]:
@@ -79,10 +79,10 @@ async def batches(a: Attack) -> None:
 
     async def send(method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> Answer:
         try:
-            answer = await asyncio.wait_for(exchange(a.target, method, path, body, kind), PATIENCE_S)
+            answer = await asyncio.wait_for(a.target.exchange(method, path, body, kind), PATIENCE_S)
         except asyncio.TimeoutError:
             a.tally.add("batches", "never")
-            return Answer(0, b"", "cut")
+            return Answer(0.0)
         a.tally.add("batches", answer.outcome)
         return answer
 
@@ -101,7 +101,7 @@ async def batches(a: Attack) -> None:
     while not a.over:
         try:
             await one()
-        except OSError as error:
+        except (OSError, HttpError) as error:
             a.tally.add("batches", f"refused ({type(error).__name__})")
         await asyncio.sleep(a.rng.uniform(0, 1))
 

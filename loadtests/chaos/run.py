@@ -24,7 +24,7 @@ from loadtests.chaos.actors import ACTORS, HANG_S, HEALTH, PATIENT, WELL_BEHAVED
 from loadtests.chaos.forms import batches, forms
 from loadtests.chaos.server import serving
 from loadtests.chaos.watch import Held, answers, held, ready
-from loadtests.chaos.wire import Target
+from loadtests.http import Server
 
 _ADMIN, _KEYS = "chaos-admin", ("chaos-flood", "chaos-patient")
 _SERVE = (
@@ -83,7 +83,7 @@ async def _chaos(minutes: float, seed: int, folder: Path) -> tuple[str, list[str
     return _summary(attack, title, before, after, health_s, log_bytes, first_answers == last_answers), broken
 
 
-async def _settled(server: psutil.Process, target: Target) -> Held:
+async def _settled(server: psutil.Process, target: Server) -> Held:
     """What is held once nothing runs any more, or after a minute."""
     for _ in range(int(_SETTLE_S)):
         now = await held(server, target)

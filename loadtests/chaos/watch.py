@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
-from loadtests.chaos.wire import Target, exchange, post
+from loadtests.http import Server
 
 QUESTIONS = ("What is 7 + 8?", "Name a colour.", "Count from 1 to 5.")
 _GAUGE = re.compile(rb"^ktserve_engine_(\w+) ([0-9.e+-]+)$", re.M)
@@ -42,12 +42,12 @@ def engine_of(server: psutil.Process) -> psutil.Process | None:
         return None
 
 
-async def held(server: psutil.Process, target: Target) -> Held:
+async def held(server: psutil.Process, target: Server) -> Held:
     """`target` with the admin key. Raises RuntimeError if there is no engine."""
     engine = engine_of(server)
     if engine is None:
         raise RuntimeError("the server has no engine")
-    return held_of(server, engine, (await exchange(target, "GET", "/metrics")).body)
+    return held_of(server, engine, (await target.get("/metrics")).body)
 
 
 def held_of(server: psutil.Process, engine: psutil.Process, metrics: bytes) -> Held:
@@ -67,23 +67,23 @@ def held_of(server: psutil.Process, engine: psutil.Process, metrics: bytes) -> H
     )
 
 
-async def answers(target: Target, models: list[str]) -> dict[str, str]:
+async def answers(target: Server, models: list[str]) -> dict[str, str]:
     """What each model says to each question, greedy."""
     found = {}
     for model in models:
         for question in QUESTIONS:
             body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-            answer = await post(target, "/v1/chat/completions", {**body, "max_tokens": 24})
+            answer = await target.post("/v1/chat/completions", {**body, "max_tokens": 24})
             found[f"{model}: {question}"] = answer.json()["choices"][0]["message"]["content"]
     return found
 
 
-async def ready(target: Target, within_s: float) -> bool:
+async def ready(target: Server, within_s: float) -> bool:
     """Wait until the server says that it serves."""
     deadline = asyncio.get_running_loop().time() + within_s
     while asyncio.get_running_loop().time() < deadline:
         try:
-            if (await exchange(target, "GET", "/health")).status == 200:
+            if (await target.get("/health")).status == 200:
                 return True
         except OSError:
             pass

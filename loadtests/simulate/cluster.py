@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cluster.policy import Affinity, Policy
+from cluster.routing.policy import Affinity, Policy
 from ktserve.plot import Line, plot
 from loadtests.simulate.cost import MEASURED, StepCost, fitted
 from loadtests.simulate.report import Limits, summary

@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from loadtests.chaos.wire import Target
+from loadtests.http import Server
 from testing.fuzz.bodies import PATHS, bodies, content_type
 from testing.fuzz.known import Known
 
@@ -52,12 +52,12 @@ class Tally:
             self.faults.setdefault(f"{place}: {fault}", example[:2000])
 
 
-def fuzz_document(target: Target, adapter: Path, seconds: float, rng: Random) -> Tally:
+def fuzz_document(target: Server, adapter: Path, seconds: float, rng: Random) -> Tally:
     """Requests that schemathesis generates, and the answers checked against the document. Statuses and bodies of
     endpoints that describe no refusals are not compared. `adapter`: a folder that the server may load."""
-    base, headers = f"http://{target.host}:{target.port}", {"Authorization": f"Bearer {target.key}"}
-    with httpx.Client(base_url=base, headers=headers, timeout=_PATIENCE_S) as client:
-        return _fuzz_document(base, headers, Known(client, str(adapter)), seconds, rng)
+    headers = {"Authorization": f"Bearer {target.key}"}
+    with httpx.Client(base_url=target.url, headers=headers, timeout=_PATIENCE_S) as client:
+        return _fuzz_document(target.url, headers, Known(client, str(adapter)), seconds, rng)
 
 
 def _fuzz_document(base: str, headers: dict[str, str], known: Known, seconds: float, rng: Random) -> Tally:
@@ -107,11 +107,11 @@ def _operation(found: Result[Operation, InvalidSchema]) -> Operation:
     return found.ok()
 
 
-def fuzz_bodies(target: Target, seconds: float, rng: Random) -> Tally:
+def fuzz_bodies(target: Server, seconds: float, rng: Random) -> Tally:
     """Bodies that are good but for some fields or bytes. Beside them, the same question has the same answer."""
     tally, until = Tally(), time.monotonic() + seconds
     headers = {"Authorization": f"Bearer {target.key}"}
-    with httpx.Client(base_url=f"http://{target.host}:{target.port}", headers=headers, timeout=_PATIENCE_S) as client:
+    with httpx.Client(base_url=target.url, headers=headers, timeout=_PATIENCE_S) as client:
         before = _answer(client)
         if before[:1].isdecimal() and "error" in before:
             tally.faults[f"a good question is refused: {before}"] = ""

@@ -15,50 +15,51 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.launch.null.build import build_null
 from engine.null import NullSettings, null_settings
+from loadtests.http import Server
 from testing.waiting import PATIENCE_S
 
 ANSWER = 12
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with serving(Case("test", 1, ANSWER, stream=True, adapters=100, rows=64)) as (_, port):
-        yield port
+def server() -> Iterator[Server]:
+    with serving(Case("test", 1, ANSWER, stream=True, adapters=100, rows=64)) as (_, server):
+        yield server
 
 
-def ask(port: int, path: str = "completions", **body: object) -> httpx.Response:
-    return httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=body, timeout=PATIENCE_S)
+def ask(server: Server, path: str = "completions", **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=PATIENCE_S)
 
 
-def test_answers_are_fixed_words(port: int) -> None:
-    first = ask(port, prompt="One", max_tokens=5).json()
-    other = ask(port, prompt=[5, 6, 7], max_tokens=5, temperature=1.0, seed=3, model="adapter-99").json()
+def test_answers_are_fixed_words(server: Server) -> None:
+    first = ask(server, prompt="One", max_tokens=5).json()
+    other = ask(server, prompt=[5, 6, 7], max_tokens=5, temperature=1.0, seed=3, model="adapter-99").json()
     assert first["choices"] == other["choices"] and first["usage"]["completion_tokens"] == 5
     assert len(first["choices"][0]["text"].split()) == 5
-    chat = ask(port, "chat/completions", messages=[{"role": "user", "content": "Hi"}]).json()["choices"][0]
+    chat = ask(server, "chat/completions", messages=[{"role": "user", "content": "Hi"}]).json()["choices"][0]
     assert chat["finish_reason"] == "stop" and len(chat["message"]["content"].split()) == ANSWER
     assert chat["message"]["content"].startswith(first["choices"][0]["text"])
-    longer = ask(port, prompt="One", max_tokens=100, min_tokens=70).json()
+    longer = ask(server, prompt="One", max_tokens=100, min_tokens=70).json()
     assert longer["choices"][0]["finish_reason"] == "stop" and longer["usage"]["completion_tokens"] == 71
-    words = ask(port, prompt="One", max_tokens=100, ignore_eos=True).json()["choices"][0]
+    words = ask(server, prompt="One", max_tokens=100, ignore_eos=True).json()["choices"][0]
     assert words["finish_reason"] == "length" and len(words["text"].split()) == 100
 
 
 @pytest.mark.parametrize("field", [{"logprobs": 1}, {"structured_outputs": {"regex": "[ab]+"}}, {"bad_words": ["a"]}])
-def test_what_takes_logits_is_refused(port: int, field: dict[str, object]) -> None:
-    reply = ask(port, prompt="One", max_tokens=5, **field)
+def test_what_takes_logits_is_refused(server: Server, field: dict[str, object]) -> None:
+    reply = ask(server, prompt="One", max_tokens=5, **field)
     assert reply.status_code == 400 and "the null engine answers fixed tokens" in reply.json()["error"]["message"]
 
 
-def test_many_streams_at_once_all_end(port: int) -> None:
+def test_many_streams_at_once_all_end(server: Server) -> None:
     """Far more connections than rows, and adapters than slots."""
     body = {"prompt": "One", "max_tokens": ANSWER, "stream": True}
-    requests = [post({**body, "model": f"adapter-{i}"}) for i in range(100)]
+    requests = [post(server, {**body, "model": f"adapter-{i}"}) for i in range(100)]
     tally = Tally()
-    closed_loop(port, requests, 300, 0.1, tally)
+    closed_loop(server, requests, 300, 0.1, tally)
     assert tally.ended >= 300 and tally.refused == 0
     assert len(tally.firsts_s) == tally.ended
-    metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S).text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
     assert "ktserve_engine_running 0.0" in metrics and "ktserve_engine_blocks_used 0.0" in metrics
 
 

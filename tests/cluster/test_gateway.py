@@ -20,8 +20,8 @@ from starlette.responses import Response
 
 from api.errors import ApiError
 from cluster.call import Call, kept_headers
-from cluster.gateway import application, config_of, error_event
-from cluster.policy import Affinity, Policy, prefix
+from cluster.front.gateway import application, config_of, error_event
+from cluster.routing.policy import Affinity, Policy, prefix
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import Running, serving
 from tests.api.conftest import model_dir as model_dir
@@ -31,7 +31,7 @@ ORIGIN = "https://app.example"
 
 
 class OneReplica:
-    """`Replicas` of one server, reached as `cluster.replica` reaches its own."""
+    """`Replicas` of one server, reached as `cluster.replicas.engine` reaches its own."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.policy import DISK, HOST, SLOT, Affinity, Policy, prefix
+from cluster.routing.policy import DISK, HOST, SLOT, Affinity, Policy, prefix
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 loads = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 50), min_size=1)

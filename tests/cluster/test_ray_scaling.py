@@ -62,7 +62,7 @@ def test_a_replica_comes_when_first_tokens_are_late() -> None:
 
 
 def test_a_replica_whose_metrics_are_closed_to_it_says_so() -> None:
-    from cluster.replica import Engine
+    from cluster.replicas.engine import Engine
     from cluster.scaling.first_tokens import FirstTokens
 
     class Closed(Engine):

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from api.tenants.hashes import new_key
-from cluster.adapters import LOAD, UNLOAD, Adapters
 from cluster.call import Call
-from cluster.directory import Catalogue, Directory, Report
-from cluster.metrics import merged
-from cluster.shares import divided, write_share
+from cluster.replicas.adapters import LOAD, UNLOAD, Adapters
+from cluster.replicas.directory import Catalogue, Directory, Report
+from cluster.replicas.metrics import merged
+from cluster.replicas.shares import divided, write_share
 
 
 class Handle:

@@ -213,12 +213,12 @@ def test_failures_end_with_a_status(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_goodput_counts_what_kept_both_limits() -> None:
     limits = Limits(0.1, 0.05)
-    good = Result(0.0, 0.1, 0.5, [0.05] * 8, 5, 9)
-    late, slow = Result(0.0, 0.11, 0.5, [0.05] * 8, 5, 9), Result(0.0, 0.1, 0.9, [0.05] * 7 + [0.4], 5, 9)
-    found = summary([good, late, slow, Result(0.0, error="x")], 2.0, limits)
+    good = Result(0.1, 0.5, [0.05] * 8, 5, 9)
+    late, slow = Result(0.11, 0.5, [0.05] * 8, 5, 9), Result(0.1, 0.9, [0.05] * 7 + [0.4], 5, 9)
+    found = summary([good, late, slow, Result(error="x")], 2.0, limits)
     assert found["goodput_s"] == 0.5 and found["good_share"] == 0.25 and found["failed"] == 1
     assert found["requests_s"] == 1.5 and found["output_tokens_s"] == 13.5 and found["tpot_p50_ms"] == 50
-    nothing = summary([Result(0.0, error="x")], 1.0, limits)
+    nothing = summary([Result(error="x")], 1.0, limits)
     assert nothing["ttft_p50_ms"] is None and nothing["goodput_s"] == 0
 
 

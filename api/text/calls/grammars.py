@@ -80,16 +80,12 @@ def _objects(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat, texts: 
 
 
 def _marked(schemas: Mapping[str, Mapping[str, Any]], marks: Marks, texts: Literals) -> Iterator[str]:
-    before, after = (f"\n{marks.fence[0]}\n", f"\n{marks.fence[1]}") if marks.kind else ("", "")
-    end = texts.written(f"{after}{marks.end}")
     for i, (name, schema) in enumerate(schemas.items()):
+        before, after = marks.around(name)
+        head = texts.written(before)
         if marks.numbered:
             head = f"{texts.written(f'{marks.begin}functions.{name}:')} /[0-9]{{1,4}}/ {texts.written(marks.separator)}"
-        elif marks.kind:
-            head = texts.written(f"{marks.begin}{marks.kind}{marks.separator}{name}{before}")
-        else:
-            head = texts.written(f"{marks.begin}{name}{marks.separator}")
-        yield f"body_{i}: {head} {json_rule(schema)} {end}"
+        yield f"body_{i}: {head} {json_rule(schema)} {texts.written(after)}"
 
 
 def _xml(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat, tags: Tags, texts: Literals) -> Iterator[str]:

@@ -39,6 +39,13 @@ class Marks:
         """Control tokens among them are looked for."""
         return self.begin, self.separator, self.end
 
+    def around(self, name: str) -> tuple[str, str]:
+        """What a call of `name` has before its arguments, and behind them; without a number."""
+        if not self.kind:
+            return f"{self.begin}{name}{self.separator}", self.end
+        before, after = self.fence
+        return f"{self.begin}{self.kind}{self.separator}{name}\n{before}\n", f"\n{after}{self.end}"
+
 
 DEEPSEEK_MARKS = Marks("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 DEEPSEEK_V3_MARKS = Marks(*DEEPSEEK_MARKS.all, kind="function", fence=("```json", "```"), between="\n")

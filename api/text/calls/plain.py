@@ -31,13 +31,10 @@ of its parameters:
 
 def _head(form: ToolFormat) -> str:
     """`{tools}` stands for the definitions."""
-    marks = form.marks
-    if marks is None:
+    if form.marks is None:
         return _HEAD
-    before, after = (f"\n{marks.fence[0]}\n", f"\n{marks.fence[1]}") if marks.kind else ("", "")
-    name = f"{marks.kind}{marks.separator}NAME{before}" if marks.kind else f"NAME{marks.separator}"
-    call = f"{marks.begin}{name}ARGUMENTS{after}{marks.end}"
-    return _MARKED_HEAD.replace("{form}", f"{form.opens}{call}{form.closes}")
+    before, after = form.marks.around("NAME")
+    return _MARKED_HEAD.replace("{form}", f"{form.opens}{before}ARGUMENTS{after}{form.closes}")
 
 
 def with_tools(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.call import Call
-from cluster.directory import Catalogue
+from cluster.replicas.directory import Catalogue
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _LOADS, _UNLOADS = (LOAD, "/load_lora_adapter"), (UNLOAD, "/unload_lora_adapter")

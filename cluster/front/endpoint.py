@@ -17,10 +17,10 @@ from starlette.types import ASGIApp
 
 from api.errors import ApiError
 from api.http.wire import json_response
-from cluster.adapters import changes_adapters
 from cluster.call import DIED, Call
-from cluster.gateway import application, config_of, error_event
-from cluster.metrics import merged
+from cluster.front.gateway import application, config_of, error_event
+from cluster.replicas.adapters import changes_adapters
+from cluster.replicas.metrics import merged
 
 _MOST_TRIES = 8  # of a request that replicas refuse for now
 _FRESH_S = 1.0  # so old may be what a front knows of adapters that another front's clients changed

@@ -24,12 +24,12 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from api.errors import ApiError
-from cluster.adapters import Adapters
 from cluster.call import DIED, Call, kept_headers
-from cluster.directory import Report
-from cluster.metrics import resident
+from cluster.replicas.adapters import Adapters
+from cluster.replicas.directory import Report
+from cluster.replicas.metrics import resident
+from cluster.replicas.shares import write_share
 from cluster.scaling.first_tokens import FirstTokens
-from cluster.shares import write_share
 from ktserve.launcher import die_with_parent, program
 
 _POLL_S = 0.2

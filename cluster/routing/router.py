@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cluster.call import Call
-from cluster.policy import Affinity, Policy, prefix
+from cluster.routing.policy import Affinity, Policy, prefix
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray has no types

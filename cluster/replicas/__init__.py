@@ -1,0 +1,1 @@
+"""Replicas: an engine behind a server each, and what they tell each other: adapters, loads, counts."""
