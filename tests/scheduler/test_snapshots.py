@@ -193,3 +193,35 @@ def test_no_more_run_than_there_are_states() -> None:
     assert len(engine.step().rows) == 2
     engine.drain(40)
     engine.check_outputs()
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_once_next_turns_repeat_answers_the_prompts_snapshots_go_first(learnt: bool) -> None:
+    """Four conversations in six slots: those behind answers are enough to go on from."""
+    engine = make(num_snapshots=6, num_blocks=400)
+
+    def turn(name: str, prompt: list[int]) -> tuple[int, list[int]]:
+        request = engine.add(make_request(name, prompt, 8, opening_tokens=1))
+        engine.drain(20)
+        return request.num_cached, [*prompt, *request.output]
+
+    for number in range(20 if learnt else 0):
+        context = turn(f"first {number}", [number + 50] * 30)[1]
+        assert turn(f"second {number}", [*context, 1, 2])[0] == 36
+    contexts = [turn(name, [number] * 30)[1] for number, name in enumerate("wxyz", 1)]
+    assert (turn("next", [*contexts[0], 1, 2])[0] == 36) is learnt
+    engine.check_outputs()
+
+
+def test_blocks_take_the_memory_of_snapshots_and_give_it_back() -> None:
+    """A cache of 40 blocks, of which a snapshot takes 4: prompts in turn, then one that needs nearly all of it."""
+    engine = make(num_blocks=40, num_snapshots=10, snapshot_blocks=4, max_model_len=160)
+    for number in range(1, 4):
+        run_one(engine, f"r{number}", [number] * 30)
+    stats = engine.scheduler.stats()
+    assert stats["snapshots_findable"] and stats["blocks_free"] == 40
+    assert run_one(engine, "again", [3] * 30)[0].num_cached > 0
+    run_one(engine, "long", [9] * 150)
+    assert engine.scheduler.stats()["snapshots_evicted"]
+    assert run_one(engine, "gone", [3] * 30)[0].num_cached == 0
+    engine.check_outputs()
