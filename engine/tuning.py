@@ -11,6 +11,7 @@ LOSSES: dict[str, tuple[str, ...]] = {  # and the numbers that each takes of eve
     "cross_entropy": ("weights",),
     "importance_sampling": ("logprobs", "advantages"),
     "ppo": ("logprobs", "advantages"),
+    "cispo": ("logprobs", "advantages"),
     "dpo": ("weights", "reference"),
 }
 

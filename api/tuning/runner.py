@@ -34,7 +34,7 @@ log = logging.getLogger("ktserve")
 _T = TypeVar("_T")
 _LOOK_S = 0.1  # for an engine that does not serve now
 _RETRY_S = 5.0  # after a fault of ours, or a full disk
-_AT_ONCE = 8  # jobs that are trained at a time
+_AT_ONCE, _CHECKED_AT_ONCE = 8, 2  # jobs that are trained, and whose files are checked, at a time
 _CRASHES = 3  # engines that may end while they train a job without a step that is kept
 
 
@@ -55,7 +55,7 @@ class JobRunner:
         self._tenant_named = tenant_named
         self._trained = trained
         self._seats = asyncio.Semaphore(_AT_ONCE)
-        self._checking = asyncio.Semaphore(1)
+        self._checking = asyncio.Semaphore(_CHECKED_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._moved: dict[str, asyncio.Event] = {}  # set when a job in work is to be cancelled or paused
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, Sample, SaveRun
 from tests.tuning.conftest import Tuning, sample
+from training.service.losses import loss_of
 
 RUNS = iter(range(10**6))
 
@@ -173,7 +174,7 @@ def test_preferences_are_learnt(tuning: Tuning):
     assert losses[-1] < 0.1
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
 def test_policy_gradients_follow_advantages(tuning: Tuning, loss: str):
     run = opened(tuning)
     text = sample(5)
@@ -184,6 +185,21 @@ def test_policy_gradients_follow_advantages(tuning: Tuning, loss: str):
         tuning.ask(OptimStep(3e-3), run)
     changed = tuning.logprobs([text], run)[0] - was
     assert changed[:6].sum() > 0 > changed[6:].sum()
+
+
+def test_policy_losses_are_their_formulas():
+    """And ppo's gradient is zero where a ratio is past its clip on the side of its advantage, cispo's is not."""
+    lp = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    numbers = {"logprobs": torch.tensor([-1.0, -2.0, -2.0]), "advantages": torch.tensor([2.0, 1.0, -1.0])}
+    e = float(np.e)
+    for loss, value, slope in (
+        ("importance_sampling", -2 - e + e, [-2, -e, e]),
+        ("ppo", -2 - 1.2 + e, [-2, 0, e]),
+        ("cispo", 2 + 1.2 - 1.2, [-2, -1.2, 1.2]),
+    ):
+        found = loss_of(loss, {}, [lp], [numbers])
+        assert float(found.detach()) == pytest.approx(value, rel=1e-5, abs=1e-5), loss
+        np.testing.assert_allclose(torch.autograd.grad(found, lp)[0].numpy(), slope, rtol=1e-5, err_msg=loss)
 
 
 def test_wrong_orders_are_answered(tuning: Tuning):

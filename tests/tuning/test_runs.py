@@ -64,13 +64,13 @@ def test_orders_are_worked_by_their_numbers(tmp_path: Path):
         steps = [OptimStep(float(n)) for n in range(1, 6)]
         keys = {n: runs.order(TENANT, run, n, steps[n - 1], done) for n in (3, 2, 5, 1, 4)}
         assert runs.order(TENANT, run, 3, steps[2], done) == keys[3], "the same request again"
-        answers = [await runs.fetch(TENANT, keys[n]) for n in range(1, 6)]
+        answers = [await runs.futures.fetch(TENANT, keys[n]) for n in range(1, 6)]
         assert answers == [{"number": n + 1.0} for n in range(1, 6)]
         assert [order for _, order in engine.told[1:]] == steps
         with pytest.raises(ApiError, match="seq_id"):
             runs.order(TENANT, run, 10**6, steps[0], done)
         with pytest.raises(ApiError):
-            await runs.fetch(Tenant("other"), keys[1])
+            await runs.futures.fetch(Tenant("other"), keys[1])
 
     asyncio.run(check())
 
@@ -83,11 +83,11 @@ def test_idle_runs_go_to_disk_and_come_back(tmp_path: Path):
         runs = Runs(engine, Folder(tmp_path), idle_s=-1.0)  # type: ignore[arg-type]
         idle, learning = await opened(runs, 0), await opened(runs, 1)
         assert [type(order) for run, order in engine.told if run == "0"] == [OpenRun, SaveRun, CloseRun]
-        await runs.fetch(TENANT, runs.order(TENANT, learning, 1, BATCH, done))
+        await runs.futures.fetch(TENANT, runs.order(TENANT, learning, 1, BATCH, done))
         await opened(runs, 2)
         assert not learning.on_disk and idle.on_disk
         keys = [runs.order(TENANT, idle, n, order, done) for n, order in ((1, BATCH), (2, OptimStep(1.0)))]
-        answers = [await runs.fetch(TENANT, key) for key in keys]
+        answers = [await runs.futures.fetch(TENANT, key) for key in keys]
         assert all("number" in (answer or {}) for answer in answers)
         told = [order for run, order in engine.told if run == "0"][3:]
         assert [type(order) for order in told] == [OpenRun, Batch, OptimStep]

@@ -4,6 +4,7 @@ q: the sampler's log-probabilities; A: advantages; r = exp(lp - q).
     cross_entropy         -sum w lp
     importance_sampling   -sum r A
     ppo                   -sum min(r A, clip(r, low, high) A)                           Schulman et al., 2017
+    cispo                 -sum stop_gradient(clip(r, low, high)) A lp                   MiniMax-M1, 2025
     dpo                   -log sigmoid(beta (d_chosen - d_rejected)), d = sum w (lp - reference)   Rafailov et al., 2023
 """
 
@@ -18,13 +19,21 @@ from engine.errors import UserError
 from engine.tuning import LOSSES, Batch, Sample
 
 Numbers = Mapping[str, torch.Tensor]
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "ppo": _CLIP,
+    "cispo": _CLIP,
     "dpo": {"beta": 0.1},
 }
-_COUNTS = {"cross_entropy": "weights", "importance_sampling": "advantages", "ppo": "advantages", "dpo": "weights"}
+_COUNTS = {
+    "cross_entropy": "weights",
+    "importance_sampling": "advantages",
+    "ppo": "advantages",
+    "cispo": "advantages",
+    "dpo": "weights",
+}
 
 
 def group_of(loss: str) -> int:
@@ -84,12 +93,21 @@ def _importance_sampling(lp: torch.Tensor, of: Numbers, settings: Mapping[str, f
 
 def _ppo(lp: torch.Tensor, of: Numbers, settings: Mapping[str, float]) -> torch.Tensor:
     ratio = (lp - of["logprobs"]).exp()
-    clipped = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
-    return -torch.minimum(ratio * of["advantages"], clipped * of["advantages"]).sum()
+    return -torch.minimum(ratio * of["advantages"], _clipped(ratio, settings) * of["advantages"]).sum()
+
+
+def _cispo(lp: torch.Tensor, of: Numbers, settings: Mapping[str, float]) -> torch.Tensor:
+    ratio = (lp.detach() - of["logprobs"]).exp()
+    return -(_clipped(ratio, settings) * of["advantages"] * lp).sum()
+
+
+def _clipped(ratio: torch.Tensor, settings: Mapping[str, float]) -> torch.Tensor:
+    return ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
 
 
 _PLAIN: dict[str, Callable[[torch.Tensor, Numbers, Mapping[str, float]], torch.Tensor]] = {
     "cross_entropy": _cross_entropy,
     "importance_sampling": _importance_sampling,
     "ppo": _ppo,
+    "cispo": _cispo,
 }

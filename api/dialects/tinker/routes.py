@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.dialects.tinker import requests as r
-from api.dialects.tinker.runs import SAMPLER, WEIGHTS, Result, Run, RunRecord, Runs, load_order, publish_order
+from api.dialects.tinker.futures import Result
+from api.dialects.tinker.runs import SAMPLER, WEIGHTS, Run, RunRecord, Runs, load_order, publish_order
 from api.dialects.tinker.sampling import sample
 from api.dialects.tinker.wire import forward_backward_output, read_forward_backward, sample_response
 from api.errors import ApiError, bad_request, shortened
@@ -121,7 +122,7 @@ def router() -> APIRouter:
             await runs.close_run(run)
             return {"type": "unload_model", "model_id": run.record.id}
 
-        return _future(runs.future(tenant, work()), run.record.id)
+        return _future(runs.futures.add(tenant, work()), run.record.id)
 
     @routes.post("/get_info")
     async def get_info(request: Request) -> Response:
@@ -270,7 +271,7 @@ def router() -> APIRouter:
             found = await sample(service, tenant, adapter, prompt, params, body.num_samples, stops)
             return sample_response(found, body.topk_prompt_logprobs)
 
-        key = runs.future(tenant, work())
+        key = runs.futures.add(tenant, work())
         ids = [f"{key}-{number}" for number in range(body.num_samples)]
         return json_response({"request_id": key, "sample_sequence_ids": ids})
 
@@ -278,7 +279,7 @@ def router() -> APIRouter:
     async def retrieve_future(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
         key = (await _body(r.Retrieve, request)).request_id
-        found = await runs.fetch(tenant, key)
+        found = await runs.futures.fetch(tenant, key)
         if found is None:
             return json_response({"type": "try_again", "request_id": key, "queue_state": "active"})
         return Response(found, media_type=_PROTO) if isinstance(found, bytes) else json_response(found)

@@ -25,24 +25,20 @@ import msgspec
 from api.client.calls import CallRefused
 from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
+from api.dialects.tinker.futures import Futures, Result
 from api.errors import ApiError, bad_request, shortened
 from api.tenants.record import Tenant
 from api.tuning.service import Tuning
-from engine.errors import KtserveError
 from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, Order, PublishRun, SaveRun, Tuned
 
 ALPHA = 32.0
 WEIGHTS, SAMPLER = "weights", "sampler_weights"
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RUN = re.compile("s-[0-9a-f]{16}:train:[0-9]{1,10}")
-_RUNS, _PENDING, _FUTURES = 16, 512, 4096  # of a tenant; orders of a run; futures of a tenant
+_RUNS, _PENDING = 16, 512  # of a tenant; orders of a run
 _LIVE = 4  # snapshots of a run that are kept without a file
-_WAIT_S = 20.0  # for a future, in one request
 
 _SESSIONS, _SAMPLERS = 256, 4096  # of a tenant; the oldest are forgotten
-_KEPT_S, _KEPT_BYTES = 60.0, 256 << 20  # of answers: after they were fetched; of a tenant
-
-Result = dict[str, Any] | bytes  # JSON or protobuf
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,20 +50,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     targets: tuple[str, ...]
     created_at: float
-
-
-class _Future:
-    """What a request will be answered; `fetched_s`: when it was."""
-
-    def __init__(self, tenant: str) -> None:
-        self.tenant = tenant
-        self.result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self.fetched_s: float | None = None
-        self.size = 0
-
-    @property
-    def done(self) -> bool:
-        return self.result.done()
 
 
 class Run:
@@ -113,8 +95,7 @@ class Runs:
         self.sessions: dict[str, str] = {}  # tenants by session
         self.samplers: dict[str, tuple[str, str | None]] = {}  # tenant and adapter (None: the base) by sampler
         self._runs: dict[str, Run] = {}
-        self._futures: dict[str, _Future] = {}
-        self._working: set[asyncio.Task[Result]] = set()
+        self.futures = Futures()
         self._weights: dict[str, float] = {}  # of runs, their tenants'
         self.idle_s = idle_s
         self._created: dict[str, str] = {}  # futures of runs' openings
@@ -150,70 +131,6 @@ class Runs:
             raise ApiError(404, f"there is no sampler {shortened(sampler)}", param="sampling_session_id")
         return adapter
 
-    # ---- futures
-
-    def future(self, tenant: Tenant, work: Coroutine[Any, Any, Result]) -> str:
-        """An id under which what comes of `work` is fetched. Raises ApiError 429."""
-        try:
-            key, future = self._new_future(tenant)
-        except ApiError:
-            work.close()
-            raise
-        self._start(work, future)
-        return key
-
-    def _new_future(self, tenant: Tenant) -> tuple[str, _Future]:
-        """Answers that were fetched a while ago are forgotten, and the oldest where a tenant has too much of them.
-        Raises ApiError 429."""
-        now = time.monotonic()
-        own = {key: each for key, each in self._futures.items() if each.tenant == tenant.name}
-        held = sum(each.size for each in own.values())
-        left = len(own)
-        for key, each in own.items():
-            old = each.fetched_s is not None and now - each.fetched_s > _KEPT_S
-            if each.done and (old or held > _KEPT_BYTES or left >= _FUTURES):
-                del self._futures[key]
-                held, left = held - each.size, left - 1
-        if left >= _FUTURES:
-            message = f"{_FUTURES} requests have not ended: fetch some"
-            raise ApiError(429, message, code="too_many", retry_after_s=1.0)
-        key, future = uuid.uuid4().hex, _Future(tenant.name)
-        self._futures[key] = future
-        return key, future
-
-    def _start(self, work: Coroutine[Any, Any, Result], of: _Future) -> None:
-        task, future = asyncio.create_task(work), of.result
-        self._working.add(task)
-
-        def ended(task: asyncio.Task[Result]) -> None:
-            self._working.discard(task)
-            if task.cancelled():
-                future.cancel()
-            elif (error := task.exception()) is not None:
-                future.set_exception(error)
-                future.exception()  # whoever fetches it is told; perhaps nobody does
-            else:
-                result = task.result()
-                of.size = len(result)
-                future.set_result(result)
-
-        task.add_done_callback(ended)
-
-    async def fetch(self, tenant: Tenant, key: str) -> Result | None:
-        """What came of it; None: not yet. An error is part of the answer. Raises ApiError 410 if nobody knows it."""
-        future = self._futures.get(key)
-        if future is None or future.tenant != tenant.name:
-            raise ApiError(410, f"there is no request {shortened(key)} (any more)", code="gone")
-        await asyncio.wait({future.result}, timeout=_WAIT_S)
-        if not future.done:
-            return None
-        future.fetched_s = time.monotonic()
-        try:
-            return future.result.result()
-        except (KtserveError, asyncio.CancelledError) as error:
-            user = isinstance(error, CallRefused) or (isinstance(error, ApiError) and error.status < 500)
-            return {"error": str(error) or "the server is shutting down", "category": "user" if user else "server"}
-
     # ---- runs
 
     def _check_engine(self) -> None:
@@ -246,10 +163,10 @@ class Runs:
 
     def creation(self, tenant: Tenant, record: RunRecord, work: Coroutine[Any, Any, Result]) -> str:
         """The future of a run's opening, one for all requests that ask for it. Raises ApiError."""
-        if (known := self._created.get(record.id)) is not None and known in self._futures:
+        if (known := self._created.get(record.id)) is not None and known in self.futures:
             work.close()
             return known
-        key = self._created[record.id] = self.future(tenant, work)
+        key = self._created[record.id] = self.futures.add(tenant, work)
         return key
 
     async def open(self, tenant: Tenant, record: RunRecord, seed: int, state: Path | None) -> None:
@@ -321,11 +238,11 @@ class Runs:
             run.last_s = time.time()
             return await then(tuned)
 
-        key, future = self._new_future(tenant)
+        key, future = self.futures.reserve(tenant)
         try:
-            run.take(seq_id, key, lambda: self._start(work(), future))
+            run.take(seq_id, key, lambda: self.futures.start(work(), future))
         except ApiError:
-            del self._futures[key]
+            self.futures.drop(key)
             raise
         return key
 
