@@ -25,33 +25,47 @@ def fetched(engine: EngineConfig, serve: ServeConfig, console: Console) -> Engin
     """The settings with paths for names on the hub; what is missing in the cache is fetched. UserError."""
     if not names_hub(engine):
         return engine
-    from api.hub.fetch import fetch_adapter, fetch_model  # the library takes its time to be imported
+    from api.hub.fetch import fetch_adapter, fetch_beside, fetch_model, listing_of  # takes its time to be imported
 
-    return _resolved(engine, serve, lambda name: fetch_model(name, console), lambda name: fetch_adapter(name, console))
+    def model(name: HubName, field: str) -> Path:
+        listing = listing_of(name, field, console)
+        return (fetch_beside if _beside_alone(engine, field) else fetch_model)(listing, console)
+
+    return _resolved(engine, serve, model, lambda name: fetch_adapter(listing_of(name, "adapters", console), console))
 
 
-def headers_only(engine: EngineConfig, serve: ServeConfig, folder: Path) -> tuple[EngineConfig, list[tuple[str, str]]]:
-    """The same for a memory plan: headers alone are fetched, into `folder`. The second: label and path of every form
-    that the model has, if it has several and none is named. UserError."""
+def headers_only(
+    engine: EngineConfig, serve: ServeConfig, folder: Path, console: Console
+) -> tuple[EngineConfig, list[tuple[str, str]]]:
+    """The same for a memory plan: of what is not in the cache headers alone are fetched, into `folder`. The second:
+    label and path of every form of the weights, if there are several and none is named. UserError."""
     if not names_hub(engine):
         return engine, _forms_here(engine)
+    from api.hub.cache import whole_in_cache
+    from api.hub.fetch import listing_of
     from api.hub.headers import write_headers
-    from api.hub.listing import adapter_option, choose, options
-    from api.hub.remote import list_remote
+    from api.hub.listing import SAFETENSORS, Listing, Option, adapter_option, beside_option, choose, options
 
     forms: list[tuple[str, str]] = []
 
-    def model(name: HubName) -> Path:
-        listing = list_remote(name)
+    def of(listing: Listing, option: Option) -> Path:
+        return whole_in_cache(listing, option) or write_headers(listing, option, _new_folder(folder))
+
+    def model(name: HubName, field: str) -> Path:
+        listing = listing_of(name, field, console)
+        if _beside_alone(engine, field):
+            return of(listing, beside_option(listing))
         found = [option for option in options(listing) if not option.missing]
-        if name.quant is not None or len(found) < 2 or not is_hub_name(engine.model):
-            return write_headers(listing, choose(listing), _new_folder(folder))
-        forms.extend((option.label, str(write_headers(listing, option, _new_folder(folder)))) for option in found)
+        if field == "gguf":
+            found = [option for option in found if option.label != SAFETENSORS]
+        if name.quant is not None or len(found) < 2:
+            return of(listing, choose(listing))
+        forms.extend((option.label, str(of(listing, option))) for option in found)
         return Path(forms[0][1])
 
     def adapter(name: HubName) -> Path:
-        listing = list_remote(name, "adapters")
-        return write_headers(listing, adapter_option(listing), _new_folder(folder))
+        listing = listing_of(name, "adapters", console)
+        return of(listing, adapter_option(listing))
 
     return _resolved(engine, serve, model, adapter), forms
 
@@ -75,6 +89,11 @@ def _forms_here(engine: EngineConfig) -> list[tuple[str, str]]:
     return [(option.label, str(folder / option.main)) for option in found]
 
 
+def _beside_alone(engine: EngineConfig, field: str) -> bool:
+    """Whether of the model only configuration and tokenizer are read: the weights are those of --gguf."""
+    return field == "model" and engine.gguf is not None
+
+
 def names_hub(engine: EngineConfig) -> bool:
     """Whether a setting is a name on the hub."""
     values = [engine.model, engine.gguf or "", *(text.partition("=")[2] for text in engine.adapters)]
@@ -88,7 +107,7 @@ def _new_folder(folder: Path) -> Path:
 def _resolved(
     engine: EngineConfig,
     serve: ServeConfig,
-    model: Callable[[HubName], Path],
+    model: Callable[[HubName, str], Path],
     adapter: Callable[[HubName], Path],
 ) -> EngineConfig:
     if serve.tokenizer and is_hub_name(serve.tokenizer):
@@ -96,10 +115,10 @@ def _resolved(
     changed: dict[str, object] = {}
     if is_hub_name(engine.model):
         name = parse_name(engine.model, "model")
-        changed["model"] = str(model(name))
+        changed["model"] = str(model(name, "model"))
         changed["served_model_name"] = engine.served_model_name or name.served
     if engine.gguf is not None and is_hub_name(engine.gguf):
-        path = model(parse_name(engine.gguf, "gguf"))
+        path = model(parse_name(engine.gguf, "gguf"), "gguf")
         if path.is_dir():
             raise UserError(f"--gguf {engine.gguf}: holds safetensors; name one of GGUF", "gguf")
         changed["gguf"] = str(path)
@@ -113,15 +132,13 @@ def _resolved(
 
 def pull(names: Sequence[str], console: Console) -> int:
     """Fetch models, and print the path of each."""
-    from api.hub.fetch import fetch_adapter, fetch_model
+    from api.hub.fetch import fetch_adapter, fetch_model, listing_of
     from api.hub.listing import is_adapter, options
-    from api.hub.remote import list_remote
 
     for text in names:
-        name = parse_name(text if is_hub_name(text) else f"hf:{text}", "name")
-        listing = list_remote(name)
+        listing = listing_of(parse_name(text if is_hub_name(text) else f"hf:{text}", "name"), "name", console)
         only_adapter = is_adapter(listing) and not options(listing)
-        print(fetch_adapter(name, console) if only_adapter else fetch_model(name, console))
+        print((fetch_adapter if only_adapter else fetch_model)(listing, console))
     return 0
 
 

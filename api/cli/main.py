@@ -263,6 +263,8 @@ def _chat(args: argparse.Namespace, console: Console) -> int:
     if args.url is not None:
         if args.model_path_or_none is not None or hasattr(args, "model"):
             raise UserError("--url talks to the models of its server: leave out the model", "url")
+        if given := _given(args, *settings_of(EngineConfig), *settings_of(ServeConfig)):
+            raise UserError(f"--url talks to a server that runs, with settings of its own: leave out {given[0]}", "url")
         where = {"adapter": args.adapter, "system": args.system}
         return asyncio.run(chat_with_server(args.url, args.key_file, console, **where))
     if args.key_file is not None:
@@ -270,6 +272,12 @@ def _chat(args: argparse.Namespace, console: Console) -> int:
     engine, config, notes = _settings(args)
     engine = fetched(engine, config, console)
     return asyncio.run(chat(engine, config, notes, console, adapter=args.adapter, system=args.system))
+
+
+def _given(args: argparse.Namespace, *settings: Setting) -> list[str]:
+    """The flags of settings that stand in the command."""
+    given = [setting.flag for setting in settings if hasattr(args, setting.name)]
+    return given + ([] if args.config is None else ["--config"])
 
 
 def _add_admin_key(command: Parser) -> None:
@@ -326,8 +334,7 @@ def _hash_key(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace, console: Console) -> int:
     if args.train is None:
         return _child(args, console)
-    given = [setting.flag for setting in settings_of(EngineConfig) if hasattr(args, setting.name)]
-    given += [] if args.config is None else ["--config"]
+    given = _given(args, *settings_of(EngineConfig))
     given += [] if args.model_path_or_none is None else [args.model_path_or_none]
     if given:
         raise UserError(f"--train takes all settings from its file: write {given[0]} there, or as key=value", "train")
@@ -355,7 +362,7 @@ def _child(args: argparse.Namespace, console: Console) -> int:
     more = [f"--{name.replace('_', '-')}={value}" for name in own if (value := getattr(args, name, None)) is not None]
     if args.child == "plan":
         with tempfile.TemporaryDirectory(prefix="ktserve-headers-") as folder:
-            engine, forms = headers_only(engine, config, Path(folder))
+            engine, forms = headers_only(engine, config, Path(folder), console)
             more += [word for label, path in forms for word in ("--form", label, path)]
             return run_child("plan", None, engine, config, more)
     return run_child(args.child, args.path, fetched(engine, config, console), config, more)

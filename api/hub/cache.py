@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from api.hub.listing import SAFETENSORS, HubFile, Listing, is_adapter, options
+from api.hub.listing import INDEX, SAFETENSORS, HubFile, Listing, Option, is_adapter, needed_shards, options
 from api.hub.names import HubName
 
 _MODELS = "models--"
@@ -55,6 +55,16 @@ def list_cached(name: HubName) -> Listing | None:
     return Listing(name, commit, files) if files else None
 
 
+def whole_in_cache(listing: Listing, option: Option) -> Path | None:
+    """The option's own path, if all of it is in the cache."""
+    folder = snapshot(listing)
+    if option.label == SAFETENSORS and (folder / INDEX).is_file():
+        option = needed_shards(option, (folder / INDEX).read_bytes(), str(listing.name))
+    if not all((folder / file.name).is_file() for file in option.files):
+        return None
+    return folder / option.main if option.main.endswith(".gguf") else folder
+
+
 def note_revision(listing: Listing) -> None:
     """Record which commit the revision means, as huggingface_hub does, so that the name is found offline."""
     if listing.name.revision == listing.commit:
@@ -70,10 +80,14 @@ def held_models() -> list[Held]:
     for folder in sorted(cache_folder().glob(f"{_MODELS}*--*")):
         repo = folder.name.removeprefix(_MODELS).replace("--", "/", 1)
         refs = folder / "refs"
-        for ref in sorted(path for path in refs.rglob("*") if path.is_file()):
-            listing = list_cached(HubName(repo, None, str(ref.relative_to(refs))))
-            if listing is not None:
-                found += _held_of(listing)
+        named = [str(ref.relative_to(refs)) for ref in sorted(refs.rglob("*")) if ref.is_file()]
+        listings = [listing for name in named if (listing := list_cached(HubName(repo, None, name))) is not None]
+        known = {listing.commit for listing in listings}
+        for at in sorted((folder / "snapshots").glob("*")):  # of a commit that no branch here means
+            if at.name not in known and (listing := list_cached(HubName(repo, None, at.name))) is not None:
+                listings.append(listing)
+        for listing in listings:
+            found += _held_of(listing)
     return found
 
 

@@ -14,7 +14,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tqdm import tqdm
 
 from api.hub.cache import list_cached, note_revision, repo_folder, snapshot
-from api.hub.listing import INDEX, SAFETENSORS, HubFile, Listing, Option, adapter_option, choose, needed_shards
+from api.hub.listing import (
+    INDEX,
+    SAFETENSORS,
+    HubFile,
+    Listing,
+    Option,
+    adapter_option,
+    beside_option,
+    choose,
+    needed_shards,
+)
 from api.hub.names import HubName
 from api.hub.remote import Unreachable, hub_errors, list_remote
 from api.hub.transfer import fetch_blob, part_path
@@ -22,11 +32,10 @@ from engine.errors import UserError
 from engine.units import format_bytes
 
 
-def fetch_model(name: HubName, console: Console) -> Path:
+def fetch_model(listing: Listing, console: Console) -> Path:
     """The model's own path in the cache: a folder of safetensors, or the (first) GGUF file. What is missing is fetched.
     UserError for an ambiguous name, a full disk, a hub that refuses or cannot be reached."""
-    listing = _listing(name, "model", console)
-    option = choose(listing)
+    name, option = listing.name, choose(listing)
     if option.label == SAFETENSORS and INDEX in listing.files:
         _download(listing, [listing.files[INDEX]], console, "model", quiet=True)
         option = needed_shards(option, (snapshot(listing) / INDEX).read_bytes(), str(name))
@@ -35,17 +44,20 @@ def fetch_model(name: HubName, console: Console) -> Path:
     return folder if option.label == SAFETENSORS else folder / option.main
 
 
-def fetch_adapter(name: HubName, console: Console) -> Path:
+def fetch_beside(listing: Listing, console: Console) -> Path:
+    """The folder in the cache with a model's configuration and tokenizer alone. UserError as of `fetch_model`."""
+    _fetch(listing, beside_option(listing), console, "model")
+    return snapshot(listing)
+
+
+def fetch_adapter(listing: Listing, console: Console) -> Path:
     """The adapter's folder in the cache. UserError as of `fetch_model`."""
-    if name.quant is not None:
-        raise UserError(f"{name}: an adapter has no quantisation: write hf:{name.repo}", "adapters")
-    listing = _listing(name, "adapters", console)
     _fetch(listing, adapter_option(listing), console, "adapters")
     return snapshot(listing)
 
 
-def _listing(name: HubName, field: str, console: Console) -> Listing:
-    """The hub's list; the cache's if the hub may not or cannot be asked."""
+def listing_of(name: HubName, field: str, console: Console) -> Listing:
+    """The hub's list; the cache's if the hub may not or cannot be asked. UserError."""
     cached = list_cached(name)
     if constants.HF_HUB_OFFLINE and cached is not None:
         return cached

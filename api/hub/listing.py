@@ -28,8 +28,9 @@ _QUANT = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:IQ\d\w*|Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|FP16|FP32|F16|F32))(?=$|[-._/])", re.IGNORECASE
 )
 _NOT_MODELS = re.compile(r"(?:.*[-._/])?(?:mmproj|imatrix)(?:[-._].*)?", re.IGNORECASE)  # an image encoder, a statistic
+_CONFIG = "config.json"
 _BESIDE = (
-    "config.json",
+    _CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -124,8 +125,17 @@ def needed_shards(option: Option, index: bytes, where: str) -> Option:
     return Option(option.label, option.main, kept)
 
 
+def beside_option(listing: Listing) -> Option:
+    """What lies beside a model's weights: its configuration and tokenizer. UserError without a configuration."""
+    if _CONFIG not in listing.files:
+        raise UserError(f"{listing.name}: {_CONFIG} is missing, which goes with --gguf", "model")
+    return Option("beside", _CONFIG, tuple(listing.files[name] for name in _beside(listing)))
+
+
 def adapter_option(listing: Listing) -> Option:
     """An adapter's files. UserError if the repository holds none."""
+    if listing.name.quant is not None:
+        raise UserError(f"{listing.name}: an adapter has no quantisation: write hf:{listing.name.repo}", "adapters")
     if _ADAPTER_CONFIG not in listing.files:
         known = ", ".join(sorted(listing.files)[:6]) or "nothing"
         raise UserError(f"{listing.name}: {_ADAPTER_CONFIG} is missing: no adapter; it has {known}", "adapters")

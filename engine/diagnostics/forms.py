@@ -25,7 +25,7 @@ def forms_table(config: EngineConfig, forms: Sequence[tuple[str, str]]) -> str:
     rows: list[tuple[str, ...]] = [_TITLES]
     for label, path in forms:
         try:
-            plan = plan_engine(replace(config, model=path))
+            plan = plan_engine(replace(config, model=path) if config.gguf is None else replace(config, gguf=path))
         except UserError as error:
             rows.append((label, *["-"] * (len(_TITLES) - 1)))
             notes.append(f"{label}: {error}".replace(os.path.dirname(path) + os.sep, ""))
@@ -57,7 +57,11 @@ def _row(label: str, plan: EnginePlan, machine: MachineRates | None) -> tuple[st
     )
     context = "does not fit" if memory.short else f"{memory.max_model_len} ({memory.kv_tokens} in all)"
     native = plan.placement.native(".mlp.experts", ".self_attn", "_proj")
-    expected = expect(work_of(plan.source), machine) if native and machine is not None else Expected(None, None, None)
+    expected = (
+        expect(work_of(plan.source, plan.expert_quantise), machine)
+        if native and machine is not None
+        else Expected(None, None, None)
+    )
     rates = (_span(expected.decode_1), _span(expected.decode_8), _span(expected.prefill))
     return (label, format_bytes(plan.source.num_bytes), needs, context, *rates)
 

@@ -9,10 +9,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.weights.store import WeightSource
+from engine.files.gguf.types import GGMLType, by_name
+from engine.weights.layout import HEAD
+from engine.weights.store import WeightSource, WeightTensor
 
 _FILE = Path(__file__).with_name("efficiency.json")
 _PLAIN = ("F32", "F16", "BF16")
+_MADE = {"int8": by_name("Q8_0"), "int4": by_name("Q4_1")}
 _EMBEDDINGS = "model.embed_tokens.weight"  # of which a step reads a row a token
 
 
@@ -35,7 +38,8 @@ class Work:
     expert_bytes: int
     experts: int
     top_k: int
-    operations: float  # a token
+    operations: float  # a token, without the head
+    head_operations: float = 0.0  # of a token whose scores are asked for: each in decode, the last of a prompt
 
     def step_bytes(self, sequences: int) -> float:
         """Bytes of weights that one token of each of `sequences` reads, where each chooses its experts by itself."""
@@ -52,16 +56,22 @@ class Expected:
     prefill: tuple[float, float] | None
 
 
-def work_of(source: WeightSource) -> Work:
-    """From the headers."""
+def work_of(source: WeightSource, quantise: str | None = None) -> Work:
+    """From the headers. `quantise`: what becomes of unquantised weights (`EngineConfig.quantise`)."""
     config = source.config
-    dense_bytes, weights = 0, 0.0
+    made = None if quantise is None else _MADE[quantise]
+    head = _EMBEDDINGS if config.tie_word_embeddings else HEAD
+    dense_bytes, weights, of_head = 0, 0.0, 0
     for name in source.names():
         if name == _EMBEDDINGS and not config.tie_word_embeddings:
             continue
         tensor = source.tensor(name)
-        dense_bytes += tensor.num_bytes
-        weights += math.prod(tensor.shape)
+        size = math.prod(tensor.shape)
+        dense_bytes += _held(tensor, size, made if len(tensor.shape) > 1 else None)[1]
+        if name == head:
+            of_head = size
+        else:
+            weights += size
     expert_bytes, types = 0, Counter[str]()
     share = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
     for layer in config.sparse_layers:
@@ -69,10 +79,19 @@ def work_of(source: WeightSource) -> Work:
         weights += store.num_weights * share
         for projection, _ in store.projections():
             one = store.expert(projection, 0)
-            expert_bytes += one.num_bytes * store.num_experts
-            types[one.type] += one.num_bytes
+            kind, num_bytes = _held(one, math.prod(one.shape), made)
+            expert_bytes += num_bytes * store.num_experts
+            types[kind] += num_bytes
     kind = types.most_common(1)[0][0] if types else "F32"
-    return Work(kind, dense_bytes, expert_bytes, config.num_experts, config.num_experts_per_tok, 2 * weights)
+    top_k = config.num_experts_per_tok
+    return Work(kind, dense_bytes, expert_bytes, config.num_experts, top_k, 2 * weights, 2.0 * of_head)
+
+
+def _held(tensor: WeightTensor, size: int, made: GGMLType | None) -> tuple[str, int]:
+    """Type and bytes of a weight of `size` values on the native kernels."""
+    if made is None or tensor.type not in _PLAIN:
+        return tensor.type, tensor.num_bytes
+    return made.name, size // made.block * made.size
 
 
 def expect(work: Work, machine: MachineRates) -> Expected:
@@ -86,8 +105,11 @@ def expect(work: Work, machine: MachineRates) -> Expected:
         if decode is None:
             return None
         low, high = (sequences * share * machine.read / work.step_bytes(sequences) for share in decode)
-        if computed is not None:
-            low, high = min(low, computed[0]), min(high, computed[1])
+        if prefill is not None:
+            low, high = (
+                min(rate, share * peak / (work.operations + work.head_operations))
+                for rate, share in zip((low, high), prefill, strict=True)
+            )
         return low, high
 
     return Expected(rate(1), rate(8), None if computed is None else (computed[0], computed[1]))

@@ -118,6 +118,18 @@ def test_settings_may_be_names_on_the_hub(here: Here) -> None:
     assert name == "law" and (Path(path) / "adapter_config.json").is_file()
 
 
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_with_weights_of_another_name_only_what_lies_beside_them_is_fetched(here: Here, command: str) -> None:
+    plans = ("--max-model-len", "64") if command == "plan" else ("--skip-tokenizer",)
+    done = here.ktserve(command, f"hf:{FOLDER}", "--gguf", f"hf:{PLAIN}", *plans, engine=command == "plan")
+    assert done.returncode == 0, done.stderr
+    wanted = {name for name in here.hub.repos[FOLDER] if name.endswith("config.json")}
+    assert here.cached(FOLDER) == (wanted if command == "check" else set())
+    assert not any(name.startswith("model") for name in map(str, here.hub.sent))
+    table = here.ktserve("plan", f"hf:{FOLDER}", "--gguf", f"hf:{SPLIT}", "--max-model-len", "64", engine=True)
+    assert [line.split()[0] for line in table.stdout.splitlines()[:3]] == ["form", "Q4_0", "Q8_0"], table.stderr
+
+
 def test_a_plan_reads_headers_and_nothing_else(here: Here) -> None:
     for name, repo in ((f"hf:{PLAIN}", PLAIN), (f"hf:{SPLIT}:Q8_0", SPLIT), (f"hf:{FOLDER}", FOLDER)):
         here.hub.sent.clear()
@@ -213,6 +225,10 @@ def test_a_cached_model_is_served_without_the_hub(here: Here) -> None:
     done = here.ktserve(*flags, HF_ENDPOINT="http://127.0.0.1:9")
     assert json.loads(done.stdout)["config"]["model"] == str(path)
     assert "note: hf:org/plain" in done.stderr and "the cache's" in done.stderr
+    for there in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        assert here.pulled(f"hf:{PLAIN}", **there) == path
+        plan = here.ktserve("plan", f"hf:{PLAIN}", "--max-model-len", "64", engine=True, **there)
+        assert plan.returncode == 0 and "KV cache" in plan.stdout, plan.stderr
     assert "HF_HUB_OFFLINE is set" in here.refused("pull", f"hf:{FOLDER}", HF_HUB_OFFLINE="1")
 
 
@@ -220,10 +236,12 @@ def test_models_lists_the_cache(here: Here) -> None:
     assert "holds no models" in here.ktserve("models", engine=True).stdout
     for name in (f"hf:{PLAIN}", f"hf:{SPLIT}:Q4_0", f"hf:{FOLDER}", f"hf:{ADAPTER}"):
         here.pulled(name)
+    refs = here.folder / f"hf/hub/models--{ADAPTER.replace('/', '--')}/refs/main"
+    refs.unlink()  # as of a revision that was given by its commit
     said = here.ktserve("models", engine=True).stdout
     lines = {line.split()[0]: line for line in said.splitlines()}
     assert "qwen3_moe" in lines[f"hf:{PLAIN}"] and f"ktserve serve hf:{FOLDER}" in lines[f"hf:{FOLDER}"]
-    assert "--adapters NAME=" in lines[f"hf:{ADAPTER}"] and f"hf:{SPLIT}" in lines
+    assert "--adapters NAME=" in lines[f"hf:{ADAPTER}@{COMMIT}"] and f"hf:{SPLIT}" in lines
 
 
 def test_a_disk_without_room_is_refused_before_a_byte_comes(

@@ -58,6 +58,11 @@ def test_work_is_what_the_files_hold(tmp_path: Path) -> None:
     assert work.dense_bytes + work.expert_bytes == source.num_bytes - embeddings.numel() * embeddings.element_size()
     assert work.step_bytes(1) == work.dense_bytes + work.expert_bytes * work.top_k / work.experts
     assert work.step_bytes(10_000) == work.dense_bytes + work.expert_bytes
+    assert work.head_operations == 2 * embeddings.numel()
+    smaller = {how: work_of(source, how) for how in ("int8", "int4")}
+    assert [each.type for each in smaller.values()] == ["Q8_0", "Q4_1"]
+    assert smaller["int4"].expert_bytes < smaller["int8"].expert_bytes < work.expert_bytes
+    assert smaller["int8"].operations == work.operations
 
 
 def test_the_table_has_a_row_for_each_form_and_says_why_one_is_not_served(

@@ -325,3 +325,12 @@ def test_odd_key_in_the_fused_file(tmp_path: Path) -> None:
         tmp_path / "fused_expert_lora.safetensors",
     )
     assert refused(tmp_path, "no place").keys == ["layers.0.experts.gate_lora_c"]
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(6, 4.0), (3, 2.0), (8, 4.0)])
+def test_patterns_of_stacked_experts_that_say_otherwise(tmp_path: Path, rank: int, alpha: float) -> None:
+    """PEFT stacks gate and up at twice the rank: a pattern of that parameter has twice the rank and the same scale."""
+    weights = make.random_adapter(CONFIG, rank=3, alpha=6.0, linears=False)
+    patterns = {"rank_pattern": {"experts.gate_up_proj": rank}, "alpha_pattern": {"experts.gate_up_proj": alpha}}
+    make.write(tmp_path, make.per_expert_keys(weights), make.lora_config(3, 6.0, **patterns))
+    refused(tmp_path, "twice that is expected", expert_scaling="peft")

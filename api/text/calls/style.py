@@ -16,7 +16,7 @@ from api.text.template import ChatTemplate
 @dataclass(frozen=True)
 class CallStyle:
     """`takes_tools`: the template lists them. `writes_calls`: it writes calls and results in its form, else they are
-    text. `form`: in which the model writes calls."""
+    text. `form`: in which the model writes calls: where we have to tell it of tools, the form that we tell it."""
 
     form: ToolFormat
     takes_tools: bool
@@ -26,9 +26,10 @@ class CallStyle:
     def of(cls, template: ChatTemplate, tool_format: str = "auto") -> CallStyle:
         """`tool_format`: a name of the table, or "auto": by the template's text. Raises KeyError for another name."""
         known = format_of(template.source) if tool_format == "auto" else format_named(tool_format)
-        if known is None:
-            return cls(HERMES, takes_tools=False, writes_calls=False)
         takes_tools = "tools" in template.variables
+        told = takes_tools or (known is not None and (known.marks is not None or known.channels))
+        if known is None or (tool_format == "auto" and not told):
+            return cls(HERMES, takes_tools=False, writes_calls=False)
         return cls(known, takes_tools, takes_tools or (known.marks is not None and "tool_calls" in template.source))
 
     def definitions(self, tools: Iterable[Tool]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,6 @@ def read_per_expert(reading: Reading, layers: dict[int, dict[int, dict[str, Halv
     absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
     if absent:
         reading.warnings.append(f"{missing(absent)}: no expert LoRA, taken as zero")
-    for layer in layers:  # PEFT stacks these keys, and patterns may be for what it makes of them
-        reading.settings.of(f"model.layers.{layer}.mlp.experts.{GATE_UP}_proj")
     holes: dict[int, int] = {}
     result = {}
     for layer, experts in sorted(layers.items()):
@@ -50,6 +49,7 @@ def read_per_expert(reading: Reading, layers: dict[int, dict[int, dict[str, Halv
             for projection in PROJECTIONS
         }
         holes[layer] = sum(reading.config.num_experts - len(by_expert) for by_expert in pairs.values())
+        _check_stacked(reading, layer, [*pairs["gate"].values(), *pairs["up"].values()])
         stacks = {name: _stack(reading, name, by_expert) for name, by_expert in pairs.items() if by_expert}
         result[layer] = assemble(reading, stacks)
     incomplete = [layer for layer, count in holes.items() if count]
@@ -57,6 +57,24 @@ def read_per_expert(reading: Reading, layers: dict[int, dict[int, dict[str, Halv
         total = sum(holes.values())
         reading.warnings.append(f"{missing(incomplete)}: {total} expert projections have no LoRA, taken as zero")
     return result
+
+
+def _check_stacked(reading: Reading, layer: int, pairs: list[_Pair]) -> None:
+    """PEFT stacks gate and up at twice the rank; patterns may be for what it makes of them. AdapterError if they say
+    another rank or scale than the keys per expert."""
+    settings, module = reading.settings, f"model.layers.{layer}.mlp.experts.{GATE_UP}_proj"
+    rank, alpha = settings.of(module)
+    named = [key for patterns in (settings.rank_pattern, settings.alpha_pattern) for key in patterns]
+    if settings.match(named, module) is None:
+        return
+    for pair in pairs:
+        scale = scaling(alpha, rank, reading.linear_scaling)
+        if rank != 2 * pair.rank or not math.isclose(scale, pair.scale, rel_tol=1e-6):
+            raise refusal(
+                f"patterns of experts.{GATE_UP}_proj give rank {rank} and scale {scale:g}, the keys per expert "
+                f"rank {pair.rank} (twice that is expected) and scale {pair.scale:g}",
+                [pair.a.key, pair.b.key],
+            )
 
 
 def _pair(reading: Reading, layer: int, expert: int, projection: str, halves: Halves, kind: str) -> _Pair:
