@@ -177,7 +177,7 @@ class _Origin:
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         except BaseException:  # noqa: BLE001  # said as the interpreter says it, and the fork ends
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         finally:
             atexit._run_exitfuncs()
             sys.stdout.flush()

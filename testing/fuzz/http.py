@@ -78,8 +78,8 @@ def _fuzz_document(base: str, headers: dict[str, str], known: Known, seconds: fl
                         case.body = known.filled(operation.path, case.body)
                     except httpx.HTTPStatusError as error:
                         refusal, at = error.response, error.request.url.path
-                        fault = f"what it names could not be put there: {at} answered {refusal.status_code}"
-                        tally.add(operation.label, "not asked", fault, refusal.text)
+                        why = f"what it names could not be put there: {at} answered {refusal.status_code}"
+                        tally.add(operation.label, "not asked", why, refusal.text)
                         return
                 response = case.call(base_url=base, headers=headers, timeout=_PATIENCE_S)
                 fault = None

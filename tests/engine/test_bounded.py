@@ -8,7 +8,7 @@ import pytest
 from benchmarks.accuracy.table import MIXES, Files, measure, measure_apart
 from engine.experts.kt.process import kt_available
 from testing.models.tiny import FAMILIES
-from tests.engine.parity import SETTINGS
+from tests.engine.parity import BACKENDS, SETTINGS
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -23,9 +23,9 @@ def test_error_is_bounded(files, mix):
     check(files, mix, dtype="auto", **backend_of(files, mix))
 
 
-def test_error_is_bounded_where_all_is_bfloat16(files):
-    # long prompts, decode, and computing both again
-    check(files, "preempted", dtype="bfloat16", **backend_of(files, "preempted"))
+@BACKENDS
+def test_error_is_bounded_where_all_is_bfloat16(files, backend):
+    check(files, "preempted", dtype="bfloat16", **backend)  # long prompts, decode, and computing both again
 
 
 def backend_of(files: list[Files], mix: str) -> dict[str, str | None]:
