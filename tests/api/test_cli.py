@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from api.cli import main as command_line
-from api.cli.options import settings_of
 from api.config import ServeConfig
 from engine.config import EngineConfig
+from ktserve.settings import settings_of
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import ROOT, environment, serving
 
