@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from api.text.calls.formats import FORMAT_NAMES
-from engine.config import option
+from ktserve.settings import option
 
 
 @dataclass

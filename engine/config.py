@@ -4,11 +4,11 @@ from the fields below; their names are the same everywhere. Torch-free."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UserError
+from ktserve.settings import option, settings_of
 
 KV_BLOCK_TOKENS = 16  # positions in a block of the KV cache
 CPU_BATCHED_TOKENS = 512
@@ -28,41 +28,12 @@ def bucket_sizes(max_rows: int) -> list[int]:
     return sorted({size for size in sizes if size <= max_rows})
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    group: str,
-    choices: tuple[str, ...] = (),
-    aliases: tuple[str, ...] = (),
-    many: bool = False,
-    limits: tuple[float, float] | None = None,
-) -> Any:
-    """A setting: its flag is the field's name with dashes. `aliases` are other servers' spellings, `limits` the least
-    and the most that a number may be (every number has some)."""
-    metadata = {
-        "help": help, "group": group, "choices": choices, "aliases": aliases, "many": many, "limits": limits,
-    }  # fmt: skip
-    if many:
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 def check_settings(settings: Any) -> None:
     """UserError for a value of a settings dataclass that is none of its choices or outside its limits."""
-    for setting in fields(settings):
+    for setting in settings_of(type(settings)):
         value = getattr(settings, setting.name)
-        if value is not None and (allowed := refusal(value, setting.metadata)):
-            flag = "--" + setting.name.replace("_", "-")
-            raise UserError(f"{flag} {value}: allowed is {allowed}", setting.name)
-
-
-def refusal(value: Any, metadata: Mapping[str, Any]) -> str:
-    """What an option would allow instead of `value`; "" if it allows it."""
-    if metadata["choices"] and value not in metadata["choices"]:
-        return ", ".join(metadata["choices"])
-    least, most = metadata["limits"] or (value, value)
-    return "" if metadata["limits"] is None or least <= value <= most else f"{least} to {most}"  # nan is outside
+        if value is not None and not setting.many and (allowed := setting.allowed(value)):
+            raise UserError(f"{setting.flag} {value}: allowed is {allowed}", setting.name)
 
 
 @dataclass

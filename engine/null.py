@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from engine.config import check_settings, option
+from engine.config import check_settings
 from engine.errors import UserError
+from ktserve.settings import option
 
 PREFIX = "null:"
 _MOST = 3_600_000.0

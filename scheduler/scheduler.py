@@ -255,10 +255,6 @@ class Scheduler:
         return bool(self._core.requests or self._core.flights)
 
     @property
-    def num_running(self) -> int:
-        return len(self._core.running)
-
-    @property
     def num_waiting(self) -> int:
         return len(self._core.waiting)
 

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from engine.errors import UserError
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.experts.base import ExpertLora, TrainableExperts
-from training.experts.transfer import moved
 
 PROJECTIONS = ("gate", "up", "down")
 _EXPERT_KEY = re.compile(r"(\d+)\.(gate|up|down)_proj\.lora_([AB])(?:\.([^.]+))?\.weight")
@@ -80,8 +79,8 @@ class RoutedExperts(nn.Module):
             for slot, lora in (loras or {}).items():
                 lora.note(ids[(slots == slot).to(ids.device)] if self.rows.parts else ids)
         device = self.experts.device(len(hidden))
-        x, ids, weights = (moved(tensor, device) for tensor in (hidden, ids, weights.float()))
-        return moved(self.experts.forward(x, ids, weights, slots, loras or {}), hidden.device)
+        x, ids, weights = (_on(tensor, device) for tensor in (hidden, ids, weights.float()))
+        return _on(self.experts.forward(x, ids, weights, slots, loras or {}), hidden.device)
 
 
 class ExpertsLoraLayer(nn.Module, LoraLayer):  # type: ignore[misc]  # PEFT has no types
@@ -318,3 +317,29 @@ def lora_config(
     if by_rows:
         config._register_custom_module({nn.Linear: RowsLinear})
     return config
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On `device`, differentiable, by way of page-locked memory; the tensor itself if it is on such a device."""
+    if tensor.device.type == device.type:
+        return tensor
+    there: torch.Tensor = _Moved.apply(tensor, device)  # type: ignore[no-untyped-call]
+    return there
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.device = tensor.device
+        return _copied(tensor, device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _copied(grad, ctx.device), None
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return tensor.to(device)
+    locked = tensor.is_cuda  # other devices, as in tests, have no such memory
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=locked).copy_(tensor)

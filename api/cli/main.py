@@ -16,7 +16,7 @@ import uvloop
 from rich.console import Console
 
 from api.cli.hub import add_commands, fetched, headers_only
-from api.cli.options import Parser, Setting, add_flags, environment, note, resolve, settings_of
+from api.cli.options import Parser, add_flags, environment, note, resolve
 from api.cli.train import ordered
 from api.config import ServeConfig
 from api.logs import JsonFormatter, RateLimit
@@ -26,6 +26,7 @@ from api.version import project_version
 from engine.config import EngineConfig
 from engine.errors import KtserveError, UserError, shown
 from engine.files.json_file import read_json
+from ktserve.settings import Setting, settings_of
 
 _EPILOG = """\
 examples:

@@ -6,129 +6,43 @@ Flags, variables and keys are made from the fields of the settings' dataclasses.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import os
 import re
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from api.config import ServeConfig
-from engine.config import EngineConfig, refusal
+from engine.config import EngineConfig
 from engine.errors import UserError
+from ktserve.settings import Setting, settings_of
 from ktserve.strict_yaml import YamlError, load
 
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _PREFIX = "KTSERVE_"
 _NOT_SETTINGS = {"KTSERVE_CONFIG"}
 _PATHS = {"model", "gguf", "rules", "profile_dir", "adapters", "tokenizer", "chat_template", "generation_config"}
 _PATHS |= {"api_keys_file", "admin_key_file", "tenants", "adapter_root", "usage_log", "expert_profile"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One field of a settings dataclass. `kind`: str, int, float or bool, of each element if `many`."""
-
-    owner: type
-    name: str
-    kind: type
-    optional: bool
-    default: Any
-    help: str
-    group: str
-    choices: tuple[str, ...]
-    aliases: tuple[str, ...]
-    many: bool
-    limits: tuple[float, float] | None
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def meaning(self) -> str:
-        """The help without what it says about the default."""
-        return self.help.partition("; default")[0]
-
-    def convert(self, value: Any, where: str) -> Any:
-        """A value as its type. Raises UserError that names `where` it was written."""
-        if self.many:
-            items = value if isinstance(value, list) else [value]
-            return [self._one(item, where) for item in items]
-        if value is None and self.optional:
-            return None
-        return self._one(value, where)
-
-    def _one(self, value: Any, where: str) -> Any:
-        converted = _CONVERTERS[self.kind](value)
-        if converted is None:
-            raise UserError(f"{where}: {_WANTED[self.kind]} is expected, got {value!r}", self.name)
-        if isinstance(converted, str) and converted not in self.choices:  # KTransformers writes AMXINT8, and AMXInt8
-            converted = next((choice for choice in self.choices if choice.lower() == converted.lower()), converted)
-        if allowed := refusal(converted, {"choices": self.choices, "limits": self.limits}):
-            raise UserError(
-                f"{where}: {value!r} is not one of {allowed}"
-                if self.choices
-                else f"{where} {value}: allowed is {allowed}",
-                self.name,
-            )
-        return converted
+def convert(setting: Setting, value: Any, where: str) -> Any:
+    """A value as its type. Raises UserError that names `where` it was written."""
+    if setting.many:
+        return [_one(setting, item, where) for item in (value if isinstance(value, list) else [value])]
+    return None if value is None and setting.optional else _one(setting, value, where)
 
 
-def _to_bool(value: Any) -> bool | None:
-    if isinstance(value, bool):
-        return value
-    word = str(value).lower()
-    return True if word in _TRUE else False if word in _FALSE else None
-
-
-def _to_number(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            return None
-        try:
-            number = kind(value)
-        except (ValueError, OverflowError):
-            return None
-        return number if isinstance(value, str) or number == value else None
-
-    return convert
-
-
-def _to_str(value: Any) -> str | None:
-    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
-
-
-_CONVERTERS: Mapping[type, Callable[[Any], Any]] = {
-    str: _to_str,
-    bool: _to_bool,
-    int: _to_number(int),
-    float: _to_number(float),
-}
-_WANTED: Mapping[type, str] = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def settings_of(owner: type) -> list[Setting]:
-    """All settings of a dataclass whose fields are made by `engine.config.option`."""
-    hints = typing.get_type_hints(owner)
-    found = []
-    for field in dataclasses.fields(owner):
-        hint, optional = hints[field.name], False
-        if isinstance(hint, types.UnionType):
-            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-            optional = True
-        if typing.get_origin(hint) is list:
-            (hint,) = typing.get_args(hint)
-        default = field.default
-        if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        found.append(Setting(owner, field.name, hint, optional, default, **field.metadata))
-    return found
+def _one(setting: Setting, value: Any, where: str) -> Any:
+    converted = setting.one(value)
+    if converted is None:
+        raise UserError(f"{where}: {setting.wanted} is expected, got {value!r}", setting.name)
+    if allowed := setting.allowed(converted):
+        message = f": {value!r} is not one of {allowed}" if setting.choices else f" {value}: allowed is {allowed}"
+        raise UserError(f"{where}{message}", setting.name)
+    return converted
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: Sequence[Setting]) -> None:
@@ -240,7 +154,7 @@ def resolve(namespace: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     values.update(_from_environment(environ, settings, notes))
     for setting in settings:
         if hasattr(namespace, setting.name):
-            values[setting.name] = setting.convert(getattr(namespace, setting.name), setting.flag)
+            values[setting.name] = convert(setting, getattr(namespace, setting.name), setting.flag)
 
     for name in _PATHS & set(values):
         values[name] = _expanded(values[name])
@@ -298,7 +212,7 @@ def _from_file(path: Path, settings: Sequence[Setting], notes: list[str]) -> dic
             raise UserError(f"--config {path}: {setting.name} is given twice", "config")
         if name in by_alias:
             notes.append(f"{key} in {path}: here {setting.name} ({setting.meaning})")
-        values[setting.name] = setting.convert(value, f"{path}: {key}")
+        values[setting.name] = convert(setting, value, f"{path}: {key}")
     return values
 
 
@@ -314,7 +228,7 @@ def _from_environment(environ: Mapping[str, str], settings: Sequence[Setting], n
             continue
         # several values: one a line (an api key's models are separated by commas already)
         value = [line for line in text.splitlines() if line] if setting.many else text
-        values[setting.name] = setting.convert(value, variable)
+        values[setting.name] = convert(setting, value, variable)
     return values
 
 

@@ -166,7 +166,9 @@ class ChunkedResponse(Response):
 
 
 class _Interrupt:
-    """A context that `call` ends from outside: what runs in it is cancelled, and `error` is raised in its place."""
+    """A context that `call` ends from outside: what runs in it is cancelled once, and `error` is raised in its place.
+
+    anyio's scope cancels again at each await until it is left, so that what awaits to clean up would need a shield."""
 
     def __init__(self, error: type[Exception]) -> None:
         self._error = error

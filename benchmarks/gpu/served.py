@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from api.cli.options import Parser, add_flags, resolve, settings_of
+from api.cli.options import Parser, add_flags, resolve
 from api.config import ServeConfig
 from benchmarks import record
 from benchmarks.client import Burst, burst, our_request, our_server
@@ -39,6 +39,7 @@ from engine.config import EngineConfig
 from engine.device import Arrival
 from engine.launch.assemble import build
 from engine.messages import Abort, Failed, FromEngine, MessageBatch, Refused, Submit, Tokens, encode
+from ktserve.settings import settings_of
 from scheduler.request import SamplingParams
 
 CONTEXT = 512  # tokens of a stream's prompt

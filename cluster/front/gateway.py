@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from api.cli.options import settings_of
+from api.cli.options import convert
 from api.config import ServeConfig
 from api.endpoints.application import error_response
 from api.errors import ApiError
@@ -23,6 +23,7 @@ from api.http.middleware import with_headers
 from api.http.wire import Bodies, ClientGoneError
 from cluster.call import Call
 from engine.errors import KtserveError
+from ktserve.settings import settings_of
 
 log = logging.getLogger("ktserve")
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -49,7 +50,7 @@ def config_of(settings: Mapping[str, Any]) -> ServeConfig:
     wanted = ("max_body_bytes", "body_timeout_s", "cors_origins", "root_path")
     known = {setting.name: setting for setting in settings_of(ServeConfig) if setting.name in wanted}
     given = {name.replace("-", "_"): value for name, value in settings.items()}
-    return ServeConfig(**{name: known[name].convert(given[name], f"serve: {name}") for name in known if name in given})
+    return ServeConfig(**{name: convert(known[name], given[name], f"serve: {name}") for name in known if name in given})
 
 
 def application(replicas: Replicas, config: ServeConfig) -> ASGIApp:

@@ -99,3 +99,14 @@ def whole(data: Bytes) -> npt.NDArray[np.uint8] | FileBytes:
 def part(data: Bytes, wanted: slice) -> Bytes:
     """Some of the bytes, of a file or in memory: neither read nor copied."""
     return data.part(wanted) if isinstance(data, FileBytes) else data[wanted]
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Where a tensor is in a file. `shape` is C order, `type` a GGML type name; `start` is where its bytes begin."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    start: int
+    num_bytes: int

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import ModelFileError
-from engine.files.model_file import FileBytes, ModelFile
+from engine.files.model_file import FileBytes, FileTensor, ModelFile
 from engine.files.regular import read_at
 
 _MAX_HEADER = 100_000_000  # the format's own limit
@@ -24,20 +24,9 @@ FLOATS = tuple(_ELEMENT_BYTES)
 
 
 @dataclass(frozen=True)
-class SafeTensor:
-    """`shape` is C order, `type` a GGML type name; `start` is where its bytes begin in the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class SafetensorsFile:
     file: ModelFile
-    tensors: dict[str, SafeTensor]
+    tensors: dict[str, FileTensor]
 
     @property
     def path(self) -> Path:
@@ -56,7 +45,7 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     return SafetensorsFile(file, read_header(file.fd, path, quantised=True))
 
 
-def read_header(file: int, path: Path, most: int = _MAX_HEADER, quantised: bool = False) -> dict[str, SafeTensor]:
+def read_header(file: int, path: Path, most: int = _MAX_HEADER, quantised: bool = False) -> dict[str, FileTensor]:
     """The tensors of an open file (its descriptor), by name. ModelFileError if it is unsound, holds other types than
     BF16, F16 and F32 (and `quantised` ones), or has a header of more than `most` bytes."""
     end = os.fstat(file).st_size
@@ -86,7 +75,7 @@ def read_header(file: int, path: Path, most: int = _MAX_HEADER, quantised: bool 
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, base: int, sizes: Mapping[str, int]) -> SafeTensor:
+def _tensor(path: Path, name: str, entry: Any, base: int, sizes: Mapping[str, int]) -> FileTensor:
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape", 0), fields.get("data_offsets", 0)
     if not isinstance(dtype, str) or dtype not in sizes:
@@ -99,7 +88,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, sizes: Mapping[str, in
     start, end = offsets
     if end - start != prod(shape) * sizes[dtype]:
         _fail(path, f"tensor {name} ({dtype}, {shape}) has {end - start} bytes")
-    return SafeTensor(name, tuple(shape), dtype, base + start, end - start)
+    return FileTensor(name, tuple(shape), dtype, base + start, end - start)
 
 
 def _counts(values: Any) -> bool:

@@ -16,7 +16,8 @@ import torch
 
 from engine.architectures.registry import architecture_of
 from engine.errors import UserError
-from engine.files.safetensors import FLOATS, SafeTensor, SafetensorsFile
+from engine.files.model_file import FileTensor
+from engine.files.safetensors import FLOATS, SafetensorsFile
 from engine.lora.adapter import AdapterWeights, ExpertLora
 from engine.lora.files.detect import GATE_UP, PROJECTIONS
 from engine.lora.files.folder import finite, shown
@@ -122,7 +123,7 @@ class _Merged:
         for at in range(0, num_bytes, _PIECE):
             file.write(shard.file.read(start + at, min(_PIECE, num_bytes - at)).data)
 
-    def _changed(self, shard: SafetensorsFile, tensor: SafeTensor) -> Iterator[bytes]:
+    def _changed(self, shard: SafetensorsFile, tensor: FileTensor) -> Iterator[bytes]:
         deltas, dtype = self._deltas[tensor.name], _TYPES[tensor.type]
         each = tensor.num_bytes // len(deltas)
         for index, delta in enumerate(deltas):

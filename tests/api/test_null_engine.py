@@ -71,7 +71,7 @@ def test_options() -> None:
         ("null:answer=1,answer=2", "'answer' is given twice"),
         ("null:answer=1.5", "answer=1.5 is not a number"),
         ("null:answer=0", "answer 0: allowed is 1 to"),
-        ("null:step_ms=nan", "step-ms nan: allowed is 0.0 to"),
+        ("null:step_ms=nan", "step-ms nan: allowed is 0 to"),
         ("null:step_ms=-1", "step-ms -1.0: allowed is"),
     ):
         with pytest.raises(UserError, match=message.replace(":", ".")):

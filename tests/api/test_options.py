@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from api.cli.main import build_parser
-from api.cli.options import resolve, settings_of
+from api.cli.options import resolve
 from api.config import ServeConfig
 from engine.config import EngineConfig
 from engine.errors import UserError
+from ktserve.settings import settings_of
 
 
 def parsed(*argv: str) -> argparse.Namespace:

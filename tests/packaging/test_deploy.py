@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from api.cli.options import settings_of
 from api.config import ServeConfig
 from engine.config import EngineConfig
+from ktserve.settings import settings_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ktserve.settings import FALSE, TRUE
 from training.config.checks import EXCLUSIVE, check_adapters, check_run, check_written
 from training.config.document import Settings, Value, parse_override, read_settings
 from training.config.fields import ATTENTION_TARGETS, KT_FIELDS, PATHS, PER_ADAPTER, TrainConfig
 from training.config.others import NO_OPS, belongs
 from training.config.refused import OFF, REFUSED
-from training.config.values import FALSE, FIELDS, TRUE, converted_value, is_optional
+from training.config.values import SETTINGS, converted_value
 from training.errors import ConfigError
 
-_ALIASES = {alias: name for name, f in FIELDS.items() for alias in f.metadata["aliases"]}
+_ALIASES = {alias: name for name, setting in SETTINGS.items() for alias in setting.aliases}
 _OWN_TEMPLATES = (
     "qwen",
     "qwen2",
@@ -60,7 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def read_values(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Settings given as Python values, by name; None: not given. ConfigError, with `source`, as for a file's."""
     settings = {name: Value(str(value), f"{source}.{name}") for name, value in given.items() if value is not None}
-    return _values(settings, tuple(FIELDS))[0]
+    return _values(settings, tuple(SETTINGS))[0]
 
 
 def _overridden(settings: Settings, over: Settings) -> Settings:
@@ -117,7 +118,7 @@ def _same(first: Value, second: Value) -> bool:
 
 
 def _config(settings: Settings, source: str) -> TrainConfig:
-    values, where = _values(settings, tuple(FIELDS))
+    values, where = _values(settings, tuple(SETTINGS))
     entries: list[Value] | None = values.pop("adapters", None)
     _derive(values, where)
     fixed_alpha = "lora_alpha" in values
@@ -166,14 +167,14 @@ def _values(settings: Settings, allowed: Sequence[str]) -> tuple[dict[str, Any],
             _check_no_op(key, value)
             continue
         name = _field_of(key)
-        if name not in FIELDS and belongs(key) is not None:
+        if name not in SETTINGS and belongs(key) is not None:
             continue
-        if name not in FIELDS:
-            known = [*FIELDS, *_ALIASES, *_INVERSE, *NO_OPS, "kt_config"]
+        if name not in SETTINGS:
+            known = [*SETTINGS, *_ALIASES, *_INVERSE, *NO_OPS, "kt_config"]
             raise value.error(f"unknown key {key}{_near(key, known)}", key)
         if name not in allowed:
             raise value.error(f"{key} is the same for all adapters: write it at the top level", key)
-        if value.data is None and not is_optional(name):
+        if value.data is None and not SETTINGS[name].optional:
             continue  # as if it were not written
         converted = converted_value(name, key, value)
         if key in _INVERSE:

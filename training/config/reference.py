@@ -4,13 +4,11 @@ Torch-free."""
 from __future__ import annotations
 
 import textwrap
-import types
-import typing
 from collections.abc import Iterator
-from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from ktserve.settings import Setting, settings_of
 from training.config.checks import ALONE
 from training.config.fields import TrainConfig
 from training.config.others import BELONGS, NO_OPS
@@ -36,9 +34,9 @@ _KINDS = {str: "text", bool: "true or false", int: "whole number", float: "numbe
 def reference() -> str:
     """The page."""
     parts = [_HEAD]
-    groups = dict.fromkeys(field.metadata["group"] for field in fields(TrainConfig))
-    for group in groups:
-        rows = [_row(field) for field in fields(TrainConfig) if field.metadata["group"] == group]
+    settings = settings_of(TrainConfig)
+    for group in dict.fromkeys(setting.group for setting in settings):
+        rows = [_row(setting) for setting in settings if setting.group == group]
         parts.append(f"## {group}\n\n" + "\n".join(rows) + "\n")
     no_ops = []
     for key, row in NO_OPS.items():
@@ -53,32 +51,26 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _row(field: Field[Any]) -> str:
-    return _item(f"`{field.name}` ({'; '.join(_facts(field))}): {field.metadata['doc']}.")
+def _row(setting: Setting) -> str:
+    return _item(f"`{setting.name}` ({'; '.join(_facts(setting))}): {setting.help}.")
 
 
-def _facts(field: Field[Any]) -> Iterator[str]:
-    metadata, hint = field.metadata, typing.get_type_hints(TrainConfig)[field.name]
-    if field.name == "adapters":
+def _facts(setting: Setting) -> Iterator[str]:
+    if setting.name == "adapters":
         yield "list of mappings"
-    elif typing.get_origin(hint) is tuple:
+    elif setting.many:
         yield "list, or names between commas"
-    elif metadata["choices"]:
-        yield " or ".join(metadata["choices"])
+    elif setting.choices:
+        yield " or ".join(setting.choices)
     else:
-        if isinstance(hint, types.UnionType):
-            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-        kind = _KINDS[hint]
-        limits = metadata["limits"]
-        yield f"{kind}, {limits[0]:.10g} to {limits[1]:.10g}" if limits else kind
-    shown = metadata["default_doc"] or _default(field.default)
-    if shown:
+        yield ", ".join(filter(None, [_KINDS[setting.kind], setting.range]))
+    if shown := setting.default_help or _default(setting.default):
         yield f"default {shown}"
-    if metadata["aliases"]:
-        yield "also " + ", ".join(f"`{alias}`" for alias in metadata["aliases"])
-    if field.name in ALONE:
+    if setting.aliases:
+        yield "also " + ", ".join(f"`{alias}`" for alias in setting.aliases)
+    if setting.name in ALONE:
         yield "with `adapters` only its default"
-    elif metadata["per_adapter"]:
+    elif setting.per_adapter:
         yield "per adapter"
 
 

@@ -2,75 +2,39 @@
 
 from __future__ import annotations
 
-import math
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from ktserve.settings import Setting, settings_of
 from training.config.document import Value
 from training.config.fields import TARGET_ALIASES, TrainConfig
 
-FIELDS: Mapping[str, Field[Any]] = {f.name: f for f in fields(TrainConfig)}
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_HINTS = typing.get_type_hints(TrainConfig)
-_WANTED = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def is_optional(name: str) -> bool:
-    return isinstance(_HINTS[name], types.UnionType)
+SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in settings_of(TrainConfig)}
 
 
 def converted_value(name: str, key: str, value: Value) -> Any:
     """The value as the field's type, within its limits."""
-    hint, metadata = _HINTS[name], FIELDS[name].metadata
+    setting = SETTINGS[name]
     if name == "adapters":
         if not isinstance(value.data, list) or not value.data:
             raise value.error("adapters is a list of mappings, at least one", name)
         return value.data
-    optional = is_optional(name)
-    if optional:
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is tuple:
+    if setting.many:
         return _words(key, value, TARGET_ALIASES if name == "lora_target" else {})
     if value.data is None or (name == "max_steps" and value.data == "-1"):
-        if optional:
+        if setting.optional:
             return None
-        if FIELDS[name].default is MISSING or value.data is None:
-            raise value.error(f"{key} has no value: {_WANTED[hint]} is expected", name)
+        if value.data is None:
+            raise value.error(f"{key} has no value: {setting.wanted} is expected", name)
     if not isinstance(value.data, str):
-        raise value.error(f"{key}: {_WANTED[hint]} is expected, not a {type(value.data).__name__}", name)
-    converted = _scalar(hint, value.data)
+        raise value.error(f"{key}: {setting.wanted} is expected, not a {type(value.data).__name__}", name)
+    converted = setting.one(value.data)
     if converted is None:
-        raise value.error(f"{key} is {value.data!r}: {_WANTED[hint]} is expected", name)
-    if metadata["choices"]:
-        by_lower = {choice.lower(): choice for choice in metadata["choices"]}
-        if converted.lower() not in by_lower:
-            allowed = ", ".join(metadata["choices"])
-            raise value.error(f"{key} is {value.data!r}: allowed is {allowed}", name)
-        return by_lower[converted.lower()]
-    if metadata["limits"]:
-        least, most = metadata["limits"]
-        if not least <= converted <= most:  # nan is outside
-            raise value.error(f"{key} is {value.data}: allowed is {least:.10g} to {most:.10g}", name)
+        raise value.error(f"{key} is {value.data!r}: {setting.wanted} is expected", name)
+    if allowed := setting.allowed(converted):
+        written = repr(value.data) if setting.choices else value.data
+        raise value.error(f"{key} is {written}: allowed is {allowed}", name)
     return converted
-
-
-def _scalar(kind: type, text: str) -> Any:
-    """None if `text` is not one."""
-    if kind is str:
-        return text
-    if kind is bool:
-        word = text.lower()
-        return True if word in TRUE else False if word in FALSE else None
-    try:
-        number = float(text)
-        if kind is float:
-            return number
-        return int(number) if math.isfinite(number) and number == int(number) else None
-    except ValueError:
-        return None
 
 
 def _words(key: str, value: Value, aliases: Mapping[str, str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -22,9 +23,8 @@ from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import TouchedExperts
 from engine.experts.kt import guard, process
 from engine.experts.kt.process import kt_available
-from engine.experts.kt.weights import bf16_pointer, block_pointer, ggml_number
 from engine.lora.adapter import ExpertLora
-from engine.weights.store import ExpertStore
+from engine.weights.store import ExpertStore, WeightTensor
 
 __all__ = ["KtExperts", "kt_available"]
 
@@ -109,7 +109,7 @@ class KtExperts(ExpertBackend):
             raise ExpertBackendError(f"layer {layer} is loaded already, and kt_kernel cannot replace it")
         guard.check_store(store, self._config)
         method = guard.choose_method(self._method, store, self._config, self._here)
-        prepare = block_pointer if method.name == "GGUF" else bf16_pointer
+        prepare = _block_pointer if method.name == "GGUF" else _bf16_pointer
         sources = [prepare(store, projection) for projection, _ in store.projections()]
         with process.stdout_to_stderr():
             module = self._build(layer, method, store, [pointer for pointer, _ in sources])
@@ -132,7 +132,7 @@ class KtExperts(ExpertBackend):
             wanted.group_max_len = max(_LLAMAFILE_GROUP, wanted.max_len)
             wanted.hidden_type = _GGML_BF16
             wanted.gate_type, wanted.up_type, wanted.down_type = (
-                ggml_number(store.type(projection)) for projection, _ in store.projections()
+                _ggml_number(store.type(projection)) for projection, _ in store.projections()
             )
         order = torch.arange(c.num_experts, dtype=torch.int64)
         try:
@@ -238,3 +238,29 @@ class KtExperts(ExpertBackend):
             raise ExpertBackendError(
                 f"this kt backend belongs to process {self._pid}; kt_kernel does not survive fork: use spawn"
             )
+
+
+# kt_kernel reads a layer's weights as one contiguous run of all experts behind a pointer. Its bf16, int8 and int4
+# classes repack a copy while loading. Its llamafile class keeps computing from the pointer: the blocks stay in memory.
+
+
+def _ggml_number(name: str) -> int:
+    """A GGML type's number from its name."""
+    return int(gguf.GGMLQuantizationType[name])
+
+
+def _bf16_pointer(store: ExpertStore, projection: str) -> tuple[int, Any]:
+    """(address, owner) of a projection as bfloat16 [E, out, in]; keep the owner until the layer has loaded."""
+    if store.type(projection) == "BF16":
+        return _block_pointer(store, projection)
+    tensor = store.stacked(projection, torch.bfloat16).contiguous()
+    return tensor.data_ptr(), tensor
+
+
+def _block_pointer(store: ExpertStore, projection: str) -> tuple[int, Any]:
+    """(address, owner) of a projection's stored bytes, all experts.
+    Keep the owner as long as the layer is used."""
+    held: WeightTensor | list[WeightTensor] = getattr(store, projection)
+    data = held.data[:] if isinstance(held, WeightTensor) else np.concatenate([weight.data[:] for weight in held])
+    data = np.ascontiguousarray(data)
+    return int(data.ctypes.data), data

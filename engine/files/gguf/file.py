@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelFileError, UserError, shown
-from engine.files.gguf.header import GGUFArray, GGUFHeader, GGUFTensor, MetadataValue, read_header
-from engine.files.model_file import FileBytes, ModelFile
+from engine.files.gguf.header import GGUFArray, GGUFHeader, MetadataValue, read_header
+from engine.files.model_file import FileBytes, FileTensor, ModelFile
 
-__all__ = ["GGUFArray", "GGUFFile", "GGUFTensor", "MetadataValue", "find_gguf", "open_gguf"]
+__all__ = ["GGUFArray", "GGUFFile", "MetadataValue", "find_gguf", "open_gguf"]
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_PARTS = 9999
@@ -27,7 +27,7 @@ class GGUFFile:
 
     files: list[ModelFile]
     metadata: Mapping[str, MetadataValue]
-    tensors: Mapping[str, GGUFTensor]
+    tensors: Mapping[str, FileTensor]
     parts: Mapping[str, GGUFHeader]  # tensor name -> the part that holds it
 
     @property
@@ -76,7 +76,7 @@ def open_gguf(path: Path) -> GGUFFile:
     if count <= 1:
         return GGUFFile([header.file], header.metadata, header.tensors, dict.fromkeys(header.tensors, header))
     headers = [header if p == path else _read_part(p, path) for p in _part_paths(path, count)]
-    tensors: dict[str, GGUFTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     parts: dict[str, GGUFHeader] = {}
     for index, part in enumerate(headers):
         _check_part(part, index, count)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from engine.errors import ModelFileError, shown
 from engine.files.gguf.types import by_number, describe
-from engine.files.model_file import ModelFile
+from engine.files.model_file import FileTensor, ModelFile
 
 _SCALARS: dict[int, tuple[str, np.dtype[np.generic]]] = {
     0: ("B", np.dtype("u1")),
@@ -101,22 +101,11 @@ MetadataValue = Scalar | GGUFArray
 
 
 @dataclass(frozen=True)
-class GGUFTensor:
-    """One entry of the tensor directory. `shape` is C order; `start` is where its bytes begin in the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class GGUFHeader:
     file: ModelFile
     version: int
     metadata: dict[str, MetadataValue]
-    tensors: dict[str, GGUFTensor]  # in the file's order
+    tensors: dict[str, FileTensor]  # in the file's order
 
     @property
     def path(self) -> Path:
@@ -254,10 +243,10 @@ class _Reader:
         dims = tuple(self.number("Q", f"tensor {name}") for _ in range(num_dims))
         return name, dims[::-1], self.number("I", f"tensor {name}"), self.number("Q", f"tensor {name}")
 
-    def place(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: int) -> dict[str, GGUFTensor]:
+    def place(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: int) -> dict[str, FileTensor]:
         """Sizes and positions of all tensors, checked against the file and against one another."""
         base = -(-self.at // alignment) * alignment
-        tensors: dict[str, GGUFTensor] = {}
+        tensors: dict[str, FileTensor] = {}
         for name, shape, number, offset in entries:
             if name in tensors:
                 self.fail(f"tensor {name} appears twice")
@@ -270,7 +259,7 @@ class _Reader:
                 self.fail(f"tensor {name}: rows of {shape[-1]} are not whole {kind.name} blocks of {kind.block}")
             if offset % alignment:
                 self.fail(f"tensor {name} begins at {offset}, which is not a multiple of the alignment {alignment}")
-            tensor = GGUFTensor(name, shape, kind.name, base + offset, prod(shape) // kind.block * kind.size)
+            tensor = FileTensor(name, shape, kind.name, base + offset, prod(shape) // kind.block * kind.size)
             if tensor.start + tensor.num_bytes > self.end:
                 self.fail(
                     f"tensor {name} ({kind.name}, {list(shape)}) lies at bytes {tensor.start} to "

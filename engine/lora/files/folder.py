@@ -18,8 +18,9 @@ from typing import BinaryIO
 import torch
 
 from engine.errors import AdapterError, ModelFileError
+from engine.files.model_file import FileTensor
 from engine.files.regular import open_regular, read_at
-from engine.files.safetensors import SafeTensor, read_header
+from engine.files.safetensors import read_header
 
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "kt_adapter_manifest.json"
@@ -148,7 +149,7 @@ class AdapterFiles:
     def _safetensors(self, name: str) -> dict[str, Entry]:
         file, path = self.open(name), self.folder / name
 
-        def entry(tensor: SafeTensor) -> Entry:
+        def entry(tensor: FileTensor) -> Entry:
             dtype = _DTYPES[tensor.type]
 
             def load() -> torch.Tensor:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from engine.architectures.config import Quantisation
 from engine.errors import ModelFileError
-from engine.files.model_file import Bytes, FileBytes, MadeBytes
-from engine.files.safetensors import FLOATS, SafeTensor, SafetensorsFile
+from engine.files.model_file import Bytes, FileBytes, FileTensor, MadeBytes
+from engine.files.safetensors import FLOATS, SafetensorsFile
 from engine.weights.scaled_blocks import BLOCKS, F8, f8_blocks, int4_blocks, int4_type
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 8 i + j
@@ -190,7 +190,7 @@ class _Int4:
     def _order(self) -> tuple[int, ...]:
         return tuple(range(8)) if self.quantisation.method == "gptq" else _AWQ_ORDER
 
-    def _tensor(self, last: str) -> SafeTensor:
+    def _tensor(self, last: str) -> FileTensor:
         return self.file.tensors[f"{self.name}.{last}"]
 
     def _words(self, last: str) -> npt.NDArray[np.uint32]:
