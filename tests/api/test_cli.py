@@ -21,11 +21,8 @@ import yaml
 from api.cli import main as command_line
 from api.config import ServeConfig
 from engine.config import EngineConfig
-<<<<<<< HEAD
-from testing import forked
-=======
 from ktserve.settings import settings_of
->>>>>>> prune
+from testing import forked
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import ROOT, environment, serving
 

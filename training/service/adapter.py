@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.parts.mlp import ROUTERS
+from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, LoraPair
 from engine.lora.adapter import ExpertLora as ServedExpertLora
@@ -199,6 +199,6 @@ def _copy(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _target_of(name: str) -> str:
-    if name.endswith(ROUTERS):
+    if name.endswith(FLOAT32_MODULES):
         return "router"
     return "attention" if ".self_attn." in name else "mlp"
