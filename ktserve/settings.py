@@ -120,7 +120,7 @@ def _converted(kind: type, value: Any) -> Any:
     if kind is str:
         return str(value)
     try:
-        if kind is int and not isinstance(value, float) and "e" not in str(value).lower():
+        if kind is int and str(value).lstrip("+-").isdecimal():
             return int(value)  # exact, however large
         number = float(value)
     except (ValueError, OverflowError):

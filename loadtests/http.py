@@ -1,7 +1,7 @@
 """The HTTP client of programs that measure or attack a server, over asyncio.
 
 A read is kept with the time at which it came and is parsed when the answer has ended: the client shares the machine
-with what it measures. `loadtests/load/wire.py` is the other client: locust's users are greenlets, whose sockets must
+with what it measures. `ktserve/openai_client.py` is the other client: locust's users are greenlets, whose sockets must
 block, and it stops at a piece of text of an answer.
 """
 

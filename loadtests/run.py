@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ktserve.launcher import program
+from ktserve.openai_client import AnswerError, Server
 from loadtests.child import ServerError
 from loadtests.load.limits import Limit
 from loadtests.load.options import Options, parse
@@ -27,7 +28,6 @@ from loadtests.load.scenarios import SCENARIOS
 from loadtests.load.server import serving
 from loadtests.load.traffic import Traffic
 from loadtests.load.watch import Watch, held_table
-from loadtests.load.wire import Api, LoadError
 from loadtests.report.document import machine
 from loadtests.report.html import COLUMNS, page, row
 
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options = replace(options, host=started.url, traffic=traffic)
                 if options.scenario == "soak":
                     every_s = options.duration_s * len(options.levels) / _LOOKS
-                    watch = Watch(started.pid, Api(started.url, started.admin_key), every_s)
+                    watch = Watch(started.pid, Server(started.url, started.admin_key), every_s)
             for tenant, key in (options.traffic.keys or {"": ""}).items():
-                if not Api(options.host or "", key, options.traffic.timeout_s).models():
-                    raise LoadError(f"it lists no models{f' for {tenant}' if tenant else ''}")
+                if not Server(options.host or "", key, options.traffic.timeout_s).models():
+                    raise AnswerError(f"it lists no models{f' for {tenant}' if tenant else ''}")
             stages = _run(options, stack)
             grown = watch.end() if watch else []
-        except (ServerError, LoadError, TimeoutError, OSError) as error:
+        except (AnswerError, ServerError, TimeoutError, OSError) as error:
             print(f"error: {options.host or 'server'}: {error}", file=sys.stderr)
             return 1
     return _report(options, stages, grown, watch)
@@ -113,12 +113,12 @@ def _stage(environment: Environment, recorder: Recorder, options: Options, level
 def _drain(host: str, traffic: Traffic) -> None:
     """Let a server of ours end what was cut off, so that the next stage begins with none of it; others have as long as
     it takes to say that they tell nothing."""
-    api = Api(host, traffic.admin_key or next(iter(traffic.keys.values()), ""), traffic.timeout_s)
+    api = Server(host, traffic.admin_key or next(iter(traffic.keys.values()), ""), traffic.timeout_s)
 
     def idle() -> bool:
         try:
             lines = api.get("/metrics").decode(errors="replace").splitlines()
-        except (LoadError, OSError):
+        except (AnswerError, OSError):
             return True
         busy = [line for line in lines if line.startswith(_OPEN)]
         return not any(float(line.split()[1]) for line in busy)

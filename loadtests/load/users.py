@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import random
 import time
@@ -14,9 +13,9 @@ import gevent
 from gevent.pool import Group
 from locust import User, constant, task
 
+from ktserve.openai_client import AnswerError, Server
 from loadtests.load.records import Answer
 from loadtests.load.traffic import Traffic
-from loadtests.load.wire import Api, LoadError
 
 CHURNED = "churn-"  # begins the names of adapters that come and go
 _TOKENS_A_WORD = 4.0  # until usage tells; words are made up, so more than of a language
@@ -46,10 +45,13 @@ class Load(User):  # type: ignore[misc]  # locust has no types
         self._jobs = Group()
         self._began = itertools.count()
         key = self.traffic.keys.get(self.tenant, self.traffic.keys.get("", ""))
-        self.api = Api(self.host, key, self.traffic.timeout_s)
+        self.api = Server(self.host, key, self.traffic.timeout_s)
         listed = self.api.models()
-        self.models = self.traffic.models or [name for name in listed if not name.startswith(CHURNED)]
-        self._context = min((known for known in listed.values() if known), default=None)
+        names = [model["id"] for model in listed]
+        self.models = self.traffic.models or [name for name in names if not name.startswith(CHURNED)]
+        self._context: int | None = min(
+            (known for model in listed if (known := model.get("max_model_len"))), default=None
+        )
         self._tokens_a_word = _TOKENS_A_WORD
 
     def on_stop(self) -> None:
@@ -80,7 +82,7 @@ class Load(User):  # type: ignore[misc]  # locust has no types
         began = last = time.perf_counter()
         pieces: list[str] = []
         error: Exception | None = None
-        events = self.api.events("/v1/chat/completions", body)
+        events = self.api.stream("/v1/chat/completions", body).events()
         try:
             for event in events:
                 usage = event.get("usage") or {}
@@ -100,7 +102,7 @@ class Load(User):  # type: ignore[misc]  # locust has no types
                 if len(pieces) == hang_up_after:
                     answer.outcome = "hung up"
                     break
-        except (OSError, http.client.HTTPException, ValueError, LoadError) as failure:
+        except (OSError, ValueError, AnswerError) as failure:
             if self.refusals_expected and getattr(failure, "status", 0) == 429:
                 answer.outcome = "refused"
                 gevent.sleep(_AFTER_A_REFUSAL_S)
@@ -138,8 +140,8 @@ class Load(User):  # type: ignore[misc]  # locust has no types
         answer, error = Answer(name, time.time()), None
         began = time.perf_counter()
         try:
-            Api(self.host, key or self.api.key, self.traffic.timeout_s).post(path, body)
-        except (OSError, http.client.HTTPException, LoadError) as failure:
+            Server(self.host, key or self.api.key, self.traffic.timeout_s).post(path, body)
+        except (OSError, AnswerError) as failure:
             answer.outcome, error = f"{type(failure).__name__}: {failure}", failure
         answer.total_s = time.perf_counter() - began
         self._fire("call", name, answer.total_s, 0, error, answer)

@@ -7,8 +7,8 @@ import time
 import gevent
 import psutil
 
+from ktserve.openai_client import AnswerError, Server
 from loadtests.chaos.watch import Held, engine_of, held_of
-from loadtests.load.wire import Api, LoadError
 
 _SPARE_MIB = 48.0
 _MEMORY_FACTOR = 1.25
@@ -19,7 +19,7 @@ _REST_S = 60.0
 class Watch:
     """`seen`: (time of day, what was held), every `every_s` until `end`."""
 
-    def __init__(self, pid: int, api: Api, every_s: float) -> None:
+    def __init__(self, pid: int, api: Server, every_s: float) -> None:
         self._server, self._api = psutil.Process(pid), api
         self.seen: list[tuple[float, Held]] = []
         self.engine_pids: set[int] = set()
@@ -38,7 +38,7 @@ class Watch:
                 return None
             self.engine_pids.add(engine.pid)
             held = held_of(self._server, engine, self._api.get("/metrics"))
-        except (OSError, LoadError, psutil.Error):
+        except (OSError, AnswerError, psutil.Error):
             return None
         self.seen.append((time.time(), held))
         return held
