@@ -154,7 +154,7 @@ class Request(_Referable):
 
     # asked every step
     greedy: bool = field(init=False)
-    account: str = field(init=False)  # whose service, seats and places are counted: background work has its own
+    account: str = field(init=False)  # who is charged for service, running slots and queue: background work has its own
 
     def __post_init__(self) -> None:
         self.greedy = self.sampling.greedy

@@ -67,9 +67,9 @@ class Scheduler:
         self, request: Request, now: float, tenant_weight: float = 1.0, max_waiting: int | None = None
     ) -> Event | None:
         """Take a request into the queue, or raise AdmissionError. A larger weight means a larger share of service, of
-        seats and of the queue, in which background requests take no place from live ones; a tenant with `max_waiting`
-        requests in the queue is refused more. If the queue is full, a waiting request of a tenant with more than its
-        share leaves it: its REFUSED is returned."""
+        running slots and of the queue, in which background requests take no place from live ones; a tenant with
+        `max_waiting` requests in the queue is refused more. If the queue is full, a waiting request of a tenant with
+        more than its share leaves it: its REFUSED is returned."""
         core, config = self._core, self.config
         if request.request_id in core.requests:
             raise AdmissionError("duplicate", f"request {request.request_id!r} is in flight already")

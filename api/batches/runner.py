@@ -57,7 +57,7 @@ class Runner:
         self._batches = batches
         self._client = client
         self._tenant_named = tenant_named
-        self._seats = asyncio.Semaphore(in_flight)
+        self._places = asyncio.Semaphore(in_flight)
         self._large = asyncio.Semaphore(_LARGE_IN_FLIGHT)
         self._suspects = asyncio.Lock()
         self._validating = asyncio.Lock()
@@ -194,10 +194,10 @@ class Runner:
                 for line in lines:
                     after = line[0]
                     await self._engine_serves()
-                    await self._seats.acquire()
+                    await self._places.acquire()
                     task = asyncio.create_task(self._answer_line(batch, line))
                     running.add(task)
-                    task.add_done_callback(lambda _: self._seats.release())
+                    task.add_done_callback(lambda _: self._places.release())
                     for done in [task for task in running if task.done()]:
                         running.remove(done)
                         done.result()

@@ -90,12 +90,12 @@ class _Lane:
 
     def __init__(self, pool: PromptPool, depth: int = 1) -> None:
         self._pool = pool
-        self._seats = asyncio.Semaphore(depth)
+        self._places = asyncio.Semaphore(depth)
         self._opening = asyncio.Lock()
         self._child: _Child | None = None
 
     async def run(self, job: Job, raw: bytes) -> Prepared:
-        async with self._seats:
+        async with self._places:
             answer = None
             while answer is None:
                 child = await self._opened()

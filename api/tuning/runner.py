@@ -54,7 +54,7 @@ class JobRunner:
         self._tuning, self._client, self._text, self._longest = tuning, client, text, longest
         self._tenant_named = tenant_named
         self._trained = trained
-        self._seats = asyncio.Semaphore(_AT_ONCE)
+        self._places = asyncio.Semaphore(_AT_ONCE)
         self._checking = asyncio.Semaphore(_CHECKED_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._moved: dict[str, asyncio.Event] = {}  # set when a job in work is to be cancelled or paused
@@ -131,7 +131,7 @@ class JobRunner:
             if checked is None:
                 return
             job = checked
-        async with _seat(self._seats, moved):
+        async with _place(self._places, moved):
             await self._engine_serves()
             note = event("Fine-tuning job started" if job.state is None else f"Going on from step {job.step}")
             changes = {"status": JobStatus.RUNNING, "started_at": job.started_at or int(time.time())}
@@ -198,13 +198,13 @@ class JobRunner:
 
 
 @contextlib.asynccontextmanager
-async def _seat(seats: asyncio.Semaphore, moved: asyncio.Event) -> AsyncIterator[None]:
+async def _place(places: asyncio.Semaphore, moved: asyncio.Event) -> AsyncIterator[None]:
     """Raises Interrupted if `moved` is set before there is one."""
-    await _unless(moved, seats.acquire())
+    await _unless(moved, places.acquire())
     try:
         yield
     finally:
-        seats.release()
+        places.release()
 
 
 async def _unless(moved: asyncio.Event, work: Awaitable[_T]) -> _T:

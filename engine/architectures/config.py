@@ -23,7 +23,7 @@ class Quantisation:
     method: str
     group: int  # values of a row that share a scale; -1: all
     rows: int = 1  # rows that share it
-    zeros_less_one: bool = False  # zero points are stored so
+    zeros_minus_one: bool = False  # zero points are stored so
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     quantisation: Quantisation | None = None  # of the folder's safetensors
     left_out: tuple[LeftOut, ...] = ()
-    norms_less_one: bool = False  # safetensors store the weights of norms less 1 (GGUF does not)
+    norms_minus_one: bool = False  # safetensors store the weights of norms less 1 (GGUF does not)
 
     @property
     def num_hidden_layers(self) -> int:

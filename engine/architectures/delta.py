@@ -48,7 +48,7 @@ def delta_config_of_hf(
         return _layers(n, delta, _linear(fields, n.num_hidden_layers), shared, bias)
 
     return config_of_hf(
-        fields, generation, defaults, architecture=architecture, layers=layers, left_out=left_out, norms_less_one=True
+        fields, generation, defaults, architecture=architecture, layers=layers, left_out=left_out, norms_minus_one=True
     )
 
 

@@ -60,7 +60,7 @@ def config_of_hf(
     architecture: str,
     layers: Callable[[Numbers], tuple[LayerSpec, ...]],
     left_out: tuple[LeftOut, ...] = (),
-    norms_less_one: bool = False,
+    norms_minus_one: bool = False,
 ) -> ModelConfig:
     """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers;
     `left_out`: what its files hold besides. Raises ModelFileError."""
@@ -83,7 +83,7 @@ def config_of_hf(
         dtype=_dtype(fields),
         quantisation=read_quantisation(fields),
         left_out=left_out,
-        norms_less_one=norms_less_one,
+        norms_minus_one=norms_minus_one,
     )
 
 

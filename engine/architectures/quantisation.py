@@ -82,7 +82,7 @@ def _int4(own: Fields, method: str) -> Quantisation:
         return Quantisation("awq", group=group)
     layout = own.text("checkpoint_format", "gptq")
     _allow(own, "checkpoint_format", layout, ("gptq", "gptq_v2"))
-    return Quantisation("gptq", group=group, zeros_less_one=layout == "gptq")
+    return Quantisation("gptq", group=group, zeros_minus_one=layout == "gptq")
 
 
 def _allow(own: Fields, name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -55,7 +55,7 @@ class BatchLayout:
 
 
 def joined(tables: Iterable[array[int]], counts: Iterable[int]) -> NDArray[np.int32]:
-    """The first blocks of each table, so many of each, one table's after the other."""
+    """The first blocks of each table, one table's after the other."""
     blocks = bytearray().join([table[:n] for table, n in zip(tables, counts, strict=True)])  # may be written to
     return np.frombuffer(blocks, np.int32)
 

@@ -89,7 +89,7 @@ class ModelRunner:
         self.padded: PaddedDecode | None = None
         self.leader: StepLeader | None = None  # of other ranks, which run the same steps
         self.idle_memory: IdleMemory | None = None  # where blocks and snapshots of states share memory
-        self.keep_all = False  # hidden states of every token, for who compares logits of whole prompts
+        self.keep_all = False  # hidden states of every token, to compare logits of whole prompts
         self.notes: list[str] = []  # logged at start: how steps run
         self.spare_cpus: list[int] = []  # where the engine's own thread belongs beside a pinned pool of threads
         self.sampled = torch.zeros(max_rows, dtype=torch.int64, device=device)  # of the last step that sampled
@@ -272,14 +272,14 @@ class ModelRunner:
         return tokens.clone() if self.device.type == "cpu" else to_host(tokens)
 
     def _allowed(self, row: StepRow, drafts: int, masks: Masks) -> TokenBitmask | None:
-        """The tokens that may follow the row's last one and so many of its drafts; None: all."""
+        """The tokens that may follow the row's last one and its first `drafts` drafts; None: all."""
         if not _masks(masks, row, drafts):
             return None
         output = [*row.request.output, *row.drafts[:drafts]]
         return allowed_words(masks[row.request.request_id], output, self.model.config.vocab_size)
 
     def _sample_row(self, row: StepRow, drafts: int) -> SampleRow:
-        """What follows the row's last token but for its drafts, and so many of these."""
+        """The request's tokens after the row's last one, its first `drafts` drafts included."""
         request = row.request
         p = request.sampling
         seen = counts = _NONE
@@ -297,7 +297,7 @@ class ModelRunner:
 
 
 def _masks(masks: Masks, row: StepRow, drafts: int) -> bool:
-    """Whether something may be forbidden after the row's last token and so many of its drafts."""
+    """Whether something may be forbidden after the row's last token and its first `drafts` drafts."""
     given = masks.get(row.request.request_id)
     if not given:
         return False

@@ -1,7 +1,7 @@
 """One step: decode rows first, then prefill chunks into what is left of the token budget, then drafts.
 
 Background requests have steps of their own, in which no live request could take part, no longer than one that comes
-meanwhile can well wait; between such steps they keep their seats and blocks until live requests need them.
+meanwhile can well wait; between such steps they keep their running slots and blocks until live requests need them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Batch:
         self._partial: dict[str, list[Request]] = {}  # running requests still in prefill, by account, best first
         self._owed = 0  # blocks that they will still need for their known tokens
         self._admitting = True
-        self._reserved: set[str] = set()  # accounts for whose next request a seat is kept free
+        self._reserved: set[str] = set()  # accounts for whose next request a running slot is kept free
         self._open: dict[AdapterKey, bool] = {}
         self._put_off: set[Request] = set()  # waiting requests that do better to come in the next step
         self._completed: set[bytes] = set()  # hashes of the blocks that the prefill chunks of this step complete
@@ -95,7 +95,7 @@ class Batch:
         return self._pressed or any(waiting.first(name, self._is_open, ()) is not None for name in accounts)
 
     def _preempt_background(self) -> None:
-        """Take what waiting live requests lack of seats, blocks and adapter slots from background ones, the newest
+        """Take the running slots, blocks and adapter slots that waiting live requests lack from background ones, newest
         first."""
         core, most = self._core, self._config.most_running
         if not core.num_live_waiting:
@@ -106,12 +106,12 @@ class Batch:
         live = [request for request in core.waiting if not request.background]
         no_slot = any(not core.slots.has(request.adapter) for request in live)
         live = [request for request in live if self._is_open(request.adapter)][:most]
-        seats = len(live) - (most - len(core.running))
+        missing_slots = len(live) - (most - len(core.running))
         owed = sum(self._blocks_missing(request) for _, _, request in core.running if not request.background)
         blocks = sum(core.blocks.blocks_for(request.num_tokens) for request in live) - self._spare(owed) if live else 0
         for victim in reversed(background):
-            if seats > 0 or blocks > 0 or (no_slot and victim.slot):
-                seats -= 1
+            if missing_slots > 0 or blocks > 0 or (no_slot and victim.slot):
+                missing_slots -= 1
                 blocks -= len(victim.blocks)
                 core.preempt(victim)
 
@@ -122,7 +122,7 @@ class Batch:
         return [name for name in self._core.waiting.accounts() if is_background(name) is self._background]
 
     def _make_room(self) -> None:
-        """Reserve a seat for each waiting tenant, those with the fewest first; others that have more give way."""
+        """Reserve a running slot for each waiting tenant, fewest first; others that have more give way."""
         core = self._core
         tenants = self._accounts() if self._admitting else []
         if not tenants:
@@ -132,12 +132,12 @@ class Batch:
             return
         shares = Shares(core)
         budget = self._config.max_num_batched_tokens - len(core.running)
-        for tenant in sorted(tenants, key=lambda name: (shares.seats(name), core.fairness[name].counter)):
+        for tenant in sorted(tenants, key=lambda name: (shares.running_slots(name), core.fairness[name].counter)):
             request = core.waiting.first(tenant, self._is_open, ())
             if request is None or budget <= 0:
                 continue
-            if self._free_seats <= 0:
-                victim = shares.seat_from(tenant)
+            if self._free_running_slots <= 0:
+                victim = shares.running_slot_from(tenant)
                 if victim is None:
                     continue
                 core.preempt(victim)
@@ -152,7 +152,7 @@ class Batch:
                 shares = Shares(core)
 
     @property
-    def _free_seats(self) -> int:
+    def _free_running_slots(self) -> int:
         """Those that are not reserved."""
         return self._config.most_running - len(self._core.running) - len(self._reserved)
 
@@ -264,7 +264,7 @@ class Batch:
             partial.pop(0)
         running = partial[0] if partial else None
         waiting = None
-        if tenant in self._reserved or (self._admitting and self._free_seats > 0):
+        if tenant in self._reserved or (self._admitting and self._free_running_slots > 0):
             waiting = self._best_waiting(tenant)
         if running is None or waiting is None:
             return running or waiting

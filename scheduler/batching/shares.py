@@ -1,8 +1,8 @@
-"""Who gives way when seats (places among the running requests), blocks or places in the queue run out.
+"""Who gives way when running slots (requests that run at once), blocks or places in the queue run out.
 
 A tenant alone has all of them. Beside others it keeps its share by weight: what it has beyond that moves to a tenant
 with less, as long as the giver had more for its weight than the taker has then, so that nothing ever moves back. A
-tenant without a seat gets one, whatever its weight, and nobody loses the last one. Background work shares only what
+tenant without a running slot gets one, whatever its weight, and nobody loses the last one. Background work shares what
 live requests leave: its accounts compete among themselves, and it gives way first.
 """
 
@@ -20,44 +20,44 @@ class Shares:
     def __init__(self, core: Core) -> None:
         self._running = [request for _, _, request in core.running]
         self._tenants = core.fairness
-        self._seats: Counter[str] = Counter()
+        self._running_slots: Counter[str] = Counter()
         self._blocks: Counter[str] = Counter()
         for request in self._running:
-            self._seats[request.account] += 1
+            self._running_slots[request.account] += 1
             self._blocks[request.account] += len(request.blocks)
 
-    def seats(self, tenant: str) -> float:
+    def running_slots(self, tenant: str) -> float:
         """For its weight."""
-        return self._seats[tenant] / self._tenants[tenant].weight
+        return self._running_slots[tenant] / self._tenants[tenant].weight
 
     def standing(self, request: Request) -> tuple[bool, bool, float, float, int]:
         """Of the running requests, the one with the largest is the first to be preempted for want of blocks."""
         tenant = request.account
         blocks = self._blocks[tenant] / self._tenants[tenant].weight
-        return request.background, self._seats[tenant] > 1, blocks, request.rank, request.arrival
+        return request.background, self._running_slots[tenant] > 1, blocks, request.rank, request.arrival
 
-    def seat_from(self, tenant: str) -> Request | None:
-        """The running request that gives its seat to a waiting one of the tenant."""
-        return self._newest(self._giver(self._seats, tenant, 1))
+    def running_slot_from(self, tenant: str) -> Request | None:
+        """The running request that is preempted for a waiting one of the tenant."""
+        return self._newest(self._giver(self._running_slots, tenant, 1))
 
     def blocks_from(self, tenant: str, need: int) -> Request | None:
         """The running request that gives its blocks to a waiting one of the tenant, which lacks `need` of them."""
         return self._newest(self._giver(self._blocks, tenant, need))
 
     def _giver(self, held: Counter[str], taker: str, need: int) -> str | None:
-        """Of those that got no less service and have more than one seat, the one that holds the most for its weight, if
-        that is more than the taker would have. For the taker's first seat it always is."""
+        """Of those that got no less service and have more than one, the one that holds the most for its weight, if that
+        is more than the taker would have. For the taker's first it always is."""
         tenants, mine = self._tenants, self._tenants[taker]
         others = [
             name
-            for name, seats in self._seats.items()
+            for name, count in self._running_slots.items()
             if name != taker
             and is_background(name) is is_background(taker)
-            and seats > 1
+            and count > 1
             and tenants[name].counter >= mine.counter
         ]
         giver = max(others, key=lambda name: held[name] / tenants[name].weight, default=None)
-        if giver is None or not self._seats[taker]:
+        if giver is None or not self._running_slots[taker]:
             return giver
         return giver if held[giver] / tenants[giver].weight > (held[taker] + need) / mine.weight else None
 

@@ -1,4 +1,4 @@
-"""KV blocks: who holds them, which are free, and in which order free ones are given away.
+"""KV blocks: who holds them, which are free, and in which order free ones are evicted.
 
 free   --take/grow-->  held (by n requests or in-flight steps)  --release-->  free
 A free block keeps its content, and stays findable, until it is given to somebody else: least recently freed first.
@@ -165,7 +165,7 @@ class BlockManager:
         return self.take_free(count)
 
     def _make_room(self, count: int) -> bool:
-        """Whether so many blocks are free. Before what is cached is given away, snapshots are that were used before."""
+        """Whether so many blocks are free. Before what is cached is evicted, snapshots are that were used before."""
         while count > self.num_unused and self.states is not None:
             newest = next(islice(self._free, count - 1, None), None)
             if not self.states.give_back(inf if newest is None else self._freed[newest]):

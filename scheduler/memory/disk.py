@@ -3,7 +3,7 @@
 computed --Save--> stored --Fetch--> findable in memory again, in this process or a later one
                       `--Drop, least recently used first--> gone
 
-A block is written as soon as it is complete, so that it is there already when memory gives it away; what is given away
+A block is written as soon as it is complete, so that it is there already when memory evicts it; what is evicted
 sooner is lost. Equal keys are equal content, so nothing is ever overwritten.
 """
 

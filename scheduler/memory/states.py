@@ -5,7 +5,7 @@ snapshots  [num_states, num_states + num_snapshots)     a copy of the state behi
 
 A snapshot is named by its block: of which tokens, tenant and adapter it is, is that block's content, compared whole.
 Snapshots and blocks share one budget: a snapshot's slot has memory while so many free blocks are withheld, which then
-have none, and the least recently used of both is given away.
+have none, and the least recently used of both is evicted.
 Rows read and write slots in the order of steps, so that a slot may have another owner in the next step already; within
 a step nobody writes to a slot that a row begins from.
 """
@@ -72,10 +72,10 @@ class StatePool:
         slots = list(range(num_states, num_states + num_snapshots))[::-1]
         self._free, self._bare = ([], slots) if snapshot_blocks else (slots, [])  # those with memory, those without
         self._lent: dict[int, list[int]] = {}  # blocks that are withheld, by the slot that has their memory
-        self._used: dict[bytes, int] = {}  # by the lender's clock; below 0: to be given away first
+        self._used: dict[bytes, int] = {}  # by the lender's clock; below 0: to be evicted first
         self._repeated = self._dropped = 0  # answers, by next turns
         self._idle = Idle([], [])
-        self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are given away
+        self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are evicted
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
         self.num_saved = 0
         self.num_evicted = 0
@@ -209,7 +209,7 @@ class StatePool:
 
     def give_back(self, before: float) -> bool:
         """Give memory back to blocks: that of a free slot which no running request is about to need, or of the first
-        snapshot to be given away, if it was last used before that time. False: there is none."""
+        snapshot to be evicted, if it was last used before that time. False: there is none."""
         if not self._lent:
             return False
         running = self.num_states - len(self._own)
@@ -272,7 +272,7 @@ class StatePool:
 
     def _slot(self, spare: Callable[[], int]) -> int | None:
         """A free slot of a snapshot; or one with the memory of blocks, if these were used before the first snapshot to
-        be given away; or that snapshot's. None: there is none, or running requests need the memory."""
+        be evicted; or that snapshot's. None: there is none, or running requests need the memory."""
         if self.snapshot_blocks and self.snapshot_blocks > spare():
             return None
         if self._free:
@@ -291,7 +291,7 @@ class StatePool:
         return self._free.pop()
 
     def _oldest(self) -> bytes | None:
-        """The first to be given away that no row begins from."""
+        """The first to be evicted that no row begins from."""
         return next((key for key, held in self._found.items() if held.slot not in self._read), None)
 
     def _evict(self, key: bytes) -> None:

@@ -64,9 +64,9 @@ def int4(values: torch.Tensor, group: int, sym: bool) -> tuple[torch.Tensor, tor
     return quants.reshape(n, k).int(), zeros.int(), scales, ((quants - zeros[..., None]) * each).reshape(n, k)
 
 
-def gptq_tensors(quants: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, less_one: bool) -> dict[str, Any]:
+def gptq_tensors(quants: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, minus_one: bool) -> dict[str, Any]:
     group = quants.shape[1] // zeros.shape[1]
-    stored = (zeros - 1) % 16 if less_one else zeros
+    stored = (zeros - 1) % 16 if minus_one else zeros
     return {
         "qweight": _words(quants.T.reshape(-1, 8, quants.shape[0]).transpose(1, 2), range(8)),
         "qzeros": _words(stored.T.reshape(zeros.shape[1], -1, 8), range(8)),
@@ -121,9 +121,9 @@ def save_quantised(
             stored[f"{name}_scale_inv"] = scales
         else:
             quants, zeros, scales, exact[canonical(name)] = int4(tensor, config["group_size"], sym)
-            less_one = config.get("checkpoint_format", "gptq") == "gptq"
+            minus_one = config.get("checkpoint_format", "gptq") == "gptq"
             awq = config["quant_method"] == "awq"
-            made = awq_tensors(quants, zeros, scales) if awq else gptq_tensors(quants, zeros, scales, less_one)
+            made = awq_tensors(quants, zeros, scales) if awq else gptq_tensors(quants, zeros, scales, minus_one)
             stored |= {f"{module}.{part}": value for part, value in made.items()}
     save_file(stored, path)
     fields = json.loads((folder / "config.json").read_text())

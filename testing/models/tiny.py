@@ -188,8 +188,8 @@ def tiny_model(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
-                    less_one = family in STATEFUL and not name.endswith("linear_attn.norm.weight")
-                    parameter.normal_(0.0 if less_one else 1.0, 0.1)
+                    minus_one = family in STATEFUL and not name.endswith("linear_attn.norm.weight")
+                    parameter.normal_(0.0 if minus_one else 1.0, 0.1)
                 elif name.endswith("A_log"):
                     parameter.uniform_(-3.0, 1.0)
                 elif name.endswith(("dt_bias", "conv1d.weight")):

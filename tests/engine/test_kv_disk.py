@@ -72,7 +72,7 @@ def test_the_tokens_are_those_without_a_disk(model: Path, tmp_path: Path, kind: 
     for process in range(2):
         engine = started(model, tmp_path, **KINDS[kind])
         assert answers(engine) == expected
-        # what was given away meanwhile; in the second process all of the first prompt too
+        # what was evicted meanwhile; in the second process all of the first prompt too
         assert stats(engine)["disk_hit_tokens"] > (0 if process == 0 else 144)
         settle(engine)
         assert stats(engine)["disk_read_bytes"] > 0 and stats(engine)["blocks_used"] == 0

@@ -1,4 +1,4 @@
-"""What is shared, with whom, for how long, and what is given away first."""
+"""What is shared, with whom, for how long, and what is evicted first."""
 
 from __future__ import annotations
 

@@ -57,18 +57,18 @@ def test_seats_follow_weights_and_stay_where_they_are() -> None:
     flood(engine, "a", 20, 1.0, 200)
     for _ in range(5):
         engine.step()
-    assert _seats(engine) == {"a": 12}  # alone it has all of them
+    assert _running_slots(engine) == {"a": 12}  # alone it has all of them
     flood(engine, "b", 20, 2.0, 200)
     for _ in range(40):
         engine.step()
-    assert _seats(engine) == {"a": 4, "b": 8}
+    assert _running_slots(engine) == {"a": 4, "b": 8}
     moved = engine.scheduler.stats()["preemptions"]
     for _ in range(60):
         engine.step()
     assert engine.scheduler.stats()["preemptions"] == moved == 8
 
 
-def _seats(engine: FakeEngine) -> dict[str, int]:
+def _running_slots(engine: FakeEngine) -> dict[str, int]:
     found: dict[str, int] = {}
     for request in engine.scheduler.requests():
         if request.status is Status.RUNNING:

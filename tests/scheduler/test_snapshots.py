@@ -1,4 +1,4 @@
-"""Of which beginnings states are kept, who finds them, and what is given away first."""
+"""Of which beginnings states are kept, who finds them, and what is evicted first."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class GroupedQuery:
     qk_norm: Literal["none", "head", "whole"] = "none"  # an RMS norm of each head's query and key, or of all of them
     gated: bool = False  # q_proj has [query | gate] of each head; sigmoid(gate) multiplies what o_proj takes
     paired_rows: bool = False  # GGUF stores rows of q and k so that rotated values are neighbours
-    window: int | None = None  # a query sees so many of the last positions, its own included
+    window: int | None = None  # a query sees this many of the last positions, its own included
     sinks: bool = False  # a logit of each head beside the scores, whose share of the softmax goes nowhere
 
     SINKS: ClassVar[str] = "self_attn.sinks"

@@ -62,7 +62,7 @@ class SafetensorsSource(WeightSource):
         tensor, stored = self._dense[name], self._stored(name)
         if tensor.negative_log:
             return _changed(stored, lambda values: -values.exp())
-        if self.config.norms_less_one and tensor.is_norm:
+        if self.config.norms_minus_one and tensor.is_norm:
             return _changed(stored, lambda values: values + 1)
         return stored
 

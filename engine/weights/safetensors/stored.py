@@ -164,7 +164,7 @@ class _Int4:
     def _make(self) -> npt.NDArray[np.uint8]:
         self._check_order()
         zeros = _nibbles(self._words("qzeros"), self._order())
-        if self.quantisation.zeros_less_one:
+        if self.quantisation.zeros_minus_one:
             zeros = (zeros + 1 & 15).astype(np.uint8)
         if self.quantisation.method == "gptq":
             quants = _nibbles(np.ascontiguousarray(self._words("qweight").T), range(8))

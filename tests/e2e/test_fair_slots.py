@@ -31,7 +31,7 @@ def metric(server: Server, name: str) -> float:
 
 
 def test_a_flood_keeps_nobody_else_out(server):
-    """All seats and the whole queue are one tenant's: another gets a seat at once, and no 429 within its share."""
+    """All running slots and the whole queue are one tenant's: another gets a slot at once, and no 429."""
 
     async def scenario() -> None:
         flood, other = (
