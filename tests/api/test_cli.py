@@ -186,6 +186,9 @@ def test_chat_with_a_server(model_dir: Path, tmp_path: Path) -> None:
         assert "--key-file FILE" in ktserve(*url).stderr.splitlines()[-1]
     assert "start one: ktserve serve" in ktserve(*url).stderr.splitlines()[-1]
     assert "http://HOST:PORT is expected" in ktserve("chat", "--url", "there").stderr
+    for setting in ("--max-num-seqs=4", "--chat-template=/x", "--adapters=a=/b"):
+        said = ktserve("chat", "--url", "http://127.0.0.1:9", setting).stderr.splitlines()[-1]
+        assert f"leave out {setting.partition('=')[0]}" in said
 
 
 def test_chat_options(model_dir: Path) -> None:

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from api.text.calls.formats import FORMATS, ToolFormat
+from api.text.calls.style import CallStyle
 from api.text.template import ChatTemplate, TemplateError
 
 QWEN_STYLE = """\
@@ -123,3 +125,14 @@ def test_the_sandbox_holds(source: str) -> None:
 
 def test_strftime_now() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES).isdigit()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_where_a_template_lists_no_tools_calls_are_read_as_we_tell_them(form: ToolFormat) -> None:
+    """The form that the prompt describes is the one that is looked for."""
+    source = "".join(f"{{{{ {sign!r} }}}}" for sign in form.signs) + "{{ messages[0].content }}"
+    style = CallStyle.of(ChatTemplate(source, {}))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    (told, *_), variables = style.offered([{"role": "user", "content": "x"}], [tool])
+    assert not style.takes_tools and not variables
+    assert style.form.channels or (style.form.opens in told["content"] and style.form.tags is None)

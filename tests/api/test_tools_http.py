@@ -171,8 +171,6 @@ def test_forced_calls_have_a_grammar(qwen: Running, choice: Any, only: str | Non
         ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget"),
         ({"extra_body": {"thinking_token_budget": 3}}, "thinking_token_budget"),  # <think> is no token here
         ({"before": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"before": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0]"),
-        ({"before": [{"role": "tool", "content": "x", "tool_call_id": 3}]}, "messages[0].tool_call_id"),
     ],
 )
 def test_mistakes_are_400(qwen: Running, fields: dict[str, Any], param: str) -> None:
