@@ -19,7 +19,7 @@ from engine.errors import UserError
 from engine.kv_disk import files as module
 from engine.kv_disk.files import KEY_BYTES, SUFFIX, BlockFiles, Bytes, size_on_disk
 from testing.waiting import eventually
-from tests.e2e.conftest import ROOT
+from tests.api.conftest import ROOT
 
 SIZE = 65  # of a block
 
