@@ -45,7 +45,7 @@ from scheduler.plan import Event, EventKind, StepPlan
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("ktserve")
-_TRAINING_S = 0.01  # at a time while nothing else is there: so often messages are looked for
+_TRAINING_S = 0.01  # at a time while nothing else is there; messages are looked for in between
 
 
 class EngineCore:
