@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,16 @@ def made(tree: Path, *arguments: str) -> str:
     """What make would do."""
     command = ["make", "--dry-run", *arguments]
     return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout
+
+
+def test_quick_tests_can_be_collected_without_torch() -> None:
+    line = next(line for line in made(ROOT, "quick").splitlines() if "-p testing.quick" in line)
+    files = [word for word in line.split() if word.startswith("tests/")]
+    assert len(files) > 20
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "testing.quick", *files]
+    command += ["-p", "no:schemathesis", "-p", "no:locust"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_installs_once(tree: Path) -> None:
