@@ -39,8 +39,7 @@ from engine.messages import (
 )
 from engine.steps.admission import RefusalError, admit
 from engine.steps.answers import Answer, terminal
-from engine.steps.base import Launched, Runner
-from engine.tuner import Tuner
+from engine.steps.base import Launched, Runner, Tuner
 from scheduler.plan import Event, EventKind, StepPlan
 from scheduler.scheduler import Scheduler
 

@@ -18,7 +18,7 @@ from engine.null import is_null
 if TYPE_CHECKING:
     from engine.core import EngineCore
     from engine.messages import FromEngine
-    from engine.tuner import Tuner
+    from engine.steps.base import Tuner
 
 MakeTuner = Callable[["EngineCore", Callable[["FromEngine"], None], EngineConfig], "Tuner"]
 

@@ -44,7 +44,7 @@ class Forked:
         imported: tuple[str, ...] = COMMAND_LINE,
     ) -> None:
         self.returncode: int | None = None
-        self._told, theirs = socket.socketpair()
+        self._report, theirs = socket.socketpair()
         with theirs:
             order = json.dumps([module, list(argv), dict(env)]).encode()
             fds = [*(file.fileno() for file in files), theirs.fileno()]
@@ -53,18 +53,18 @@ class Forked:
 
     def _number(self) -> int:
         numbers = array.array("q")
-        numbers.frombytes(self._told.recv(numbers.itemsize, socket.MSG_WAITALL))
+        numbers.frombytes(self._report.recv(numbers.itemsize, socket.MSG_WAITALL))
         return numbers[0]
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status, negative for a signal. Raises TimeoutExpired."""
         if self.returncode is None:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._told, selectors.EVENT_READ)
+                selector.register(self._report, selectors.EVENT_READ)
                 if not selector.select(timeout):
                     raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
             self.returncode = self._number()
-            self._told.close()
+            self._report.close()
         return self.returncode
 
     def poll(self) -> int | None:
@@ -124,7 +124,7 @@ def _origin(imported: tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen[
 class _Origin:
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
-        self._running: dict[int, int] = {}  # process ids, and the descriptors at which their ends are told
+        self._running: dict[int, int] = {}  # process ids, and the descriptors at which their ends are reported
         self._ended, woken = socket.socketpair()
         self._ended.setblocking(False)
         woken.setblocking(False)
@@ -151,9 +151,9 @@ class _Origin:
         module, argv, env = json.loads(order)
         if (pid := os.fork()) == 0:
             self._become(module, argv, env, fds)
-        *files, told = fds
-        os.write(told, array.array("q", [pid]).tobytes())
-        self._running[pid] = told
+        *files, report = fds
+        os.write(report, array.array("q", [pid]).tobytes())
+        self._running[pid] = report
         for fd in files:
             os.close(fd)
         return True
@@ -190,10 +190,10 @@ class _Origin:
         for pid in list(self._running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                told = self._running.pop(pid)
+                report = self._running.pop(pid)
                 with contextlib.suppress(BrokenPipeError):  # nobody asks any more
-                    os.write(told, array.array("q", [os.waitstatus_to_exitcode(status)]).tobytes())
-                os.close(told)
+                    os.write(report, array.array("q", [os.waitstatus_to_exitcode(status)]).tobytes())
+                os.close(report)
 
 
 def _main() -> None:
@@ -201,7 +201,7 @@ def _main() -> None:
     for name in imported:
         importlib.import_module(name)
     for name in imported:
-        sys.modules.pop(name, None)  # runpy runs them anew
+        sys.modules.pop(name, None)  # runpy runs them again
     gc.freeze()  # forks share these pages
     _Origin(socket.socket(fileno=int(fd))).serve()
 

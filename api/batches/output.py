@@ -11,7 +11,8 @@ import msgspec
 
 from api.batches.records import BatchRecord, FileRecord, Status
 from api.batches.service import Batches, new_file_id
-from api.batches.store import Store, naming_a_full_disk
+from api.batches.store import Store
+from api.database import naming_a_full_disk
 
 _ROWS = 64  # answers read at once; each may be megabytes
 _LEFT = {

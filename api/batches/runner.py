@@ -25,8 +25,9 @@ from api.batches.lines import Checker, RequestLine, read_line
 from api.batches.output import answer, assemble, failure
 from api.batches.records import Answered, BatchRecord, Status
 from api.batches.service import Batches
-from api.batches.store import DiskFullError, Line, Store, line_errors
+from api.batches.store import Line, Store, line_errors
 from api.client.client import EngineClient
+from api.database import DiskFullError
 from api.tenants.record import Tenant
 
 log = logging.getLogger("ktserve")

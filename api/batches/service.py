@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from api.batches.records import OPEN, BatchRecord, FileRecord, Status
-from api.batches.store import Store, naming_a_full_disk
+from api.batches.store import Store
 from api.batches.upload import Form
 from api.config import ServeConfig
+from api.database import naming_a_full_disk
 from api.errors import ApiError, bad_request, shortened
 from engine.errors import UserError
 

@@ -180,7 +180,7 @@ class _Bar:
         self._progress.advance(self._task, num_bytes)
 
     def ended(self, file: HubFile) -> None:
-        """A file is there: its size counts, whatever was told of it."""
+        """A file is there: its size counts, whatever was said of it."""
         self._done += file.size
         self._progress.update(self._task, completed=self._done)
         if self._quiet or self._console.is_terminal:

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from api.batches.store import DiskFullError
 from api.client.calls import CallRefused
 from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
+from api.database import DiskFullError
 from api.prepare.job import TextSettings
 from api.tenants.record import Tenant
 from api.tuning.plan import plan_of

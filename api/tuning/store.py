@@ -5,16 +5,14 @@ All calls block: they belong into the thread of `api/tuning/service.py`.
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from api.batches.store import naming_a_full_disk
+from api.database import Database
 from api.tuning.records import OPEN, CheckpointRecord, EventRecord, JobRecord, JobStatus
 
 _SCHEMA = """
@@ -36,30 +34,11 @@ _decode_event = msgspec.json.Decoder(EventRecord).decode
 _decode_checkpoint = msgspec.json.Decoder(CheckpointRecord).decode
 
 
-class JobStore:
-    """A change is on disk when its call returns; DiskFullError if it does not fit, and nothing has changed then."""
+class JobStore(Database):
+    """Jobs with their events and checkpoints in one database."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes the database. The thread that calls this is the only one that may call the rest."""
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
-
-    def close(self) -> None:
-        self._db.close()
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with naming_a_full_disk():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # SQLite itself takes some failures back
-                    self._db.execute("ROLLBACK")
-                raise
+        super().__init__(path, _SCHEMA)
 
     # ---- jobs
 

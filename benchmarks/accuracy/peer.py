@@ -25,7 +25,8 @@ from benchmarks.accuracy.table import SHAPE
 from demo.paths import demo_model
 from engine.files.gguf.file import open_gguf
 from testing.harness import Harness, full_logits
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 
 VOCABULARY = 2048
 

@@ -28,7 +28,8 @@ from engine.grammar.masks import NO_MASKS, Masks
 from engine.steps.runner import InFlight
 from scheduler.plan import StepPlan
 from testing.harness import Harness
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 
 MIXES = ("prefill", "chunked prefill", "decode", "prefix hit", "preempted")
 TIE = 0.2  # gap of router logits (of standard deviation 9) under which bf16 may choose other experts

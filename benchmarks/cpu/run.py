@@ -50,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, shape: Shape) -> Run:
-    """All rows that were asked for. A row that fails is told and recorded, the others go on."""
+    """All rows that were asked for. A row that fails is reported and recorded, the others go on."""
     run = Run(args, shape)
     todo = [(mix, row) for mix in args.types for row in args.rows if mix in ROWS[row][2]]
     if not run.peer:
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> Run:
 
 
 def measure_row(run: Run, row: str, mix: str) -> None:
-    """Where the peer fails this is told, and ours are measured without it."""
+    """Where the peer fails this is reported, and ours are measured without it."""
     function, known, peer = ROWS[row][0], len(run.data["rows"]), run.peer
     try:
         function(run, mix)

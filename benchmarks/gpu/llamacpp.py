@@ -9,7 +9,7 @@ experts that --n-cpu-moe leaves on the CPU:
 
 whole   all experts on the GPU
 half    half of the experts' bytes there: llama.cpp's are those of the last half of the layers, ours the hottest half of
-        all (--gpu-experts); their hit rate is told, since routing that is not even finds more of them
+        all (--gpu-experts); their hit rate is reported, since routing that is not even finds more of them
 layers  the same, but ours are the same layers' as llama.cpp's
 cpu     no experts there
 
@@ -107,7 +107,7 @@ def candidates(cpus: int, gpu: bool, cpu_layers: int) -> list[Flags]:
 def sweep(
     peer: Peer, model: Path, tries: Sequence[Flags], prompt: int, rows: list[int], tokens: int
 ) -> list[dict[str, Any]]:
-    """What each of the flags reaches at each number of rows; flags that fail are told."""
+    """What each of the flags reaches at each number of rows; flags that fail are reported."""
     lines: list[dict[str, Any]] = []
     for flags in tries:
         try:
@@ -250,7 +250,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """What --out gets. A placement that either side refuses is told, and the others go on."""
+    """What --out gets. A placement that either side refuses is reported, and the others go on."""
     began = time.monotonic()
     comparison = Comparison(args, shape)
     for mix in args.types:

@@ -6,7 +6,7 @@
     python -m benchmarks.gpu.run --list                     # the commands
 
 Processes of their own because kt_kernel never gives its memory back and a model of 48 layers fills the machine. A part
-that fails is told at the end and the others go on. The parts `llamacpp` need --llama and --models.
+that fails is reported at the end and the others go on. The parts `llamacpp` need --llama and --models.
 """
 
 from __future__ import annotations

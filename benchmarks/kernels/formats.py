@@ -22,8 +22,8 @@ import torch
 from benchmarks.kernels.probe import arguments
 from engine.weights.packed import packed_format
 from native import _native
+from testing.models.block_types import encode
 from testing.models.quantised import made_blocks
-from testing.models.tiny import encode
 
 GGUF = (
     "F16",

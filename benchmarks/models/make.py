@@ -28,7 +28,7 @@ from gguf import GGMLQuantizationType as GGML
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from testing.models.tiny import encode
+from testing.models.block_types import encode
 
 Bytes = NDArray[np.uint8]
 TYPES = ("Q8_0", "Q4_K_M", "BF16")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.grammar.masks import NO_MASKS, Masks
-from engine.messages import TokenLogprobs
+from engine.messages import TokenLogprobs, Tune
 from scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Launched:
-    """A step in flight; what is told by request id is there once its tokens are."""
+    """A step in flight; what is stated by request id is there once its tokens are."""
 
     plan: StepPlan
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
@@ -70,3 +70,28 @@ class Runner(Protocol[S]):
     def close(self) -> None:
         """No step follows, and none is in flight."""
         ...
+
+
+class Tuner(Protocol):
+    """Trains adapters over the served weights, on the engine's thread, a piece at a time: no piece is longer than a
+    layer of a micro-batch takes forward and back."""
+
+    def handle(self, message: Tune) -> None:
+        """Take an order. Whatever is wrong with it is answered, never raised."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `advance` would compute something now."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether orders are left, those included that wait for files."""
+
+    def advance(self, seconds: float) -> float:
+        """Compute pieces until so long has passed, at least one; returns how long it took."""
+
+    def stats(self) -> dict[str, float | int]:
+        """Counters for /metrics."""
+
+    def close(self) -> None:
+        """No thread is left. Orders that wait are not answered."""

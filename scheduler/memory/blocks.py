@@ -168,7 +168,7 @@ class BlockManager:
         """Whether so many blocks are free. Before what is cached is evicted, snapshots are that were used before."""
         while count > self.num_unused and self.states is not None:
             newest = next(islice(self._free, count - 1, None), None)
-            if not self.states.give_back(inf if newest is None else self._freed[newest]):
+            if not self.states.release_one(inf if newest is None else self._freed[newest]):
                 break
         return count <= len(self._free)
 

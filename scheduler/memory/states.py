@@ -40,7 +40,7 @@ class Lender(Protocol):
 
     @property
     def clock(self) -> int:
-        """Rises; when something was used last is told by it."""
+        """Rises; it dates when something was last used."""
 
     def lend(self, count: int, before: float) -> list[int] | None:
         """Withhold so many free blocks, whose content is gone then; None: there are not as many that were last used
@@ -131,7 +131,7 @@ class StatePool:
             self._used[snapshot] = self._lender.clock
             # who begins behind the prompt does not repeat the answer
             dropped = [key for key, other in self._found.items() if other.closing == snapshot]
-            self._give_away_first(dropped)
+            self._evict_first(dropped)
             self._repeated += bool(held.closing)
             self._dropped += bool(dropped) and not held.read
             self._found[snapshot] = held._replace(read=True, shared=held.shared or held.read)
@@ -180,10 +180,10 @@ class StatePool:
             self._found[content.hash] = _Snapshot(slot, content, blocks, end == request.diverged, behind)
             if answers:
                 self._replace_newest(request, content.hash)
-                self._give_away_first(self._unlikely(content.hash, behind))
+                self._evict_first(self._unlikely(content.hash, behind))
             elif end == closing:  # the next turn finds this one
                 earlier = (self._found.get(each) for each in request.block_hashes[: blocks - 1])
-                self._give_away_first([held.content.hash for held in earlier if held is not None and not held.shared])
+                self._evict_first([held.content.hash for held in earlier if held is not None and not held.shared])
 
     def _unlikely(self, answer: bytes, prompt: bytes) -> list[bytes]:
         """Of a conversation's last two snapshots the one that its next turn will not begin from, if turns have nearly
@@ -207,7 +207,7 @@ class StatePool:
         """Blocks that are withheld."""
         return list(self._lent.values())
 
-    def give_back(self, before: float) -> bool:
+    def release_one(self, before: float) -> bool:
         """Give memory back to blocks: that of a free slot which no running request is about to need, or of the first
         snapshot to be evicted, if it was last used before that time. False: there is none."""
         if not self._lent:
@@ -265,7 +265,7 @@ class StatePool:
         opening = _OPENING_TOKENS if request.opening_tokens is None else request.opening_tokens
         return max(len(request.prompt) - opening, 0) // self._block_size * self._block_size
 
-    def _give_away_first(self, keys: Iterable[bytes]) -> None:
+    def _evict_first(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._found.move_to_end(key, last=False)
             self._used[key] = -1

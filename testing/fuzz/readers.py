@@ -20,7 +20,8 @@ from engine.lora.files.parse import parse_adapter
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.fuzz.mutate import Files
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 
 REFUSALS = ("UserError", "ModelFileError", "AdapterError", "TemplateError", "MemoryPlanError", "RulesError")
 _SAMPLES = Path(__file__).parents[2] / "tests/data/samples"

@@ -20,7 +20,8 @@ from engine.launch.backends import make_backends
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.harness import Harness, greedy
-from testing.models.tiny import in_pairs, save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import in_pairs, save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.family import Family
 from tests.engine.parity import CLEAR, prompts
 

@@ -23,7 +23,8 @@ from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from rules import builtin_names
 from testing.harness import Harness, greedy
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.family import Family
 from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.lora import make

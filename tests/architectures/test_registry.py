@@ -15,7 +15,8 @@ from engine.architectures.names import StoredNames
 from engine.architectures.registry import architectures, config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
 from engine.lora.files.formats.linears import linear_sizes
-from testing.models.tiny import FAMILIES, GGUF_NAMES, STATEFUL, tiny_model
+from testing.models.gguf_writer import GGUF_NAMES
+from testing.models.tiny import FAMILIES, STATEFUL, tiny_model
 
 ROOT = Path(registry.__file__).parents[2]
 _TESTED = FAMILIES | STATEFUL

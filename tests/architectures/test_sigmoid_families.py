@@ -23,8 +23,9 @@ from engine.memory.items import Kind
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.harness import Harness, full_logits, greedy
+from testing.models.gguf_writer import save_gguf
 from testing.models.quantised import FP8_CONFIG, save_quantised
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
 

@@ -17,8 +17,9 @@ from api.batches.lines import Checker, read_line
 from api.batches.output import answer, assemble
 from api.batches.records import Answered, BatchRecord, Status
 from api.batches.service import Batches
-from api.batches.store import DiskFullError, Store
+from api.batches.store import Store
 from api.config import ServeConfig
+from api.database import DiskFullError
 
 ENDPOINT = "/v1/completions"
 JSON = st.recursive(

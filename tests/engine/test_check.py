@@ -16,7 +16,8 @@ from engine.experts.reference import ReferenceExperts
 from engine.launch.backends import make_backends
 from engine.main import main
 from engine.planning.plan import plan_engine
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 
 TOKENS = list(range(2, 34))
 

@@ -10,7 +10,8 @@ from engine.launch.backends import make_backends
 from engine.planning.plan import plan_engine
 from native import available
 from testing.harness import Harness
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
 

@@ -11,7 +11,8 @@ from engine.memory.items import Kind
 from engine.messages import LoadAdapter, Reply
 from native import available
 from testing.harness import Harness
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 from tests.engine.family import Family
 
 NATIVE = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")

@@ -12,7 +12,8 @@ import torch
 from benchmarks.accuracy.table import recording
 from native import available
 from testing.harness import Harness, full_logits
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 from tests.engine.parity import prompts
 from tests.lora.make import config_of, linear_keys, lora_config, per_expert_keys, random_adapter, write
 from tests.lora.merge import merge

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testing.harness import Harness, full_logits, greedy
-from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import FAMILIES, save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, SETTINGS, prompts
 
 

@@ -15,7 +15,8 @@ from engine.planning.plan import plan_engine
 from engine.planning.precision import Precision
 from native import available
 from testing.harness import Harness, full_logits
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.engine.family import Family
 from tests.engine.parity import prompts
 

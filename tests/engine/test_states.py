@@ -25,8 +25,9 @@ from engine.weights.open import open_model
 from rules import Machine
 from scheduler.plan import NO_STATE, Idle, RowState
 from testing.harness import Harness, greedy
+from testing.models.gguf_writer import save_gguf
 from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
-from testing.models.tiny import STATEFUL, save_gguf, save_hf, tiny_model
+from testing.models.tiny import STATEFUL, save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.lora.test_gguf import with_lora
 from tests.native.batches import batch
@@ -141,7 +142,7 @@ def test_blocks_and_snapshots_take_each_others_memory(model_folder, tokens_of, b
     released: list[Idle] = []
     memory = engine.core.runner.idle_memory
     assert memory is not None
-    memory.release = lambda idle, give_back=memory.release: (released.append(idle), give_back(idle))
+    memory.release = lambda idle, release=memory.release: (released.append(idle), release(idle))
     prompt, expected, gap = tokens_of(0, 130)
     for seed in range(8):
         got = engine.generate([prompt, *prompts(seed, [400, 150])], max_tokens=20)

@@ -17,7 +17,8 @@ from api.hub.listing import SAFETENSORS, HubFile, Listing, choose, options
 from api.hub.names import HubName, parse_name
 from engine.errors import UserError
 from testing import forked
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from testing.waiting import PATIENCE_S
 from tests.api.conftest import environment
 from tests.hub.server import COMMIT, TOKEN, Hub, serving

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from api.cli.main import main
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.diagnostics import forms
 from engine.planning.expected import MachineRates, Work, expect, work_of
 from engine.weights.open import open_model
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 
 RECORDED = json.loads(OUT.read_text())["shares"]
 MACHINE = MachineRates("avx2", 50e9, 500e9, 100e9)

@@ -13,7 +13,8 @@ from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights
 from engine.lora.files.convert import convert
 from engine.weights.open import open_model
-from testing.models.tiny import FAMILIES, GGUF_NAMES, save_gguf, tiny_model
+from testing.models.gguf_writer import GGUF_NAMES, save_gguf
+from testing.models.tiny import FAMILIES, tiny_model
 from tests.lora import make
 from tests.lora.merge import expert_deltas, pair_delta
 

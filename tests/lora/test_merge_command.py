@@ -14,7 +14,8 @@ from engine.errors import UserError
 from engine.lora.merge import merge
 from engine.main import main
 from testing.harness import Harness
-from testing.models.tiny import FAMILIES, save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import FAMILIES, save_hf, tiny_model
 from tests.lora import make
 from tests.lora.merge import merge as merged_here
 

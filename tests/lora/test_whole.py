@@ -14,7 +14,8 @@ from engine.lora.files.whole import base_tables
 from engine.ranks.shard import Shard, ShardedSource
 from engine.weights.open import open_model
 from testing.harness import Harness
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.lora import make
 
 MODULES = ("model.embed_tokens", "lm_head")

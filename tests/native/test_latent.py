@@ -24,7 +24,7 @@ from engine.ops.native import NativeOps
 from engine.ops.rope import Rope
 from engine.weights.store import WeightTensor
 from native import _native
-from testing.models.tiny import encode
+from testing.models.block_types import encode
 from tests.native.batches import batch_of
 from tests.native.isas import ISAS
 from tests.native.test_attention import Kernels, each_kernel

@@ -18,8 +18,8 @@ from engine.lora.adapter import LoraPair
 from engine.weights.scaled_blocks import F8
 from engine.weights.store import WeightTensor
 from native import _native
+from testing.models.block_types import encode
 from testing.models.quantised import made_blocks
-from testing.models.tiny import encode
 from tests.native.blocks import QUANTISED, values_of_block
 from tests.native.isas import ISAS
 

@@ -20,8 +20,9 @@ from engine.weights.open import open_model
 from engine.weights.pack_cache import HEADER_BYTES, PackCache, model_folder
 from native import _native
 from testing.harness import Harness
+from testing.models.gguf_writer import save_gguf
 from testing.models.shapes import config
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.tiny import save_hf, tiny_model
 from tests.native.expert_layers import BF16, E, H, I, K, Layer, batch, run
 from tests.native.test_linear import draw, tensor
 

@@ -25,7 +25,8 @@ from engine.steps.orders import Step, decode, encode
 from engine.weights.open import open_model
 from native import available
 from rules import Machine
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import torch
 from engine.errors import UserError
 from engine.memory.items import Kind
 from engine.weights.open import open_model
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.training.models import draw_b, ours
 from training.config import TrainConfig
 from training.kernels import expert_maker, threads_note, worker_pool

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import training
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 from training import (
     KTAMXBackwardError,
     KTAMXConfigError,

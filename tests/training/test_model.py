@@ -13,7 +13,8 @@ from peft import PeftModel
 from engine.errors import UserError
 from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
-from testing.models.tiny import PLAIN_EXPERTS, save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.layer import lora_config
 from training.loop.save import save_adapter

@@ -16,7 +16,8 @@ from engine.errors import ModelFileError
 from engine.files.gguf.header import read_header
 from engine.model.load import Loader
 from testing.harness import Harness
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.native.isas import ISAS
 
 LAYERS = 3

@@ -17,7 +17,8 @@ from engine.architectures.registry import config_from_gguf, config_from_hf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import open_gguf
 from engine.weights.open import open_model
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 
 # As on the hub for Qwen3-30B-A3B (transformers 4.51).
 OLD: dict[str, Any] = {

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFArray, open_gguf
 from engine.weights.open import open_model
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 
 _HEAP_LIMIT = 8 << 20  # the files are a few hundred KiB
 

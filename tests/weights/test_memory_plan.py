@@ -19,7 +19,8 @@ from engine.memory.plan import MemoryPlan
 from engine.units import format_bytes, parse_bytes
 from engine.weights.open import open_model
 from engine.weights.store import ExpertStore, WeightSource
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.weights.planned import plan, size
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -9,7 +9,8 @@ import pytest
 from engine.memory.items import Kind
 from engine.weights.open import open_model
 from native import available
-from testing.models.tiny import save_gguf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 from tests.weights.planned import plan, size
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")

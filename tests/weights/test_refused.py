@@ -20,7 +20,8 @@ from engine.config import EngineConfig
 from engine.errors import ModelFileError, UserError
 from engine.files.gguf.file import open_gguf
 from engine.weights.open import open_model
-from testing.models.tiny import gguf_metadata, save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import gguf_metadata, save_gguf
+from testing.models.tiny import save_hf, tiny_model
 
 
 def refusal(path: Path) -> str:

@@ -21,7 +21,9 @@ from engine.files.gguf.file import GGUFArray, open_gguf
 from engine.files.model_file import FileBytes
 from engine.weights.layout import gguf_expert_name, tensors
 from engine.weights.open import open_model
-from testing.models.tiny import encode, gguf_metadata, gguf_tensors, save_gguf, save_hf, tiny_model
+from testing.models.block_types import encode
+from testing.models.gguf_writer import gguf_metadata, gguf_tensors, save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.weights.states import assert_same
 
 SHAPES = {

@@ -11,7 +11,8 @@ from engine.errors import ModelFileError, UserError
 from engine.weights.gguf import GGUFSource
 from engine.weights.open import open_model
 from engine.weights.safetensors.source import SafetensorsSource
-from testing.models.tiny import save_gguf, save_hf, tiny_model
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import save_hf, tiny_model
 from tests.lora import make
 from tests.lora.refuse import WEIGHTS, refused
 

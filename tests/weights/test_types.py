@@ -17,7 +17,9 @@ from engine.weights import dequant
 from engine.weights.dequant import dequantise, nonfinite
 from engine.weights.open import open_model
 from engine.weights.store import WeightTensor
-from testing.models.tiny import CRAFTED, QUANTISABLE, encode, random_blocks, save_gguf, tiny_model
+from testing.models.block_types import CRAFTED, QUANTISABLE, encode, random_blocks
+from testing.models.gguf_writer import save_gguf
+from testing.models.tiny import tiny_model
 from tests.weights.states import assert_same
 
 PROMISED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

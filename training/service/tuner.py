@@ -64,7 +64,7 @@ class _Run:
 
 
 class EngineTuner:
-    """`engine.tuner.Tuner`. `micro_batch`: tokens of one; `longest`: of a text. `max_rank`: of an adapter. `base`:
+    """`engine.steps.base.Tuner`. `micro_batch`: tokens of one; `longest`: of a text. `max_rank`: of an adapter. `base`:
     what adapters' files say they were trained on."""
 
     def __init__(
