@@ -16,17 +16,18 @@ from engine.errors import EngineError
 from scheduler.plan import Idle
 
 _NO_HUGE_PAGES = 15  # MADV_NOHUGEPAGE
-_HUGE_PAGE = 2 << 20
+_LARGE = 32 << 20  # bytes of a unit whose ends, on huge pages that it shares, do not count
+_MADVISE = ctypes.CDLL(None, use_errno=True).madvise
 
 
 class IdleMemory:
     """`blocks` and `slots`: planes [n, units, bytes] in host memory, of which plane[:, i] is what unit i holds. Units
-    below the size of a huge page are kept on small ones: otherwise a unit would take its neighbours' memory."""
+    below 32 MiB are kept on small pages: on huge ones, of 2 MiB, a unit would hold its neighbours' memory."""
 
     def __init__(self, blocks: Sequence[NDArray[np.uint8]], slots: Sequence[NDArray[np.uint8]]) -> None:
         self._blocks, self._slots = list(blocks), list(slots)
         for plane in (*self._blocks, *self._slots):
-            if plane.shape[2] < _HUGE_PAGE:
+            if plane.shape[2] < _LARGE:
                 _advise(plane.ctypes.data, plane.nbytes, _NO_HUGE_PAGES)
 
     def release(self, idle: Idle) -> None:
@@ -53,8 +54,7 @@ def _advise(address: int, num_bytes: int, advice: int) -> None:
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= begin:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(advice)):
+    if _MADVISE(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(advice)):
         number = ctypes.get_errno()
         if (advice, number) != (_NO_HUGE_PAGES, errno.EINVAL):  # a kernel without huge pages
             raise EngineError(f"memory of the cache cannot be given back: {os.strerror(number)}")

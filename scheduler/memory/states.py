@@ -112,14 +112,7 @@ class StatePool:
     def deepest(self, block_hashes: Sequence[bytes], most: int) -> int:
         """How many of the first `most` blocks with these hashes lie before the last snapshot among them, as far as
         hashes tell; 0: there is none."""
-        return max(
-            (
-                held.blocks
-                for key, held in self._found.items()
-                if held.blocks <= most and block_hashes[held.blocks - 1] == key
-            ),
-            default=0,
-        )
+        return next((count for count in range(most, 0, -1) if block_hashes[count - 1] in self._found), 0)
 
     def take(self, request: Request, snapshot: bytes | None, diverged: int) -> None:
         """A slot of its own for a request that is admitted, of which one is free for each that may run. `snapshot`:
