@@ -41,7 +41,9 @@ def test_hanging_up_ends_an_answer_whose_connection_the_server_will_close(listen
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(PATIENCE_S)
-        connection.recv(65536)
+        request = b""
+        while not request.endswith(b"\r\n\r\n{}"):
+            request += connection.recv(65536)
         connection.sendall(HEAD + b'data: {"choices": []}\n\n')
         assert began.wait(PATIENCE_S)
         exchange.hang_up()
