@@ -12,7 +12,8 @@ class SchedulerConfig:
     `num_blocks` blocks of `block_size` positions hold all KV. `max_num_seqs` requests run at the same time;
     a step has at most `max_num_batched_tokens` tokens, so every running request has room for its decode row.
     `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill, or `itl_decode_steps` times
-    that of their decode rows alone, if that is longer; None: the budget does, and `mixed_chunk`, the most prefill
+    that of their decode rows alone, if that is longer. Without `itl_decode_steps` it bounds the decode rows of several
+    tenants too (policy/turns.py). None: the budget bounds a step, and `mixed_chunk`, the most prefill
     tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in another way: their
     time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each does
     (0: there is no disk). `num_states`: of a model whose layers keep states, how many sequences' there is room for (0:

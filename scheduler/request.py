@@ -135,6 +135,7 @@ class Request(_Referable):
     fetched: bool = False  # has waited for blocks on disk since it last ran, and does not again
     ending: frozenset[int] = frozenset()  # the tokens that end its output
     most_output: int = 0  # tokens of output at most
+    turn: float = -1.0  # when it last had a row in a step that left out others: the step, and the place in it
     num_charged: int = 0  # positions the tenant has been charged for; recomputed ones are not charged again
 
     # BlockManager

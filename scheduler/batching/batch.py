@@ -16,6 +16,7 @@ from scheduler.plan import RowState, StepPlan, StepRow, pairs
 from scheduler.policy.cost import CostModel
 from scheduler.policy.gaps import Gaps
 from scheduler.policy.room import PacedRoom, Room
+from scheduler.policy.turns import left_out
 from scheduler.policy.waiting import entry
 from scheduler.request import AdapterKey, Request, Status, is_background
 
@@ -32,7 +33,7 @@ class Batch:
         self._gaps = gaps
         self._rows: list[StepRow] = []
         self._num_decodes = 0  # the first of them
-        self._now = 0.0
+        self._step, self._now = 0, 0.0
         self._background = False  # whose rows are planned now
         self._allowed_s: float | None = None  # of the step, while those are background rows
         self._pressed = False  # a live request lacks blocks that will come back
@@ -46,7 +47,7 @@ class Batch:
 
     def build(self, step: int, now: float) -> Flight | None:
         """Raises IntegrityError if two steps are in flight already."""
-        self._now = now
+        self._step, self._now = step, now
         core = self._core
         if len(core.flights) >= 2:
             raise IntegrityError(f"steps {[f.plan.step for f in core.flights]} are in flight; commit one first")
@@ -173,6 +174,7 @@ class Batch:
         core, rows, size = self._core, self._rows, self._config.block_size
         states = core.states
         running, background, paced = Status.RUNNING, self._background, self._allowed_s is not None
+        others = () if background else left_out(core.running, core.fairness, self._cost, self._config, self._step)
         decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
             if request.status is not running or request.background is not background:
@@ -186,7 +188,7 @@ class Batch:
                 continue
             if num_output >= request.most_output:
                 continue  # the tokens in flight end it
-            if paced and rows and not self._allows_another(rows):
+            if (paced and rows and not self._allows_another(rows)) or request in others:
                 continue
             if num_tokens <= len(request.blocks) * size or self._grow(request, num_tokens):
                 if request.num_charged != start:  # it was preempted: what is computed again costs nothing

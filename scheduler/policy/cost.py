@@ -70,6 +70,18 @@ class CostModel:
                 high = middle - 1
         return low
 
+    def rows(self, most: int, read: int, target_s: float) -> int:
+        """How many of `most` decode rows, which read so many positions all together, keep a step within target; the
+        rows are taken for equally long."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.predict(middle, read * middle // most) <= target_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def _features(self, tokens: int, read: int, experts: int | None) -> list[float]:
         touched = self._expected_experts(tokens) if experts is None else float(experts)
         return [1.0, float(tokens), touched, float(read)]

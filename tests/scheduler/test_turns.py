@@ -1,0 +1,68 @@
+"""Streams of tenants that have many leave steps out where few of another tenant would have to wait for them."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.plan import StepPlan
+from tests.scheduler.harness import FakeEngine, config, make_request
+
+ROW_S = 0.001  # of a step, by the clock of these tests, behind
+BASE_S = 0.001
+TARGET_S = 0.0095  # eight rows
+
+
+def run(engine: FakeEngine) -> StepPlan:
+    step = engine.step()
+    engine.scheduler.observe(step, BASE_S + ROW_S * step.num_tokens, None)
+    return step
+
+
+def start(streams: dict[str, int], weights: dict[str, float], **changes: object) -> FakeEngine:
+    """An engine whose requests are all behind their prompts and whose cost model knows the clock."""
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "num_blocks": 4000, "max_model_len": 4000}
+    engine = FakeEngine(config(**{**settings, "itl_target_s": TARGET_S, **changes}))
+    for tenant, count in streams.items():
+        for i in range(count):
+            engine.add(make_request(f"{tenant}{i}", [i % 40, len(tenant)], 500, tenant=tenant), weights[tenant])
+    for _ in range(30):
+        run(engine)
+    return engine
+
+
+@settings(max_examples=8)
+@given(
+    counts=st.lists(st.integers(1, 16), min_size=2, max_size=3),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3),
+)
+def test_each_tenant_has_its_share_of_a_step_and_its_streams_take_turns(counts: list[int], weights: list[float]):
+    streams = dict(zip("abc", counts, strict=False))
+    weight = dict(zip("abc", weights, strict=True))
+    engine = start(streams, weight)
+    assert len(engine.scheduler.running) == sum(counts)
+    rows: dict[str, int] = {}
+    steps = 60
+    for _ in range(steps):
+        step = run(engine)
+        assert len(step.rows) <= max(8, len(streams))
+        assert len(step.rows) >= min(sum(counts), 8)
+        for row in step.rows:
+            rows[row.request.request_id] = rows.get(row.request.request_id, 0) + 1
+    for tenant, count in streams.items():
+        of = [rows[f"{tenant}{i}"] for i in range(count)]
+        assert max(of) - min(of) <= 1, of
+        share = 8 * weight[tenant] / sum(weight[name] for name in streams)
+        assert sum(of) >= steps * min(count, max(1, int(share))), (tenant, sum(of))
+    engine.scheduler.check_integrity()
+
+
+def test_streams_of_one_tenant_are_all_in_every_step():
+    engine = start({"a": 24}, {"a": 1.0})
+    assert all(len(run(engine).rows) == 24 for _ in range(10))
+
+
+def test_without_a_target_and_with_one_in_decode_steps_nobody_is_left_out():
+    for changes in ({"itl_target_s": None}, {"itl_decode_steps": 3.0}):
+        engine = start({"a": 24, "b": 1}, {"a": 1.0, "b": 1.0}, **changes)
+        assert all(len(run(engine).rows) == 25 for _ in range(10)), changes
