@@ -50,7 +50,7 @@ async def end(process: asyncio.subprocess.Process, grace_s: float) -> None:
 class SocketDir:
     """A directory only this user can enter (0700), for the ipc socket; `remove` deletes it.
 
-    A lock in it is held as long as this process lives, so that the next start can tell and remove the directories of
+    A lock in it is held as long as this process lives. So the next start can tell and remove the directories of
     processes that were killed. Raises OSError.
     """
 

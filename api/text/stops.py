@@ -48,8 +48,8 @@ class StopStrings:
 
 
 class StopMachine:
-    """Finds the stop string that ends first in the text (of several that end there, the one that begins first), and
-    holds back the end of the text while it may still become one. `include`: the stop string belongs to the text."""
+    """Finds the stop string that ends first in the text; of several that end there, the one that begins first. Holds
+    back the end of the text while it may still become one. `include`: the stop string belongs to the text."""
 
     def __init__(self, stops: StopStrings, *, include: bool = False) -> None:
         self._stops = stops

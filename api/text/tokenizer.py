@@ -251,8 +251,8 @@ def _mark_control_tokens(backend: tokenizers.Tokenizer) -> None:
 
 @contextmanager
 def _faults_of(place: Path) -> Iterator[None]:
-    """What a file of a wrong form makes of this code and of `tokenizers`, which raises plain Exception for its faults
-    and panics in Rust for some, as one error that names the place."""
+    """One error that names the place for what a file of a wrong form makes of this code and of `tokenizers`. That
+    library raises plain Exception for its faults, and panics in Rust for some."""
     try:
         yield
     except UserError:

@@ -2,8 +2,8 @@
 
     python -m demo.tuning.run               # make train-demo
 
-Writes the data, serves the base, asks it (before), runs `ktserve train` with each YAML of this folder, which loads its
-result into the server, and asks base and adapters in one burst (after). The exit status is 1 if the adapters miss what
+Writes the data, serves the base and asks it (before). Runs `ktserve train` with each YAML of this folder, which loads
+its result into the server. Asks base and adapters in one burst (after). The exit status is 1 if the adapters miss what
 docs/demo.md promises, or if `short` does not shorten stories and small talk, or breaks anything. DIR/transcript.md has
 what is printed.
 """

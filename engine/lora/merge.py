@@ -39,8 +39,8 @@ def merge(
     model: str, path: str, out: str, *, expert_scaling: str | None = None, expert_b_layout: str | None = None
 ) -> str:
     """Writes the model of folder `model` with the adapter of folder `path` to folder `out`; the lines that say so.
-    config.json comes last: what was not finished cannot be opened. UserError for a base that is not plain
-    safetensors where the adapter changes it, for an adapter that is more than LoRA, and for a folder that is not
+    config.json comes last: what was not finished cannot be opened. UserError for a base that is not plain safetensors
+    where the adapter changes it, and for an adapter that is more than LoRA. UserError too for a folder that is not
     empty or has no room."""
     target = Path(os.path.expanduser(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -16,10 +16,10 @@ _TRIES = 12  # at a prompt of exactly as many tokens
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of a prompt and of an answer; `spread` is the share by which both vary, uniformly. Each prompt begins
-    with the same `prefix_tokens` (part of `input_tokens`). `models` are asked in turn, with each of them the next of
+    """Tokens of a prompt and of an answer; `spread` is the share by which both vary, uniformly. Each prompt begins with
+    the same `prefix_tokens` (part of `input_tokens`). `models` are asked in turn, with each of them the next of
     `fields`, which are added to the request. A conversation has `turns`, each after the answer before it and all that
-    was said, with as many tokens of its own as the first has behind the prefix."""
+    was said. Each has as many tokens of its own as the first has behind the prefix."""
 
     models: tuple[str, ...]
     input_tokens: int

@@ -1,9 +1,9 @@
 """Who gives way when running slots (requests that run at once), blocks or places in the queue run out.
 
 A tenant alone has all of them. Beside others it keeps its share by weight: what it has beyond that moves to a tenant
-with less, as long as the giver had more for its weight than the taker has then, so that nothing ever moves back. A
-tenant without a running slot gets one, whatever its weight, and nobody loses the last one. Background work shares what
-live requests leave: its accounts compete among themselves, and it gives way first.
+with less. The giver had more for its weight than the taker has then, so that nothing ever moves back. A tenant without
+a running slot gets one, whatever its weight, and nobody loses the last one. Background work shares what live requests
+leave: its accounts compete among themselves, and it gives way first.
 """
 
 from __future__ import annotations

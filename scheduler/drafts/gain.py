@@ -4,8 +4,8 @@
 
 Each draft brings experts of its own and a row to compute, so what a step takes is measured, not assumed: relative to
 one of as many rows without drafts, by the number of rows and of drafts. Where nothing was measured yet, a draft is
-taken to cost a fifth of a row, so that it is tried where it is likely to be right and nowhere else. What trying costs
-is bounded: drafts that lost more than that are left out until the steps since have made up for it.
+taken to cost a fifth of a row: it is tried only where it is likely to be right. What trying costs is bounded: drafts
+that lost more than that are left out until the steps since have made up for it.
 """
 
 from __future__ import annotations

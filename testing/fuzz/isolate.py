@@ -1,5 +1,5 @@
-"""Runs a reader on mutated files in a forked process with limits, so that a crash, a loop or an overrun is one of the
-possible ends and not the end of the run."""
+"""Runs a reader on mutated files in a forked process with limits. A crash, a loop or an overrun is one of its possible
+ends, and not the end of the run."""
 
 from __future__ import annotations
 

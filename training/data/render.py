@@ -2,8 +2,8 @@
 
 Every answer is learnt behind the very tokens that the server would show the model before it: the template's rendering
 of all messages before the answer, with its generation prompt. Where the rendering for a later answer begins with what
-there is so far, the sample goes on; where the template rewrites the history (Qwen3's leaves out the reasoning of
-earlier turns), the later answer becomes a sample of its own, behind the history as it is then shown. So every answer is
+there is so far, the sample goes on. Some templates rewrite the history: Qwen3's leaves out the reasoning of earlier
+turns. There the later answer becomes a sample of its own, behind the history as it is then shown. So every answer is
 learnt exactly once, and never behind a text that the model will not see.
 """
 

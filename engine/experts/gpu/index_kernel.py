@@ -1,6 +1,6 @@
 """`engine.experts.gpu.index.build` in one launch that visits the true rows only.
 
-A program of each expert counts the choices of all experts, so that it knows where its own begin, and then puts those
+A program of each expert counts the choices of all experts, so that it knows where its own begin. Then it puts those
 into order, one adapter slot after another. A batch has few slots, and most experts have rows of one or two of them.
 """
 

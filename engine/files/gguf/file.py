@@ -67,8 +67,8 @@ def find_gguf(path: Path) -> Path:
 def open_gguf(path: Path) -> GGUFFile:
     """Open a GGUF file, or a folder with one model, and all its parts. Reads headers only.
 
-    Raises UserError for a path that leads to no model, ModelFileError for a file that is truncated or corrupt, for
-    a missing part and for parts that do not belong together.
+    Raises UserError for a path that leads to no model. Raises ModelFileError for a file that is truncated or corrupt,
+    for a missing part and for parts that do not belong together.
     """
     path = find_gguf(path)
     header = read_header(path)

@@ -38,9 +38,9 @@ class _Captured:
 class PaddedDecode:
     """Runs decode steps in padded sizes, captured (`capture`) or launched one by one by `executor`, with equal results.
 
-    `scratch_block`: a KV block that belongs to no request, the last one. `logits` in the activations' dtype, [M, V] or
-    this rank's part of it, `greedy` int64 [M] (each row's greedy token or NOT_FINITE) and `sampled` (the same, but
-    always a token) hold a step's results until the next one.
+    `scratch_block`: a KV block that belongs to no request, the last one. A step's results stay until the next one:
+    `logits` in the activations' dtype, [M, V] or this rank's part of it; `greedy` int64 [M], each row's greedy token
+    or NOT_FINITE; `sampled`, the same, but always a token.
     """
 
     def __init__(
