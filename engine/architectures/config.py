@@ -17,12 +17,12 @@ from engine.architectures.parts.rotation import Rotation
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How safetensors hold quantised weights: `method` "fp8", "gptq", "awq", "mxfp4" or
-    "compressed-tensors"."""
+    """How safetensors hold quantised weights: `method` "fp8", "gptq", "awq", "mxfp4", or what compressed-tensors calls
+    "pack-quantized" (int4) or "float-quantized" (e4m3)."""
 
     method: str
     group: int  # values of a row that share a scale; -1: all
-    rows: int = 1  # rows that share it
+    rows: int = 1  # rows that share it; -1: all
     zeros_minus_one: bool = False  # zero points are stored so
 
 

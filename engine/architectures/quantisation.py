@@ -1,4 +1,4 @@
-"""What config.json says of quantised safetensors: FP8 in blocks, GPTQ, AWQ, packed int4, MXFP4. Torch-free."""
+"""What config.json says of quantised safetensors: FP8, GPTQ, AWQ, packed int4, MXFP4. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
         )
     own = Fields(held, f"{fields.where}: quantization_config")
     if method == "compressed-tensors":
-        return _packed(own)
+        return _compressed(own)
     if method == "mxfp4":
         return Quantisation("mxfp4", group=_STEP)
     return _fp8(own) if method == "fp8" else _int4(own, str(method))
@@ -35,17 +35,25 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
 def _fp8(own: Fields) -> Quantisation:
     _allow(own, "fmt", own.text("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     _allow(own, "activation_scheme", own.text("activation_scheme", "dynamic"), ("dynamic",))
-    block = own.get("weight_block_size")
+    rows, group = _block(own, "weight_block_size")
+    return Quantisation("fp8", group=group, rows=rows)
+
+
+def _block(own: Fields, name: str) -> tuple[int, int]:
+    """Rows and columns of a block that shares a scale."""
+    block = own.get(name)
     if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
-        raise own.error("weight_block_size", f"is {shown(block)}; allowed is a pair of sizes, such as [128, 128]")
+        raise own.error(name, f"is {shown(block)}; allowed is a pair of sizes, such as [128, 128]")
     if block[1] % 128:
-        raise own.error("weight_block_size", f"is {block}; the second must be a multiple of 128")
-    return Quantisation("fp8", group=block[1], rows=block[0])
+        raise own.error(name, f"is {block}; the second must be a multiple of 128")
+    return block[0], block[1]
 
 
-def _packed(own: Fields) -> Quantisation:
-    """Of compressed-tensors the symmetric int4 of groups, packed; which modules have it, their tensors say."""
-    _allow(own, "format", own.text("format", "pack-quantized"), ("pack-quantized",))
+def _compressed(own: Fields) -> Quantisation:
+    """Of compressed-tensors the symmetric int4 of groups, packed, and e4m3 with scales of rows, blocks or tensors.
+    Which modules have it, their tensors say."""
+    layout = own.text("format", "pack-quantized")
+    _allow(own, "format", layout, ("pack-quantized", "float-quantized"))
     groups = own.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise own.error("config_groups", f"is {shown(groups)}; allowed is one group")
@@ -54,15 +62,36 @@ def _packed(own: Fields) -> Quantisation:
     if not isinstance(held, Mapping):
         raise own.error("config_groups", f"has no weights in {shown(name)}")
     weights = Fields(held, f"{own.where}: config_groups: {name}: weights")
-    if (bits := weights.integer("num_bits")) != 4:
-        raise weights.error("num_bits", f"is {bits}; allowed is 4")
-    _allow(weights, "type", weights.text("type", "int"), ("int",))
-    _allow(weights, "strategy", weights.text("strategy", "group"), ("group",))
+    floats = layout == "float-quantized"
+    if (bits := weights.integer("num_bits")) != (8 if floats else 4):
+        raise weights.error("num_bits", f"is {bits}; of {layout} {8 if floats else 4} are read")
+    kind = "float" if floats else "int"
+    _allow(weights, "type", weights.text("type", kind), (kind,))
     if not weights.boolean("symmetric", True):
         raise weights.error("symmetric", "is false; weights without zero points are read")
+    if floats:
+        inputs = group.get("input_activations")
+        if isinstance(inputs, Mapping):
+            _dynamic(Fields(inputs, f"{own.where}: config_groups: {name}: input_activations"))
+        return _float_quantised(weights)
+    _allow(weights, "strategy", weights.text("strategy", "group"), ("group",))
     if (size := weights.integer("group_size")) % _STEP:
         raise weights.error("group_size", f"is {size}; allowed are multiples of {_STEP}")
-    return Quantisation("compressed-tensors", group=size)
+    return Quantisation(layout, group=size)
+
+
+def _dynamic(inputs: Fields) -> None:
+    if not inputs.boolean("dynamic", False):
+        raise inputs.error("dynamic", "is false; scales of activations that files hold are not read")
+
+
+def _float_quantised(weights: Fields) -> Quantisation:
+    strategy = weights.text("strategy", "tensor")
+    _allow(weights, "strategy", strategy, ("channel", "tensor", "block"))
+    if strategy != "block":
+        return Quantisation("float-quantized", group=-1, rows=1 if strategy == "channel" else -1)
+    rows, group = _block(weights, "block_structure")
+    return Quantisation("float-quantized", group=group, rows=rows)
 
 
 def _int4(own: Fields, method: str) -> Quantisation:

@@ -24,6 +24,19 @@ FP8_CONFIG: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+
+
+def float_quantised_config(strategy: str) -> dict[str, Any]:
+    """As compressed-tensors writes it of e4m3 weights whose scales are those of each "channel", "tensor" or "block"."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+    weights |= {"block_structure": [128, 128]} if strategy == "block" else {}
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    ignored = ["lm_head", "re:.*mlp.gate$"]
+    named = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    return named | {"config_groups": {"group_0": group}, "ignore": ignored, "kv_cache_scheme": None}
+
+
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose value nibble i of a word holds
 
 
@@ -39,14 +52,14 @@ def int4_config(method: str, group: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": method, "bits": 4, "group_size": group, **own, **more}
 
 
-def fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[n, k] -> (float8 [n, k], float32 scales of blocks of 128 x 128, the float32 values they stand for)."""
+def fp8(values: torch.Tensor, rows: int = 128, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[n, k] -> (float8 [n, k], float32 scales of blocks of rows x columns, the float32 values they stand for)."""
     n, k = values.shape
-    scales = torch.zeros(-(-n // 128), -(-k // 128))
+    scales = torch.zeros(-(-n // rows), -(-k // columns))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            scales[i, j] = values[128 * i : 128 * i + 128, 128 * j : 128 * j + 128].abs().max() / 448
-    each = scales.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+            scales[i, j] = values[rows * i : rows * i + rows, columns * j : columns * j + columns].abs().max() / 448
+    each = scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
     stored = (values / each).to(torch.float8_e4m3fn)
     return stored, scales, stored.float() * each
 
@@ -119,6 +132,11 @@ def save_quantised(
         elif config["quant_method"] == "fp8":
             stored[name], scales, exact[canonical(name)] = fp8(tensor.float())
             stored[f"{name}_scale_inv"] = scales
+        elif config["quant_method"] == "compressed-tensors":
+            strategy = config["config_groups"]["group_0"]["weights"]["strategy"]
+            blocks = {"channel": (1, tensor.shape[1]), "tensor": tuple(tensor.shape), "block": (128, 128)}
+            stored[name], scales, exact[canonical(name)] = fp8(tensor.float(), *blocks[strategy])
+            stored[f"{name}_scale"] = scales.reshape(1) if strategy == "tensor" else scales
         else:
             quants, zeros, scales, exact[canonical(name)] = int4(tensor, config["group_size"], sym)
             minus_one = config.get("checkpoint_format", "gptq") == "gptq"

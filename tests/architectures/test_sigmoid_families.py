@@ -24,7 +24,7 @@ from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.harness import Harness, full_logits, greedy
 from testing.models.gguf_writer import save_gguf
-from testing.models.quantised import FP8_CONFIG, save_quantised
+from testing.models.quantised import FP8_CONFIG, float_quantised_config, save_quantised
 from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
@@ -228,8 +228,9 @@ def saved(model: torch.nn.Module, path: Path, form: str) -> tuple[Path, torch.nn
     if form.startswith("gguf"):
         kind = form.removeprefix("gguf ")
         return path / "m.gguf", save_gguf(model, path / "m.gguf", expert_type=kind, dense_type=kind)
-    if form == "fp8":
-        return path, save_quantised(model, path, FP8_CONFIG)[0]
+    if form == "fp8":  # as the vendor of each quantises
+        config = float_quantised_config("channel") if model.config.model_type == "glm4_moe" else FP8_CONFIG
+        return path, save_quantised(model, path, config)[0]
     save_hf(model, path, sharded=form == "sharded", fused=form == "fused")
     return path, model
 

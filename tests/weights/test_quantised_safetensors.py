@@ -18,7 +18,7 @@ from engine.weights.open import open_model
 from engine.weights.packed import packed_bytes
 from native import available
 from testing.harness import Harness, full_logits
-from testing.models.quantised import FP8_CONFIG, int4_config, save_quantised
+from testing.models.quantised import FP8_CONFIG, float_quantised_config, int4_config, save_quantised
 from testing.models.tiny import tiny_model
 from tests.engine.parity import prompts
 from tests.weights.planned import plan
@@ -26,6 +26,7 @@ from tests.weights.planned import plan
 SIZES: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 4, "head_dim": 64}
 FORMS: dict[str, tuple[dict[str, Any], bool]] = {
     "fp8": (FP8_CONFIG, False),
+    **{f"f8-{by}": (float_quantised_config(by), False) for by in ("channel", "tensor", "block")},
     "gptq-sym-128": (int4_config("gptq", 128, sym=True), True),
     "gptq-asym-32": (int4_config("gptq", 32, sym=False), False),
     "gptq-v2-64": (int4_config("gptq", 64, checkpoint_format="gptq_v2"), False),
@@ -92,7 +93,7 @@ def test_logits_are_those_of_the_values(form: str, saved: tuple[Path, Any, dict[
         got = torch.stack([seen[rid, i] for i in range(len(tokens) - 1)])
         want = full_logits(model, tokens)[:-1]
         error = (got - want).abs().mean(-1) / want.abs().mean(-1)
-        assert float(error.median()) < (1e-4 if form == "fp8" else 0.05)
+        assert float(error.median()) < (1e-4 if "8" in form[:3] else 0.05)
 
 
 def edited(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None], **config: Any) -> Path:
@@ -108,13 +109,19 @@ def edited(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], N
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
-    for name in ("fp8", "gptq-asym-32"):
+    for name in ("fp8", "f8-channel", "gptq-asym-32"):
         made[name] = tmp_path_factory.mktemp("one")
         save_quantised(tiny_model(5, num_hidden_layers=1, **SIZES), made[name], FORMS[name][0])
     return made
 
 
 Q = "model.layers.0.self_attn.q_proj"
+
+
+def _scaled_by(strategy: str, inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = float_quantised_config("channel")["config_groups"]["group_0"]
+    changed = {**group, "weights": {**group["weights"], "strategy": strategy}, "input_activations": inputs}
+    return {"config_groups": {"group_0": changed}}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +134,12 @@ Q = "model.layers.0.self_attn.q_proj"
         ("fp8", {}, {"activation_scheme": "static"}, "activation_scheme is 'static'"),
         ("fp8", {}, {"quant_method": "bitsandbytes"}, "'bitsandbytes'; of safetensors plain weights"),
         ("fp8", {}, {"quant_method": "gptq", "bits": 4, "group_size": 128}, "no quantization_config of fp8"),
+        ("f8-channel", {f"{Q}.weight_scale": None}, {}, rf"{Q}.weight_scale \[256, 1\] is missing"),
+        ("f8-channel", {f"{Q}.weight_scale": torch.ones(1)}, {}, r"shape \[1\]; wanted F32 or F16 or BF16 \[256, 1\]"),
+        ("f8-channel", {}, {"format": "pack-quantized"}, "num_bits is 8; of pack-quantized 4 are read"),
+        ("f8-channel", {}, {"format": "int-quantized"}, "format is 'int-quantized'"),
+        ("f8-channel", {}, _scaled_by("group"), "strategy is 'group'; allowed is channel or tensor or block"),
+        ("f8-channel", {}, _scaled_by("channel", {"dynamic": False}), "dynamic is false"),
         ("gptq-asym-32", {}, {"desc_act": True}, "act-order"),
         ("gptq-asym-32", {}, {"bits": 8}, "bits is 8; of gptq 4 bits are read"),
         ("gptq-asym-32", {}, {"group_size": 48}, "multiples of 32"),

@@ -1,7 +1,8 @@
 """The weights of safetensors files by the names that plain ones have, whatever tensors hold them. Torch-free.
 
 plain  X.weight BF16, F16 or F32
-fp8    X.weight F8_E4M3 [n, k], X.weight_scale_inv [n / rows, k / group], rounded up
+fp8    X.weight F8_E4M3 [n, k], X.weight_scale_inv [n / rows, k / group], rounded up; of compressed-tensors
+       X.weight_scale, [1] of a whole tensor
 gptq   X.qweight int32 [k / 8, n], X.qzeros int32 [k / group, n / 8], X.scales [k / group, n], X.g_idx int32 [k]
 awq    X.qweight int32 [k, n / 8], X.qzeros int32 [k / group, n / 8], X.scales [k / group, n]
 packed X.weight_packed int32 [n, k / 8] of nibbles + 8, X.weight_scale [n, k / group], X.weight_shape [2]
@@ -64,6 +65,8 @@ def _is_part(name: str, files: Mapping[str, SafetensorsFile]) -> bool:
     module, _, last = name.rpartition(".")
     if last == "weight_scale_inv":
         return f"{module}.weight" in files and files[f"{module}.weight"].tensors[f"{module}.weight"].type == F8
+    if last == "weight_scale" and f"{module}.weight" in files:
+        return files[f"{module}.weight"].tensors[f"{module}.weight"].type == F8
     if last in _PACKED_PARTS:
         return f"{module}.weight_packed" in files
     return last in _PARTS and f"{module}.qweight" in files
@@ -76,18 +79,21 @@ def zero_biases(files: Mapping[str, SafetensorsFile], names: set[str]) -> set[st
 
 
 def _f8(name: str, files: Mapping[str, SafetensorsFile], quantisation: Quantisation | None) -> Stored:
-    file, scale_name = files[name], f"{name}_scale_inv"
-    if quantisation is None or quantisation.method != "fp8":
-        _fail(file, name, f"has type {F8}, and config.json has no quantization_config of fp8")
-    shape, rows, group = file.tensors[name].shape, quantisation.rows, quantisation.group
+    file = files[name]
+    if quantisation is None or quantisation.method not in ("fp8", "float-quantized"):
+        _fail(file, name, f"has type {F8}, and config.json has no quantization_config of fp8 or float-quantized")
+    shape = file.tensors[name].shape
     if len(shape) != 2 or shape[1] % BLOCKS[F8].block:
         _fail(file, name, f"({F8}) has shape {list(shape)}; read are [out, in], in a multiple of {BLOCKS[F8].block}")
+    scale_name = f"{name}_scale_inv" if quantisation.method == "fp8" else f"{name}_scale"
+    rows = shape[0] if quantisation.rows == -1 else quantisation.rows
+    group = shape[1] if quantisation.group == -1 else quantisation.group
     needed = (-(-shape[0] // rows), -(-shape[1] // group))
-    scales = _part(files, scale_name, file, needed, FLOATS)
+    scales = _part(files, scale_name, file, (1,) if quantisation.rows == -1 else needed, FLOATS)
     values = file.data(name)
 
     def make() -> npt.NDArray[np.uint8]:
-        return f8_blocks(values[:].reshape(shape), _floats(files, scale_name), rows, group)
+        return f8_blocks(values[:].reshape(shape), _floats(files, scale_name).reshape(needed), rows, group)
 
     return Stored(shape, F8, file.path, MadeBytes((values, scales), _size(F8, shape), make))
 
@@ -97,8 +103,8 @@ def _packed_int4(module: str, files: Mapping[str, SafetensorsFile], quantisation
     name = f"{module}.weight_packed"
     file = files[name]
     packed = file.tensors[name]
-    if quantisation is None or quantisation.method != "compressed-tensors":
-        _fail(file, name, "is there, and config.json has no quantization_config of compressed-tensors")
+    if quantisation is None or quantisation.method != "pack-quantized":
+        _fail(file, name, "is there, and config.json has no quantization_config of compressed-tensors, pack-quantized")
     group = quantisation.group
     if len(packed.shape) != 2 or packed.type != "I32" or packed.shape[1] * 8 % group:
         _fail(
