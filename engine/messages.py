@@ -164,6 +164,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[Logprob]
 
 
+class Planned(_Message, frozen=True):
+    """What will be loaded where, before it is: lines for people, the first of `Ready.lines`."""
+
+    lines: list[str]
+
+
 class Loading(_Message, frozen=True):
     """Progress while the model loads: shown as a bar."""
 
@@ -307,7 +313,9 @@ class Reply(_Message, frozen=True):
     tuned: Tuned | None = None
 
 
-FromEngine = Loading | Ready | FatalError | Tokens | Finished | Refused | Cancelled | Failed | AdapterMoved | Reply
+FromEngine = (
+    Planned | Loading | Ready | FatalError | Tokens | Finished | Refused | Cancelled | Failed | AdapterMoved | Reply
+)
 
 
 class MessageBatch(_Message, frozen=True):

@@ -13,7 +13,7 @@ from api.bodies.generation import ChatOptions
 from api.bodies.sampling import sampling_params
 from api.cli.conversation import Message, Talk, converse
 from api.cli.keyboard import Keyboard
-from api.cli.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
+from api.cli.launch import make_client, sampling_defaults, say, start_engine, text_settings, with_demo
 from api.cli.server_chat import ServerAnswerer
 from api.client.client import EngineClient
 from api.client.stream import Inbox
@@ -49,10 +49,9 @@ async def chat(
     defaults, more = sampling_defaults(engine, config)
     client = make_client(engine, config)
     try:
-        ready = await start_engine(client, console)
+        say(console, [*notes, *lines, *more])
+        await start_engine(client, console)
         answerer = EngineAnswerer(client, tokenizer, defaults, config.trust_control_tokens, config.default_max_tokens)
-        for line in [*notes, *lines, *more, *ready.lines]:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
         talk = Talk(answerer, system)
         if adapter is not None:
             talk.use(adapter)

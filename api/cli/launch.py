@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.files.json_file import read_json
 from engine.files.regular import elsewhere
-from engine.messages import Loading, Ready
+from engine.messages import Loading, Planned, Ready
 from engine.null import is_null, null_settings
 
+SAY_S = 2.0  # between two lines on a stage where no bar is shown
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -122,7 +125,7 @@ def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[st
 
 
 class LoadingBar:
-    """Progress on stderr while the model loads: a bar on a terminal, elsewhere a line as each stage begins."""
+    """Progress on stderr while the model loads: a bar on a terminal, elsewhere lines as stages begin and go on."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -136,6 +139,7 @@ class LoadingBar:
         )
         self._console = console
         self._tasks: dict[str, TaskID] = {}
+        self._said_s = 0.0
 
     def __enter__(self) -> LoadingBar:
         self._progress.start()
@@ -147,9 +151,15 @@ class LoadingBar:
     def update(self, loading: Loading) -> None:
         if loading.stage not in self._tasks:
             self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
-            if not self._console.is_terminal:
-                self._console.print(f"{loading.stage} ...", style="dim")
+            self._say(f"{loading.stage} ...")
+        elif time.monotonic() - self._said_s >= SAY_S:
+            self._say(f"{loading.stage}: {loading.done} of {loading.total}")
         self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
+
+    def _say(self, line: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(line, style="dim")
+            self._said_s = time.monotonic()
 
 
 def make_client(engine: EngineConfig, serve: ServeConfig) -> EngineClient:
@@ -166,10 +176,24 @@ def make_client(engine: EngineConfig, serve: ServeConfig) -> EngineClient:
 
 
 async def start_engine(client: EngineClient, console: Console) -> Ready:
-    """Start the engine, with its progress on the console. Raises UserError or EngineError; the caller shuts down."""
+    """Start the engine, with its plan and its progress on the console. Raises UserError or EngineError; the caller
+    shuts down."""
+    planned: list[str] = []
+
+    def show(plan: Planned) -> None:
+        planned.extend(plan.lines)
+        say(console, plan.lines)
+
     with LoadingBar(console) as bar:
-        client.on_loading = bar.update
+        client.on_planned, client.on_loading = show, bar.update
         try:
-            return await client.start()
+            ready = await client.start()
         finally:
-            client.on_loading = None
+            client.on_planned = client.on_loading = None
+    say(console, ready.lines[len(planned) :])
+    return ready
+
+
+def say(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from api.batches.runner import Runner
 from api.batches.service import Batches
-from api.cli.launch import make_client, sampling_defaults, start_engine, text_settings, with_demo
+from api.cli.launch import make_client, sampling_defaults, say, start_engine, text_settings, with_demo
 from api.cli.systemd import keep_alive, notify
 from api.config import ServeConfig
 from api.endpoints.application import create_app
@@ -80,7 +80,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         if engine.fine_tuning:
             _check_fine_tuning(config, tokenizer)
         defaults, more = sampling_defaults(engine, config)
-        _say(console, [*notes, *lines, *more])
+        say(console, [*notes, *lines, *more])
         client = make_client(engine, config)
         client.vocabulary = None if tokenizer is None else tokenizer.vocabulary()
         prompts = PromptPool(text)
@@ -105,7 +105,6 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             gc.collect()
             gc.freeze()  # a full collection need not look again at all that has been loaded
             gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
-            _say(console, ready.lines)
             _welcome(console, service, bound)
             notify("READY=1")
             alive = asyncio.create_task(keep_alive())
@@ -194,22 +193,17 @@ def _check_limits() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _say(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 def _welcome(console: Console, service: Service, bound: socket.socket) -> None:
     """The address, the models, and a line to paste."""
     url, ready, adapters = url_of(bound), service.ready, service.client.adapters
     if missing := sorted(service.keys.named_models - {ready.model_name, *adapters}):
-        _say(console, [f"note: keys name models that are not loaded: {', '.join(missing)}"])
+        say(console, [f"note: keys name models that are not loaded: {', '.join(missing)}"])
     if service.tokenizer is not None and service.tokenizer.vocab_size > ready.vocab_size:
         words = f"the tokenizer has {service.tokenizer.vocab_size} tokens, the model {ready.vocab_size}"
-        _say(console, [f"note: {words}: prompts with one of the others are refused; is it another model's?"])
+        say(console, [f"note: {words}: prompts with one of the others are refused; is it another model's?"])
     if not service.keys.required:
         reach = "everybody who can reach it" if service.config.open else "everybody on this machine"
-        _say(console, [f"note: there are no keys: {reach} may use the server (docs/tenants.md)"])
+        say(console, [f"note: there are no keys: {reach} may use the server (docs/tenants.md)"])
     key = " -H 'Authorization: Bearer YOUR_KEY'" if service.keys.required else ""
     if service.tokenizer is not None and service.tokenizer.template is not None:
         body: dict[str, object] = {"model": ready.model_name, "messages": [{"role": "user", "content": "Hello!"}]}
@@ -223,4 +217,4 @@ def _welcome(console: Console, service: Service, bound: socket.socket) -> None:
     lines += [f"at      {url}/v1", "try     "]
     lines[-1] += f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     warnings = [f"note: adapter {info.name}: {warning}" for info in adapters.values() for warning in info.warnings]
-    _say(console, ["", *warnings, *lines, ""])
+    say(console, ["", *warnings, *lines, ""])

@@ -33,8 +33,8 @@ _LATE_S = 1.0  # the engine's own deadline comes first; this is for one that doe
 
 
 class EngineClient:
-    """One engine process. `on_loading` is called with its progress, `on_unloaded` with the name of each adapter that
-    requests can no longer ask for.
+    """One engine process. `on_planned` and `on_loading` are called with its plan and its progress, `on_unloaded` with
+    the name of each adapter that requests can no longer ask for.
 
     `max_open` bounds the requests that are open at the same time; more raise EngineUnavailable (429). An engine that
     has been silent, or at one step, for `hang_s` seconds is killed (None: never). An engine that ended is started
@@ -55,6 +55,7 @@ class EngineClient:
         self.state = "new"  # new, loading, ready, restarting, draining, dead, stopped
         self.ready: m.Ready | None = None
         self.loading: m.Loading | None = None  # the last progress of an engine that is not ready
+        self.on_planned: Callable[[m.Planned], None] | None = None
         self.on_loading: Callable[[m.Loading], None] | None = None
         self.on_unloaded: Callable[[str], None] | None = None
         self.gave_up = asyncio.Event()
@@ -354,6 +355,9 @@ class EngineClient:
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
                     future.set_result(message)
+            case m.Planned():
+                if self.on_planned is not None:
+                    self.on_planned(message)
             case m.Loading():
                 self.loading = message
                 if self.on_loading is not None:

@@ -30,7 +30,7 @@ from engine.lora.files.whole import base_tables
 from engine.lora.loader import AdapterReader
 from engine.lora.reader_process import ReaderProcesses
 from engine.memory.idle import IdleMemory
-from engine.messages import FromEngine, Ready
+from engine.messages import FromEngine, Planned, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.drafts import make_drafter
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
@@ -239,6 +239,7 @@ def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Pr
     """The whole way. Adapters given at start are planned for; the api loads them."""
     plan = plan_engine(config)
     plan.memory.check(config.force_memory_plan)
+    send(Planned(lines=plan.lines))
     core = assemble(plan, send, progress)
     model = plan.source.config
     ready = Ready(

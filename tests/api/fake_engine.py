@@ -86,6 +86,7 @@ class FakeEngine:
         return info
 
     def serve(self) -> None:
+        self.send(m.Planned(lines=["memory plan: fake"]))
         for done in range(3):
             self.send(m.Loading(stage="weights", done=done + 1, total=3))
         while "start_gate" in self.options and not self.is_open("start_gate"):
@@ -100,7 +101,7 @@ class FakeEngine:
                 max_model_len=self.max_model_len,
                 bos_token_id=None,
                 eos_token_ids=[self.eos],
-                lines=["memory plan: fake"],
+                lines=["memory plan: fake", "note: fake"],
             )
         )
         advanced = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -17,10 +18,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from api.cli import main as command_line
+from api.cli.launch import SAY_S, LoadingBar
 from api.config import ServeConfig
 from engine.config import EngineConfig
+from engine.messages import Loading
 from ktserve.settings import settings_of
 from testing import forked
 from testing.waiting import PATIENCE_S
@@ -141,6 +145,8 @@ def test_chat(model_dir: Path) -> None:
     ]
     done = ktserve("chat", str(model_dir), "--adapters", "reverse=/x", stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "fake" in line or line.startswith("weights")]
+    assert said == ["memory plan: fake", "weights ...", "note: fake"]  # what is planned, before it is loaded
     assert done.stdout.startswith(ANSWER.format("hé 👋"))
     assert "cba" in done.stdout, "the adapter answers with the whole conversation reversed"
     assert done.stdout.endswith(ANSWER.format("x") + "\n"), "after /reset the conversation starts again"
@@ -282,3 +288,15 @@ def test_importing_everything_imports_no_torch(tmp_path: Path) -> None:
     )
     assert done.stdout.strip() == "[]", done.stderr
     assert len(modules) > 20
+
+
+def test_long_loads_say_how_far_they_are_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    now = [0.0]
+    monkeypatch.setattr("api.cli.launch.time.monotonic", lambda: now[0])
+    with LoadingBar(Console(file=written)) as bar:
+        for done in range(7):
+            bar.update(Loading(stage="Loading layers", done=done, total=6))
+            now[0] += 0.4 * SAY_S
+    lines = written.getvalue().splitlines()
+    assert lines == ["Loading layers ...", "Loading layers: 3 of 6", "Loading layers: 6 of 6"]
