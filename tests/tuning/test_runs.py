@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.dialects.tinker.runs import Runs
+from api.client.calls import CallRefused
+from api.dialects.tinker.runs import _EARLY as EARLY
+from api.dialects.tinker.runs import Runs, publish_order
 from api.dialects.tinker.wire import Sampled, forward_backward_output, read_forward_backward, sample_response
 from api.errors import ApiError
 from api.tenants.record import Tenant
-from engine.tuning import Batch, CloseRun, OpenRun, OptimStep, Order, Sample, SaveRun, Tuned
+from engine.tuning import GONE, Batch, CloseRun, OpenRun, OptimStep, Order, PublishRun, Sample, SaveRun, Tuned
 
 TENANT = Tenant("team")
 BATCH = Batch([Sample([1], [2], {"weights": [1.0]})])
@@ -24,16 +26,30 @@ BATCH = Batch([Sample([1], [2], {"weights": [1.0]})])
 class Engine:
     """Notes what it is told."""
 
-    restarts = 0
-
     def __init__(self) -> None:
+        self.restarts = 0
         self.told: list[tuple[str, Order]] = []
+        self.refused: dict[tuple[str, type[Order]], CallRefused] = {}
+        self.serves = asyncio.Event()
+        self.serves.set()
+        self.adapters: dict[str, str] = {}
 
     async def tune(self, run: str, order: Order) -> Tuned:
         self.told.append((run.rpartition(":")[2], order))
         number = float(len(self.told))
         await asyncio.sleep(0)
+        await self.serves.wait()
+        if (error := self.refused.get((run.rpartition(":")[2], type(order)))) is not None:
+            raise error
+        if isinstance(order, PublishRun):
+            self.adapters[order.name] = run
         return Tuned({"number": number})
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> None:
+        raise CallRefused("no room", 400, "adapter")
 
 
 class Folder:
@@ -92,6 +108,127 @@ def test_idle_runs_go_to_disk_and_come_back(tmp_path: Path):
         told = [order for run, order in engine.told if run == "0"][3:]
         assert [type(order) for order in told] == [OpenRun, Batch, OptimStep]
         assert told[0].state == engine.told[1][1].state
+
+    asyncio.run(check())
+
+
+def test_a_run_that_cannot_go_to_disk_is_not_another_ones_error(tmp_path: Path):
+    """One that the engine has ended is forgotten; one whose disk is full stays."""
+
+    async def check() -> None:
+        engine = Engine()
+        runs = Runs(engine, Folder(tmp_path), idle_s=-1.0)  # type: ignore[arg-type]
+        gone, full = await opened(runs, 0), await opened(runs, 1)
+        gone.on_disk = False
+        engine.refused = {
+            ("0", SaveRun): CallRefused("there is no tuning run '0'", GONE, "run"),
+            ("1", SaveRun): CallRefused("no space", 400, "state"),
+        }
+        await opened(runs, 2)
+        assert runs.run(TENANT, full.record.id) is full and not full.on_disk
+        with pytest.raises(ApiError, match="no run"):
+            runs.run(TENANT, gone.record.id)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("how", ["finish", "diverged", "restart"])
+def test_the_end_of_a_run_answers_its_requests_and_takes_its_snapshots(tmp_path: Path, how: str):
+    """A request whose predecessors never came too, and with the session all runs end whatever the engine says."""
+
+    async def check() -> None:
+        engine, folder = Engine(), Folder(tmp_path)
+        runs = Runs(engine, folder)  # type: ignore[arg-type]
+        session = runs.open_session(TENANT)
+        made = []
+        for number in range(2):
+            record = runs.new(TENANT, session, number, "demo", 4, ("mlp",))
+            await runs.open(TENANT, record, 0, None)
+            made.append(runs.run(TENANT, record.id))
+        run = made[0]
+        publish = publish_order(run)
+
+        async def published(tuned: Tuned) -> dict[str, Any]:
+            await runs.snapshot(run, publish.name)
+            return {}
+
+        await runs.futures.fetch(TENANT, runs.order(TENANT, run, 1, publish, published))
+        assert folder.owners == {publish.name: TENANT.name}
+        waits = runs.order(TENANT, run, 3, BATCH, done)
+        engine.refused = {("0", kind): CallRefused("there is no run", GONE, "run") for kind in (Batch, CloseRun)}
+        if how == "finish":
+            await runs.finish(TENANT, session)
+            assert [number for number, order in engine.told if isinstance(order, CloseRun)] == ["0", "1"]
+        elif how == "diverged":
+            await runs.futures.fetch(TENANT, runs.order(TENANT, run, 2, BATCH, done))
+        else:
+            engine.restarts += 1
+            with pytest.raises(ApiError, match="no run"):
+                runs.run(TENANT, run.record.id)
+        answer = await runs.futures.fetch(TENANT, waits)
+        assert isinstance(answer, dict) and answer["category"] == "user", answer
+        assert folder.owners == {}
+        with pytest.raises(ApiError, match="no run"):
+            runs.order(TENANT, run, 4, BATCH, done)
+
+    asyncio.run(check())
+
+
+def test_requests_of_a_run_are_bounded_and_the_next_one_is_always_taken(tmp_path: Path):
+    async def check() -> None:
+        engine = Engine()
+        runs = Runs(engine, Folder(tmp_path))  # type: ignore[arg-type]
+        run = await opened(runs, 0)
+        for seq_id in range(2, 2 + EARLY):
+            runs.order(TENANT, run, seq_id, BATCH, done)
+        with pytest.raises(ApiError, match="next one"):
+            runs.order(TENANT, run, 2 + EARLY, BATCH, done)
+        engine.serves.clear()
+        last = runs.order(TENANT, run, 1, BATCH, done)
+        with pytest.raises(ApiError) as error:
+            runs.order(TENANT, run, 2 + EARLY, BATCH, done)
+        assert error.value.status == 429 and error.value.retry_after_s
+        engine.serves.set()
+        assert "number" in (await runs.futures.fetch(TENANT, last) or {})
+
+    asyncio.run(check())
+
+
+def test_the_quota_of_runs_counts_those_that_are_being_opened(tmp_path: Path):
+    async def check() -> None:
+        runs = Runs(Engine(), Folder(tmp_path))  # type: ignore[arg-type]
+        ends = await asyncio.gather(*(opened(runs, number) for number in range(20)), return_exceptions=True)
+        refused = [end for end in ends if isinstance(end, ApiError)]
+        assert len(refused) == 4 and {error.code for error in refused} == {"run_quota"}
+        out, back = ends[0], ends[1]
+        out.on_disk = back.on_disk = True
+        await opened(runs, 30)
+        keys = [runs.order(TENANT, run, 1, BATCH, done) for run in (out, back)]
+        answers = [await runs.futures.fetch(TENANT, key) for key in keys]
+        assert sorted("error" in (answer or {}) for answer in answers) == [False, True]
+
+    asyncio.run(check())
+
+
+def test_whatever_fails_is_an_answer_and_may_be_asked_again(tmp_path: Path):
+    async def check() -> None:
+        runs = Runs(Engine(), folder := Folder(tmp_path))  # type: ignore[arg-type]
+        record = runs.new(TENANT, "s-0123456789abcdef", 0, "demo", 4, ("mlp",))
+
+        async def fails() -> dict[str, Any]:
+            raise OSError("no space")
+
+        async def works() -> dict[str, Any]:
+            return {}
+
+        first = runs.creation(TENANT, record, fails())
+        answer = await runs.futures.fetch(TENANT, first)
+        assert isinstance(answer, dict) and answer["category"] == "server" and "OSError" in answer["error"]
+        assert await runs.futures.fetch(TENANT, again := runs.creation(TENANT, record, works())) == {}
+        assert runs.creation(TENANT, record, works()) == again != first
+        with pytest.raises(CallRefused):
+            await runs.serve("tinker://x", tmp_path, "team")
+        assert folder.owners == {}
 
     asyncio.run(check())
 

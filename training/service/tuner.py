@@ -25,7 +25,7 @@ from engine.lora.files.writer import write_adapter
 from engine.memory.limits import cpu_memory
 from engine.messages import AdapterInfo, FromEngine, Reply, Tune
 from engine.model.causal_lm import CausalLM
-from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, SaveRun, Tuned
+from engine.tuning import GONE, NO_ROOM, Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, SaveRun, Tuned
 from engine.units import format_bytes
 from engine.work import Work
 from training.service.adapter import TrainableAdapter, adapter_bytes, replace_folder
@@ -37,6 +37,14 @@ _FILES = "tuning-files"  # a kind of work, and its thread's name
 _LEFT_FREE = 256 << 20  # bytes of memory that no new adapter takes
 _LARGE = 1 << 28  # products of a projection, in multiplications, from which several threads pay
 MAX_RUNS = 64
+
+
+class _RefusedOrderError(UserError):
+    """With the status of the reply."""
+
+    def __init__(self, status: int, message: str, field: str) -> None:
+        super().__init__(message, field)
+        self.status = status
 
 
 @dataclass(eq=False)
@@ -105,7 +113,7 @@ class EngineTuner:
             return
         run = self._runs.get(message.run)
         if run is None:
-            raise UserError(f"there is no tuning run {message.run!r}", "run")
+            raise _RefusedOrderError(GONE, f"there is no tuning run {message.run!r}", "run")
         if isinstance(order, CloseRun):
             self._close_run(run, EngineError(f"the run {run.name!r} was closed"))
             self._answer(message.call_id, Tuned())
@@ -119,13 +127,14 @@ class EngineTuner:
         if name in self._runs:
             raise UserError(f"the run {name!r} is open already", "run")
         if len(self._runs) >= MAX_RUNS:
-            raise UserError(f"{MAX_RUNS} runs are open, the most that are: close one", "run")
+            raise _RefusedOrderError(NO_ROOM, f"{MAX_RUNS} runs are open, the most that are: close one", "run")
         if not 1 <= order.rank <= self._max_rank:
             raise UserError(f"rank {order.rank}; allowed are 1 to {self._max_rank} (--max-adapter-rank)", "rank")
         wanted = adapter_bytes(self._config, self._model.linears, order.rank, order.targets)
         free = cpu_memory().free_bytes - _LEFT_FREE
         if wanted > free:
-            raise UserError(
+            raise _RefusedOrderError(
+                NO_ROOM if self._runs else 400,
                 f"an adapter of rank {order.rank} takes {format_bytes(wanted)} in training (masters, moments, "
                 f"gradients), and {format_bytes(max(free, 0))} are free: take a smaller rank, or wait for other runs",
                 "rank",
@@ -351,11 +360,13 @@ class EngineTuner:
 
     def _refuse(self, call_id: int, error: BaseException) -> None:
         field, status = (error.field, 400) if isinstance(error, UserError) else (None, 500)
+        status = error.status if isinstance(error, _RefusedOrderError) else status
         self._send(Reply(call_id=call_id, ok=False, error=str(error), field=field, status=status))
 
 
 def _diverged(run: _Run, what: str) -> UserError:
-    return UserError(
+    return _RefusedOrderError(
+        GONE,
         f"the run {run.name!r} has ended: {what} is no finite number; start from an earlier state with a smaller "
         "learning rate",
         "learning_rate",

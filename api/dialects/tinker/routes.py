@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from api.dialects.tinker import requests as r
 from api.dialects.tinker.futures import Result
-from api.dialects.tinker.runs import SAMPLER, WEIGHTS, Run, RunRecord, Runs, load_order, publish_order
+from api.dialects.tinker.runs import Run, Runs, load_order, publish_order
 from api.dialects.tinker.sampling import sample
+from api.dialects.tinker.saved import SAMPLER, WEIGHTS, RunRecord
 from api.dialects.tinker.wire import forward_backward_output, read_forward_backward, sample_response
 from api.errors import ApiError, bad_request, shortened
 from api.http.handling import service_of, tenant_of
@@ -202,7 +203,7 @@ def router() -> APIRouter:
 
         async def saved(tuned: Tuned) -> Result:
             path = f"tinker://{run.record.id}/{SAMPLER}/{name}"
-            await runs.serve(path, runs.place(run.record.id, SAMPLER, name), tenant.name)
+            await runs.serve(path, runs.saved.place(run.record.id, SAMPLER, name), tenant.name)
             return {"type": "save_weights_for_sampler", "path": path}
 
         return _ordered(runs, tenant, run, body.seq_id, runs.save_order(run, SAMPLER, name), saved)
@@ -212,7 +213,7 @@ def router() -> APIRouter:
         """Into a run, or, with a session, as the beginning of a new one."""
         runs, tenant = runs_of(request), tenant_of(request)
         body = await _body(r.LoadWeights, request)
-        record, folder = await runs.saved(tenant, body.path, WEIGHTS)
+        record, folder = await runs.saved.find(tenant, body.path, WEIGHTS)
         if body.optimizer_config is not None:
             body.optimizer_config.check()
         if body.model_id is not None and body.seq_id is not None:
@@ -290,7 +291,7 @@ def router() -> APIRouter:
     async def training_runs(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
         limit, offset = (_count(request, name, default) for name, default in (("limit", 20), ("offset", 0)))
-        found = await runs.records(tenant)
+        found = await runs.saved.records(tenant)
         shown = [runs.shown(record) for record in found[offset : offset + limit]]
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return json_response({"training_runs": shown, "cursor": cursor})
@@ -301,7 +302,7 @@ def router() -> APIRouter:
 
     @routes.get("/training_runs/{run_id}/checkpoints")
     async def checkpoints(request: Request, run_id: str) -> Response:
-        found = runs_of(request).checkpoints(await _record(request, run_id))
+        found = runs_of(request).saved.checkpoints(await _record(request, run_id))
         cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
         return json_response({"checkpoints": found, "cursor": cursor})
 
@@ -314,7 +315,7 @@ def router() -> APIRouter:
     @routes.post("/weights_info")
     async def weights_info(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
-        record, _ = await runs.saved(tenant, (await _body(r.WeightsInfo, request)).tinker_path, WEIGHTS)
+        record, _ = await runs.saved.find(tenant, (await _body(r.WeightsInfo, request)).tinker_path, WEIGHTS)
         trained = {"train_attn": "attention" in record.targets, "train_mlp": "mlp" in record.targets}
         info = {"base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": False}
         return json_response({**info, **trained})
@@ -347,7 +348,7 @@ def _check_save(runs: Runs, run: Run, body: r.SaveWeights, kind: str, name: str)
     """Raises ApiError."""
     if body.ttl_seconds is not None:
         raise bad_request("ttl_seconds: saved weights stay until they are deleted", "ttl_seconds", "unsupported_field")
-    if runs.place(run.record.id, kind, name).exists() and not body.overwrite and kind == WEIGHTS:
+    if runs.saved.place(run.record.id, kind, name).exists() and not body.overwrite and kind == WEIGHTS:
         raise ApiError(409, f"path: {name} is there already: set overwrite", param="path", code="exists")
 
 
@@ -355,7 +356,7 @@ async def _adapter(runs: Runs, service: Service, tenant: Tenant, base: str | Non
     """The adapter of a tinker:// path, loaded; None: the base. Raises ApiError."""
     if path is not None:
         if path not in service.client.adapters:
-            _, folder = await runs.saved(tenant, path, SAMPLER)
+            _, folder = await runs.saved.find(tenant, path, SAMPLER)
             await runs.serve(path, folder, tenant.name)
         return service.adapter(tenant, path)
     if base is None:
@@ -366,7 +367,7 @@ async def _adapter(runs: Runs, service: Service, tenant: Tenant, base: str | Non
 
 async def _record(request: Request, run_id: str) -> RunRecord:
     """Raises ApiError 404."""
-    record = await runs_of(request).record(run_id)
+    record = await runs_of(request).saved.record(run_id)
     if record is None or record.tenant != tenant_of(request).name:
         raise ApiError(404, f"there is no training run {shortened(run_id)}", param="training_run_id")
     return record

@@ -12,7 +12,8 @@ that comes twice is one. Sessions, futures and what was not saved end with the s
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
+import logging
 import shutil
 import time
 import uuid
@@ -20,70 +21,76 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from api.client.calls import CallRefused
 from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
-from api.dialects.tinker.futures import Futures, Result
-from api.errors import ApiError, bad_request, shortened
+from api.dialects.tinker.futures import Future, Futures, Result
+from api.dialects.tinker.saved import SAMPLER, WEIGHTS, RunRecord, Saved, timestamp
+from api.errors import ApiError, shortened
 from api.tenants.record import Tenant
 from api.tuning.service import Tuning
-from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, Order, PublishRun, SaveRun, Tuned
+from engine.tuning import GONE, Batch, CloseRun, LoadRun, OpenRun, OptimStep, Order, PublishRun, SaveRun, Tuned
 
 ALPHA = 32.0
-WEIGHTS, SAMPLER = "weights", "sampler_weights"
-_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_RUN = re.compile("s-[0-9a-f]{16}:train:[0-9]{1,10}")
-_RUNS, _PENDING = 16, 512  # of a tenant; orders of a run
+_RUNS = 16  # of a tenant, in memory
+_EARLY = 512  # numbers past the next one that an order may have
+_UNFINISHED = 64  # orders of a run that the engine has and that have not ended
 _LIVE = 4  # snapshots of a run that are kept without a file
-
 _SESSIONS, _SAMPLERS = 256, 4096  # of a tenant; the oldest are forgotten
 
-
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a run on disk."""
-
-    id: str
-    tenant: str
-    base_model: str
-    rank: int
-    targets: tuple[str, ...]
-    created_at: float
+log = logging.getLogger("ktserve")
 
 
 class Run:
     """`snapshots`: names of those that are served without a file, oldest first. A run that has been idle goes to disk
     when others want room, and comes back with its next order."""
 
-    def __init__(self, record: RunRecord) -> None:
-        self.record = record
+    def __init__(self, record: RunRecord, weight: float) -> None:
+        self.record, self.weight = record, weight
         self.last_s = time.time()
         self.lock = asyncio.Lock()  # held while it goes to disk and comes back
         self.on_disk = False
-        self.pending = 0  # orders that have not ended
+        self.started = 0  # orders that have started and have not ended
         self.learning = False  # there are gradients that no step has used
         self.snapshots: list[str] = []
+        self.ended: ApiError | None = None  # what its orders are answered since it was closed or lost
         self._next = 1
-        self._waiting: dict[int, Callable[[], None]] = {}
+        self._early: dict[int, tuple[Callable[[], None], Future]] = {}  # orders that wait for those before them
         self._numbered: dict[int, str] = {}  # futures by seq_id
+
+    @property
+    def pending(self) -> int:
+        """Orders that have not ended."""
+        return self.started + len(self._early)
 
     def numbered(self, seq_id: int) -> str | None:
         """The future of an order that has come before."""
         return self._numbered.get(seq_id)
 
-    def take(self, seq_id: int, future: str, start: Callable[[], None]) -> None:
-        """`start` when all orders before have started. Raises ApiError."""
-        if seq_id < self._next or len(self._waiting) >= _PENDING or seq_id > self._next + _PENDING:
+    def take(self, seq_id: int, key: str, future: Future, start: Callable[[], None]) -> None:
+        """`start` when all orders before have started; else `future` fails when the run ends. Raises ApiError."""
+        if self.ended is not None:
+            raise self.ended
+        if not self._next <= seq_id <= self._next + _EARLY:
             raise ApiError(400, f"seq_id {seq_id}: {self._next} is the next one", param="seq_id")
+        if self.started >= _UNFINISHED:
+            message = f"{self.started} requests of this run have not ended: wait for some"
+            raise ApiError(429, message, code="too_many", retry_after_s=1.0)
         self.last_s = time.time()
-        self._numbered[seq_id] = future
-        self._numbered.pop(seq_id - 4 * _PENDING, None)
-        self._waiting[seq_id] = start
-        self.pending += 1
-        while (now := self._waiting.pop(self._next, None)) is not None:
+        self._numbered[seq_id] = key
+        self._numbered.pop(seq_id - 4 * _EARLY, None)
+        self._early[seq_id] = start, future
+        while (now := self._early.pop(self._next, None)) is not None:
             self._next += 1
-            now()
+            self.started += 1
+            now[0]()
+
+    def end(self, error: ApiError) -> None:
+        """No order starts any more; those that have not started fail."""
+        self.ended = error
+        for _, future in self._early.values():
+            future.fail(error)
+        self._early.clear()
 
 
 class Runs:
@@ -91,12 +98,12 @@ class Runs:
 
     def __init__(self, client: EngineClient, tuning: Tuning, idle_s: float = 600.0) -> None:
         self.client, self.tuning = client, tuning
-        self.folder = tuning.batches.folder / "tinker"
+        self.saved = Saved(tuning)
         self.sessions: dict[str, str] = {}  # tenants by session
         self.samplers: dict[str, tuple[str, str | None]] = {}  # tenant and adapter (None: the base) by sampler
         self._runs: dict[str, Run] = {}
         self.futures = Futures()
-        self._weights: dict[str, float] = {}  # of runs, their tenants'
+        self._opening: dict[str, str] = {}  # tenants of runs that come into memory
         self.idle_s = idle_s
         self._created: dict[str, str] = {}  # futures of runs' openings
         self._restarts = client.restarts
@@ -134,18 +141,29 @@ class Runs:
     # ---- runs
 
     def _check_engine(self) -> None:
-        """The runs of an engine that has ended are gone."""
-        if self.client.restarts != self._restarts:
-            self._restarts = self.client.restarts
-            self._runs = {key: run for key, run in self._runs.items() if run.on_disk}
+        """The runs and the snapshots of an engine that has ended are gone."""
+        if self.client.restarts == self._restarts:
+            return
+        self._restarts = self.client.restarts
+        for run in list(self._runs.values()):
+            for name in run.snapshots:
+                self.tuning.owners.pop(name, None)
+            run.snapshots.clear()
+            if not run.on_disk:
+                self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        if self._runs.get(run.record.id) is run:
+            del self._runs[run.record.id]
+            self._created.pop(run.record.id, None)
+        run.end(_unknown(run.record.id))
 
     def run(self, tenant: Tenant, run_id: str) -> Run:
         """Raises ApiError 404; of a run whose engine has ended too, with what to do."""
         self._check_engine()
         run = self._runs.get(run_id)
         if run is None or run.record.tenant != tenant.name:
-            message = f"there is no run {shortened(run_id)} (any more): begin from its last saved weights"
-            raise ApiError(404, message, param="model_id", code="run_not_found")
+            raise _unknown(run_id)
         return run
 
     def new(
@@ -162,25 +180,55 @@ class Runs:
         )
 
     def creation(self, tenant: Tenant, record: RunRecord, work: Coroutine[Any, Any, Result]) -> str:
-        """The future of a run's opening, one for all requests that ask for it. Raises ApiError."""
+        """The future of a run's opening, one for all requests that ask for it, until it has failed. Raises ApiError."""
+
+        async def opened() -> Result:
+            try:
+                return await work
+            except BaseException:
+                self._created.pop(record.id, None)
+                raise
+
         if (known := self._created.get(record.id)) is not None and known in self.futures:
             work.close()
             return known
-        key = self._created[record.id] = self.futures.add(tenant, work)
+        try:
+            key, future = self.futures.reserve(tenant)
+        except ApiError:
+            work.close()
+            raise
+        self._created[record.id] = key
+        self.futures.start(opened(), future)
         return key
 
     async def open(self, tenant: Tenant, record: RunRecord, seed: int, state: Path | None) -> None:
-        """Raises ApiError, CallRefused or EngineUnavailable."""
+        """Raises ApiError, CallRefused, EngineUnavailable or OSError."""
+        run = Run(record, tenant.weight)
+        await self._open(run, seed, state)
+        self._runs[record.id] = run
+        try:
+            await self.saved.add(record)
+        except OSError:
+            await self.close_run(run)
+            raise
+
+    async def _open(self, run: Run, seed: int, state: Path | None) -> None:
+        """In the engine. Raises ApiError 429, CallRefused or EngineUnavailable."""
         self._check_engine()
-        for idle in [run for run in self._runs.values() if time.time() - run.last_s > self.idle_s]:
-            await self._to_disk(idle)
-        if sum(not run.on_disk and run.record.tenant == tenant.name for run in self._runs.values()) >= _RUNS:
+        for other in list(self._runs.values()):
+            if time.time() - other.last_s > self.idle_s and not other.lock.locked():
+                await self._to_disk(other)
+        record = run.record
+        held = [each.record.tenant for each in self._runs.values() if not each.on_disk]
+        if [*held, *self._opening.values()].count(record.tenant) >= _RUNS:
             raise ApiError(429, f"{_RUNS} runs are open, the most that are: unload one", code="run_quota")
         folder = None if state is None else str(state)
-        order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, tenant.name, tenant.weight)
-        await self.client.tune(record.id, order)
-        self._runs[record.id], self._weights[record.id] = Run(record), tenant.weight
-        await self.tuning.batches.in_thread(_write, self.folder / record.id / "run.json", msgspec.json.encode(record))
+        self._opening[record.id] = record.tenant
+        try:
+            order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, record.tenant, run.weight)
+            await self.client.tune(record.id, order)
+        finally:
+            del self._opening[record.id]
 
     async def finish(self, tenant: Tenant, session: str) -> None:
         """Its runs are closed."""
@@ -189,33 +237,54 @@ class Runs:
             await self.close_run(run)
 
     async def close_run(self, run: Run) -> None:
-        for table in (self._runs, self._created, self._weights):
-            table.pop(run.record.id, None)
+        """Whether the engine still knows it or not."""
+        self._forget(run)
         async with run.lock:
             if not run.on_disk:
-                await self.client.tune(run.record.id, CloseRun())
+                with contextlib.suppress(CallRefused, EngineUnavailable):  # it has ended already
+                    await self.client.tune(run.record.id, CloseRun())
+        await self._unload_snapshots(run)
         await self.tuning.batches.in_thread(shutil.rmtree, self._idle_state(run), True)
 
+    async def _unload_snapshots(self, run: Run) -> None:
+        while run.snapshots:
+            await self.unload(run.snapshots.pop())
+
+    async def _lost(self, run: Run, error: CallRefused) -> bool:
+        """Whether the engine has ended the run: then it is forgotten."""
+        if error.status != GONE:
+            return False
+        self._forget(run)
+        await self._unload_snapshots(run)
+        return True
+
     def _idle_state(self, run: Run) -> Path:
-        return self.folder / run.record.id / "idle"
+        return self.saved.folder / run.record.id / "idle"
 
     async def _to_disk(self, run: Run) -> None:
-        """Unless it is at work, or would lose something."""
+        """Unless it is at work, or would lose something. One that cannot go stays: its reason is logged, for it is
+        another one's request that wants the room."""
         async with run.lock:
-            if run.on_disk or run.pending or run.learning:
+            if run.on_disk or run.pending or run.learning or run.ended is not None:
                 return
-            await self.client.tune(run.record.id, SaveRun(str(self._idle_state(run))))
-            await self.client.tune(run.record.id, CloseRun())
+            try:
+                await self.client.tune(run.record.id, SaveRun(str(self._idle_state(run))))
+                await self.client.tune(run.record.id, CloseRun())
+            except (CallRefused, EngineUnavailable) as error:
+                log.warning("the idle run %s does not go to disk: %s", run.record.id, error)
+                if isinstance(error, CallRefused):
+                    await self._lost(run, error)
+                return
             run.on_disk = True
 
     async def _to_memory(self, run: Run) -> None:
-        """Raises CallRefused if there is no room, or EngineUnavailable."""
+        """Raises ApiError if it has ended or its tenant has no room, CallRefused if the engine has none, or
+        EngineUnavailable."""
         async with run.lock:
+            if run.ended is not None:
+                raise run.ended
             if run.on_disk:
-                record = run.record
-                state = str(self._idle_state(run))
-                order = OpenRun(record.rank, ALPHA, record.targets, 0, state, record.tenant, self._weights[record.id])
-                await self.client.tune(record.id, order)
+                await self._open(run, 0, self._idle_state(run))
                 run.on_disk = False
 
     def order(
@@ -229,8 +298,11 @@ class Runs:
             try:
                 await self._to_memory(run)
                 tuned = await self.client.tune(run.record.id, order)
+            except CallRefused as error:
+                await self._lost(run, error)
+                raise
             finally:
-                run.pending -= 1
+                run.started -= 1
             if isinstance(order, Batch) and order.learn:
                 run.learning = True
             elif isinstance(order, OptimStep | LoadRun):
@@ -240,7 +312,7 @@ class Runs:
 
         key, future = self.futures.reserve(tenant)
         try:
-            run.take(seq_id, key, lambda: self.futures.start(work(), future))
+            run.take(seq_id, key, future, lambda: self.futures.start(work(), future))
         except ApiError:
             self.futures.drop(key)
             raise
@@ -248,58 +320,8 @@ class Runs:
 
     # ---- saved weights
 
-    def place(self, run_id: str, kind: str, name: str) -> Path:
-        """Raises ApiError 400 for a name that no folder has."""
-        if not _NAME.fullmatch(name) or not _RUN.fullmatch(run_id):
-            raise bad_request(f"path: 1 to 64 of A-Z a-z 0-9 . _ - are expected, got {shortened(name)}", "path")
-        return self.folder / run_id / kind / name
-
-    async def saved(self, tenant: Tenant, path: str, kind: str) -> tuple[RunRecord, Path]:
-        """The run of a tinker:// path and its folder. Raises ApiError 404, for another tenant's too."""
-        parts = path.removeprefix("tinker://").split("/")
-        if path.startswith("tinker://") and len(parts) == 3 and parts[1] == kind:
-            record = await self.record(parts[0])
-            folder = self.place(parts[0], kind, parts[2])
-            if record is not None and record.tenant == tenant.name and folder.is_dir():
-                return record, folder
-        raise ApiError(404, f"there are no weights {shortened(path)}", param="path", code="weights_not_found")
-
-    async def record(self, run_id: str) -> RunRecord | None:
-        if not _RUN.fullmatch(run_id):
-            return None
-        try:
-            data = await self.tuning.batches.in_thread((self.folder / run_id / "run.json").read_bytes)
-        except OSError:
-            return None
-        return msgspec.json.decode(data, type=RunRecord)
-
-    async def records(self, tenant: Tenant) -> list[RunRecord]:
-        """Newest first."""
-        names = await self.tuning.batches.in_thread(lambda: sorted(path.name for path in self.folder.glob("s-*")))
-        found = [record for name in names if (record := await self.record(name)) is not None]
-        return sorted((r for r in found if r.tenant == tenant.name), key=lambda r: r.created_at, reverse=True)
-
-    def checkpoints(self, record: RunRecord) -> list[dict[str, Any]]:
-        """Newest first."""
-        found = []
-        for kind, label in ((WEIGHTS, "training"), (SAMPLER, "sampler")):
-            for folder in (self.folder / record.id / kind).glob("*"):
-                if folder.suffix in (".part", ".old"):
-                    continue
-                found.append(
-                    {
-                        "checkpoint_id": f"{kind}/{folder.name}",
-                        "checkpoint_type": label,
-                        "time": _time(folder.stat().st_mtime),
-                        "tinker_path": f"tinker://{record.id}/{kind}/{folder.name}",
-                        "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
-                        "public": False,
-                    }
-                )
-        return sorted(found, key=lambda each: str(each["time"]), reverse=True)
-
     def shown(self, record: RunRecord) -> dict[str, Any]:
-        run, found = self._runs.get(record.id), self.checkpoints(record)
+        run, found = self._runs.get(record.id), self.saved.checkpoints(record)
         last = {
             kind: next((c for c in found if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")
         }
@@ -309,7 +331,7 @@ class Runs:
             "model_owner": record.tenant,
             "is_lora": True,
             "lora_rank": record.rank,
-            "last_request_time": _time(record.created_at if run is None else run.last_s),
+            "last_request_time": timestamp(record.created_at if run is None else run.last_s),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
         }
@@ -317,25 +339,32 @@ class Runs:
     async def delete(self, tenant: Tenant, record: RunRecord, kind: str, name: str) -> None:
         """Raises ApiError 404."""
         path = f"tinker://{record.id}/{kind}/{name}"
-        _, folder = await self.saved(tenant, path, kind)
+        _, folder = await self.saved.find(tenant, path, kind)
         await self.unload(path)
         await self.tuning.batches.in_thread(shutil.rmtree, folder, True)
 
     # ---- samplers of a run
 
     def save_order(self, run: Run, kind: str, name: str) -> SaveRun:
-        folder = str(self.place(run.record.id, kind, name))
+        folder = str(self.saved.place(run.record.id, kind, name))
         return SaveRun(folder) if kind == WEIGHTS else SaveRun(adapter=folder)
 
     async def serve(self, path: str, folder: Path, tenant: str) -> None:
         """Load an adapter that was saved, if it is not loaded. Raises CallRefused or EngineUnavailable."""
         self.tuning.owners[path] = tenant
-        await self.client.load_adapter(path, str(folder), replace=True)
+        try:
+            await self.client.load_adapter(path, str(folder), replace=True)
+        except (CallRefused, EngineUnavailable):
+            if path not in self.client.adapters:
+                self.tuning.owners.pop(path, None)
+            raise
 
     async def snapshot(self, run: Run, name: str) -> None:
-        """A snapshot was published; the oldest one goes if there are too many."""
+        """A snapshot was published; the oldest one goes if there are too many. It goes too if its run has ended."""
         self.tuning.owners[name] = run.record.tenant
         run.snapshots.append(name)
+        if run.ended is not None:
+            await self._unload_snapshots(run)
         while len(run.snapshots) > _LIVE:
             await self.unload(run.snapshots.pop(0))
 
@@ -348,18 +377,14 @@ class Runs:
         self.tuning.owners.pop(name, None)
 
 
+def _unknown(run_id: str) -> ApiError:
+    message = f"there is no run {shortened(run_id)} (any more): begin from its last saved weights"
+    return ApiError(404, message, param="model_id", code="run_not_found")
+
+
 def publish_order(run: Run) -> PublishRun:
     return PublishRun(f"tinker://{run.record.id}/{SAMPLER}/live-{uuid.uuid4().hex[:8]}")
 
 
 def load_order(folder: Path, *, optimizer: bool) -> LoadRun:
     return LoadRun(str(folder), optimizer)
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_bytes(data)

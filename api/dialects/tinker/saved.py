@@ -1,0 +1,101 @@
+"""What Tinker's runs have on disk: who made them, and the weights that were saved."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from api.errors import ApiError, bad_request, shortened
+from api.tenants.record import Tenant
+from api.tuning.service import Tuning
+
+WEIGHTS, SAMPLER = "weights", "sampler_weights"
+_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_RUN = re.compile("s-[0-9a-f]{16}:train:[0-9]{1,10}")
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a run on disk."""
+
+    id: str
+    tenant: str
+    base_model: str
+    rank: int
+    targets: tuple[str, ...]
+    created_at: float
+
+
+class Saved:
+    """Of all tenants; what is another tenant's is as unknown."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+        self.folder = tuning.batches.folder / "tinker"
+
+    async def add(self, record: RunRecord) -> None:
+        """Raises OSError."""
+        place = self.folder / record.id / "run.json"
+        await self.tuning.batches.in_thread(_write, place, msgspec.json.encode(record))
+
+    def place(self, run_id: str, kind: str, name: str) -> Path:
+        """Raises ApiError 400 for a name that no folder has."""
+        if not _NAME.fullmatch(name) or not _RUN.fullmatch(run_id):
+            raise bad_request(f"path: 1 to 64 of A-Z a-z 0-9 . _ - are expected, got {shortened(name)}", "path")
+        return self.folder / run_id / kind / name
+
+    async def find(self, tenant: Tenant, path: str, kind: str) -> tuple[RunRecord, Path]:
+        """The run of a tinker:// path and its folder. Raises ApiError 404, for another tenant's too."""
+        parts = path.removeprefix("tinker://").split("/")
+        if path.startswith("tinker://") and len(parts) == 3 and parts[1] == kind:
+            record = await self.record(parts[0])
+            folder = self.place(parts[0], kind, parts[2])
+            if record is not None and record.tenant == tenant.name and folder.is_dir():
+                return record, folder
+        raise ApiError(404, f"there are no weights {shortened(path)}", param="path", code="weights_not_found")
+
+    async def record(self, run_id: str) -> RunRecord | None:
+        if not _RUN.fullmatch(run_id):
+            return None
+        try:
+            data = await self.tuning.batches.in_thread((self.folder / run_id / "run.json").read_bytes)
+        except OSError:
+            return None
+        return msgspec.json.decode(data, type=RunRecord)
+
+    async def records(self, tenant: Tenant) -> list[RunRecord]:
+        """Newest first."""
+        names = await self.tuning.batches.in_thread(lambda: sorted(path.name for path in self.folder.glob("s-*")))
+        found = [record for name in names if (record := await self.record(name)) is not None]
+        return sorted((r for r in found if r.tenant == tenant.name), key=lambda r: r.created_at, reverse=True)
+
+    def checkpoints(self, record: RunRecord) -> list[dict[str, Any]]:
+        """Newest first."""
+        found = []
+        for kind, label in ((WEIGHTS, "training"), (SAMPLER, "sampler")):
+            for folder in (self.folder / record.id / kind).glob("*"):
+                if folder.suffix in (".part", ".old"):
+                    continue
+                found.append(
+                    {
+                        "checkpoint_id": f"{kind}/{folder.name}",
+                        "checkpoint_type": label,
+                        "time": timestamp(folder.stat().st_mtime),
+                        "tinker_path": f"tinker://{record.id}/{kind}/{folder.name}",
+                        "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
+                        "public": False,
+                    }
+                )
+        return sorted(found, key=lambda each: str(each["time"]), reverse=True)
+
+
+def timestamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.write_bytes(data)
