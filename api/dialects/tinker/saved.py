@@ -12,6 +12,7 @@ import msgspec
 from api.errors import ApiError, bad_request, shortened
 from api.tenants.record import Tenant
 from api.tuning.service import Tuning
+from engine.folders import settle
 
 WEIGHTS, SAMPLER = "weights", "sampler_weights"
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -53,6 +54,7 @@ class Saved:
         if path.startswith("tinker://") and len(parts) == 3 and parts[1] == kind:
             record = await self.record(parts[0])
             folder = self.place(parts[0], kind, parts[2])
+            await self.tuning.batches.in_thread(settle, folder)
             if record is not None and record.tenant == tenant.name and folder.is_dir():
                 return record, folder
         raise ApiError(404, f"there are no weights {shortened(path)}", param="path", code="weights_not_found")
@@ -77,7 +79,7 @@ class Saved:
         found = []
         for kind, label in ((WEIGHTS, "training"), (SAMPLER, "sampler")):
             for folder in (self.folder / record.id / kind).glob("*"):
-                if folder.suffix in (".part", ".old"):
+                if not _NAME.fullmatch(folder.name):  # one that is being written
                     continue
                 found.append(
                     {
