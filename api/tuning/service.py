@@ -114,14 +114,19 @@ class Tuning:
         if file.purpose != "fine-tune":
             raise bad_request(f"{name}: a file with the purpose 'fine-tune' is expected, got {file.purpose!r}", name)
 
-    async def _room(self, tenant: Tenant) -> None:
-        most = _MOST_JOBS if tenant.fine_tuning_jobs is None else tenant.fine_tuning_jobs
-        if most == 0:
+    @staticmethod
+    def check_allowed(tenant: Tenant) -> None:
+        """Raises ApiError 403."""
+        if tenant.fine_tuning_jobs == 0:
             raise ApiError(403, "fine-tuning is not allowed with this key", code="fine_tuning_not_allowed")
+
+    async def _room(self, tenant: Tenant) -> None:
+        self.check_allowed(tenant)
+        most = _MOST_JOBS if tenant.fine_tuning_jobs is None else tenant.fine_tuning_jobs
         if len(await self.ask(JobStore.with_status, OPEN, tenant.name)) >= most:
             message = f"{most} jobs have not ended, the most that are allowed: wait for one, or cancel one"
             raise ApiError(429, message, code="job_quota")
-        kept = sum(owner == tenant.name for owner in self.owners.values())
+        kept = sum(owner == tenant.name and name.startswith("ft:") for name, owner in self.owners.items())
         if tenant.fine_tuned_models is not None and kept >= tenant.fine_tuned_models:
             message = f"{kept} fine-tuned models are kept, {tenant.fine_tuned_models} are allowed: delete some"
             raise ApiError(429, message, code="model_quota")
