@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from array import array
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,17 @@ from hypothesis import strategies as st
 from api.client.calls import CallRefused
 from api.dialects.tinker.runs import _EARLY as EARLY
 from api.dialects.tinker.runs import Runs, publish_order
-from api.dialects.tinker.wire import Sampled, forward_backward_output, read_forward_backward, sample_response
+from api.dialects.tinker.wire import (
+    Sampled,
+    _field,
+    forward_backward_output,
+    model_of,
+    read_forward_backward,
+    sample_response,
+)
 from api.errors import ApiError
 from api.tenants.record import Tenant
+from api.tuning.service import Tuning as JobTuning
 from engine.tuning import GONE, Batch, CloseRun, OpenRun, OptimStep, Order, PublishRun, Sample, SaveRun, Tuned
 
 TENANT = Tenant("team")
@@ -231,6 +240,74 @@ def test_whatever_fails_is_an_answer_and_may_be_asked_again(tmp_path: Path):
         assert folder.owners == {}
 
     asyncio.run(check())
+
+
+def test_saved_weights_count_towards_the_tenants_models(tmp_path: Path):
+    """Those that are being saved too, and a name that is overwritten once."""
+
+    async def check() -> None:
+        runs, team = Runs(Engine(), Folder(tmp_path)), Tenant("team", fine_tuned_models=2)  # type: ignore[arg-type]
+        run = await opened(runs, 0)
+        for kind, name in (("weights", "a"), ("sampler_weights", "b")):
+            await runs.saved.reserve(team, f"tinker://{run.record.id}/{kind}/{name}")
+            runs.saved.place(run.record.id, kind, name).mkdir(parents=True)
+        await runs.saved.reserve(team, f"tinker://{run.record.id}/weights/a")
+        for _ in range(2):
+            with pytest.raises(ApiError) as error:
+                await runs.saved.reserve(team, f"tinker://{run.record.id}/weights/c")
+            assert error.value.code == "model_quota"
+        await runs.saved.reserve(Tenant("team"), f"tinker://{run.record.id}/weights/d")
+        with pytest.raises(ApiError, match="demo"):
+            runs.saved.check_base(run.record, "another")
+
+    asyncio.run(check())
+
+
+def test_a_key_may_be_barred_from_tuning():
+    JobTuning.check_allowed(Tenant("team", fine_tuning_jobs=1))
+    with pytest.raises(ApiError) as error:
+        JobTuning.check_allowed(Tenant("team", fine_tuning_jobs=0))
+    assert error.value.status == 403
+
+
+def message(tensors: dict[str, tuple[str, list[float]]], loss: str = "cross_entropy", setting: float = 1.0) -> bytes:
+    """A forward_backward with one datum."""
+    types = {"f": b"\x18\x01", "q": b"\x18\x02", "i": b"\x18\x03"}
+    text = _field(1, _field(1, _field(1, array("i", [1, 2]).tobytes())))
+    for name, (kind, values) in tensors.items():
+        dense = _field(1, array(kind, values).tobytes()) + types[kind]  # type: ignore[call-overload]
+        text += _field(2, _field(1, name.encode()) + _field(2, dense))
+    settings = _field(5, _field(1, b"clip_low_threshold") + _field(2, struct.pack("<d", setting)))
+    return _field(1, b"m") + b"\x10\x01" + _field(3, text) + _field(4, loss.encode()) + settings
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 1.5])
+@pytest.mark.parametrize("where", ["target_tokens", "logprobs", "advantages", "setting"])
+def test_numbers_that_cannot_be_trained_on_are_refused(where: str, wrong: float):
+    tensors = {name: ("f", [1.0, 2.0]) for name in ("target_tokens", "logprobs", "advantages")}
+    assert read_forward_backward(message(tensors, "ppo")).samples[0].targets == [1, 2]
+    if where != "setting":
+        tensors[where] = "f", [1.0, wrong]
+    data = message(tensors, "ppo", wrong if where == "setting" else 1.0)
+    if wrong == 1.5 and where != "target_tokens":
+        read_forward_backward(data)
+        return
+    with pytest.raises(ApiError, match=r"numbers? (is|are) expected") as error:
+        read_forward_backward(data)
+    assert error.value.status == 400
+
+
+@pytest.mark.parametrize("number", [3, 5, 7])
+def test_a_body_of_very_many_fields_is_refused(number: int):
+    """Wherever they are."""
+    many = b"\x10\x01" * 2**17
+    whole = message({"target_tokens": ("q", [1, 2])})
+    assert model_of(whole) == "m"
+    for data in (whole + _field(number, _field(2, many)), many + whole):
+        with pytest.raises(ApiError):
+            read_forward_backward(data)
+    with pytest.raises(ApiError, match="fields"):
+        model_of(many + whole)
 
 
 @given(st.binary(max_size=200))

@@ -288,9 +288,15 @@ class Runs:
                 run.on_disk = False
 
     def order(
-        self, tenant: Tenant, run: Run, seq_id: int, order: Order, then: Callable[[Tuned], Awaitable[Result]]
+        self,
+        tenant: Tenant,
+        run: Run,
+        seq_id: int,
+        order: Order,
+        then: Callable[[Tuned], Awaitable[Result]],
+        ended: Callable[[], None] = lambda: None,
     ) -> str:
-        """A future of what `then` makes of the order's end. Raises ApiError."""
+        """A future of what `then` makes of the order's end; `ended` is called when that is known. Raises ApiError."""
         if (known := run.numbered(seq_id)) is not None:
             return known
 
@@ -316,6 +322,7 @@ class Runs:
         except ApiError:
             self.futures.drop(key)
             raise
+        future.result.add_done_callback(lambda _: ended())
         return key
 
     # ---- saved weights

@@ -36,6 +36,7 @@ class Saved:
     def __init__(self, tuning: Tuning) -> None:
         self.tuning = tuning
         self.folder = tuning.batches.folder / "tinker"
+        self._saving: dict[str, str] = {}  # tenants of weights that are being saved
 
     async def add(self, record: RunRecord) -> None:
         """Raises OSError."""
@@ -73,6 +74,31 @@ class Saved:
         names = await self.tuning.batches.in_thread(lambda: sorted(path.name for path in self.folder.glob("s-*")))
         found = [record for name in names if (record := await self.record(name)) is not None]
         return sorted((r for r in found if r.tenant == tenant.name), key=lambda r: r.created_at, reverse=True)
+
+    async def reserve(self, tenant: Tenant, path: str) -> None:
+        """Room for weights that are to be saved, until `release`. Raises ApiError 429 if the tenant has too many."""
+        self._saving[path] = tenant.name
+        if tenant.fine_tuned_models is None:
+            return
+        records = await self.records(tenant)
+        names = await self.tuning.batches.in_thread(
+            lambda: [c["tinker_path"] for r in records for c in self.checkpoints(r)]
+        )
+        kept = {*names, *(each for each, owner in self._saving.items() if owner == tenant.name)}
+        if len(kept) > tenant.fine_tuned_models:
+            self.release(path)
+            message = f"{len(kept) - 1} weights are kept, {tenant.fine_tuned_models} are allowed: delete some"
+            raise ApiError(429, message, code="model_quota")
+
+    def release(self, path: str) -> None:
+        self._saving.pop(path, None)
+
+    @staticmethod
+    def check_base(record: RunRecord, base: str) -> None:
+        """Raises ApiError 400 for weights of another model than this server's."""
+        if record.base_model != base:
+            message = f"the weights of {record.id} are of {shortened(record.base_model)}, and {base!r} is served here"
+            raise ApiError(400, f"path: {message}", param="path", code="wrong_base_model")
 
     def checkpoints(self, record: RunRecord) -> list[dict[str, Any]]:
         """Newest first."""
