@@ -56,6 +56,7 @@ class Exchange:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname or "", parts.port, timeout=server.timeout_s or 30.0)
         self._timeout_s = server.timeout_s
+        self._sock: socket.socket | None = None  # http.client forgets it where the server will close
         headers = {"Content-Type": "application/json", "Connection": "close"}
         headers |= {"Authorization": f"Bearer {server.key}"} if server.key else {}
         prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -84,13 +85,14 @@ class Exchange:
 
     def hang_up(self) -> None:
         """From another thread than the one that reads: its read ends."""
-        if (sock := self._connection.sock) is not None:
+        if self._sock is not None:
             with suppress(OSError):  # it has ended by itself
-                sock.shutdown(socket.SHUT_RDWR)
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def _opened(self) -> http.client.HTTPResponse:
         self._connection.connect()
-        self._connection.sock.settimeout(self._timeout_s)
+        self._sock = self._connection.sock
+        self._sock.settimeout(self._timeout_s)
         self._connection.request(*self._request)
         response = self._connection.getresponse()
         if response.status >= 300:

@@ -22,7 +22,6 @@ _HEAD_END = b"\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 _LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.I)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:\s*chunked", re.I)
-_LAST_CHUNK = b"0\r\n\r\n"
 
 Read = tuple[float, bytes]  # when it came, by time.perf_counter
 
@@ -60,7 +59,7 @@ class Answer:
         self._reads.append((now, data))
         if self._chunked:
             # A chunk may end with these bytes too, and they may come in two reads.
-            may_be_last = data.endswith(_LAST_CHUNK) or len(data) < len(_LAST_CHUNK)
+            may_be_last = data.endswith(_HEAD_END) or len(data) < len(_HEAD_END)
             self.whole = may_be_last and any(not part for _, part in _chunks(self._reads))
         elif self._left >= 0:
             self._left -= len(data)
@@ -94,7 +93,9 @@ class Answer:
 
     @property
     def refusal(self) -> str:
-        return f"{self.status}: {self.body[:300].decode(errors='replace')}"
+        if not self.status:
+            return "the connection was closed before an answer came"
+        return f"{self.status}: {self.body[:300].decode(errors='replace')}" + ("" if self.whole else " (cut)")
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -133,8 +134,10 @@ def _chunks(reads: Sequence[Read]) -> Iterator[Read]:
             except ValueError:
                 raise HttpError(f"no length of a chunk: {line[:80]!r}") from None
             if size == 0:
-                yield when, b""
-                return
+                if behind.startswith(b"\r\n") or b"\r\n\r\n" in behind:  # no trailers, or all of them
+                    yield when, b""
+                    return
+                break
             data, left = behind, size + 2
         rest = data
 

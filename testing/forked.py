@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -102,6 +103,7 @@ def run(
             status = process.wait(timeout)
         finally:
             process.kill()
+            process.wait()
         for file in (output, errors):
             file.seek(0)
         return subprocess.CompletedProcess([module, *argv], status, output.read().decode(), errors.read().decode())
@@ -179,6 +181,7 @@ class _Origin:
         except BaseException:  # noqa: BLE001  # said as the interpreter says it, and the fork ends
             sys.excepthook(*sys.exc_info())
         finally:
+            threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does at its end
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()

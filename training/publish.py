@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import urllib.error
-import urllib.request
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UserError
+from ktserve.openai_client import AnswerError, Server
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
@@ -85,20 +83,8 @@ def publish(url: str, key: str | None, name: str, folder: Path) -> str:
 
 
 def _call(url: str, path: str, key: str | None, body: dict[str, Any] | None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
+    server = Server(url, key or "", _TIMEOUT_S)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise UserError(f"{url}{path}: {error.code}: {_reason(error.read())}", "publish") from None
-    except (OSError, HTTPException, ValueError) as error:
-        raise UserError(f"{url}{path}: {getattr(error, 'reason', error)}", "publish") from None
-
-
-def _reason(content: bytes) -> str:
-    try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")
+        return json.loads(server.get(path) if body is None else server.post(path, body))
+    except (AnswerError, OSError, ValueError) as error:
+        raise UserError(f"{url}: {path}: {error}", "publish") from None

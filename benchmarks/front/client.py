@@ -73,6 +73,7 @@ def closed_loop(server: Server, requests: Sequence[bytes], connections: int, sec
         finally:
             for left in streams:
                 left.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
 
     loop = asyncio.SelectorEventLoop(_Ticking())
     try:

@@ -24,7 +24,7 @@ from benchmarks import record
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu import widened
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.layout import ExpertLayout, Sizes
 
 SIZES = Sizes(experts=128, top_k=8, hidden=2048, inner=768)
 BF16, LAYERS, CALLS, REPEATS = torch.bfloat16, 4, 4, 6
@@ -39,16 +39,16 @@ class Layers:
     """Experts of so many layers and one batch for each. Bytes are below 60, which is a number in every format."""
 
     def __init__(self, form: str, rows: int, count: int, device: torch.device) -> None:
-        self.frame = Frame.of(SIZES, FORMATS[form], BF16.itemsize)
+        self.layout = ExpertLayout.of(SIZES, FORMATS[form], BF16.itemsize)
         place = torch.arange(SIZES.experts, dtype=torch.int32, device=device).repeat(2, 1)
         address = torch.zeros(2, SIZES.experts, dtype=torch.int64, device=device)
         self._slots = SlotTables.allocate(count, 2, device)
         self._compute = GpuCompute(SIZES, BF16, device, max_rows=rows, max_rank=16, max_slots=1)
         self._steps: list[tuple[ExpertBuffers, LayerTables]] = []
         for layer in range(count):
-            size = SIZES.experts, self.frame.num_bytes
-            frames = torch.randint(0, 60, size, dtype=torch.uint8, device=device)
-            self._steps.append((batch(rows, layer, device), LayerTables(frames, place, address, self.frame)))
+            size = SIZES.experts, self.layout.num_bytes
+            expert_slots = torch.randint(0, 60, size, dtype=torch.uint8, device=device)
+            self._steps.append((batch(rows, layer, device), LayerTables(expert_slots, place, address, self.layout)))
 
     def run(self) -> None:
         for layer, (b, tables) in enumerate(self._steps):
@@ -58,7 +58,7 @@ class Layers:
     def chosen_bytes(self) -> float:
         """Of a layer, on average."""
         distinct = statistics.mean(float(torch.unique(b.ids).numel()) for b, _ in self._steps)
-        return distinct * self.frame.num_bytes
+        return distinct * self.layout.num_bytes
 
 
 def batch(rows: int, seed: int, device: torch.device) -> ExpertBuffers:

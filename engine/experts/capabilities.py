@@ -5,7 +5,7 @@ a capability, never for a class, and offers to the outside what still holds thro
              ExpertCounters, ExpertPlaces      it counts what it computes, and knows what it holds
     bridge   PartialTasks, PackedWeights       a row's experts can be split between the CPU and the GPU
              ExpertCounters, ExpertPlaces      of what the CPU computes and holds
-    hybrid   GpuParts (engine/experts/gpu/parts.py), HotFrames, ExpertCounters of the CPU's part, ExpertPlaces
+    hybrid   GpuParts (engine/experts/gpu/parts.py), HotExperts, ExpertCounters of the CPU's part, ExpertPlaces
     gpu      ExpertPlaces
     streamed ExpertCounters, ExpertPlaces      of the backend within
 
@@ -78,11 +78,11 @@ class ExpertPlaces:
 
 
 @dataclass(frozen=True)
-class HotFrames:
-    """Experts that GPU memory holds. `frames`: uint8 [F, bytes]; `of`: by layer, int64 [E] on the host, the frame of
-    each expert, -1: none. They hold until the next step begins."""
+class HotExperts:
+    """Experts that GPU memory holds, until the next step begins. `expert_slots`: uint8 [F, bytes]; `of`: by layer,
+    int64 [E] on the host, the slot of each expert, -1: none."""
 
-    frames: torch.Tensor
+    expert_slots: torch.Tensor
     of: Callable[[int], torch.Tensor]
 
 

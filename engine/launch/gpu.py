@@ -56,7 +56,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         inner, budget = bridged(), plan.hot_expert_bytes
         return HybridExperts(
             inner, model, dtype, device, budget_bytes=budget, profile=profile,
-            frame_bytes=plan.gpu_expert_bytes, **sizes,
+            expert_bytes=plan.gpu_expert_bytes, **sizes,
         )  # fmt: skip
 
     def streamed(inner: CudaBridge | HybridExperts) -> ExpertBackend:

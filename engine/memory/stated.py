@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 
 from engine.architectures.parts.mlp import FLOAT32_MODULES
-from engine.experts.gpu.layout import frame_of
+from engine.experts.gpu.layout import expert_layout
 from engine.experts.kt import guard as kt
 from engine.experts.native import layer_bytes as native_layer_bytes
 from engine.linear import native as native_linear
@@ -32,7 +32,7 @@ def expert_bytes(inputs: Inputs, layer: int) -> int:
     if backend in _ON_NATIVE:
         return native_layer_bytes(store, inputs.element_bytes, inputs.expert_quantise)
     if inputs.gpu_packs:
-        return store.num_experts * frame_of(store, inputs.activation_bytes, inputs.expert_quantise).num_bytes
+        return store.num_experts * expert_layout(store, inputs.activation_bytes, inputs.expert_quantise).num_bytes
     return store.num_weights * inputs.element_bytes
 
 

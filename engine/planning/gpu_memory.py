@@ -66,18 +66,22 @@ def expert_items(
     device: str,
     backends: Sequence[str],
     streams: bool,
-    frame_bytes: int,
+    expert_bytes: int,
 ) -> list[Item]:
     """What experts need beside their weights: scratch memory of those that a GPU computes, the rows' pinned twins of
     those that the CPU computes, and (`streams`) two layers that are on their way to the GPU. `rows`: of a step at
-    most; `frame_bytes`: of the largest expert on the GPU."""
+    most; `expert_bytes`: of the largest expert on the GPU."""
     name, items = _name(device), []
     if not model.sparse_layers:
         return []
     if streams or {"gpu", "hybrid"} & set(backends):
         sizes = Sizes.of(model)
         scratch = GpuCompute.planned_bytes(
-            sizes, element_bytes, rows, config.max_adapter_rank, quantised=frame_bytes < sizes.frame * element_bytes
+            sizes,
+            element_bytes,
+            rows,
+            config.max_adapter_rank,
+            quantised=expert_bytes < sizes.expert_values * element_bytes,
         )
         own = HybridExperts.scratch_bytes(sizes, rows) if "hybrid" in backends else 0
         items.append(Item(name, Kind.STEP, "expert scratch", scratch + own, own))
@@ -85,7 +89,7 @@ def expert_items(
         row = ExpertBuffers.row_bytes(model.num_experts_per_tok, model.hidden_size, element_bytes)
         items.append(Item(_CPU, Kind.STEP, f"expert rows, {rows}, pinned", rows * row, rows * row))
     if streams:
-        streaming = LayerStream.buffer_bytes(Sizes.of(model), frame_bytes)
+        streaming = LayerStream.buffer_bytes(Sizes.of(model), expert_bytes)
         items.append(Item(name, Kind.OTHER, "prefill streaming, 2 layers and one packed", streaming))
         if config.max_adapter_slots:
             rank = min(TYPICAL_RANK, config.max_adapter_rank)
@@ -113,9 +117,9 @@ def _name(device: str) -> str:
     return f"GPU {int(device.partition(':')[2] or 0)}"
 
 
-def hot_expert_bytes(model: ModelConfig, left: int, kv_bytes: int, frame_bytes: int, *, asked: bool) -> int:
+def hot_expert_bytes(model: ModelConfig, left: int, kv_bytes: int, expert_bytes: int, *, asked: bool) -> int:
     """GPU memory for hybrid experts, of what is `left` for them and the KV cache: what the cache does not need for
     `kv_bytes`, and unless its size was `asked` for at least _HOT_SHARE. At most what all experts take,
-    `frame_bytes` each."""
-    every = len(model.sparse_layers) * model.num_experts * frame_bytes
+    `expert_bytes` each."""
+    every = len(model.sparse_layers) * model.num_experts * expert_bytes
     return max(0, min(max(left - kv_bytes, 0 if asked else int(_HOT_SHARE * left)), every))

@@ -17,7 +17,7 @@ from engine.config import (
     startup_adapters,
 )
 from engine.errors import AdapterError, UserError
-from engine.experts.gpu.layout import frame_bytes
+from engine.experts.gpu.layout import expert_bytes
 from engine.experts.native import scratch_bytes
 from engine.linear.gpu_weights import TABLE_BYTES
 from engine.lora.budget import AdapterBudget
@@ -277,7 +277,7 @@ def _plan(
 
 def _expert_bytes(config: EngineConfig, source: WeightSource, placement: Placement, precision: Precision) -> int:
     """The largest expert in GPU memory."""
-    return frame_bytes(source, precision.activations.itemsize, config.quantise or placement.quantise)
+    return expert_bytes(source, precision.activations.itemsize, config.quantise or placement.quantise)
 
 
 def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], asked: int | None) -> int:
@@ -292,7 +292,7 @@ def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], aske
     kv_tokens = asked_tokens(inputs)
     kv_bytes = (kv_tokens or int(wanted_tokens(config, model) / GPU_KV_SHARE)) * inputs.kv_token_bytes
     left = max(gpu.free_bytes - used, 0)
-    each = frame_bytes(inputs.source, inputs.activation_bytes, inputs.expert_quantise)
+    each = expert_bytes(inputs.source, inputs.activation_bytes, inputs.expert_quantise)
     return hot_expert_bytes(model, left, kv_bytes, each, asked=kv_tokens is not None)
 
 

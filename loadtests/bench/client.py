@@ -58,10 +58,12 @@ class Server(http.Server):
         """Never raises for what the server does; the result has the error."""
         result, began = Result(), time.perf_counter()
         try:
-            _read(await self._waited(self.post(path, body)), result)
+            answer = await self._waited(self.post(path, body))
+            result.total_s = answer.ended_s - answer.asked_s  # without what reading its events takes
+            _read(answer, result)
         except (OSError, HttpError, ValueError) as error:
             result.error = str(error) if isinstance(error, HttpError) else f"{type(error).__name__}: {error}"
-        result.total_s = time.perf_counter() - began
+            result.total_s = result.total_s or time.perf_counter() - began
         return result
 
     async def _waited(self, answer: Coroutine[Any, Any, http.Answer]) -> http.Answer:

@@ -177,6 +177,13 @@ def test_a_history_of_any_form_is_answered(server: Running, path: str) -> None:
         assert answer.status_code == 200, (odd, answer.text)
 
     check()
+    if path == "/v1/chat/completions":
+        for odd, place in (
+            ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[].tool_calls[]: left out"),
+            ({"role": "tool", "content": "x", "tool_call_id": 3}, "messages[].tool_call_id"),
+        ):
+            answer = post(server, path, {name: [USER, odd, {"role": "assistant", "content": "ok"}, USER]})
+            assert answer.status_code == 200 and place in answer.headers["warnings"], answer.headers
     for content in (None, 5, {"a": 1}, [None], [{"type": "text"}]):
         refused = post(server, path, {name: [USER, {"role": "user", "content": content}]})
         assert refused.status_code == 400 and f"{name}[1].content" in refused.text, (content, refused.text)

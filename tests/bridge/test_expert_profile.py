@@ -21,13 +21,13 @@ from tests.native.expert_layers import F32, E, H, I, K, Layer, config
 
 native: Any = pytest.importorskip("native._native") if available()[0] else pytest.skip(available()[1])
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=2)
-CPU, FRAME = torch.device("cpu"), 3 * H * I * 4
+CPU, EXPERT_VALUES = torch.device("cpu"), 3 * H * I * 4
 SIZES = {"max_rows": 8, "max_slots": 2, "max_rank": 16}
 
 
-def hybrid(profile: Path | None, frames: int) -> HybridExperts:
+def hybrid(profile: Path | None, expert_slots: int) -> HybridExperts:
     bridge = HostBridge(NativeExperts(CONFIG, F32, native.WorkerPool([[0]])), CONFIG, CPU)
-    made = HybridExperts(bridge, CONFIG, F32, CPU, budget_bytes=frames * FRAME, profile=profile, **SIZES)
+    made = HybridExperts(bridge, CONFIG, F32, CPU, budget_bytes=expert_slots * EXPERT_VALUES, profile=profile, **SIZES)
     for layer in (0, 1):
         made.load_layer(layer, Layer("F32").store)
     return made
@@ -44,11 +44,11 @@ def test_a_start_begins_with_the_experts_that_were_hot(tmp_path: Path) -> None:
     first.close()
     again = hybrid(path, 3)
     assert [(place >= 0).nonzero().flatten().tolist() for place in (again.place(0), again.place(1))] == [[2], [0, 4]]
-    frame = again._frames[int(again.place(1)[4])].view(F32)
+    expert_slot = again._expert_slots[int(again.place(1)[4])].view(F32)
     wanted = Layer("F32").store.expert("down", 4).dequantise(F32).flatten()
-    assert torch.equal(frame[2 * H * I :], wanted)
+    assert torch.equal(expert_slot[2 * H * I :], wanted)
     places = again.capability(ExpertPlaces)
-    assert places is not None and places.num_bytes() == {"CPU": 2 * E * FRAME, "GPU": 3 * FRAME}
+    assert places is not None and places.num_bytes() == {"CPU": 2 * E * EXPERT_VALUES, "GPU": 3 * EXPERT_VALUES}
     again.close()
     assert json.loads(path.read_text())["layers"]["1"][4] == 7.0 and not list(tmp_path.glob("*.partial"))
 
@@ -94,14 +94,14 @@ def test_a_folder_that_is_not_there_is_said_at_start(tmp_path: Path) -> None:
 
 
 def test_a_streamed_layer_takes_hot_experts_from_where_they_are() -> None:
-    """Whatever is hot, each expert is in the frame that its place says; hot ones are not read from host memory."""
+    """Whatever is hot, each expert is in the slot that its place says; hot ones are not read from host memory."""
     streamed = StreamedExperts(made := hybrid(None, 3), CONFIG, F32, CPU, threshold=4, **SIZES)
     marked = int(made.place(1).max())
-    made._frames.view(F32)[marked] = 7.0  # nowhere else
+    made._expert_slots.view(F32)[marked] = 7.0  # nowhere else
     streamed.begin_step(8, lora=False, eager=True)
     streamed.prefetch()
     for layer in (0, 1):
-        frames = streamed._layers.take(layer).view(F32)
+        expert_slots = streamed._layers.take(layer).view(F32)
         place = streamed._buffers[streamed._layers.number(layer)].place
         assert place.shape == (SIZES["max_slots"] + 1, E) and (place == place[0]).all()
         assert sorted(place[0].tolist()) == list(range(E))
@@ -109,7 +109,7 @@ def test_a_streamed_layer_takes_hot_experts_from_where_they_are() -> None:
             store = Layer("F32").store
             wanted = [store.expert(name, expert).dequantise(F32).flatten() for name in ("gate", "up", "down")]
             moved = int(made.place(layer)[expert]) == marked
-            seen = frames[int(place[0, expert])]
+            seen = expert_slots[int(place[0, expert])]
             assert torch.equal(seen, torch.full_like(seen, 7.0) if moved else torch.cat(wanted))
         streamed._layers.release(layer)
     streamed.close()

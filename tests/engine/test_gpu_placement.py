@@ -168,7 +168,7 @@ def test_the_scratch_memory_is_what_is_taken(model):
         taken = GpuCompute(Sizes.of(model), torch.bfloat16, torch.device("cpu"), max_slots=2, **sizes).num_bytes
         assert GpuCompute.planned_bytes(Sizes.of(model), 2, **sizes, quantised=False) == taken
         config = EngineConfig(max_adapter_rank=20)
-        plain = Sizes.of(model).frame * 2
+        plain = Sizes.of(model).expert_values * 2
         (scratch,) = expert_items(config, model, rows, 2, "cuda", ["gpu"], False, plain)
         assert scratch.num_bytes == taken
         hybrid = expert_items(config, model, rows, 2, "cuda", ["hybrid"], False, plain)
@@ -319,13 +319,13 @@ def test_without_memory_for_them_the_cpu_has_all(planned, tmp_path_factory):
 
 def test_what_fits_beside_the_cache_is_for_the_hottest(planned):
     """A cache of the size that was asked for; the rest is for experts, and at most all of them."""
-    frame = 3 * 64 * 64 * 2
+    expert = 3 * 64 * 64 * 2
     plan = planned(gpu_experts="3", **FIXED)
-    assert experts_of(plan) == ["hybrid"] and plan.hot_expert_bytes == 2 * 3 * frame
+    assert experts_of(plan) == ["hybrid"] and plan.hot_expert_bytes == 2 * 3 * expert
     line = next(line for line in plan.lines if line.startswith("experts on the GPU"))
     assert "the hottest 6 of 16" in line and "38%" in line and "would hold 10 more (62.5%)" in line
     tight = planned(free=needed(plan), rules="hybrid", **FIXED)
-    assert tight.hot_expert_bytes == 2 * 3 * frame and not tight.memory.short
+    assert tight.hot_expert_bytes == 2 * 3 * expert and not tight.memory.short
 
 
 def test_as_many_as_were_asked_for(planned):

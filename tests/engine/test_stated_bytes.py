@@ -11,7 +11,7 @@ import torch
 
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.backend import GpuExperts
-from engine.experts.gpu.layout import Sizes, frame_of
+from engine.experts.gpu.layout import Sizes, expert_layout
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts, layer_bytes
 from engine.experts.reference import ReferenceExperts
@@ -77,7 +77,7 @@ def test_gpu_experts_and_projections(kind: str, dtype: torch.dtype, quantise: st
     pack = Packer(CPU, make_pool)
     gpu = GpuExperts(CONFIG, dtype, CPU, **SIZES, quantise=quantise, pack=pack)
     gpu.load_layer(0, store)
-    assert gpu.num_bytes == E * frame_of(store, dtype.itemsize, quantise).num_bytes
+    assert gpu.num_bytes == E * expert_layout(store, dtype.itemsize, quantise).num_bytes
     weight = store.expert("gate", 0)
     linear = GpuLinearBackend(dtype, CPU, 2, 16, quantise, pack).load("p", weight, None)
     stated = matrix_of(weight, dtype.itemsize, quantise).num_bytes
@@ -122,18 +122,18 @@ def test_streamed_and_hybrid_experts(dtype: torch.dtype) -> None:
     """On the GPU, for which the CPU stands in."""
     sizes, layer = Sizes.of(CONFIG), Layer("F32")  # packed, an expert is never larger than what it is unpacked into
     bridge = HostBridge(NativeExperts(CONFIG, dtype, make_pool()), CONFIG, CPU)
-    frame = sizes.frame * dtype.itemsize
-    hybrid = HybridExperts(bridge, CONFIG, dtype, CPU, budget_bytes=3 * frame + 5, **SIZES)
+    expert = sizes.expert_values * dtype.itemsize
+    hybrid = HybridExperts(bridge, CONFIG, dtype, CPU, budget_bytes=3 * expert + 5, **SIZES)
     streamed = StreamedExperts(hybrid, CONFIG, dtype, CPU, threshold=1, **SIZES)
     for index in range(2):
         streamed.load_layer(index, layer.store)
     before = streamed.num_bytes
     streamed.begin_step(8, lora=False, eager=True)
     tables = 2 * (SIZES["max_slots"] + 1) * E * (8 + 4)
-    assert streamed.num_bytes - before == LayerStream.buffer_bytes(sizes, frame) + tables
+    assert streamed.num_bytes - before == LayerStream.buffer_bytes(sizes, expert) + tables
     hybrid.bind(0, ExpertBuffers.allocate(24, K, H, dtype))
     assert num_bytes(*hybrid._extra.values()) == HybridExperts.scratch_bytes(sizes, 24)
-    assert num_bytes(hybrid._frames) == 3 * frame
+    assert num_bytes(hybrid._expert_slots) == 3 * expert
     streamed.close()
 
 

@@ -24,26 +24,27 @@ DTYPE = BF16 if torch.cuda.is_available() else F32  # the interpreter has no bf1
 BOUND = 0.012 if DTYPE == BF16 else 2e-6
 PLAIN = ("BF16" if DTYPE == BF16 else "F32",)
 CODED = ("IQ4_XS", "MXFP4", "F8_E4M3")
-FRAME = 3 * H * I * DTYPE.itemsize
+EXPERT_VALUES = 3 * H * I * DTYPE.itemsize
 
 
-def make(device: torch.device, layers: list[Layer], frames: int) -> HybridExperts:
+def make(device: torch.device, layers: list[Layer], expert_slots: int) -> HybridExperts:
     pool: Any = _native.WorkerPool([[0, 1]])
     bridge_of = CudaBridge if device.type == "cuda" else HostBridge
     bridge = bridge_of(NativeExperts(CONFIG, DTYPE, pool), CONFIG, device)
     made = HybridExperts(
-        bridge, CONFIG, DTYPE, device, budget_bytes=frames * FRAME + 5, max_rows=24, max_slots=4, max_rank=32
+        bridge, CONFIG, DTYPE, device, budget_bytes=expert_slots * EXPERT_VALUES + 5,
+        max_rows=24, max_slots=4, max_rank=32,
     )  # fmt: skip
     for index, layer in enumerate(layers):
         made.load_layer(index, layer.store)
     return made
 
 
-@pytest.mark.parametrize("frames,kinds", [(1, PLAIN), (6, PLAIN), (40, PLAIN), (6, CODED)])
-def test_equals_the_cpu(kernel_device: torch.device, frames: int, kinds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("expert_slots,kinds", [(1, PLAIN), (6, PLAIN), (40, PLAIN), (6, CODED)])
+def test_equals_the_cpu(kernel_device: torch.device, expert_slots: int, kinds: tuple[str, ...]) -> None:
     layers = [Layer(*kinds), Layer(*kinds)]
     bound = BOUND if kinds == PLAIN else 0.025  # the CPU's rows in int8
-    hybrid = make(kernel_device, layers, frames)
+    hybrid = make(kernel_device, layers, expert_slots)
     there = ExpertBuffers.allocate(14, K, H, DTYPE, device=kernel_device)
     tasks = [hybrid.bind(layer, there) for layer in (0, 1)]
     adapters = {1: lora(4, 1, DTYPE), 2: lora(20, 2, DTYPE)}
@@ -81,7 +82,7 @@ def test_equals_the_cpu(kernel_device: torch.device, frames: int, kinds: tuple[s
         assert touched(hybrid) == [distinct(b)] * 2, "each once, wherever it is computed"
         for layer, out in zip(layers, outs, strict=True):
             assert error(out[:9].cpu(), expected(layer, b, adapters)) < bound
-    assert hybrid.mover.resident == min(frames, 2 * E) or hybrid.mover.memory.lora_frames > 0
+    assert hybrid.mover.resident == min(expert_slots, 2 * E) or hybrid.mover.memory.lora_expert_slots > 0
     assert int(hybrid.mover.policy.average.gt(1e-3).sum()) > E
     hybrid.close()
 

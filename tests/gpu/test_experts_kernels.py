@@ -9,7 +9,7 @@ from engine.experts.gpu import compute as module
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu.layout import Sizes, lora_blocks
 from engine.lora.adapter import ExpertLora
-from tests.gpu.frames import frames_of
+from tests.gpu.expert_slots import expert_slots_of
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora
 
 SIZES = Sizes(E, K, H, I)
@@ -20,8 +20,8 @@ MANY = [(500, range(E))] if torch.cuda.is_available() else []  # the interpreter
 def tables(
     layer: Layer, adapters: dict[int, ExpertLora], dtype: torch.dtype, here: list[int], device: torch.device
 ) -> tuple[LayerTables, SlotTables, list[torch.Tensor]]:
-    frame, every = frames_of(layer.store, SIZES, dtype)
-    frames = every[here].to(device)
+    expert_slot, every = expert_slots_of(layer.store, SIZES, dtype)
+    expert_slots = every[here].to(device)
     place = torch.full((8, E), -1, dtype=torch.int32)
     place[:, here] = torch.arange(len(here), dtype=torch.int32)
     slots = SlotTables.allocate(1, 8, device)
@@ -35,7 +35,7 @@ def tables(
         slots.ranks[slot] = -(-adapter.rank // 16) * 16
         slots.scales[0, slot] = torch.tensor([adapter.gate_scale, adapter.up_scale, adapter.down_scale])
     touched = torch.zeros((), dtype=torch.int64, device=device)
-    return LayerTables(frames, place.to(device), address.to(device), frame, touched), slots, keep
+    return LayerTables(expert_slots, place.to(device), address.to(device), expert_slot, touched), slots, keep
 
 
 @pytest.mark.gpu

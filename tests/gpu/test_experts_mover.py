@@ -17,7 +17,7 @@ from engine.experts.hybrid.mover import INTERVAL, Mover, Tables
 from engine.experts.native import NativeExperts
 from native import _native
 from testing.models.shapes import config
-from tests.gpu.frames import frames_of
+from tests.gpu.expert_slots import expert_slots_of
 from tests.native.expert_layers import BF16, E, Layer, lora
 
 H, I = 64, 64  # noqa: E741
@@ -40,7 +40,7 @@ def native() -> tuple[NativeExperts, dict[int, torch.Tensor]]:
     for layer, kind in zip(LAYERS, ("BF16", "Q8_0"), strict=True):
         made = Layer(kind, hidden=H, inner=I)
         experts.load_layer(layer, made.store)
-        values[layer] = frames_of(made.store, SIZES, BF16)[1]
+        values[layer] = expert_slots_of(made.store, SIZES, BF16)[1]
     return experts, values
 
 
@@ -51,7 +51,7 @@ def at(address: int, count: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * (2 * count)).from_address(address), dtype=torch.uint8).view(BF16)
 
 
-def check(mover: Mover, tables: Tables, adapters: HostAdapters, frames: torch.Tensor) -> None:
+def check(mover: Mover, tables: Tables, adapters: HostAdapters, expert_slots: torch.Tensor) -> None:
     loaded = {slot: adapters.get(slot) for slot in range(1, SLOTS + 1)}
     used = 0
     for number, layer in enumerate(LAYERS):
@@ -59,7 +59,7 @@ def check(mover: Mover, tables: Tables, adapters: HostAdapters, frames: torch.Te
             base = int(tables.place[number, 0, expert])
             used += base >= 0
             if base >= 0:
-                assert torch.equal(frames[base][: VALUES[layer].shape[1]], VALUES[layer][expert])
+                assert torch.equal(expert_slots[base][: VALUES[layer].shape[1]], VALUES[layer][expert])
             for slot in range(1, SLOTS + 1):
                 place, address = int(tables.place[number, slot, expert]), int(tables.address[number, slot, expert])
                 assert place in (-1, base)
@@ -73,19 +73,19 @@ def check(mover: Mover, tables: Tables, adapters: HostAdapters, frames: torch.Te
                         assert torch.equal(at(address, block.numel()), block)
                 elif base >= 0:
                     assert needs  # the CPU computes it only because its LoRA is not here yet
-    assert used == mover.resident <= mover.memory.frames
+    assert used == mover.resident <= mover.memory.expert_slots
 
 
 @settings(max_examples=12)
-@given(frames=st.integers(1, 20), seed=st.integers(0, 99), data=st.data())
-def test_tables_point_to_the_right_values(frames: int, seed: int, data: st.DataObject) -> None:
-    device_frames = torch.zeros(frames, SIZES.frame * 2, dtype=torch.uint8)
+@given(expert_slots=st.integers(1, 20), seed=st.integers(0, 99), data=st.data())
+def test_tables_point_to_the_right_values(expert_slots: int, seed: int, data: st.DataObject) -> None:
+    device_slots = torch.zeros(expert_slots, SIZES.expert_values * 2, dtype=torch.uint8)
     tables = Tables.allocate(len(LAYERS), SLOTS + 1, E, CPU)
     source = PackedSource(needed(NATIVE, PackedWeights), SIZES, CPU)
     for layer in LAYERS:
         source.add(layer)
     adapters = HostAdapters(SIZES, BF16, max_slots=SLOTS, max_rank=32, pin=False)
-    mover = Mover(SIZES, LAYERS, device_frames, tables, source, adapters, BF16)
+    mover = Mover(SIZES, LAYERS, device_slots, tables, source, adapters, BF16)
     g = torch.Generator().manual_seed(seed)
     for step in range(8 * INTERVAL):
         if step % 5 == 0:
@@ -94,23 +94,23 @@ def test_tables_point_to_the_right_values(frames: int, seed: int, data: st.DataO
             heat: Any = torch.rand(len(LAYERS), E, generator=g) ** 4 * 20
         tables.uses.add_(heat.int())
         mover.step()
-        check(mover, tables, adapters, device_frames)
+        check(mover, tables, adapters, device_slots)
 
 
 def test_everything_is_here_in_the_end() -> None:
-    device_frames = torch.zeros(40, SIZES.frame * 2, dtype=torch.uint8)
+    device_slots = torch.zeros(40, SIZES.expert_values * 2, dtype=torch.uint8)
     tables = Tables.allocate(len(LAYERS), SLOTS + 1, E, CPU)
     source = PackedSource(needed(NATIVE, PackedWeights), SIZES, CPU)
     for layer in LAYERS:
         source.add(layer)
     adapters = HostAdapters(SIZES, BF16, max_slots=SLOTS, max_rank=32, pin=False)
-    mover = Mover(SIZES, LAYERS, device_frames, tables, source, adapters, BF16)
+    mover = Mover(SIZES, LAYERS, device_slots, tables, source, adapters, BF16)
     adapters.put(2, ADAPTERS[2])
     for _ in range(200):
         mover.step()
     assert (tables.place >= 0).all()
-    check(mover, tables, adapters, device_frames)
+    check(mover, tables, adapters, device_slots)
     adapters.put(2, ADAPTERS[1])
     mover.step()
-    check(mover, tables, adapters, device_frames)
+    check(mover, tables, adapters, device_slots)
     assert int((tables.place[:, 2] < 0).sum()) == 5  # of layer 0's experts, three have no LoRA

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.experts.hybrid.memory import FrameMemory
+from engine.experts.hybrid.memory import ExpertSlots
 from engine.experts.hybrid.mover import INTERVAL, SWAP_STEPS
 from engine.experts.hybrid.policy import HotPolicy
 
@@ -107,21 +107,21 @@ def test_evenly_spread_routing_moves_next_to_nothing(rows: int) -> None:
     assert sum(moved[50:]) <= 10
 
 
-def test_frames_hold_experts_or_one_slots_lora() -> None:
-    memory = FrameMemory(3, 100)
+def test_expert_slots_hold_experts_or_one_slots_lora() -> None:
+    memory = ExpertSlots(3, 100)
     memory.open_slot(1, 40)
     first = memory.take()
     places = [memory.take_lora(1) for _ in range(2)]
     assert {place // 100 for place in places} == {1} and {place % 100 for place in places} == {0, 40}
-    assert memory.can_take_lora(1) and memory.num_free == 1 and memory.lora_frames == 1
+    assert memory.can_take_lora(1) and memory.num_free == 1 and memory.lora_expert_slots == 1
     memory.give_lora(1, places[0])
     assert memory.take_lora(1) == places[0]
     assert memory.take() == 2
     assert not memory.can_take_lora(1)
-    with pytest.raises(EngineError, match="no free frame"):
+    with pytest.raises(EngineError, match="no free expert slot"):
         memory.take_lora(1)
     memory.close_slot(1)
-    assert memory.num_free == 1 and memory.lora_frames == 0
+    assert memory.num_free == 1 and memory.lora_expert_slots == 0
     memory.give(first)
     assert memory.num_free == 2
     memory.open_slot(2, 101)

@@ -139,7 +139,7 @@ def test_small_batches_stay_on_the_cpu() -> None:
     assert below.streams.stream.num_bytes == 0
     run(above, step, lora)
     sizes, stream = above.streams.sizes, above.streams.stream
-    assert 0 < stream.num_bytes <= LayerStream.buffer_bytes(sizes, stream.frame(0).num_bytes)
+    assert 0 < stream.num_bytes <= LayerStream.buffer_bytes(sizes, stream.layout(0).num_bytes)
     with pytest.raises(ValueError, match=r"hidden is torch.bfloat16; these experts are streamed in torch.float32"):
         run(above, replace(step, hidden=step.hidden.bfloat16()), lora)
 

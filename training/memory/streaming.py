@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.experts.gpu.compute import CHUNK_ROWS
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.layout import ExpertLayout, Sizes
 from engine.experts.native import PROJECTIONS
 from engine.experts.streamed.layers import SLICE_EXPERTS, LayerStream
 from engine.weights.store import WeightSource
@@ -30,8 +30,8 @@ def buffer_bytes(run: Run, source: WeightSource) -> int:
     plain = all(not store.expert(name, 0).quantised for store in stores for name in PROJECTIONS)
     plain = plain and run.config.kt_backend != "AMXInt8"
     values = min(SLICE_EXPERTS, sizes.experts) * sizes.hidden * sizes.inner
-    frame = Frame.of(sizes, ("f32",) * 3, run.element).num_bytes
-    return LayerStream.buffer_bytes(sizes, frame) + values * (2 * run.element if plain else 24)
+    expert = ExpertLayout.of(sizes, ("f32",) * 3, run.element).num_bytes
+    return LayerStream.buffer_bytes(sizes, expert) + values * (2 * run.element if plain else 24)
 
 
 def scratch_bytes(run: Run) -> int:

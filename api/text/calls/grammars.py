@@ -82,9 +82,10 @@ def _objects(schemas: Mapping[str, Mapping[str, Any]], form: ToolFormat, texts: 
 def _marked(schemas: Mapping[str, Mapping[str, Any]], marks: Marks, texts: Literals) -> Iterator[str]:
     for i, (name, schema) in enumerate(schemas.items()):
         before, after = marks.around(name)
-        head = texts.written(before)
         if marks.numbered:
             head = f"{texts.written(f'{marks.begin}functions.{name}:')} /[0-9]{{1,4}}/ {texts.written(marks.separator)}"
+        else:
+            head = texts.written(before)
         yield f"body_{i}: {head} {json_rule(schema)} {texts.written(after)}"
 
 

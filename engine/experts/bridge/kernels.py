@@ -83,8 +83,8 @@ def copy_inputs(
     last = tl.atomic_xchg(chosen + expert, tl.full([KP], 0, tl.int64) + number, mask=valid, sem="relaxed")
     if HYBRID:
         tl.atomic_add(uses + expert, 1, mask=valid, sem="relaxed")
-        frame = tl.load(place + slot * E + expert, mask=valid, other=-1)
-        expert = tl.where(frame >= 0, -1, expert)
+        expert_slot = tl.load(place + slot * E + expert, mask=valid, other=-1)
+        expert = tl.where(expert_slot >= 0, -1, expert)
     tl.store(host_ids + row * K + j, expert, mask=j < K)
     tl.store(host_weights + row * K + j, tl.load(weights + row * K + j, mask=j < K, other=0), mask=j < K)
     tl.store(host_slots + row, slot)

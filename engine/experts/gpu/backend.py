@@ -12,7 +12,7 @@ from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces, TouchedExperts
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu.layout import PROJECTIONS, Frame, Sizes, frame_of, lora_blocks
+from engine.experts.gpu.layout import PROJECTIONS, ExpertLayout, Sizes, expert_layout, lora_blocks
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora, padded_rank
 from engine.weights.store import ExpertStore
@@ -62,23 +62,23 @@ class GpuExperts(ExpertBackend):
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights on the GPU."""
-        return sum(t.frames.numel() * t.frames.element_size() for t in self._layers.values())
+        return sum(t.expert_slots.numel() * t.expert_slots.element_size() for t in self._layers.values())
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
-        frame = frame_of(store, self._dtype.itemsize, self._quantise)
-        frames = self._frames(store, frame)
+        layout = expert_layout(store, self._dtype.itemsize, self._quantise)
+        expert_slots = self._expert_slots(store, layout)
         slots, experts = self._compute.max_slots, self._sizes.experts
         place = torch.arange(experts, dtype=torch.int32, device=self._device).repeat(slots, 1)
         address = torch.zeros(slots, experts, dtype=torch.int64, device=self._device)
-        self._layers[layer] = LayerTables(frames, place, address, frame, self._touched.counts[layer])
+        self._layers[layer] = LayerTables(expert_slots, place, address, layout, self._touched.counts[layer])
 
     @torch.inference_mode(False)
-    def _frames(self, store: ExpertStore, frame: Frame) -> torch.Tensor:
-        frames = torch.empty(self._sizes.experts, frame.num_bytes, dtype=torch.uint8, device=self._device)
-        for name, matrix, at in zip(PROJECTIONS, frame.matrices, frame.starts, strict=True):
+    def _expert_slots(self, store: ExpertStore, layout: ExpertLayout) -> torch.Tensor:
+        expert_slots = torch.empty(self._sizes.experts, layout.num_bytes, dtype=torch.uint8, device=self._device)
+        for name, matrix, at in zip(PROJECTIONS, layout.matrices, layout.starts, strict=True):
             weights = [store.expert(name, expert) for expert in range(self._sizes.experts)]
-            self._pack.put(weights, matrix, frames[:, at : at + matrix.num_bytes], self._dtype)
-        return frames
+            self._pack.put(weights, matrix, expert_slots[:, at : at + matrix.num_bytes], self._dtype)
+        return expert_slots
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         if not 1 <= slot < self._compute.max_slots:

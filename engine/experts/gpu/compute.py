@@ -11,7 +11,7 @@ import torch
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.index import MOST_CHOICES, Index, add_touched, build, most_blocks
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.layout import ExpertLayout, Sizes
 from engine.experts.gpu.products import (
     LEAST_BLOCK_ROWS,
     Product,
@@ -29,17 +29,18 @@ CHUNK_ROWS = 8192  # rows computed at a time: bounds the scratch memory
 WIDE_ROWS = 4096  # of a chunk, up to which a choice's result is kept in float32 before a row's are added up
 _F32 = 4
 
-Parts: TypeAlias = Iterable[tuple[Product, torch.Tensor]]  # products, and the frames [E] of the experts in each
+Parts: TypeAlias = Iterable[tuple[Product, torch.Tensor]]  # products, and the expert slots [E] of the experts in each
 
 
 @dataclass(frozen=True)
 class LayerTables:
     """A layer as the kernels find it, all on the device and free to change between steps."""
 
-    frames: torch.Tensor  # [F, >= bytes of a frame] uint8, or the same memory in the model's dtype
-    place: torch.Tensor  # int32 [slots, E]: frame of an expert for rows of a slot, -1 if another backend computes it
+    expert_slots: torch.Tensor  # [F, >= bytes of an expert] uint8, or the same memory in the model's dtype
+    # int32 [adapter slots, E]: expert slot of an expert for rows of an adapter slot, -1 if another backend computes it
+    place: torch.Tensor
     lora_address: torch.Tensor  # int64 [slots, E]: an expert's LoRA block, 0 if it has none
-    frame: Frame | None = None  # what a frame holds; None: plain numbers of the model's dtype
+    layout: ExpertLayout | None = None  # how an expert lies in its slot; None: plain numbers of the model's dtype
     touched: torch.Tensor | None = None  # int64 []: calls add their distinct experts, of which none is elsewhere
 
 
@@ -99,8 +100,8 @@ class GpuCompute:
             return int(self._index.num_blocks)
         b, place = self._by_choice
         ids = b.ids[: int(b.bsz)].long()
-        frames = place[b.slots[: len(ids), None].long(), ids.clamp(min=0)]
-        return int(((ids >= 0) & (frames >= 0)).sum())
+        expert_slots = place[b.slots[: len(ids), None].long(), ids.clamp(min=0)]
+        return int(((ids >= 0) & (expert_slots >= 0)).sum())
 
     def run(
         self, b: ExpertBuffers, layer: LayerTables, slots: SlotTables, number: int, out: torch.Tensor, lora: bool
@@ -137,7 +138,7 @@ class GpuCompute:
 
         s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
         self._by_choice = None
-        if not lora and (single := choice_products(layer.frame, layer.frames, tiles, self.dtype, s)):
+        if not lora and (single := choice_products(layer.layout, layer.expert_slots, tiles, self.dtype, s)):
             self._run_choices(b, layer, *single, touched)
             return
         if b.ids.numel() > MOST_CHOICES:
@@ -165,14 +166,14 @@ class GpuCompute:
             lora_a(b.hidden, False)
         for gate_up, place in gates:
             gate_up.kernel[gate_up.grid(blocks, s.inner)](
-                b.hidden, gate_up.frames, place, self._h, self._t, b.slots, *tables, address, ranks,
+                b.hidden, gate_up.expert_slots, place, self._h, self._t, b.slots, *tables, address, ranks,
                 **wide, BN=gate_up.columns, **gate_up.constants,
             )  # fmt: skip
         if lora:
             lora_a(self._h, True)
         for down, place in downs:
             down.kernel[down.grid(blocks, s.hidden)](
-                self._h, down.frames, place, y, self._t, b.weights, b.slots, *tables, address, ranks,
+                self._h, down.expert_slots, place, y, self._t, b.weights, b.slots, *tables, address, ranks,
                 **wide, BN=down.columns, **down.constants,
             )  # fmt: skip
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
@@ -197,31 +198,31 @@ class GpuCompute:
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
         tables = (b.bsz, b.ids, b.slots, layer.place)
         gate_up.kernel[gate_up.grid(b.ids.numel(), s.inner)](
-            *tables, b.bsz if touched is None else touched, b.hidden, gate_up.frames, self._h,
+            *tables, b.bsz if touched is None else touched, b.hidden, gate_up.expert_slots, self._h,
             **common, EP=1 << (s.experts - 1).bit_length(), COUNT=touched is not None, BN=gate_up.columns,
             **gate_up.constants,
         )  # fmt: skip
         down.kernel[down.grid(b.max_rows, s.hidden)](
-            *tables, self._h, b.weights, down.frames, b.out,
+            *tables, self._h, b.weights, down.expert_slots, b.out,
             **common, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,
         )  # fmt: skip
 
     def _products(self, layer: LayerTables, tiles: Tiles, rows: int) -> tuple[Parts, Parts]:
         """How gate and up, and down, of so many rows are computed."""
-        s, frame, place = self.sizes, layer.frame, layer.place[0]
-        if frame is None or frame.plain:
-            numbers = layer.frames.view(self.dtype)
+        s, layout, place = self.sizes, layer.layout, layer.place[0]
+        if layout is None or layout.plain:
+            numbers = layer.expert_slots.view(self.dtype)
             down = plain_down(numbers, 2 * s.hidden * s.inner, s, tiles)
             return [(plain_gate_up(numbers, s, tiles), place)], [(down, place)]
-        frames = layer.frames.view(torch.uint8)
-        if Widened.pays(s, rows) and not any(matrix.plain for matrix in frame.matrices):
-            both = self._widened.parts(frames, place, 0, frame.gate, frame.up)
-            last = self._widened.parts(frames, place, frame.starts[2], frame.down)
+        expert_slots = layer.expert_slots.view(torch.uint8)
+        if Widened.pays(s, rows) and not any(matrix.plain for matrix in layout.matrices):
+            both = self._widened.parts(expert_slots, place, 0, layout.gate, layout.up)
+            last = self._widened.parts(expert_slots, place, layout.starts[2], layout.down)
             return (
                 ((plain_gate_up(plain, s, tiles), here) for plain, here in both),
                 ((plain_down(plain, 0, s, tiles), here) for plain, here in last),
             )
-        gate_up, down = tiled_products(frame, frames, tiles, self.dtype)
+        gate_up, down = tiled_products(layout, expert_slots, tiles, self.dtype)
         return [(gate_up, place)], [(down, place)]
 
 

@@ -5,7 +5,7 @@ cut into blocks of rows of one expert.
     start [E + 1]    first position of each expert; start[E] counts the choices that are computed
     block_expert, block_first [B], num_blocks [1]: block b holds positions block_first .. of one expert
 
-A choice is computed if its row counts (row < bsz), its id is not -1 and place [slots, E] gives its expert a frame for
+A choice is computed if its row counts (row < bsz), its id is not -1 and place [slots, E] gives its expert a slot for
 the row's slot (an expert may be here without every adapter's part of it). All of it
 is made on the device from what bsz says there, so that a graph can hold it. `build` is the plain form, for large
 batches; `index_kernel` makes the same in one launch, and its work follows bsz.

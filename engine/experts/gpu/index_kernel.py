@@ -25,8 +25,8 @@ def choices(at, n, ids, slots, place, K: tl.constexpr, E: tl.constexpr):
     expert = tl.load(ids + at, mask=at < n, other=-1).to(tl.int32)
     inside = expert >= 0
     slot = tl.load(slots + row, mask=inside, other=0)
-    frame = tl.load(place + slot * E + expert, mask=inside, other=-1)
-    return tl.where(frame >= 0, expert, E), slot
+    expert_slot = tl.load(place + slot * E + expert, mask=inside, other=-1)
+    return tl.where(expert_slot >= 0, expert, E), slot
 
 
 @triton.jit(do_not_specialize=["rows", "touched"])

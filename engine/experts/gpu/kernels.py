@@ -10,7 +10,7 @@ A block is up to BM choices of one expert (index.py); within it the adapters are
 weights are read once for all of them, and a block of base rows does no LoRA work. Blocks that the batch does not
 have, and those of experts that are not in `place`, end at once. The tiles of a block run beside one another, so that
 its rows are read from memory once, not once for each tile. Sums run in one order whatever the other rows are.
-Layouts: layout.py; FRAME is a frame's size in values. Experts that are quantised here have products of their own
+Layouts: layout.py; SIZE is an expert slot's, in values. Experts that are quantised here have products of their own
 (tiled_kernels.py).
 """
 
@@ -124,21 +124,21 @@ def with_lora_down(
 
 @triton.jit
 def gate_up(
-    x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    FRAME: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     if b >= tl.load(num_blocks):
         return
-    frame = tl.load(place + tl.load(block_expert + b)).to(tl.int64)
-    if frame < 0:
+    expert_slot = tl.load(place + tl.load(block_expert + b)).to(tl.int64)
+    if expert_slot < 0:
         return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     at_k = tl.arange(0, BK)
     row = (choice // K).to(tl.int64)
-    weights = frames + frame * FRAME
+    weights = expert_slots + expert_slot * SIZE
     xs_at = x + row[:, None] * H + at_k[None, :]
     gate_at = weights + n[:, None] * H + at_k[None, :]
     gate = tl.zeros([BM, BN], tl.float32)
@@ -156,21 +156,21 @@ def gate_up(
 
 @triton.jit
 def down(
-    h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    h, expert_slots, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    FRAME: tl.constexpr, DOWN_AT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    SIZE: tl.constexpr, DOWN_AT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     if b >= tl.load(num_blocks):
         return
-    frame = tl.load(place + tl.load(block_expert + b)).to(tl.int64)
-    if frame < 0:
+    expert_slot = tl.load(place + tl.load(block_expert + b)).to(tl.int64)
+    if expert_slot < 0:
         return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     at_k = tl.arange(0, BK)
     hs_at = h + position[:, None].to(tl.int64) * MID + at_k[None, :]
-    down_at = frames + frame * FRAME + DOWN_AT + n[:, None] * MID + at_k[None, :]
+    down_at = expert_slots + expert_slot * SIZE + DOWN_AT + n[:, None] * MID + at_k[None, :]
     sums = tl.zeros([BM, BN], tl.float32)
     for k in range(0, MID, BK):
         hs = tl.load(hs_at + k, mask=real[:, None], other=0)
@@ -194,6 +194,6 @@ def combine(
     sums = tl.zeros([BLOCK], tl.float32)
     for j in range(K):
         expert = tl.load(ids + row * K + j)
-        frame = tl.load(place + expert, mask=expert >= 0, other=-1)
-        sums += tl.load(y + (row * K + j) * H + n, mask=(n < H) & (frame >= 0), other=0).to(tl.float32)
+        expert_slot = tl.load(place + expert, mask=expert >= 0, other=-1)
+        sums += tl.load(y + (row * K + j) * H + n, mask=(n < H) & (expert_slot >= 0), other=0).to(tl.float32)
     tl.store(out + row * H + n, sums.to(out.dtype.element_ty), mask=n < H)

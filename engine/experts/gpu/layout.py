@@ -1,6 +1,6 @@
 """How experts and their LoRA lie in GPU memory.
 
-    frame of an expert   | gate [I, H] | up [I, H] | down [H, I] |                     one frame per resident expert
+    an expert's slot     | gate [I, H] | up [I, H] | down [H, I] |                     one per resident expert
                          each as the file has it, in tiles (engine/weights/tiled), or rows of plain numbers
     LoRA of an expert    | A gate [r, H] | A up [r, H] | A down [r, I] | B gate [I, r] | B up [I, r] | B down [H, r] |
 
@@ -44,8 +44,8 @@ class Sizes:
         return sizes
 
     @property
-    def frame(self) -> int:
-        """Values of a frame."""
+    def expert_values(self) -> int:
+        """Values of an expert's weights."""
         return 3 * self.hidden * self.inner
 
     def lora_block(self, rank: int) -> int:
@@ -54,7 +54,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ExpertLayout:
     """An expert's matrices, one behind the other."""
 
     gate: Matrix
@@ -62,7 +62,7 @@ class Frame:
     down: Matrix
 
     @classmethod
-    def of(cls, sizes: Sizes, forms: Sequence[str], element_bytes: int) -> Frame:
+    def of(cls, sizes: Sizes, forms: Sequence[str], element_bytes: int) -> ExpertLayout:
         """`forms`: the CPU's packed formats of gate, up and down; `element_bytes`: of what is not quantised here."""
         h, i = sizes.hidden, sizes.inner
         shapes = zip(forms, ((i, h), (i, h), (h, i)), strict=True)
@@ -87,16 +87,16 @@ class Frame:
         return sum(matrix.num_bytes for matrix in self.matrices)
 
 
-def frame_of(store: ExpertStore, element_bytes: int, quantise: str | None) -> Frame:
+def expert_layout(store: ExpertStore, element_bytes: int, quantise: str | None) -> ExpertLayout:
     """Of a stored layer's experts. `element_bytes` of what is not quantised; `quantise`: what becomes of weights that
     the file does not quantise."""
-    return Frame(*(matrix_of(store.expert(name, 0), element_bytes, quantise) for name in PROJECTIONS))
+    return ExpertLayout(*(matrix_of(store.expert(name, 0), element_bytes, quantise) for name in PROJECTIONS))
 
 
-def frame_bytes(source: WeightSource, element_bytes: int, quantise: str | None) -> int:
+def expert_bytes(source: WeightSource, element_bytes: int, quantise: str | None) -> int:
     """The largest expert on a GPU."""
     stores = (source.experts(layer) for layer in source.config.sparse_layers)
-    return max((frame_of(store, element_bytes, quantise).num_bytes for store in stores), default=0)
+    return max((expert_layout(store, element_bytes, quantise).num_bytes for store in stores), default=0)
 
 
 def lora_blocks(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.layout import ExpertLayout, Sizes
 from engine.weights.tiled.layout import Matrix
 
 # rows of an expert, on average, up to which they are computed one after another: of 4-bit weights, and of others
@@ -37,10 +37,10 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Product:
-    """A kernel over the frames, whose programs compute so many columns each."""
+    """A kernel over the expert slots, whose programs compute so many columns each."""
 
     kernel: Any
-    frames: torch.Tensor
+    expert_slots: torch.Tensor
     columns: int
     constants: dict[str, Any]
     beside: bool = False  # whether programs of one block follow one another, not those of the same columns
@@ -69,53 +69,56 @@ def _divisor(size: int, most: int) -> int:
     return next(d for d in (most, most // 2, most // 4, 32) if size % d == 0 and d >= 32)
 
 
-def tiled_products(frame: Frame, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> tuple[Product, Product]:
-    """Gate and up, and down, of experts in tiles; `frames` uint8 [F, >= frame.num_bytes]."""
+def tiled_products(
+    layout: ExpertLayout, expert_slots: torch.Tensor, tiles: Tiles, dtype: torch.dtype
+) -> tuple[Product, Product]:
+    """Gate and up, and down, of experts in tiles; `expert_slots` uint8 [F, >= layout.num_bytes]."""
     from engine.experts.gpu import tiled_kernels as kernels
     from engine.weights.tiled.dots import tiles_at_once
 
-    _, up_at, down_at = frame.starts
-    fast = dtype == torch.bfloat16 and frames.is_cuda  # the interpreter runs no assembly
-    common: dict[str, Any] = {"FRAME": frames.stride(0), "FAST": fast}
-    gate_up: dict[str, Any] = common | {"WG": frame.gate.constants, "WU": frame.up.constants, "UP_AT": up_at}
-    down: dict[str, Any] = common | {"WD": frame.down.constants, "DOWN_AT": down_at}
-    single = VECTOR_ROWS if any(matrix.low == 4 for matrix in frame.matrices if not matrix.plain) else BYTE_VECTOR_ROWS
+    _, up_at, down_at = layout.starts
+    fast = dtype == torch.bfloat16 and expert_slots.is_cuda  # the interpreter runs no assembly
+    common: dict[str, Any] = {"SIZE": expert_slots.stride(0), "FAST": fast}
+    gate_up: dict[str, Any] = common | {"WG": layout.gate.constants, "WU": layout.up.constants, "UP_AT": up_at}
+    down: dict[str, Any] = common | {"WD": layout.down.constants, "DOWN_AT": down_at}
+    single = VECTOR_ROWS if any(matrix.low == 4 for matrix in layout.matrices if not matrix.plain) else BYTE_VECTOR_ROWS
     # single rows of e4m3 meet matrix instructions: there is no product of them in integers
-    if tiles.each <= single and not (fast and any(matrix.e4m3 for matrix in frame.matrices)):
+    if tiles.each <= single and not (fast and any(matrix.e4m3 for matrix in layout.matrices)):
         gate_up |= {
-            "TG": tiles_at_once(frame.gate.constants),
-            "TU": tiles_at_once(frame.up.constants),
+            "TG": tiles_at_once(layout.gate.constants),
+            "TU": tiles_at_once(layout.up.constants),
             "num_warps": 8,
             "num_stages": 1,
         }
-        down |= {"TD": tiles_at_once(frame.down.constants), "num_warps": 8, "num_stages": 1}
+        down |= {"TD": tiles_at_once(layout.down.constants), "num_warps": 8, "num_stages": 1}
         return (
-            Product(kernels.gate_up_rows, frames, 16, gate_up),
-            Product(kernels.down_rows, frames, 16, down),
+            Product(kernels.gate_up_rows, expert_slots, 16, gate_up),
+            Product(kernels.down_rows, expert_slots, 16, down),
         )
     make = _few if tiles.bm <= LEAST_BLOCK_ROWS else _many
-    inner, rest = make(tiles, frame.gate.n, frame.gate, frame.up)
-    gate_up |= rest | {"TOGETHER": make is _many and frame.gate == frame.up}
-    hidden, rest = make(tiles, frame.down.n, frame.down)
-    return Product(kernels.gate_up, frames, inner, gate_up), Product(kernels.down, frames, hidden, down | rest)
+    inner, rest = make(tiles, layout.gate.n, layout.gate, layout.up)
+    gate_up |= rest | {"TOGETHER": make is _many and layout.gate == layout.up}
+    hidden, rest = make(tiles, layout.down.n, layout.down)
+    down |= rest
+    return Product(kernels.gate_up, expert_slots, inner, gate_up), Product(kernels.down, expert_slots, hidden, down)
 
 
-def plain_gate_up(frames: torch.Tensor, sizes: Sizes, tiles: Tiles) -> Product:
-    """Gate and up of plain numbers; `frames` [F, values]."""
+def plain_gate_up(expert_slots: torch.Tensor, sizes: Sizes, tiles: Tiles) -> Product:
+    """Gate and up of plain numbers; `expert_slots` [F, values]."""
     from engine.experts.gpu import kernels
 
     columns = _divisor(sizes.inner, 128) if tiles.bm == _MANY_ROWS else tiles.bn_gate_up
-    constants = {"FRAME": frames.shape[1], "BK": tiles.bk_hidden}
-    return Product(kernels.gate_up, frames, columns, constants | _plain(tiles), beside=True)
+    constants = {"SIZE": expert_slots.shape[1], "BK": tiles.bk_hidden}
+    return Product(kernels.gate_up, expert_slots, columns, constants | _plain(tiles), beside=True)
 
 
-def plain_down(frames: torch.Tensor, first: int, sizes: Sizes, tiles: Tiles) -> Product:
-    """Down, which begins at the value `first` of a frame."""
+def plain_down(expert_slots: torch.Tensor, first: int, sizes: Sizes, tiles: Tiles) -> Product:
+    """Down, which begins at the value `first` of an expert."""
     from engine.experts.gpu import kernels
 
     columns = _divisor(sizes.hidden, 256) if tiles.bm == _MANY_ROWS else tiles.bn_down
-    constants = {"FRAME": frames.shape[1], "DOWN_AT": first, "BK": tiles.bk_inner}
-    return Product(kernels.down, frames, columns, constants | _plain(tiles), beside=True)
+    constants = {"SIZE": expert_slots.shape[1], "DOWN_AT": first, "BK": tiles.bk_inner}
+    return Product(kernels.down, expert_slots, columns, constants | _plain(tiles), beside=True)
 
 
 def _plain(tiles: Tiles) -> dict[str, Any]:
@@ -123,26 +126,28 @@ def _plain(tiles: Tiles) -> dict[str, Any]:
 
 
 def choice_products(
-    frame: Frame | None, frames: torch.Tensor, tiles: Tiles, dtype: torch.dtype, sizes: Sizes
+    layout: ExpertLayout | None, expert_slots: torch.Tensor, tiles: Tiles, dtype: torch.dtype, sizes: Sizes
 ) -> tuple[Product, Product] | None:
     """Gate and up, and down with the sum of a row's choices, of few rows without adapters; None for other steps."""
-    if frame is None or frame.plain:
-        return _plain_choice_products(frames.view(dtype), sizes) if tiles.each <= PLAIN_CHOICE_ROWS else None
+    if layout is None or layout.plain:
+        return _plain_choice_products(expert_slots.view(dtype), sizes) if tiles.each <= PLAIN_CHOICE_ROWS else None
     if dtype not in INTEGERS or tiles.each > CHOICE_ROWS:
         return None
-    if any(matrix.plain or matrix.e4m3 for matrix in frame.matrices):
+    if any(matrix.plain or matrix.e4m3 for matrix in layout.matrices):
         return None
     from engine.experts.gpu import row_kernels as kernels
     from engine.weights.tiled.dots import tiles_at_once
 
-    _, up_at, down_at = frame.starts
-    gate, up, down = (matrix.constants for matrix in frame.matrices)
-    frames = frames.view(torch.uint8)
-    common: dict[str, Any] = {"FRAME": frames.stride(0), "ASSEMBLY": frames.is_cuda, "num_stages": 1, "num_warps": 8}
-    at_once = {"TG": tiles_at_once(gate), "TU": tiles_at_once(up)}
+    _, up_at, down_at = layout.starts
+    gate, up, down = (matrix.constants for matrix in layout.matrices)
+    expert_slots = expert_slots.view(torch.uint8)
+    common: dict[str, Any] = {"SIZE": expert_slots.stride(0), "ASSEMBLY": expert_slots.is_cuda}
+    common |= {"num_stages": 1, "num_warps": 8}
+    first = {"TG": tiles_at_once(gate), "TU": tiles_at_once(up), "WG": gate, "WU": up, "UP_AT": up_at}
+    last = {"TD": tiles_at_once(down), "WD": down, "DOWN_AT": down_at}
     return (
-        Product(kernels.gate_up_choices, frames, 16, common | at_once | {"WG": gate, "WU": up, "UP_AT": up_at}),
-        Product(kernels.down_choices, frames, 8, common | {"TD": tiles_at_once(down), "WD": down, "DOWN_AT": down_at}),
+        Product(kernels.gate_up_choices, expert_slots, 16, common | first),
+        Product(kernels.down_choices, expert_slots, 8, common | last),
     )
 
 
@@ -178,12 +183,12 @@ def _many(tiles: Tiles, columns: int, *matrices: Matrix) -> tuple[int, dict[str,
     return _divisor(columns, most), constants
 
 
-def _plain_choice_products(frames: torch.Tensor, sizes: Sizes) -> tuple[Product, Product]:
+def _plain_choice_products(expert_slots: torch.Tensor, sizes: Sizes) -> tuple[Product, Product]:
     from engine.experts.gpu import row_kernels as kernels
 
-    gate_up: dict[str, Any] = {"FRAME": frames.shape[1], "BK": _divisor(sizes.hidden, 2048), "num_warps": 8}
-    down: dict[str, Any] = {"FRAME": frames.shape[1], "BK": _divisor(sizes.inner, 256), "num_warps": 1}
+    gate_up: dict[str, Any] = {"SIZE": expert_slots.shape[1], "BK": _divisor(sizes.hidden, 2048), "num_warps": 8}
+    down: dict[str, Any] = {"SIZE": expert_slots.shape[1], "BK": _divisor(sizes.inner, 256), "num_warps": 1}
     return (
-        Product(kernels.plain_gate_up_choices, frames, 2, gate_up),
-        Product(kernels.plain_down_choices, frames, 1, down),
+        Product(kernels.plain_gate_up_choices, expert_slots, 2, gate_up),
+        Product(kernels.plain_down_choices, expert_slots, 1, down),
     )

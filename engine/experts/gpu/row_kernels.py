@@ -4,9 +4,9 @@
     down_choices      out = sum of w (down h) in the order of a row's choices     grid (rows, tiles of H)
 
 Experts that several rows chose are read as often, and count once: COUNT adds a step's distinct experts to `touched`
-int64 []. Of tiles, rows' values are int8 by groups in all products
-(engine/weights/tiled/dots.py); `W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes. Plain
-numbers (`plain_*`, FRAME in values) are multiplied in float32.
+int64 []. Of tiles, rows' values are int8 by groups in all products (engine/weights/tiled/dots.py); `W*` are
+Matrix.constants, `*_AT` a matrix's place in an expert slot of SIZE bytes. Plain numbers (`plain_*`, SIZE in values)
+are multiplied in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
@@ -19,8 +19,8 @@ from engine.weights.tiled.dots import row_products
 
 
 @triton.jit
-def _frame(bsz, ids, slots, place, choice, K: tl.constexpr, E: tl.constexpr):
-    """The frame of a choice's expert; -1 if it is not computed here."""
+def _expert_slot(bsz, ids, slots, place, choice, K: tl.constexpr, E: tl.constexpr):
+    """The expert slot of a choice's expert; -1 if it is not computed here."""
     row = choice // K
     expert = tl.load(ids + choice, mask=row < tl.load(bsz), other=-1)
     return tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
@@ -39,15 +39,15 @@ def _count(touched, ids, choice, E: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["touched"])
 def gate_up_choices(
-    bsz, ids, slots, place, touched, x, frames, h,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr,
+    bsz, ids, slots, place, touched, x, expert_slots, h,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
     EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
     row = choice // K
-    frame = _frame(bsz, ids, slots, place, choice, K, E)
-    if frame < 0:
+    expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
+    if expert_slot < 0:
         return
     if COUNT:  # noqa: SIM102 - a constant of the kernel, and a condition within it
         if tl.program_id(1) == 0:
@@ -55,7 +55,7 @@ def gate_up_choices(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     one = tl.arange(0, 1)
     xs = x + row.to(tl.int64) * H + one
-    matrix = frames + frame.to(tl.int64) * FRAME
+    matrix = expert_slots + expert_slot.to(tl.int64) * SIZE
     if WG == WU:
         two = tl.arange(0, 2)
         both = row_products(xs, matrix + two * UP_AT, n, two < 2, WG, 1, 2, BN, TG, ASSEMBLY)
@@ -69,8 +69,8 @@ def gate_up_choices(
 
 @triton.jit
 def down_choices(
-    bsz, ids, slots, place, h, weights, frames, out,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr,
+    bsz, ids, slots, place, h, weights, expert_slots, out,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     WD: tl.constexpr, TD: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """J: a power of two from K on."""
@@ -81,10 +81,10 @@ def down_choices(
     choice = row * K + j
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     expert = tl.load(ids + choice, mask=j < K, other=-1)
-    frame = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
-    real = frame >= 0
+    expert_slot = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+    real = expert_slot >= 0
     hs = h + tl.where(real, choice, row * K).to(tl.int64) * MID
-    matrix = frames + tl.where(real, frame, 0).to(tl.int64) * FRAME + DOWN_AT
+    matrix = expert_slots + tl.where(real, expert_slot, 0).to(tl.int64) * SIZE + DOWN_AT
     sums = row_products(hs, matrix, n, real, WD, J, J, BN, TD, ASSEMBLY)
     weight = tl.load(weights + choice, mask=real, other=0)
     total = tl.sum(tl.where(real[:, None], sums * weight[:, None], 0.0), 0)
@@ -93,13 +93,13 @@ def down_choices(
 
 @triton.jit(do_not_specialize=["touched"])
 def plain_gate_up_choices(
-    bsz, ids, slots, place, touched, x, frames, h,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr,
+    bsz, ids, slots, place, touched, x, expert_slots, h,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
-    frame = _frame(bsz, ids, slots, place, choice, K, E)
-    if frame < 0:
+    expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
+    if expert_slot < 0:
         return
     if COUNT:  # noqa: SIM102 - a constant of the kernel, and a condition within it
         if tl.program_id(1) == 0:
@@ -107,7 +107,7 @@ def plain_gate_up_choices(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     xs_at = x + (choice // K).to(tl.int64) * H + k
-    gate_at = frames + frame.to(tl.int64) * FRAME + n[:, None] * H + k[None, :]
+    gate_at = expert_slots + expert_slot.to(tl.int64) * SIZE + n[:, None] * H + k[None, :]
     gate = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
     for at in tl.static_range(0, H, BK):
@@ -121,8 +121,8 @@ def plain_gate_up_choices(
 
 @triton.jit
 def plain_down_choices(
-    bsz, ids, slots, place, h, weights, frames, out,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, FRAME: tl.constexpr,
+    bsz, ids, slots, place, h, weights, expert_slots, out,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
     J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """J: a power of two from K on."""
@@ -131,18 +131,18 @@ def plain_down_choices(
         return
     j = tl.arange(0, J)
     expert = tl.load(ids + row * K + j, mask=j < K, other=-1)
-    frame = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
-    weight = tl.load(weights + row * K + j, mask=frame >= 0, other=0)
+    expert_slot = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+    weight = tl.load(weights + row * K + j, mask=expert_slot >= 0, other=0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     hs_at = h + row.to(tl.int64) * K * MID + k
-    down_at = frames + 2 * H * MID + n[:, None] * MID + k[None, :]
+    down_at = expert_slots + 2 * H * MID + n[:, None] * MID + k[None, :]
     sums = tl.zeros([BN, BK], tl.float32)  # of all choices: one sum over threads, and no load waits for another's
     for choice in tl.static_range(K):
-        mine = tl.max(tl.where(j == choice, frame, -1), 0)
+        mine = tl.max(tl.where(j == choice, expert_slot, -1), 0)
         scale = tl.sum(tl.where(j == choice, weight, 0.0), 0)
         for at in tl.static_range(0, MID, BK):
             hs = tl.load(hs_at + choice * MID + at, mask=(mine >= 0) & (k < BK), other=0).to(tl.float32)
-            ws = tl.load(down_at + mine.to(tl.int64) * FRAME + at, mask=(mine >= 0) & (n < H)[:, None], other=0)
+            ws = tl.load(down_at + mine.to(tl.int64) * SIZE + at, mask=(mine >= 0) & (n < H)[:, None], other=0)
             sums += ws.to(tl.float32) * (hs * scale)[None, :]
     tl.store(out + row.to(tl.int64) * H + n, tl.sum(sums, 1).to(out.dtype.element_ty))

@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import ExpertBackendError
 from engine.experts.capabilities import PackedWeights
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.layout import ExpertLayout, Sizes
 from engine.weights.tiled.convert import put_tiles
 from engine.weights.tiled.panels import PANEL, panel_bytes, unpack
 
@@ -25,7 +25,7 @@ class PackedLayer:
     def __init__(self, layer: Any, sizes: Sizes) -> None:
         self.sizes = sizes
         self.formats: list[str] = layer.formats
-        self._frames: dict[int, Frame] = {}
+        self._layouts: dict[int, ExpertLayout] = {}
         self._owner = layer
         self._unpin: weakref.finalize[..., PackedLayer] | None = None
         self.shards: list[torch.Tensor] = []  # whole shards
@@ -53,11 +53,11 @@ class PackedLayer:
     def expert_bytes(self) -> int:
         return sum(part.shape[1] for parts in self.parts for part in parts)
 
-    def frame(self, element_bytes: int) -> Frame:
+    def layout(self, element_bytes: int) -> ExpertLayout:
         """How a GPU holds an expert of this layer; `element_bytes`: of what is not quantised there."""
-        if element_bytes not in self._frames:
-            self._frames[element_bytes] = Frame.of(self.sizes, self.formats, element_bytes)
-        return self._frames[element_bytes]
+        if element_bytes not in self._layouts:
+            self._layouts[element_bytes] = ExpertLayout.of(self.sizes, self.formats, element_bytes)
+        return self._layouts[element_bytes]
 
     def bring(self, first: int, last: int, staging: torch.Tensor) -> None:
         """Packed bytes of experts [first, last) to `staging`, uint8 of at least (last - first) * expert_bytes, on the
@@ -72,17 +72,22 @@ class PackedLayer:
                 there.copy_(layer.parts[projection][shard][expert], non_blocking=True)
 
     def convert(
-        self, count: int, frames: torch.Tensor, staging: torch.Tensor, dtype: torch.dtype, frame: Frame | None = None
+        self,
+        count: int,
+        expert_slots: torch.Tensor,
+        staging: torch.Tensor,
+        dtype: torch.dtype,
+        layout: ExpertLayout | None = None,
     ) -> None:
-        """So many experts in `staging` to `frames`, uint8 [count, >= bytes of a frame], on the current stream. `dtype`:
-        of what is not quantised there; `frame`: what a frame holds, if that is not what `frame()` says; its plain
+        """So many experts in `staging` to `expert_slots`, uint8 [count, >= bytes of an expert], on the current
+        stream. `dtype`: of what is not quantised there; `layout`: the slots', if that is not `layout()`; its plain
         matrices are dequantised."""
-        frame = frame or self.frame(dtype.itemsize)
+        layout = layout or self.layout(dtype.itemsize)
         row = 0
         for there, projection, shard in self._parts_in(staging, count):
             row = 0 if shard == 0 else row
-            matrix, begin = frame.matrices[projection], frame.starts[projection]
-            target = frames[:, begin : begin + matrix.num_bytes]
+            matrix, begin = layout.matrices[projection], layout.starts[projection]
+            target = expert_slots[:, begin : begin + matrix.num_bytes]
             form, inner = self.formats[projection], self._shapes[projection][1]
             some = there.shape[1] // panel_bytes(form, inner) * PANEL
             if matrix.plain:

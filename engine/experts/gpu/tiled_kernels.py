@@ -3,7 +3,7 @@
     gate_up, down                 blocks of rows of an expert, in matrix instructions
     gate_up_rows, down_rows       the same one row after another: for steps whose experts have hardly more than one
 
-`W*` are Matrix.constants, `*_AT` a matrix's place in a frame of FRAME bytes.
+`W*` are Matrix.constants, `*_AT` a matrix's place in an expert slot of SIZE bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
@@ -19,9 +19,9 @@ from engine.weights.tiled.kernels import product, vector
 
 @triton.jit
 def gate_up(
-    x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr,
+    WG: tl.constexpr, WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER: gate and up are of one form."""
@@ -30,7 +30,7 @@ def gate_up(
         return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    weights = frames + tl.load(place + e).to(tl.int64) * FRAME
+    weights = expert_slots + tl.load(place + e).to(tl.int64) * SIZE
     xs = x + (choice // K).to(tl.int64)[:, None] * H
     if TOGETHER:  # columns of gate and up in turn, so that a row's values are read once
         column = tl.arange(0, 2 * BN)
@@ -49,9 +49,9 @@ def gate_up(
 
 @triton.jit
 def down(
-    h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    h, expert_slots, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    WD: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr,
+    WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -59,7 +59,7 @@ def down(
         return
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
+    matrix = expert_slots + tl.load(place + e).to(tl.int64) * SIZE + DOWN_AT
     sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, FAST, STEP, FIRST)
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
@@ -89,9 +89,9 @@ def lora_row(sums, t_at, b_at, rank, n, R: tl.constexpr):
 
 @triton.jit
 def gate_up_rows(
-    x, frames, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    WG: tl.constexpr, WU: tl.constexpr, FRAME: tl.constexpr, UP_AT: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr,
+    WG: tl.constexpr, WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -101,7 +101,7 @@ def gate_up_rows(
     first = tl.load(block_first + b)
     last = tl.minimum(first + BM, tl.load(start + e + 1))
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    weights = frames + tl.load(place + e).to(tl.int64) * FRAME
+    weights = expert_slots + tl.load(place + e).to(tl.int64) * SIZE
     for position in range(first, last):
         row = tl.load(order + position) // K
         x_at = x + row.to(tl.int64) * H
@@ -122,9 +122,9 @@ def gate_up_rows(
 
 @triton.jit
 def down_rows(
-    h, frames, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    h, expert_slots, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    WD: tl.constexpr, FRAME: tl.constexpr, DOWN_AT: tl.constexpr, TD: tl.constexpr,
+    WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr, TD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -134,7 +134,7 @@ def down_rows(
     first = tl.load(block_first + b)
     last = tl.minimum(first + BM, tl.load(start + e + 1))
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    matrix = frames + tl.load(place + e).to(tl.int64) * FRAME + DOWN_AT
+    matrix = expert_slots + tl.load(place + e).to(tl.int64) * SIZE + DOWN_AT
     for position in range(first, last):
         choice = tl.load(order + position)
         sums = one_row(h + position * MID, matrix, n, WD, BN, TD, FAST)

@@ -36,11 +36,11 @@ class Widened:
         return 0 if self._scratch is None else self._scratch.numel() * self._scratch.element_size()
 
     def parts(
-        self, frames: torch.Tensor, place: torch.Tensor, first_byte: int, *matrices: Matrix
+        self, expert_slots: torch.Tensor, place: torch.Tensor, first_byte: int, *matrices: Matrix
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(plain [experts of the part, values], place [E] of each expert in it, -1 outside) of matrices that lie one
-        behind the other in a frame; each is valid until the next is asked for. Experts that `place` [E] gives no
-        frame are left out."""
+        behind the other in an expert slot; each is valid until the next is asked for. Experts that `place` [E] gives no
+        expert slot are left out."""
         from engine.weights.tiled.rows import expert_numbers
 
         experts, values = self._sizes.experts, self._sizes.hidden * self._sizes.inner
@@ -55,7 +55,7 @@ class Widened:
             at = first_byte
             for number, matrix in enumerate(matrices):
                 to = plain[:, number * values : (number + 1) * values]
-                expert_numbers(frames, at, matrix, place[first:last], to)
+                expert_numbers(expert_slots, at, matrix, place[first:last], to)
                 at += matrix.num_bytes
             yield plain, torch.where((here >= first) & (here < last), here - first, -1)
 

@@ -21,7 +21,7 @@ from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import (
     ExpertCounters,
     ExpertPlaces,
-    HotFrames,
+    HotExperts,
     HotPart,
     PackedWeights,
     PartialTasks,
@@ -41,7 +41,7 @@ from engine.weights.store import ExpertStore
 
 class HybridExperts(ExpertBackend):
     """`inner` computes the rest and offers partial tasks and packed weights. `budget_bytes` of GPU memory hold experts
-    and their LoRA, each expert in `frame_bytes`, what the largest takes there (default: plain numbers); UserError if
+    and their LoRA, each expert in `expert_bytes`, what the largest takes there (default: plain numbers); UserError if
     not even one fits."""
 
     buffers_on = "cuda"
@@ -60,7 +60,7 @@ class HybridExperts(ExpertBackend):
         max_rank: int,
         policy: HotPolicy | None = None,
         profile: Path | None = None,
-        frame_bytes: int | None = None,
+        expert_bytes: int | None = None,
     ) -> None:
         self._inner = inner
         self._rest = needed(inner, PartialTasks)
@@ -77,13 +77,13 @@ class HybridExperts(ExpertBackend):
         self._device = device
         self._numbers = {layer: number for number, layer in enumerate(config.sparse_layers)}
         experts = len(self._numbers) * sizes.experts
-        size = frame_bytes or sizes.frame * dtype.itemsize
-        frames = min(budget_bytes // size, experts * (1 + max_slots))
-        if frames < 1:
+        size = expert_bytes or sizes.expert_values * dtype.itemsize
+        expert_slots = min(budget_bytes // size, experts * (1 + max_slots))
+        if expert_slots < 1:
             raise UserError(
                 f"--gpu-expert-memory {budget_bytes} bytes: one expert takes {size}", field="gpu_expert_memory"
             )
-        self._frames = torch.empty(frames, size, dtype=torch.uint8, device=device)
+        self._expert_slots = torch.empty(expert_slots, size, dtype=torch.uint8, device=device)
         self._dtype = dtype
         self._tables = Tables.allocate(len(self._numbers), max_slots + 1, sizes.experts, device)
         self._profile = None if profile is None else Profile(profile, config.sparse_layers, sizes.experts)
@@ -95,7 +95,7 @@ class HybridExperts(ExpertBackend):
         self.mover = Mover(
             sizes,
             config.sparse_layers,
-            self._frames,
+            self._expert_slots,
             self._tables,
             self.parts.source,
             self.parts.adapters,
@@ -113,32 +113,32 @@ class HybridExperts(ExpertBackend):
     @property
     def num_bytes(self) -> int:
         """Bytes on the GPU."""
-        return self._frames.numel() * self._frames.element_size() + self.parts.compute.num_bytes
+        return self._expert_slots.numel() * self._expert_slots.element_size() + self.parts.compute.num_bytes
 
     @property
     def offers(self) -> tuple[object, ...]:
         inner = (self._inner.capability(kind) for kind in (ExpertCounters, TouchedExperts))
         places = ExpertPlaces(self._bytes_by_device, lambda: (self.mover.num_choices, self.mover.num_hits))
-        hot = HotFrames(self._frames, lambda layer: self.mover.frames_of(self._numbers[layer]))
+        hot = HotExperts(self._expert_slots, lambda layer: self.mover.expert_slots_of(self._numbers[layer]))
         return self.parts, places, hot, *(offered for offered in inner if offered is not None)
 
     def _bytes_by_device(self) -> dict[str, int]:
         places = self._inner.capability(ExpertPlaces)
         held = {} if places is None else dict(places.num_bytes())
-        frame = self._frames.shape[1] * self._frames.element_size()
-        return held | {"GPU": self.mover.resident * frame}
+        size = self._expert_slots.shape[1] * self._expert_slots.element_size()
+        return held | {"GPU": self.mover.resident * size}
 
     def place(self, layer: int) -> torch.Tensor:
-        """int32 [E] on the device: frame of each expert for base rows, -1 if the CPU computes it."""
+        """int32 [E] on the device: expert slot of each expert for base rows, -1 if the CPU computes it."""
         return self._tables.place[self._numbers[layer], 0]
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         self._inner.load_layer(layer, store)
-        frame = self.parts.source.add(layer).frame(self._dtype.itemsize)
-        if frame.num_bytes > self._frames.shape[1]:
+        layout = self.parts.source.add(layer).layout(self._dtype.itemsize)
+        if layout.num_bytes > self._expert_slots.shape[1]:
             raise ExpertBackendError(
-                f"an expert of layer {layer} takes {frame.num_bytes} bytes on the GPU; frames are of "
-                f"{self._frames.shape[1]}"
+                f"an expert of layer {layer} takes {layout.num_bytes} bytes on the GPU; expert slots are of "
+                f"{self._expert_slots.shape[1]}"
             )
         self._waiting.discard(layer)
         if not self._waiting:
@@ -170,8 +170,8 @@ class HybridExperts(ExpertBackend):
         number, b = self._numbers[task.layer], task.buffers
         hot = self._hot(task)
         self._rest.post(task, hot, stream)
-        frame = self.parts.source[task.layer].frame(self._dtype.itemsize)
-        layer = LayerTables(self._frames, hot.place, self._tables.address[number], frame)
+        layout = self.parts.source[task.layer].layout(self._dtype.itemsize)
+        layer = LayerTables(self._expert_slots, hot.place, self._tables.address[number], layout)
         with on_stream(stream, self._device):
             self.parts.compute.run(b, layer, self._tables.slots, number, hot.extra, lora=self._lora)
 

@@ -19,7 +19,7 @@ from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import (
     ExpertCounters,
     ExpertPlaces,
-    HotFrames,
+    HotExperts,
     PackedWeights,
     TouchedExperts,
     needed,
@@ -96,7 +96,7 @@ class StreamedExperts(ExpertBackend):
         self._slots = SlotTables.allocate(len(self._order), max_slots + 1, device)
         self._layers = LayerStream(
             self._source, self._order, self._sizes, dtype, device,
-            hot=inner.capability(HotFrames), beside=self._copy_beside,
+            hot=inner.capability(HotExperts), beside=self._copy_beside,
         )  # fmt: skip
         self._buffers: list[_Beside] = []
         self._streaming = False
@@ -165,12 +165,12 @@ class StreamedExperts(ExpertBackend):
             return
         with on_stream(stream, self._device):
             number = self._numbers[task.layer]
-            frames = self._layers.take(task.layer)
+            expert_slots = self._layers.take(task.layer)
             if number + 1 < len(self._order):
                 self._layers.fetch(self._order[number + 1])
             beside = self._buffers[self._layers.number(task.layer)]
-            frame, touched = self._layers.frame(task.layer), self._touched.counts[task.layer]
-            tables = LayerTables(frames, beside.place, beside.address, frame, touched)
+            layout, touched = self._layers.layout(task.layer), self._touched.counts[task.layer]
+            tables = LayerTables(expert_slots, beside.place, beside.address, layout, touched)
             b = task.buffers
             self._compute.run(b, tables, self._slots, number, b.out, lora=self._lora)
             self._layers.release(task.layer)

@@ -10,7 +10,7 @@ goes to the GPU for a step (its inputs) or a layer (tables, LoRA; on a third str
 slices: one engine of the GPU copies from the host, in the order in which it is asked.
 
 Who computes takes a layer, begins to fetch the one that comes next, and says when the first has been used. Experts that
-the GPU holds anyway (`HotFrames`) are copied there, not from host memory.
+the GPU holds anyway (`HotExperts`) are copied there, not from host memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from engine.device import to_device
-from engine.experts.capabilities import HotFrames
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.capabilities import HotExperts
+from engine.experts.gpu.layout import ExpertLayout, Sizes
 from engine.experts.gpu.source import PackedLayer, PackedSource
 from engine.experts.stream import event_here
 
@@ -37,8 +37,8 @@ SLICE_EXPERTS = 16  # brought and converted at a time: bounds what converting ta
 class _Buffer:
     """`layer`: what it holds, or will when `arrived` has passed; free once `used` has. Events, None without a GPU."""
 
-    frames: torch.Tensor  # uint8 [E, bytes of the largest frame]
-    place: torch.Tensor  # int32 [E] on the host: frame of each expert
+    expert_slots: torch.Tensor  # uint8 [E, bytes of the largest expert]
+    place: torch.Tensor  # int32 [E] on the host: expert slot of each expert
     layer: int | None = None
     arrived: Any = None
     used: Any = None
@@ -56,7 +56,7 @@ class _Order:
 
     experts: torch.Tensor  # int64 [E], the `cold` ones first
     cold: int
-    there: torch.Tensor  # int64 [E] on the GPU: the hot frame of each, in that order
+    there: torch.Tensor  # int64 [E] on the GPU: the hot expert slot of each, in that order
 
 
 class LayerStream:
@@ -74,12 +74,12 @@ class LayerStream:
         device: torch.device,
         *,
         plain: bool = False,
-        hot: HotFrames | None = None,
+        hot: HotExperts | None = None,
         beside: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source, self._sizes, self._dtype, self._device = source, sizes, dtype, device
         self._numbers = {layer: number for number, layer in enumerate(order)}
-        self._plain = Frame.of(sizes, ("f32",) * 3, dtype.itemsize) if plain else None
+        self._plain = ExpertLayout.of(sizes, ("f32",) * 3, dtype.itemsize) if plain else None
         self._hot = hot
         self._beside = beside
         self._gpu = device.type == "cuda"
@@ -94,17 +94,17 @@ class LayerStream:
     @property
     def num_bytes(self) -> int:
         """Bytes on the GPU; 0 before `prepare`."""
-        held = [b.frames for b in self._buffers] + [s.packed for s in self._slices]
+        held = [b.expert_slots for b in self._buffers] + [s.packed for s in self._slices]
         return sum(t.numel() for t in held)
 
     @staticmethod
-    def buffer_bytes(sizes: Sizes, frame_bytes: int) -> int:
-        """What the two layers and the packed one take at most. `frame_bytes`: of the largest expert."""
-        return 3 * sizes.experts * frame_bytes
+    def buffer_bytes(sizes: Sizes, expert_bytes: int) -> int:
+        """What the two layers and the packed one take at most. `expert_bytes`: of the largest expert."""
+        return 3 * sizes.experts * expert_bytes
 
-    def frame(self, layer: int) -> Frame:
-        """What a frame of the layer holds."""
-        return self._plain or self._source[layer].frame(self._dtype.itemsize)
+    def layout(self, layer: int) -> ExpertLayout:
+        """How an expert of the layer lies in its slot."""
+        return self._plain or self._source[layer].layout(self._dtype.itemsize)
 
     def number(self, layer: int) -> int:
         """Of the layer's buffer."""
@@ -116,12 +116,12 @@ class LayerStream:
         if self._buffers:
             return
         experts = self._sizes.experts
-        size = max(self.frame(layer).num_bytes for layer in self._numbers)
+        size = max(self.layout(layer).num_bytes for layer in self._numbers)
         for _ in range(2):
-            frames = torch.empty(experts, size, dtype=torch.uint8, device=self._device)
+            expert_slots = torch.empty(experts, size, dtype=torch.uint8, device=self._device)
             # The side stream's first copy waits for what used this memory before.
             place = torch.arange(experts, dtype=torch.int32)
-            self._buffers.append(_Buffer(frames, place, used=event_here(self._gpu)))
+            self._buffers.append(_Buffer(expert_slots, place, used=event_here(self._gpu)))
         most = max(self._source[layer].expert_bytes for layer in self._numbers)
         for first, last in _slices(0, experts):
             packed = torch.empty(most * (last - first), dtype=torch.uint8, device=self._device)
@@ -154,15 +154,15 @@ class LayerStream:
             buffer.arrived = event_here(self._gpu)
 
     def take(self, layer: int) -> torch.Tensor:
-        """The layer's frames, uint8 [E, >= bytes of a frame], for the current stream, until `release`."""
+        """The layer's expert slots, uint8 [E, >= bytes of an expert], for the current stream, until `release`."""
         self.fetch(layer)
         buffer = self._buffers[self.number(layer)]
         if self._gpu and buffer.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(buffer.arrived)
-        return buffer.frames
+        return buffer.expert_slots
 
     def place(self, layer: int) -> torch.Tensor:
-        """int32 [E] on the host: which of the frames each expert of a fetched layer is in."""
+        """int32 [E] on the host: which of the expert slots each expert of a fetched layer is in."""
         return self._buffers[self.number(layer)].place
 
     def release(self, layer: int) -> None:
@@ -194,13 +194,13 @@ class LayerStream:
             hot = None if self._hot is None else self._order_of(buffer, self._hot.of(layer))
             if self._beside is not None:
                 self._beside(self.number(layer), layer)
-        source, frame = self._source[layer], self.frame(layer)
+        source, layout = self._source[layer], self.layout(layer)
         if hot is not None:
             self._copy_cold(buffer, source, hot)
             return
         for part, (first, last) in zip(self._slices, _slices(0, experts), strict=True):
             self._bring(part, partial(source.bring, first, last, part.packed))
-            source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype, frame)
+            source.convert(last - first, buffer.expert_slots[first:last], part.packed, self._dtype, layout)
             part.free = event_here(self._gpu)
 
     @contextmanager
@@ -218,26 +218,26 @@ class LayerStream:
         self._bringing.wait_event(sent)
         torch.cuda.current_stream(self._device).wait_event(sent)
 
-    def _order_of(self, buffer: _Buffer, frame_of: torch.Tensor) -> _Order:
-        """Experts that are in none of the hot frames come first, the others behind them."""
-        experts = frame_of.argsort(stable=True)
+    def _order_of(self, buffer: _Buffer, slot_of: torch.Tensor) -> _Order:
+        """Experts that are in none of the hot expert slots come first, the others behind them."""
+        experts = slot_of.argsort(stable=True)
         buffer.place = torch.empty(len(experts), dtype=torch.int32)
         buffer.place[experts] = torch.arange(len(experts), dtype=torch.int32)
-        there = to_device(frame_of[experts].tolist(), torch.int64, self._device)
-        return _Order(experts, int((frame_of < 0).sum()), there)
+        there = to_device(slot_of[experts].tolist(), torch.int64, self._device)
+        return _Order(experts, int((slot_of < 0).sum()), there)
 
     def _copy_cold(self, buffer: _Buffer, source: PackedLayer, order: _Order) -> None:
         for part, (first, last) in zip(self._slices, _slices(0, order.cold), strict=False):
             experts = [(source, int(expert)) for expert in order.experts[first:last]]
             self._bring(part, partial(source.bring_each, experts, part.packed))
-            source.convert(last - first, buffer.frames[first:last], part.packed, self._dtype)
+            source.convert(last - first, buffer.expert_slots[first:last], part.packed, self._dtype)
             part.free = event_here(self._gpu)
         if self._hot is not None:
-            size, hot = source.frame(self._dtype.itemsize).num_bytes, self._hot.frames
+            size, hot = source.layout(self._dtype.itemsize).num_bytes, self._hot.expert_slots
             if self._gpu:  # it was made on another stream
                 order.there.record_stream(torch.cuda.current_stream(self._device))
             for first, last in _slices(order.cold, len(order.experts)):
-                buffer.frames[first:last, :size].copy_(hot[order.there[first:last], :size])
+                buffer.expert_slots[first:last, :size].copy_(hot[order.there[first:last], :size])
 
     def _bring(self, part: _Slice, bring: Callable[[], None]) -> None:
         """As soon as the slice is free; the current stream waits for it."""

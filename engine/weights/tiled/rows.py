@@ -60,14 +60,15 @@ def _numbers(
 
 @triton.jit
 def _expert_numbers(
-    frames, place, out, count, W: tl.constexpr, AT: tl.constexpr, FRAME: tl.constexpr, OUT: tl.constexpr,
+    expert_slots, place, out, count, W: tl.constexpr, AT: tl.constexpr, SIZE: tl.constexpr, OUT: tl.constexpr,
     BN: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2)
-    frame = tl.load(place + expert).to(tl.int64)
-    if frame < 0:
+    expert_slot = tl.load(place + expert).to(tl.int64)
+    if expert_slot < 0:
         return
-    _rows(frames + frame * FRAME + AT, place, out + expert.to(tl.int64) * OUT, count, W, False, BN, TILES)
+    weights = expert_slots + expert_slot * SIZE + AT
+    _rows(weights, place, out + expert.to(tl.int64) * OUT, count, W, False, BN, TILES)
 
 
 def numbers(w: torch.Tensor, matrix: Matrix, ids: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -85,15 +86,15 @@ def numbers(w: torch.Tensor, matrix: Matrix, ids: torch.Tensor | None, out: torc
 
 
 def expert_numbers(
-    frames: torch.Tensor, first_byte: int, matrix: Matrix, place: torch.Tensor, out: torch.Tensor
+    expert_slots: torch.Tensor, first_byte: int, matrix: Matrix, place: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """out [E, n k] = the quantised matrix that begins at `first_byte` of the frames `place` (int32 [E]); experts whose
-    frame is -1 keep what is there. frames: uint8 [F, bytes]. Rounded as by `numbers`."""
+    """out [E, n k] = the quantised matrix that begins at `first_byte` of the slots `place` (int32 [E]); experts whose
+    slot is -1 keep what is there. expert_slots: uint8 [F, bytes]. Rounded as by `numbers`."""
     tiles = _tiles(matrix)
     grid = triton.cdiv(matrix.n, _MANY), triton.cdiv(matrix.padded_k, tiles * matrix.tile), len(place)
     _expert_numbers[grid](
-        frames, place, out, matrix.n, W=matrix.constants, AT=first_byte, FRAME=frames.stride(0), OUT=out.stride(0),
-        BN=_MANY, TILES=tiles, num_warps=4, num_stages=1,
+        expert_slots, place, out, matrix.n, W=matrix.constants, AT=first_byte, SIZE=expert_slots.stride(0),
+        OUT=out.stride(0), BN=_MANY, TILES=tiles, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

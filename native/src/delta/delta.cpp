@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "packing/format.hpp"
+
 namespace ktserve {
 namespace {
 
@@ -29,10 +31,6 @@ const DeltaKernels& kernels_for(Isa isa) {
   return isa == Isa::avx2 ? kDeltaAvx2 : kDeltaAvx512;
 }
 
-int64_t whole_lines(int64_t floats) {
-  return (floats + 15) / 16 * 16;
-}
-
 }  // namespace
 
 DeltaNet::DeltaNet(WorkerPool& pool, const DeltaShape& shape, Isa isa)
@@ -40,8 +38,8 @@ DeltaNet::DeltaNet(WorkerPool& pool, const DeltaShape& shape, Isa isa)
       shape_(checked(shape)),
       kernels_(kernels_for(isa)),
       states_floats_(shape.value_heads * shape.key_dim * shape.value_dim),
-      slot_floats_(states_floats_ + whole_lines((shape.kernel - 1) * shape.channels())),
-      scratch_floats_(whole_lines(kernels_.scratch_floats(sizes()))),
+      slot_floats_(states_floats_ + round_up((shape.kernel - 1) * shape.channels(), 16)),
+      scratch_floats_(kernels_.scratch_floats(sizes())),
       memory_(static_cast<size_t>(slot_floats_ * shape.slots * shape.layers) * sizeof(float)),
       scratch_(static_cast<size_t>(scratch_floats_ * pool.threads()) * sizeof(float)) {}
 
@@ -103,15 +101,13 @@ void DeltaNet::run(int layer, const Row& row, int64_t head, const DeltaVectors& 
   };
   DeltaWork w = sizes();
   w.tokens = row.tokens;
-  w.qkv = at(rows.qkv, rows.qkv_stride);
-  w.qkv_stride = rows.qkv_stride;
-  w.z = at(rows.z, rows.z_stride);
-  w.z_stride = rows.z_stride;
-  w.out = static_cast<char*>(rows.out) + row.first_token * rows.out_stride * element;
-  w.out_stride = rows.out_stride;
-  w.b = rows.b + row.first_token * rows.gate_stride;
-  w.a = rows.a + row.first_token * rows.gate_stride;
-  w.gate_stride = rows.gate_stride;
+  w.rows = rows;
+  w.rows.qkv = at(rows.qkv, rows.qkv_stride);
+  w.rows.z = at(rows.z, rows.z_stride);
+  w.rows.out = static_cast<char*>(rows.out) + row.first_token * rows.out_stride * element;
+  w.rows.b += row.first_token * rows.gate_stride;
+  w.rows.a += row.first_token * rows.gate_stride;
+  w.vectors = vectors;
   w.head = s.tiled ? DeltaPlaces{head, s.key_heads} : DeltaPlaces{head * w.heads, 1};
   w.q_channel = head * s.key_dim;
   w.k_channel = keys + head * s.key_dim;
@@ -129,12 +125,7 @@ void DeltaNet::run(int layer, const Row& row, int64_t head, const DeltaVectors& 
     w.z_column = {w.head.first * s.value_dim, w.head.step * s.value_dim};
   }
   w.gate = s.fused_gates ? DeltaPlaces{head * 2 * w.heads, 1} : w.head;
-  if (s.fused_gates) w.a += w.heads;
-  w.conv = vectors.conv;
-  w.decay = vectors.decay;
-  w.dt_bias = vectors.dt_bias;
-  w.norm = vectors.norm;
-  w.norm_eps = vectors.norm_eps;
+  if (s.fused_gates) w.rows.a += w.heads;
   w.states = states(layer, row.state.slot);
   w.past = past(layer, row.state.slot);
   w.from = row.state.source < 0 ? nullptr : states(layer, row.state.source);

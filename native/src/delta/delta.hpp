@@ -37,30 +37,6 @@ struct DeltaState {
   std::vector<std::pair<int64_t, int64_t>> saves;
 };
 
-// A layer's own weights.
-struct DeltaVectors {
-  const float* conv;     // [kernel][channels]
-  const float* decay;    // [value_heads], 0 or below: -exp(A_log)
-  const float* dt_bias;  // [value_heads]
-  const float* norm;     // [value_dim]
-  float norm_eps;
-};
-
-// Of the step's tokens: what the projections give, bf16 or float32 (gates: float32), and what comes out
-// [tokens][value_heads * value_dim]. Fused: z is qkv, or a is b.
-struct DeltaRows {
-  const void* qkv;
-  int64_t qkv_stride;
-  const void* z;
-  int64_t z_stride;
-  const float* b;
-  const float* a;
-  int64_t gate_stride;
-  void* out;
-  int64_t out_stride;
-  bool is_bf16;
-};
-
 class DeltaNet {
  public:
   // Throws std::invalid_argument for a shape that the kernels do not take.

@@ -22,11 +22,18 @@ struct DeltaSave {
   float* past;
 };
 
-struct DeltaWork {
-  int64_t tokens;
-  int64_t heads;  // value heads
-  int64_t key_dim, value_dim, kernel, channels;
-  // Rows of activations: strides in elements.
+// A layer's own weights.
+struct DeltaVectors {
+  const float* conv;     // [kernel][channels]
+  const float* decay;    // [value_heads], 0 or below: -exp(A_log)
+  const float* dt_bias;  // [value_heads]
+  const float* norm;     // [value_dim]
+  float norm_eps;
+};
+
+// Of the step's tokens: what the projections give, bf16 or float32 (gates: float32), and what comes out
+// [tokens][value_heads * value_dim]. Fused: z is qkv, or a is b.
+struct DeltaRows {
   const void* qkv;
   int64_t qkv_stride;
   const void* z;
@@ -36,15 +43,19 @@ struct DeltaWork {
   int64_t gate_stride;
   void* out;
   int64_t out_stride;
+  bool is_bf16;
+};
+
+struct DeltaWork {
+  int64_t tokens;
+  int64_t heads;  // value heads
+  int64_t key_dim, value_dim, kernel, channels;
+  DeltaRows rows;  // strides in elements
+  DeltaVectors vectors;
   // Columns of qkv, channels of the convolution (which `past` has, too), and by value head columns of z, b and a;
   // `head`: states, values of decay and dt_bias, and value_dim columns of out.
   int64_t q, k, q_channel, k_channel;
   DeltaPlaces v, v_channel, z_column, gate, head;
-  const float* conv;     // [kernel][channels]
-  const float* decay;    // [value heads of the layer], 0 or below
-  const float* dt_bias;  // the same
-  const float* norm;     // [value_dim]
-  float norm_eps;
   // States [value heads of the layer][key_dim][value_dim] and inputs of the last positions [kernel - 1][channels]. The
   // work begins from the former, null: from zeros, and ends in the latter, which may be the same.
   const float* from;

@@ -93,15 +93,15 @@ template <class T>
 void convolve(const DeltaWork& w, const DeltaScratch& s, int64_t first, int64_t n) {
   const int64_t before = w.kernel - 1;
   by_segments(w, [&](int64_t column, int64_t channel, int64_t at, int64_t count) {
-    const T* in = static_cast<const T*>(w.qkv) + first * w.qkv_stride + column;
-    for (int64_t t = 0; t < n; ++t) convert(in + t * w.qkv_stride, count, s.raw.at + (before + t) * s.width + at);
+    const T* in = static_cast<const T*>(w.rows.qkv) + first * w.rows.qkv_stride + column;
+    for (int64_t t = 0; t < n; ++t) convert(in + t * w.rows.qkv_stride, count, s.raw.at + (before + t) * s.width + at);
     for (int64_t t = 0; t < n; ++t) {
       const float* rows = s.raw.at + t * s.width + at;
       float* out = s.x.at + t * s.width + at;
       for (int64_t i = 0; i < count; i += 16) {
         F16 sum = zero16();
         for (int64_t j = 0; j < w.kernel; ++j)
-          sum = fma(load16(rows + j * s.width + i), load16(w.conv + j * w.channels + channel + i), sum);
+          sum = fma(load16(rows + j * s.width + i), load16(w.vectors.conv + j * w.channels + channel + i), sum);
         store16(out + i, silu16(sum));
       }
     }
@@ -131,9 +131,9 @@ inline float softplus(float x) {
 inline void gates(const DeltaWork& w, const DeltaScratch& s, int64_t head, int64_t first, int64_t n) {
   const int64_t of = place(w.head, head);
   for (int64_t t = 0; t < n; ++t) {
-    const int64_t at = (first + t) * w.gate_stride + place(w.gate, head);
-    s.rate[t] = 1.0f / (1.0f + __builtin_expf(-w.b[at]));
-    s.decay[t] = w.decay[of] * softplus(w.a[at] + w.dt_bias[of]);
+    const int64_t at = (first + t) * w.rows.gate_stride + place(w.gate, head);
+    s.rate[t] = 1.0f / (1.0f + __builtin_expf(-w.rows.b[at]));
+    s.decay[t] = w.vectors.decay[of] * softplus(w.rows.a[at] + w.vectors.dt_bias[of]);
   }
 }
 
@@ -294,12 +294,12 @@ template <class T>
 void gated_norm(const DeltaWork& w, const DeltaScratch& s, int64_t head, int64_t first, int64_t n) {
   for (int64_t t = 0; t < n; ++t) {
     const float* from = s.out.at + t * w.value_dim;
-    const T* z = static_cast<const T*>(w.z) + (first + t) * w.z_stride + place(w.z_column, head);
-    T* to = static_cast<T*>(w.out) + (first + t) * w.out_stride + place(w.head, head) * w.value_dim;
+    const T* z = static_cast<const T*>(w.rows.z) + (first + t) * w.rows.z_stride + place(w.z_column, head);
+    T* to = static_cast<T*>(w.rows.out) + (first + t) * w.rows.out_stride + place(w.head, head) * w.value_dim;
     const float squares = dot(from, from, w.value_dim) / static_cast<float>(w.value_dim);
-    const F16 scale = set16(1.0f / __builtin_sqrtf(squares + w.norm_eps));
+    const F16 scale = set16(1.0f / __builtin_sqrtf(squares + w.vectors.norm_eps));
     for (int64_t i = 0; i < w.value_dim; i += 16)
-      store16(to + i, mul(mul(mul(load16(from + i), scale), load16(w.norm + i)), silu16(load16(z + i))));
+      store16(to + i, mul(mul(mul(load16(from + i), scale), load16(w.vectors.norm + i)), silu16(load16(z + i))));
   }
 }
 

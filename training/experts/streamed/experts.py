@@ -43,7 +43,7 @@ class Streams:
     def begin(self, layer: int, *, back: bool) -> Weights:
         """The layer's weights, for the current stream, until `end`; the one that comes next is on its way then."""
         self.stream.prepare()
-        frames = self.stream.take(layer)
+        expert_slots = self.stream.take(layer)
         number = self.order.index(layer)
         if back or number < self._last:
             self._step = -1
@@ -55,7 +55,7 @@ class Streams:
             following = number - self._step
         if 0 <= following < len(self.order):
             self.stream.fetch(self.order[following])
-        return Weights.of(frames, self.stream.frame(layer), self.sizes, self.dtype)
+        return Weights.of(expert_slots, self.stream.layout(layer), self.sizes, self.dtype)
 
     def end(self, layer: int) -> None:
         self.stream.release(layer)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.experts.gpu.index import Index, build
-from engine.experts.gpu.layout import Frame, Sizes
+from engine.experts.gpu.layout import ExpertLayout, Sizes
 from engine.lora.adapter import padded_rank
 from training.experts.streamed.products import multiply, outer
 
@@ -31,9 +31,9 @@ class Weights:
     down: torch.Tensor
 
     @classmethod
-    def of(cls, frames: torch.Tensor, frame: Frame, sizes: Sizes, dtype: torch.dtype) -> Weights:
-        """Of plain frames, uint8 [E, >= frame.num_bytes]."""
-        values = frames[:, : frame.num_bytes].view(dtype)
+    def of(cls, expert_slots: torch.Tensor, layout: ExpertLayout, sizes: Sizes, dtype: torch.dtype) -> Weights:
+        """Of plain expert slots, uint8 [E, >= layout.num_bytes]."""
+        values = expert_slots[:, : layout.num_bytes].view(dtype)
         both = 2 * sizes.inner * sizes.hidden
         return cls(
             values[:, :both].view(-1, 2 * sizes.inner, sizes.hidden),
