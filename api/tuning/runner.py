@@ -69,8 +69,8 @@ class JobRunner:
                 await self._load(checkpoint.model, str(tuning.folder(checkpoint.job) / checkpoint.folder))
             for job in await tuning.ask(JobStore.with_status, WORKED):
                 self._take(job)
-            ended = [tuning.folder(job.id) for job in await tuning.ask(JobStore.with_status, ENDED)]
-            await tuning.batches.in_thread(lambda: [_remove_work(folder) for folder in ended])
+            for job in await tuning.ask(JobStore.with_status, ENDED):
+                await self._remove_work(job.id)
             await asyncio.Event().wait()
         finally:
             tuning.changed = lambda job: None
@@ -103,7 +103,7 @@ class JobRunner:
             job = await self._known(job_id)
             if job.status not in WORKED:
                 if job.status is not JobStatus.PAUSED:
-                    await self._tuning.batches.in_thread(_remove_work, self._tuning.folder(job_id))
+                    await self._remove_work(job_id)
                 return
             moved = self._moved[job_id] = asyncio.Event()
             try:
@@ -127,6 +127,11 @@ class JobRunner:
                 await asyncio.sleep(_RETRY_S)
             finally:
                 del self._moved[job_id]
+
+    async def _remove_work(self, job_id: str) -> None:
+        """Of a job that has ended: all but the adapters that are served."""
+        kept = {checkpoint.folder for checkpoint in await self._tuning.ask(JobStore.checkpoints, job_id)}
+        await self._tuning.batches.in_thread(_remove_all_but, kept, self._tuning.folder(job_id))
 
     async def _known(self, job_id: str) -> JobRecord:
         job = await self._tuning.ask(JobStore.job, job_id)
@@ -232,10 +237,9 @@ async def _unless(moved: asyncio.Event, work: Awaitable[_T]) -> _T:
         await asyncio.gather(doing, waiting, return_exceptions=True)
 
 
-def _remove_work(folder: Path) -> None:
-    """Of a job that has ended: all but the adapters that are served."""
+def _remove_all_but(kept: set[str], folder: Path) -> None:
     for path in folder.glob("*"):
-        if path.name.startswith("state-"):
+        if path.is_dir() and path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
-        elif not path.name.startswith("adapter-"):
+        elif path.name not in kept:
             path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import training.service.tuner as tuner_module
 from engine.folders import replace_folder, settle
-from engine.memory.costs import training_run_bytes
+from engine.memory.costs import training_bytes, training_run_bytes
 from engine.tuning import GONE, NO_ROOM, Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, Sample, SaveRun
 from tests.tuning.conftest import Tuning, sample
 from training.service.losses import loss_of
@@ -256,13 +256,14 @@ def test_a_run_opens_beside_serving(tuning: Tuning, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("targets", [("attention",), ("mlp",), ("attention", "mlp")])
 def test_a_run_takes_what_is_planned_for_it(tuning: Tuning, monkeypatch: pytest.MonkeyPatch, targets: tuple[str, ...]):
-    """And the next one is refused where the gradients of the first would not fit any more."""
-    run = opened(tuning, targets=targets)
+    """And the next one is refused where the gradients of the first, or a micro-batch, would not fit any more."""
+    run, tuner = opened(tuning, targets=targets), tuning.engine.core.tuner
     values = masters(tuning, run).values()
-    wanted = training_run_bytes(tuning.engine.core.tuner._config, 4, targets)
+    wanted = training_run_bytes(tuner._config, 4, targets)
     assert wanted == 4 * sum(each.nbytes for each in values)
-    held = sum(each.unallocated for each in tuning.engine.core.tuner._runs.values())
+    held = sum(each.unallocated for each in tuner._runs.values())
     assert held >= wanted // 4
+    held += training_bytes(tuner._config, tuner._micro_batch)
 
     class Memory:
         free_bytes = tuner_module._LEFT_FREE + wanted + held - 1

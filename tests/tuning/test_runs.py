@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.client.calls import CallRefused
-from api.dialects.tinker.runs import _EARLY as EARLY
+from api.dialects.tinker.run import _EARLY as EARLY
+from api.dialects.tinker.runs import _RUNS_EVER as RUNS_EVER
+from api.dialects.tinker.runs import _TOKENS as TOKENS
 from api.dialects.tinker.runs import Runs, publish_order
 from api.dialects.tinker.wire import (
     Sampled,
@@ -199,6 +201,83 @@ def test_requests_of_a_run_are_bounded_and_the_next_one_is_always_taken(tmp_path
         assert error.value.status == 429 and error.value.retry_after_s
         engine.serves.set()
         assert "number" in (await runs.futures.fetch(TENANT, last) or {})
+
+    asyncio.run(check())
+
+
+def test_tokens_that_wait_are_bounded_and_the_next_one_is_always_taken(tmp_path: Path):
+    """Over all runs of a tenant."""
+
+    async def check() -> None:
+        engine, large = Engine(), Batch([Sample([1] * (TOKENS // 4), [2] * (TOKENS // 4))])
+        runs = Runs(engine, Folder(tmp_path))  # type: ignore[arg-type]
+        run, other = await opened(runs, 0), await opened(runs, 1)
+        engine.serves.clear()
+        keys = [runs.order(TENANT, run, seq_id, large, done) for seq_id in (2, 3, 4, 5)]
+        for each, seq_id in ((run, 6), (other, 2)):
+            with pytest.raises(ApiError) as error:
+                runs.order(TENANT, each, seq_id, large, done)
+            assert error.value.status == 429 and error.value.retry_after_s
+        runs.order(TENANT, other, 2, OptimStep(1e-3), done)
+        keys += [runs.order(TENANT, other, 1, large, done), runs.order(TENANT, run, 1, large, done)]
+        engine.serves.set()
+        assert all(["number" in (await runs.futures.fetch(TENANT, key) or {}) for key in keys])
+        await runs.futures.fetch(TENANT, runs.order(TENANT, other, 3, large, done))
+        assert run.tokens == other.tokens == run.early_tokens == 0
+
+    asyncio.run(check())
+
+
+def test_a_request_whose_predecessor_never_comes_fails_and_may_be_asked_again(tmp_path: Path):
+    async def check() -> None:
+        runs = Runs(Engine(), Folder(tmp_path), idle_s=0.05)  # type: ignore[arg-type]
+        run = await opened(runs, 0)
+        waits = runs.order(TENANT, run, 2, BATCH, done)
+        answer = await runs.futures.fetch(TENANT, waits)
+        assert isinstance(answer, dict) and "seq_id 1 has not come" in answer["error"] and not run.pending
+        again, first = (runs.order(TENANT, run, seq_id, BATCH, done) for seq_id in (2, 1))
+        assert again != waits
+        assert all(["number" in (await runs.futures.fetch(TENANT, key) or {}) for key in (first, again)])
+
+    asyncio.run(check())
+
+
+def test_runs_of_silent_sessions_give_others_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def check() -> None:
+        runs = Runs(Engine(), Folder(tmp_path))  # type: ignore[arg-type]
+        session = runs.open_session(TENANT)
+        made = []
+        for number in range(RUNS_EVER):
+            record = runs.new(TENANT, session, number, "demo", 4, ("mlp",))
+            await runs.open(TENANT, record, 0, None)
+            made.append(runs.run(TENANT, record.id))
+            made[-1].on_disk = True
+        with pytest.raises(ApiError) as error:
+            await opened(runs, 0)
+        assert error.value.code == "run_quota"
+        await runs.open(Tenant("other"), runs.new(Tenant("other"), session, 99, "demo", 4, ("mlp",)), 0, None)
+        monkeypatch.setattr("api.dialects.tinker.runs._SILENT_S", 0.0)
+        made[0].started = 1
+        await opened(runs, 0)
+        assert made[0].ended is None and made[1].ended is not None and made[2].ended is None
+
+    asyncio.run(check())
+
+
+def test_what_no_saved_weights_need_goes_with_its_run_or_at_a_start(tmp_path: Path):
+    async def check() -> None:
+        runs = Runs(Engine(), Folder(tmp_path))  # type: ignore[arg-type]
+        kept, bare, crashed = [await opened(runs, number) for number in range(3)]
+        place = runs.saved.place(kept.record.id, "weights", "a")
+        place.with_name(".a.old").mkdir(parents=True)  # its server was killed between two renames
+        place.with_name(".b.part").mkdir()
+        for run in (kept, bare, crashed):
+            (tmp_path / "tinker" / run.record.id / "idle").mkdir(parents=True)
+        await runs.close_run(bare)
+        assert {path.name for path in (tmp_path / "tinker").iterdir()} == {kept.record.id, crashed.record.id}
+        await runs.saved.sweep()
+        assert {path.name for path in (tmp_path / "tinker").iterdir()} == {kept.record.id}
+        assert {path.name for path in place.parents[1].rglob("*")} == {"run.json", "weights", "a"}
 
     asyncio.run(check())
 

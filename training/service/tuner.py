@@ -22,7 +22,7 @@ from engine.errors import EngineError, KtserveError, UserError
 from engine.folders import replace_folder
 from engine.lora.adapters import Adapters
 from engine.lora.files.writer import write_adapter
-from engine.memory.costs import training_run_bytes
+from engine.memory.costs import training_bytes, training_run_bytes
 from engine.memory.limits import cpu_memory
 from engine.messages import AdapterInfo, FromEngine, Reply, Tune
 from engine.model.causal_lm import CausalLM
@@ -105,7 +105,8 @@ class EngineTuner:
         if not 1 <= order.rank <= self._max_rank:
             raise UserError(f"rank {order.rank}; allowed are 1 to {self._max_rank} (--max-adapter-rank)", "rank")
         wanted = training_run_bytes(self._config, order.rank, order.targets)
-        free = cpu_memory().free_bytes - _LEFT_FREE - sum(run.unallocated for run in self._runs.values())
+        taken = training_bytes(self._config, self._micro_batch) + sum(run.unallocated for run in self._runs.values())
+        free = cpu_memory().free_bytes - _LEFT_FREE - taken
         if wanted > free:
             raise RefusedOrderError(
                 NO_ROOM if self._runs else 400,

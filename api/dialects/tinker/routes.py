@@ -14,7 +14,8 @@ from api.dialects.tinker import listings
 from api.dialects.tinker import requests as r
 from api.dialects.tinker.futures import Result
 from api.dialects.tinker.handling import body_of, runs_of
-from api.dialects.tinker.runs import Run, Runs, load_order, publish_order
+from api.dialects.tinker.run import Run
+from api.dialects.tinker.runs import Runs, load_order, publish_order
 from api.dialects.tinker.sampling import sample
 from api.dialects.tinker.saved import SAMPLER, WEIGHTS
 from api.dialects.tinker.wire import forward_backward_output, model_of, read_forward_backward, sample_response

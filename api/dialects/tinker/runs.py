@@ -11,7 +11,6 @@ that comes twice is one. Sessions, futures and what was not saved end with the s
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import shutil
@@ -24,7 +23,8 @@ from typing import Any
 from api.client.calls import CallRefused
 from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
-from api.dialects.tinker.futures import Future, Futures, Result
+from api.dialects.tinker.futures import Futures, Result
+from api.dialects.tinker.run import Early, Run
 from api.dialects.tinker.saved import SAMPLER, WEIGHTS, RunRecord, Saved, timestamp
 from api.errors import ApiError, shortened
 from api.tenants.record import Tenant
@@ -32,74 +32,24 @@ from api.tuning.service import Tuning
 from engine.tuning import GONE, Batch, CloseRun, LoadRun, OpenRun, OptimStep, Order, PublishRun, SaveRun, Tuned
 
 ALPHA = 32.0
-_RUNS = 16  # of a tenant, in memory
-_EARLY = 512  # numbers past the next one that an order may have
-_UNFINISHED = 64  # orders of a run that the engine has and that have not ended
+_RUNS, _RUNS_EVER = 16, 64  # of a tenant: in memory, and with those on disk
+_TOKENS = 1 << 21  # of a tenant's batches that have not ended
 _LIVE = 4  # snapshots of a run that are kept without a file
+_SILENT_S = 3600.0  # after so long without a word of its session a run gives others room
 _SESSIONS, _SAMPLERS = 256, 4096  # of a tenant; the oldest are forgotten
 
 log = logging.getLogger("ktserve")
 
 
-class Run:
-    """`snapshots`: names of those that are served without a file, oldest first. A run that has been idle goes to disk
-    when others want room, and comes back with its next order."""
-
-    def __init__(self, record: RunRecord, weight: float) -> None:
-        self.record, self.weight = record, weight
-        self.last_s = time.time()
-        self.lock = asyncio.Lock()  # held while it goes to disk and comes back
-        self.on_disk = False
-        self.started = 0  # orders that have started and have not ended
-        self.learning = False  # there are gradients that no step has used
-        self.snapshots: list[str] = []
-        self.ended: ApiError | None = None  # what its orders are answered since it was closed or lost
-        self._next = 1
-        self._early: dict[int, tuple[Callable[[], None], Future]] = {}  # orders that wait for those before them
-        self._numbered: dict[int, str] = {}  # futures by seq_id
-
-    @property
-    def pending(self) -> int:
-        """Orders that have not ended."""
-        return self.started + len(self._early)
-
-    def numbered(self, seq_id: int) -> str | None:
-        """The future of an order that has come before."""
-        return self._numbered.get(seq_id)
-
-    def take(self, seq_id: int, key: str, future: Future, start: Callable[[], None]) -> None:
-        """`start` when all orders before have started; else `future` fails when the run ends. Raises ApiError."""
-        if self.ended is not None:
-            raise self.ended
-        if not self._next <= seq_id <= self._next + _EARLY:
-            raise ApiError(400, f"seq_id {seq_id}: {self._next} is the next one", param="seq_id")
-        if self.started >= _UNFINISHED:
-            message = f"{self.started} requests of this run have not ended: wait for some"
-            raise ApiError(429, message, code="too_many", retry_after_s=1.0)
-        self.last_s = time.time()
-        self._numbered[seq_id] = key
-        self._numbered.pop(seq_id - 4 * _EARLY, None)
-        self._early[seq_id] = start, future
-        while (now := self._early.pop(self._next, None)) is not None:
-            self._next += 1
-            self.started += 1
-            now[0]()
-
-    def end(self, error: ApiError) -> None:
-        """No order starts any more; those that have not started fail."""
-        self.ended = error
-        for _, future in self._early.values():
-            future.fail(error)
-        self._early.clear()
-
-
 class Runs:
-    """Of all tenants; what is another tenant's is as unknown. `idle_s`: after so long a run may go to disk."""
+    """Of all tenants; what is another tenant's is as unknown. `idle_s`: after so long a run may go to disk, and a
+    request whose predecessor has not come fails."""
 
     def __init__(self, client: EngineClient, tuning: Tuning, idle_s: float = 600.0) -> None:
         self.client, self.tuning = client, tuning
         self.saved = Saved(tuning)
         self.sessions: dict[str, str] = {}  # tenants by session
+        self._heard: dict[str, float] = {}  # when a session had its last request
         self.samplers: dict[str, tuple[str, str | None]] = {}  # tenant and adapter (None: the base) by sampler
         self._runs: dict[str, Run] = {}
         self.futures = Futures()
@@ -114,14 +64,24 @@ class Runs:
         session = f"s-{uuid.uuid4().hex[:16]}"
         own = [key for key, owner in self.sessions.items() if owner == tenant.name]
         for key in own[: max(0, len(own) - _SESSIONS + 1)]:
-            del self.sessions[key]
-        self.sessions[session] = tenant.name
+            self._forget_session(key)
+        self.sessions[session], self._heard[session] = tenant.name, time.monotonic()
         return session
+
+    def _forget_session(self, session: str) -> None:
+        del self.sessions[session], self._heard[session]
 
     def check_session(self, tenant: Tenant, session: str) -> None:
         """Raises ApiError 404."""
         if self.sessions.get(session) != tenant.name:
             raise ApiError(404, f"there is no session {shortened(session)}", param="session_id")
+        self._heard[session] = time.monotonic()
+
+    def _silent(self, run: Run) -> bool:
+        """Whether nobody seems to want the run any more: its session sends no heartbeats."""
+        heard = self._heard.get(run.session)
+        quiet_s = _SILENT_S if heard is None else time.monotonic() - heard
+        return quiet_s >= _SILENT_S and not run.pending and time.time() - run.last_s >= _SILENT_S
 
     def open_sampler(self, tenant: Tenant, adapter: str | None) -> str:
         sampler = f"sampler-{uuid.uuid4().hex}"
@@ -156,14 +116,14 @@ class Runs:
         if self._runs.get(run.record.id) is run:
             del self._runs[run.record.id]
             self._created.pop(run.record.id, None)
-        run.end(_unknown(run.record.id))
+        run.end(unknown(run.record.id))
 
     def run(self, tenant: Tenant, run_id: str) -> Run:
         """Raises ApiError 404; of a run whose engine has ended too, with what to do."""
         self._check_engine()
         run = self._runs.get(run_id)
         if run is None or run.record.tenant != tenant.name:
-            raise _unknown(run_id)
+            raise unknown(run_id)
         return run
 
     def new(
@@ -203,7 +163,8 @@ class Runs:
 
     async def open(self, tenant: Tenant, record: RunRecord, seed: int, state: Path | None) -> None:
         """Raises ApiError, CallRefused, EngineUnavailable or OSError."""
-        run = Run(record, tenant.weight)
+        await self._make_room(tenant)
+        run = Run(record, tenant.weight, self.idle_s)
         await self._open(run, seed, state)
         self._runs[record.id] = run
         try:
@@ -211,6 +172,16 @@ class Runs:
         except OSError:
             await self.close_run(run)
             raise
+
+    async def _make_room(self, tenant: Tenant) -> None:
+        """For one more run of the tenant, on disk or in memory. Raises ApiError 429."""
+        own = [run for run in self._runs.values() if run.record.tenant == tenant.name]
+        for run in sorted(filter(self._silent, own), key=lambda run: run.last_s)[: len(own) - _RUNS_EVER + 1]:
+            await self.close_run(run)
+            own.remove(run)
+        if len(own) >= _RUNS_EVER:
+            message = f"{_RUNS_EVER} runs are open, those on disk included: unload one"
+            raise ApiError(429, message, code="run_quota")
 
     async def _open(self, run: Run, seed: int, state: Path | None) -> None:
         """In the engine. Raises ApiError 429, CallRefused or EngineUnavailable."""
@@ -232,8 +203,8 @@ class Runs:
 
     async def finish(self, tenant: Tenant, session: str) -> None:
         """Its runs are closed."""
-        self.sessions.pop(session)
-        for run in [run for run in self._runs.values() if run.record.id.startswith(f"{session}:")]:
+        self._forget_session(session)
+        for run in [run for run in self._runs.values() if run.session == session]:
             await self.close_run(run)
 
     async def close_run(self, run: Run) -> None:
@@ -244,7 +215,7 @@ class Runs:
                 with contextlib.suppress(CallRefused, EngineUnavailable):  # it has ended already
                     await self.client.tune(run.record.id, CloseRun())
         await self._unload_snapshots(run)
-        await self.tuning.batches.in_thread(shutil.rmtree, self._idle_state(run), True)
+        await self.saved.forget_unsaved(run.record.id)
 
     async def _unload_snapshots(self, run: Run) -> None:
         while run.snapshots:
@@ -308,7 +279,7 @@ class Runs:
                 await self._lost(run, error)
                 raise
             finally:
-                run.started -= 1
+                run.started, run.tokens = run.started - 1, run.tokens - tokens
             if isinstance(order, Batch) and order.learn:
                 run.learning = True
             elif isinstance(order, OptimStep | LoadRun):
@@ -316,9 +287,15 @@ class Runs:
             run.last_s = time.time()
             return await then(tuned)
 
+        tokens = sum(len(sample.tokens) for sample in order.samples) if isinstance(order, Batch) else 0
+        own = [each for each in self._runs.values() if each.record.tenant == tenant.name]
+        held = sum(each.tokens if seq_id == run.next else each.tokens + each.early_tokens for each in own)
+        if tokens and held >= _TOKENS:  # the next one waits for those that run alone: that ends
+            message = f"requests with {held} tokens have not ended: wait for some"
+            raise ApiError(429, message, code="too_many", retry_after_s=1.0)
         key, future = self.futures.reserve(tenant)
         try:
-            run.take(seq_id, key, future, lambda: self.futures.start(work(), future))
+            run.take(seq_id, Early(key, future, lambda: self.futures.start(work(), future), tokens))
         except ApiError:
             self.futures.drop(key)
             raise
@@ -384,7 +361,7 @@ class Runs:
         self.tuning.owners.pop(name, None)
 
 
-def _unknown(run_id: str) -> ApiError:
+def unknown(run_id: str) -> ApiError:
     message = f"there is no run {shortened(run_id)} (any more): begin from its last saved weights"
     return ApiError(404, message, param="model_id", code="run_not_found")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,25 @@ class Saved:
         """Raises OSError."""
         place = self.folder / record.id / "run.json"
         await self.tuning.batches.in_thread(_write, place, msgspec.json.encode(record))
+
+    async def sweep(self) -> None:
+        """At a start, when no run is open: what ended with the last server goes."""
+
+        def removed() -> None:
+            for run in self.folder.glob("s-*"):
+                for kind in (WEIGHTS, SAMPLER):
+                    for path in (run / kind).glob(".*.part"):
+                        shutil.rmtree(path, ignore_errors=True)
+                    for path in (run / kind).glob(".*.old"):
+                        settle(path.with_name(path.name[1:].removesuffix(".old")))
+                        shutil.rmtree(path, ignore_errors=True)
+                _forget_unsaved(run)
+
+        await self.tuning.batches.in_thread(removed)
+
+    async def forget_unsaved(self, run_id: str) -> None:
+        """Of a run that has ended: what it had on disk to come back, and all of it if it has no saved weights."""
+        await self.tuning.batches.in_thread(_forget_unsaved, self.folder / run_id)
 
     def place(self, run_id: str, kind: str, name: str) -> Path:
         """Raises ApiError 400 for a name that no folder has."""
@@ -122,6 +142,13 @@ class Saved:
 
 def timestamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _forget_unsaved(run: Path) -> None:
+    for name in ("idle", ".idle.part", ".idle.old"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    if not any(path for kind in (WEIGHTS, SAMPLER) for path in (run / kind).glob("*")):
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes) -> None:

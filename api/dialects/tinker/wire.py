@@ -144,11 +144,11 @@ def _sample(data: bytes, loss: str, where: str, whole: _Whole) -> Sample:
     for name, values in {"target_tokens": targets, **inputs}.items():
         if not all(map(math.isfinite, values)):
             raise bad_request(f"{where}.loss_fn_inputs.{name}: finite numbers are expected", "data")
-    ids = [int(target) for target in targets]
-    if targets.typecode == "f" and ids != targets.tolist():
+    places = [int(target) for target in targets]
+    if targets.typecode == "f" and places != targets.tolist():
         raise bad_request(f"{where}.loss_fn_inputs.target_tokens: whole numbers are expected", "data")
     numbers = {name: list(map(float, values)) for name, values in inputs.items()}
-    return Sample(tokens, ids, numbers)
+    return Sample(tokens, places, numbers)
 
 
 def _tensor(data: bytes, where: str, whole: _Whole) -> array[float]:
