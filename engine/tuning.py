@@ -16,6 +16,10 @@ LOSSES: dict[str, tuple[str, ...]] = {  # and the numbers that each takes of eve
 }
 
 
+# Statuses of refused orders: the run has ended or was never opened; there is no room for one more now.
+GONE, NO_ROOM = 410, 429
+
+
 class _Order(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     pass
 

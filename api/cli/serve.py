@@ -22,6 +22,7 @@ from api.batches.service import Batches
 from api.cli.launch import make_client, sampling_defaults, say, start_engine, text_settings, with_demo
 from api.cli.systemd import keep_alive, notify
 from api.config import ServeConfig
+from api.dialects.tinker.saved import Saved
 from api.endpoints.application import create_app
 from api.http.middleware import RequestNotes
 from api.http.server import (
@@ -96,6 +97,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             service.batches = await Batches.open(config, config.data_dir)
             if engine.fine_tuning:
                 service.tuning = await Tuning.open(service.batches)
+                await Saved(service.tuning).sweep()
         serving = asyncio.create_task(server.serve(sockets=repeated(bound)))
         try:
             await prompts.start()

@@ -62,6 +62,7 @@ class Service:
     usage: UsageLog | None = None
     tracing: Tracing | None = None
     bodies: Bodies = field(init=False)
+    protobuf_bodies: Bodies = field(init=False)  # Tinker's clients send 5 MB at a time
     small_bodies: Bodies = field(init=False)  # of requests that are parsed here
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -72,6 +73,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.config.max_body_bytes, self.config.body_timeout_s)
+        self.protobuf_bodies = Bodies(min(6 << 20, self.config.max_body_bytes), self.config.body_timeout_s)
         self.small_bodies = Bodies(min(2**16, self.config.max_body_bytes), self.config.body_timeout_s)
         self.metrics.serves, self.client.on_unloaded = self.client.serves, self.metrics.unloaded
 

@@ -21,6 +21,7 @@ class JobStatus(Enum):
 
 
 OPEN = frozenset({JobStatus.VALIDATING, JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED})
+ENDED = frozenset(JobStatus) - OPEN
 WORKED = OPEN - {JobStatus.PAUSED}
 
 

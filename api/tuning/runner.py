@@ -24,7 +24,7 @@ from api.database import DiskFullError
 from api.prepare.job import TextSettings
 from api.tenants.record import Tenant
 from api.tuning.plan import plan_of
-from api.tuning.records import WORKED, JobError, JobRecord, JobStatus
+from api.tuning.records import ENDED, WORKED, JobError, JobRecord, JobStatus
 from api.tuning.service import Tuning, event
 from api.tuning.store import JobStore
 from api.tuning.training import Interrupted, Training
@@ -58,6 +58,7 @@ class JobRunner:
         self._checking = asyncio.Semaphore(_CHECKED_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._moved: dict[str, asyncio.Event] = {}  # set when a job in work is to be cancelled or paused
+        self._late: dict[str, JobRecord] = {}  # changed while the last work on them was ending
 
     async def run(self) -> None:
         tuning = self._tuning
@@ -68,6 +69,8 @@ class JobRunner:
                 await self._load(checkpoint.model, str(tuning.folder(checkpoint.job) / checkpoint.folder))
             for job in await tuning.ask(JobStore.with_status, WORKED):
                 self._take(job)
+            for job in await tuning.ask(JobStore.with_status, ENDED):
+                await self._remove_work(job.id)
             await asyncio.Event().wait()
         finally:
             tuning.changed = lambda job: None
@@ -80,9 +83,17 @@ class JobRunner:
         """A job is new, or is to be cancelled, paused or resumed."""
         if job.id in self._moved:
             self._moved[job.id].set()
-        elif job.status in WORKED and job.id not in self._tasks:
+        elif job.id in self._tasks:
+            self._late[job.id] = job
+        elif job.status is not JobStatus.PAUSED:
             task = self._tasks[job.id] = asyncio.create_task(self._process(job.id))
-            task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
+            task.add_done_callback(lambda task: self._ended(job.id, task))
+
+    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[job_id]
+        late = self._late.pop(job_id, None)
+        if late is not None and not task.cancelled():
+            self._take(late)
 
     # ---- one job
 
@@ -92,7 +103,7 @@ class JobRunner:
             job = await self._known(job_id)
             if job.status not in WORKED:
                 if job.status is not JobStatus.PAUSED:
-                    await self._tuning.batches.in_thread(_remove_work, self._tuning.folder(job_id))
+                    await self._remove_work(job_id)
                 return
             moved = self._moved[job_id] = asyncio.Event()
             try:
@@ -116,6 +127,11 @@ class JobRunner:
                 await asyncio.sleep(_RETRY_S)
             finally:
                 del self._moved[job_id]
+
+    async def _remove_work(self, job_id: str) -> None:
+        """Of a job that has ended: all but the adapters that are served."""
+        kept = {checkpoint.folder for checkpoint in await self._tuning.ask(JobStore.checkpoints, job_id)}
+        await self._tuning.batches.in_thread(_remove_all_but, kept, self._tuning.folder(job_id))
 
     async def _known(self, job_id: str) -> JobRecord:
         job = await self._tuning.ask(JobStore.job, job_id)
@@ -221,10 +237,9 @@ async def _unless(moved: asyncio.Event, work: Awaitable[_T]) -> _T:
         await asyncio.gather(doing, waiting, return_exceptions=True)
 
 
-def _remove_work(folder: Path) -> None:
-    """Of a job that has ended: all but the adapters that are served."""
+def _remove_all_but(kept: set[str], folder: Path) -> None:
     for path in folder.glob("*"):
-        if path.name.startswith("state-"):
+        if path.is_dir() and path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
-        elif not path.name.startswith("adapter-"):
+        elif path.name not in kept:
             path.unlink(missing_ok=True)

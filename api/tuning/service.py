@@ -88,7 +88,8 @@ class Tuning:
         for name, file_id in (("training_file", training_file), ("validation_file", validation_file)):
             if file_id is not None:
                 await self._usable(tenant, name, file_id)
-        await self._room(tenant)
+        self._check_models(tenant)
+        most = _MOST_JOBS if tenant.fine_tuning_jobs is None else tenant.fine_tuning_jobs
         job_id = f"ftjob-{uuid.uuid4().hex[:24]}"
         job = JobRecord(
             id=job_id,
@@ -102,7 +103,9 @@ class Tuning:
             seed=int.from_bytes(uuid.uuid4().bytes[:4], "little") >> 1 if seed is None else seed,
             asked=asked,
         )
-        await self.ask(JobStore.add, job, event(f"Created fine-tuning job: {job_id}"))
+        if not await self.ask(JobStore.add, job, event(f"Created fine-tuning job: {job_id}"), most):
+            message = f"{most} jobs have not ended, the most that are allowed: wait for one, or cancel one"
+            raise ApiError(429, message, code="job_quota")
         self.changed(job)
         return job
 
@@ -114,14 +117,16 @@ class Tuning:
         if file.purpose != "fine-tune":
             raise bad_request(f"{name}: a file with the purpose 'fine-tune' is expected, got {file.purpose!r}", name)
 
-    async def _room(self, tenant: Tenant) -> None:
-        most = _MOST_JOBS if tenant.fine_tuning_jobs is None else tenant.fine_tuning_jobs
-        if most == 0:
+    @staticmethod
+    def check_allowed(tenant: Tenant) -> None:
+        """Raises ApiError 403."""
+        if tenant.fine_tuning_jobs == 0:
             raise ApiError(403, "fine-tuning is not allowed with this key", code="fine_tuning_not_allowed")
-        if len(await self.ask(JobStore.with_status, OPEN, tenant.name)) >= most:
-            message = f"{most} jobs have not ended, the most that are allowed: wait for one, or cancel one"
-            raise ApiError(429, message, code="job_quota")
-        kept = sum(owner == tenant.name for owner in self.owners.values())
+
+    def _check_models(self, tenant: Tenant) -> None:
+        """Raises ApiError 403 or 429."""
+        self.check_allowed(tenant)
+        kept = sum(owner == tenant.name and name.startswith("ft:") for name, owner in self.owners.items())
         if tenant.fine_tuned_models is not None and kept >= tenant.fine_tuned_models:
             message = f"{kept} fine-tuned models are kept, {tenant.fine_tuned_models} are allowed: delete some"
             raise ApiError(429, message, code="model_quota")

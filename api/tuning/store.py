@@ -42,13 +42,17 @@ class JobStore(Database):
 
     # ---- jobs
 
-    def add(self, job: JobRecord, event: EventRecord) -> None:
+    def add(self, job: JobRecord, event: EventRecord, most: int) -> bool:
+        """False, and nothing is added, if `most` jobs of the tenant have not ended."""
         with self._transaction():
+            if len(self.with_status(OPEN, job.tenant)) >= most:
+                return False
             self._db.execute(
                 "INSERT INTO jobs(id, tenant, status, record) VALUES(?, ?, ?, ?)",
                 (job.id, job.tenant, job.status.value, msgspec.json.encode(job)),
             )
             self._add_event(job.id, event)
+            return True
 
     def job(self, job_id: str) -> JobRecord | None:
         row = self._db.execute("SELECT record FROM jobs WHERE id = ?", (job_id,)).fetchone()

@@ -24,9 +24,10 @@ from api.tuning.records import OPEN, CheckpointRecord, JobRecord, JobStatus, Met
 from api.tuning.samples import Samples
 from api.tuning.service import Tuning, event, model_name
 from api.tuning.store import JobStore
-from engine.tuning import Batch, CloseRun, OpenRun, OptimStep, Sample, SaveRun, Tuned
+from engine.tuning import NO_ROOM, Batch, CloseRun, OpenRun, OptimStep, Sample, SaveRun, Tuned
 
 _SAVE_S = 20.0  # a state is saved after so long
+_ROOM_S = 2.0  # between two looks for room in the engine
 _KEPT = 3  # epochs, the last ones, whose ends are checkpoints that are served
 _EVALUATIONS = 20  # of a few examples of the validation file, in a job
 _AT_ONCE = 64  # examples of the validation file in one order
@@ -68,7 +69,7 @@ class Training:
             await self._forget(late)
         state = None if job.state is None else str(self._folder / job.state)
         order = OpenRun(RANK, ALPHA, seed=job.seed, state=state, tenant=job.tenant, weight=self._tenant.weight)
-        opened = await self._client.tune(self._run, order)
+        opened = await self._opened(order)
         self._open = True
         base = base_rate(job.asked.method, round(opened.metrics["hidden_size"]))
         saved_s = began_s = time.monotonic()
@@ -89,6 +90,22 @@ class Training:
             if stops and step < plan.steps:
                 raise Interrupted
         await self._finish()
+
+    async def _opened(self, order: OpenRun) -> Tuned:
+        """As soon as the engine has room for one more run. Raises as `run`."""
+        noted = False
+        while True:
+            try:
+                return await self._client.tune(self._run, order)
+            except CallRefused as error:
+                if error.status != NO_ROOM:
+                    raise
+                if not noted:
+                    await self._tuning.ask(JobStore.add_event, self._job.id, event(f"The job waits: {error}"))
+                    noted = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), _ROOM_S)
+                raise Interrupted
 
     # ---- a step
 
@@ -161,7 +178,13 @@ class Training:
         else:
             last = step == self._plan.steps
             model = model_name(job, None if last else step)
-            await self._client.load_adapter(model, str(self._folder / adapter), replace=True)
+            self._tuning.owners[model] = job.tenant
+            try:
+                await self._client.load_adapter(model, str(self._folder / adapter), replace=True)
+            except (CallRefused, EngineUnavailable):
+                if model not in self._client.adapters:
+                    self._tuning.owners.pop(model, None)
+                raise
             checkpoint = CheckpointRecord(
                 id=f"ftckpt-{uuid.uuid4().hex[:24]}",
                 job=job.id,
@@ -170,7 +193,6 @@ class Training:
                 folder=adapter,
                 metrics=metrics,
             )
-            self._tuning.owners[model] = job.tenant
             if await self._tuning.ask(JobStore.add_checkpoint, checkpoint, **changes) is None:  # cancelled meanwhile
                 await self._forget(checkpoint)
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from engine.architectures.config import ModelConfig
@@ -38,12 +39,17 @@ def loading_bytes(config: ModelConfig) -> int:
 
 def adapter_bytes_per_rank(config: ModelConfig) -> int:
     """A bf16 adapter on attention and every expert, the shared one too, per unit of rank."""
-    values = 0
+    values = sum(sum(_linear_values(config, attention=attention)) for attention in (True, False))
+    return _BF16 * values + expert_adapter_bytes_per_rank(config)
+
+
+def _linear_values(config: ModelConfig, *, attention: bool) -> Iterator[int]:
+    """Of A and B per unit of rank, of the projections of attention, or of all others."""
     for index in range(config.num_hidden_layers):
         for module in config.modules(index):
-            if module.kind == "linear" and module.name not in FLOAT32_MODULES:
-                values += sum(module.shape)
-    return _BF16 * values + expert_adapter_bytes_per_rank(config)
+            adapted = module.kind == "linear" and module.name not in FLOAT32_MODULES
+            if adapted and module.name.startswith("self_attn.") is attention:
+                yield sum(module.shape)
 
 
 def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
@@ -60,9 +66,12 @@ def training_bytes(config: ModelConfig, tokens: int) -> int:
     return tokens * (inputs + 2 * buffer_row_bytes(config)) + logits_bytes(config, LOGIT_ROWS)
 
 
-def training_run_bytes(config: ModelConfig, rank: int) -> int:
-    """A run on attention and every expert: masters, gradients and two moments, float32."""
-    return 4 * _F32 // _BF16 * rank * adapter_bytes_per_rank(config)
+def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = ("attention", "mlp")) -> int:
+    """A run on attention, on every expert, or on both: masters, gradients and two moments, float32."""
+    values = sum(_linear_values(config, attention=True)) if "attention" in targets else 0
+    if "mlp" in targets:
+        values += sum(_linear_values(config, attention=False)) + expert_adapter_bytes_per_rank(config) // _BF16
+    return 4 * _F32 * rank * values
 
 
 def file_bytes(path: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, Sample, SaveRun
+import training.service.tuner as tuner_module
+from engine.folders import replace_folder, settle
+from engine.memory.costs import training_bytes, training_run_bytes
+from engine.tuning import GONE, NO_ROOM, Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, Sample, SaveRun
 from tests.tuning.conftest import Tuning, sample
 from training.service.losses import loss_of
+from training.service.runs import TunedRun, Turns
 
 RUNS = iter(range(10**6))
 
@@ -227,3 +232,121 @@ def test_wrong_orders_are_answered(tuning: Tuning):
     learn(tuning, run, 1)
     tuning.ask(CloseRun(), run)
     assert not tuning.reply(tuning.send(Batch([good]), run)).ok
+
+
+def test_a_run_opens_beside_serving(tuning: Tuning, monkeypatch: pytest.MonkeyPatch):
+    """Its adapter is made on a thread: requests are answered meanwhile, its first orders wait, and others' too."""
+    tuner, go = tuning.engine.core.tuner, threading.Event()
+    made = tuner._made
+    monkeypatch.setattr(tuner, "_made", lambda order: go.wait(60) and made(order))
+    opening = tuning.send(OpenRun(rank=2, alpha=4.0), "slow")
+    first = tuning.send(Batch([sample(1)]), "slow")
+    closing = tuning.send(OpenRun(rank=2, alpha=4.0), "closed")
+    tuning.ask(CloseRun(), "closed")
+    tuning.engine.generate([sample(0).tokens[:6]], [None])
+    assert not any(tuning.answered(call) for call in (opening, first, closing))
+    go.set()
+    assert tuning.reply(opening).ok and tuning.reply(first).ok
+    assert "closed" in (tuning.reply(closing).error or "")
+    refused = tuning.send(OpenRun(rank=2, alpha=4.0, state="/nowhere"), "refused")
+    waits = tuning.send(Batch([sample(1)]), "refused")
+    assert "no state" in (tuning.reply(refused).error or "")
+    assert tuning.reply(waits).status == GONE
+
+
+@pytest.mark.parametrize("targets", [("attention",), ("mlp",), ("attention", "mlp")])
+def test_a_run_takes_what_is_planned_for_it(tuning: Tuning, monkeypatch: pytest.MonkeyPatch, targets: tuple[str, ...]):
+    """And the next one is refused where the gradients of the first, or a micro-batch, would not fit any more."""
+    run, tuner = opened(tuning, targets=targets), tuning.engine.core.tuner
+    values = masters(tuning, run).values()
+    wanted = training_run_bytes(tuner._config, 4, targets)
+    assert wanted == 4 * sum(each.nbytes for each in values)
+    held = sum(each.unallocated for each in tuner._runs.values())
+    assert held >= wanted // 4
+    held += training_bytes(tuner._config, tuner._micro_batch)
+
+    class Memory:
+        free_bytes = tuner_module._LEFT_FREE + wanted + held - 1
+
+    monkeypatch.setattr(tuner_module, "cpu_memory", Memory)
+    reply = tuning.reply(tuning.send(OpenRun(rank=4, alpha=8.0, targets=targets), "more"))
+    assert not reply.ok and reply.status == NO_ROOM
+    Memory.free_bytes += 1
+    tuning.ask(OpenRun(rank=4, alpha=8.0, targets=targets), "more")
+    tuning.ask(CloseRun(), "more")
+    tuning.ask(CloseRun(), run)
+
+
+def test_a_publication_without_room_lets_others_go_on(tuning: Tuning, monkeypatch: pytest.MonkeyPatch):
+    """It is copied once, and comes when there is room."""
+    adapters = tuning.engine.core.adapters
+    adopt, tried, room = adapters.adopt, [], []
+    monkeypatch.setattr(adapters, "adopt", lambda name, copy: tried.append(copy) or (bool(room) and adopt(name, copy)))
+    full, other = opened(tuning), opened(tuning)
+    waits = tuning.send(PublishRun("later"), full)
+    learn(tuning, other, 2)
+    assert tuning.answered(waits) is None
+    room.append(True)
+    assert tuning.reply(waits).ok and len(set(map(id, tried))) == 1 < len(tried)
+
+
+def test_a_loaded_run_has_nothing_to_step_by(tuning: Tuning, tmp_path: Path):
+    run = opened(tuning)
+    tuning.ask(SaveRun(str(tmp_path / "state")), run)
+    tuning.ask(Batch([sample(1)]), run)
+    tuning.ask(LoadRun(str(tmp_path / "state")), run)
+    assert "no gradients" in (tuning.reply(tuning.send(OptimStep(1e-3), run)).error or "")
+
+
+def test_an_order_that_fails_within_ends_its_run_alone(tuning: Tuning, monkeypatch: pytest.MonkeyPatch):
+    bad, good = opened(tuning), opened(tuning)
+    for run in (bad, good):
+        tuning.ask(Batch([sample(1)]), run)
+
+    def fails(order: OptimStep) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(tuning.engine.core.tuner._runs[bad].adapter, "step", fails)
+    assert "MemoryError" in (tuning.reply(tuning.send(OptimStep(1e-3), bad)).error or "")
+    assert tuning.reply(tuning.send(OptimStep(1e-3), bad)).status == GONE
+    tuning.ask(OptimStep(1e-3), good)
+
+
+def test_who_comes_new_does_not_starve_the_others():
+    turns = Turns()
+    old, new = TunedRun("a", "old", 1.0, 0), TunedRun("b", "new", 1.0, 0)
+    turns.come("old", [])
+    turns.charge(old, 10**6)
+    turns.come("new", ["old"])
+    turns.charge(new, 1)
+    assert turns.order([new, old]) == [old, new]
+
+
+@pytest.mark.parametrize("left", ["nothing", "old", "part", "both"])
+def test_a_replaced_folder_survives_an_end_at_any_point(tmp_path: Path, left: str):
+    """And what a client calls x.old or x.part is its own."""
+    folder, old, part = tmp_path / "x", tmp_path / ".x.old", tmp_path / ".x.part"
+
+    def write(text: str, fails: bool = False):
+        def writes(place: Path) -> None:
+            (place / "file").write_text(text)
+            if fails:
+                raise OSError("no space")
+
+        return writes
+
+    for name in ("x.old", "x.part", "x"):
+        replace_folder(tmp_path / name, write(name))
+    if left in ("old", "both"):
+        folder.rename(old)
+    if left in ("part", "both"):
+        part.mkdir()
+    settle(folder)
+    assert (folder / "file").read_text() == "x"
+    with pytest.raises(OSError, match="no space"):
+        replace_folder(folder, write("broken", fails=True))
+    assert (folder / "file").read_text() == "x"
+    replace_folder(folder, write("new"))
+    assert {path.name: (path / "file").read_text() for path in tmp_path.iterdir()} == {
+        "x": "new", "x.old": "x.old", "x.part": "x.part",
+    }  # fmt: skip

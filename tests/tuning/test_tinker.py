@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +10,16 @@ import httpx
 import numpy as np
 import pytest
 
+from api.dialects.tinker.wire import _field as wire_field
 from tests.e2e.conftest import Server, serving
 from tests.training.conftest import save_chat_model
 from tests.tuning.test_jobs import KEYS
 
-tinker = pytest.importorskip("tinker")
-types = tinker.types
+try:
+    import tinker
+    from tinker import types
+except ModuleNotFoundError:  # its client's tests are skipped, by the fixture `service`
+    tinker = types = None
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,7 @@ def saved(server: Server, key: str = "key-a") -> Any:
 
 @pytest.fixture(scope="module")
 def service(server: Server) -> Any:
+    pytest.importorskip("tinker")
     return connected(server)
 
 
@@ -173,6 +179,9 @@ def test_what_is_wrong_is_said(server: Server, service: Any):
     ("path", "body", "kind", "status"),
     [
         ("forward_backward", b"\xff" * 40, "application/x-protobuf", 400),
+        ("forward_backward", b"\x0a\x01x", "application/x-protobuf", 404),
+        ("forward_backward", b"\x10\x01" * 2**20, "application/x-protobuf", 400),
+        ("forward_backward", b"\0" * (6 * 2**20 + 1), "application/x-protobuf", 413),
         ("forward_backward", b"\x0a\xff\xff\xff\xff\x0f", "application/x-protobuf", 400),
         ("forward_backward", b"{}", "application/json", 415),
         ("optim_step", b'{"model_id": "x", "seq_id": 1, "adam_params": {"lr": 1}}', "application/json", 400),
@@ -189,6 +198,50 @@ def test_broken_bodies_are_refused(server: Server, path: str, body: bytes, kind:
     answer: httpx.Response = server.http.post(f"/api/v1/{path}", content=body, headers=headers)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_a_run_over_http(server: Server):
+    """Without its client: a batch, a step, weights that are not overwritten unasked, and what base they are of."""
+    headers = {"x-api-key": "tml-key-a"}
+
+    def ask(path: str, status: int = 200, /, **body: Any) -> Any:
+        answer = server.http.post(f"/api/v1/{path}", json=body, headers=headers)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def end(asked: dict[str, Any]) -> httpx.Response:
+        body = {"request_id": asked["request_id"]}
+        return server.http.post("/api/v1/retrieve_future", json=body, headers=headers).raise_for_status()
+
+    session = ask("create_session")["session_id"]
+    new = {"session_id": session, "model_seq_id": 0, "base_model": "demo", "lora_config": {"rank": 4}}
+    model = end(ask("create_model", **new)).json()["model_id"]
+    ids, places = array("i", [1, 2, 3]).tobytes(), array("q", [2, 3, 4]).tobytes()
+    text = wire_field(1, wire_field(1, wire_field(1, ids)))
+    tensor = wire_field(2, wire_field(1, b"target_tokens") + wire_field(2, tensor_of(places)))
+    message = wire_field(1, model.encode()) + b"\x10\x01" + wire_field(3, text + tensor)
+    protobuf = {**headers, "content-type": "application/x-protobuf"}
+    answer = server.http.post("/api/v1/forward_backward", content=message, headers=protobuf)
+    assert answer.status_code == 200, answer.text
+    assert b"logprobs" in end(answer.json()).content
+    stepped = end(ask("optim_step", model_id=model, seq_id=2, adam_params={})).json()
+    assert stepped["metrics"]["grad_norm:mean"] > 0
+    for number, kind in enumerate(("save_weights", "save_weights_for_sampler")):
+        save = {"model_id": model, "path": "kept"}
+        first = ask(kind, seq_id=3 + number, **save)
+        path = end(first).json()["path"]
+        assert ask(kind, seq_id=3 + number, **save) == first, "the same request again"
+        ask(kind, 409, seq_id=5, **save)
+    again = {"path": path.replace("sampler_weights", "weights"), "optimizer": True}
+    more = {"session_id": session, "model_seq_id": 1}
+    ask("load_weights", 404, base_model="other", **again, **more)
+    assert "model_id" in end(ask("load_weights", base_model="demo", **again, **more)).json()
+    ask("load_weights", 404, **{**again, "path": again["path"] + ".old"}, **more)
+
+
+def tensor_of(values: bytes) -> bytes:
+    """Of int64."""
+    return wire_field(1, values) + b"\x18\x02"
 
 
 def test_a_compressed_body_is_refused(server: Server):

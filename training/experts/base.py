@@ -37,7 +37,7 @@ class ExpertLora(nn.Module):
 
     gate_lora_a, up_lora_a [E, r, H]; gate_lora_b, up_lora_b [E, I, r]; down_lora_a [E, r, I]; down_lora_b [E, H, r].
     A is drawn as PEFT draws each expert's [r, in] (kaiming_uniform with a = sqrt 5), B is zero; `scaling` multiplies
-    B A x. ValueError for a rank below 1.
+    B A x. `generator`: torch's own without one. ValueError for a rank below 1.
     """
 
     gate_lora_a: nn.Parameter
@@ -47,7 +47,15 @@ class ExpertLora(nn.Module):
     down_lora_a: nn.Parameter
     down_lora_b: nn.Parameter
 
-    def __init__(self, experts: int, rank: int, hidden: int, intermediate: int, scaling: float) -> None:
+    def __init__(
+        self,
+        experts: int,
+        rank: int,
+        hidden: int,
+        intermediate: int,
+        scaling: float,
+        generator: torch.Generator | None = None,
+    ) -> None:
         super().__init__()
         if rank < 1:
             raise ValueError(f"rank: {rank}; at least 1")
@@ -56,7 +64,7 @@ class ExpertLora(nn.Module):
         sizes = {"gate": (hidden, intermediate), "up": (hidden, intermediate), "down": (intermediate, hidden)}
         for name, (size_in, size_out) in sizes.items():
             bound = 1 / math.sqrt(size_in)
-            a = torch.empty(experts, rank, size_in, dtype=torch.float32).uniform_(-bound, bound)
+            a = torch.empty(experts, rank, size_in, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
             b = torch.zeros(experts, size_out, rank, dtype=torch.float32)
             self.register_parameter(f"{name}_lora_a", nn.Parameter(a))
             self.register_parameter(f"{name}_lora_b", nn.Parameter(b))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +15,14 @@ from torch import nn
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.errors import UserError
+from engine.folders import replace_folder, settle
 from engine.lora.adapter import AdapterWeights, LoraPair
 from engine.lora.adapter import ExpertLora as ServedExpertLora
 from engine.tuning import OptimStep
 from training.experts.base import ExpertLora
 
 STATE_FILE = "state.safetensors"
+CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)  # torch says RuntimeError where a disk is full
 TARGETS = ("attention", "mlp")
 _PARTS = ("master", "first", "second")  # in a state's names; the last two are AdamW's moments
 
@@ -57,17 +57,16 @@ class TrainableAdapter:
         self.steps = 0
         self.linears: dict[str, Pair] = {}
         self.experts: dict[int, ExpertLora] = {}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            for name, (size_out, size_in) in linears.items():
-                if _target_of(name) in targets:
-                    bound = 1 / math.sqrt(size_in)
-                    a = torch.empty(rank, size_in).uniform_(-bound, bound)
-                    self.linears[name] = Pair(nn.Parameter(a), nn.Parameter(torch.zeros(size_out, rank)))
-            if "mlp" in targets:
-                sizes = (config.num_experts, rank, config.hidden_size, config.moe_intermediate_size)
-                for layer in config.sparse_layers:
-                    self.experts[layer] = ExpertLora(*sizes, self.scaling)
+        generator = torch.Generator().manual_seed(seed)
+        for name, (size_out, size_in) in linears.items():
+            if _target_of(name) in targets:
+                bound = 1 / math.sqrt(size_in)
+                a = torch.empty(rank, size_in).uniform_(-bound, bound, generator=generator)
+                self.linears[name] = Pair(nn.Parameter(a), nn.Parameter(torch.zeros(size_out, rank)))
+        if "mlp" in targets:
+            sizes = (config.num_experts, rank, config.hidden_size, config.moe_intermediate_size)
+            for layer in config.sparse_layers:
+                self.experts[layer] = ExpertLora(*sizes, self.scaling, generator)
         self.parameters = dict(self._named())
         self._moments = {
             name: (torch.zeros_like(parameter), torch.zeros_like(parameter))
@@ -109,6 +108,11 @@ class TrainableAdapter:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    @property
+    def missing_gradient_bytes(self) -> int:
+        """Of gradients that the next batch allocates."""
+        return sum(parameter.nbytes for parameter in self.parameters.values() if parameter.grad is None)
+
     # ---- what serving gets
 
     def weights(self, name: str, path: str = "") -> AdapterWeights:
@@ -133,12 +137,16 @@ class TrainableAdapter:
         def write(part: Path) -> None:
             save_file(tensors, part / STATE_FILE, metadata={"steps": str(self.steps)})
 
-        replace_folder(folder, write)
+        try:
+            replace_folder(folder, write)
+        except CANNOT_WRITE as error:
+            raise UserError(f"{folder} cannot be written: {error}", "state") from error
 
     @torch.no_grad()
     def load(self, folder: Path, *, optimizer: bool = True) -> None:
         """UserError for a state of another shape, or none; then nothing has changed."""
         try:
+            settle(folder)
             with safe_open(folder / STATE_FILE, "pt") as file:
                 steps = int((file.metadata() or {}).get("steps", "0"))
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
@@ -153,45 +161,6 @@ class TrainableAdapter:
                 moment.copy_(found[f"{part}.{name}"]) if optimizer else moment.zero_()
         self.steps = steps if optimizer else 0
         self.drop_gradients()
-
-
-def adapter_bytes(
-    config: ModelConfig, linears: Mapping[str, tuple[int, int]], rank: int, targets: tuple[str, ...]
-) -> int:
-    """Of masters, two moments and gradients, all float32."""
-    values = sum(rank * (n + k) for name, (n, k) in linears.items() if _target_of(name) in targets)
-    if "mlp" in targets:
-        inner = config.hidden_size + config.moe_intermediate_size
-        values += len(config.sparse_layers) * 3 * config.num_experts * rank * inner
-    return 4 * 4 * values
-
-
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """`write` is called with a folder beside its place. UserError if that fails."""
-    part, old = folder.with_name(f"{folder.name}.part"), folder.with_name(f"{folder.name}.old")
-    try:
-        for left in (part, old):
-            shutil.rmtree(left, ignore_errors=True)
-        part.mkdir(parents=True)
-        write(part)
-        for file in part.iterdir():
-            _sync(file)
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
-        _sync(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch says RuntimeError where a disk is full
-        shutil.rmtree(part, ignore_errors=True)
-        raise UserError(f"{folder} cannot be written: {error}", "state") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:

@@ -8,59 +8,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, KtserveError, UserError
+from engine.folders import replace_folder
 from engine.lora.adapters import Adapters
 from engine.lora.files.writer import write_adapter
+from engine.memory.costs import training_bytes, training_run_bytes
 from engine.memory.limits import cpu_memory
 from engine.messages import AdapterInfo, FromEngine, Reply, Tune
 from engine.model.causal_lm import CausalLM
-from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, SaveRun, Tuned
+from engine.tuning import GONE, NO_ROOM, Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, SaveRun, Tuned
 from engine.units import format_bytes
 from engine.work import Work
-from training.service.adapter import TrainableAdapter, adapter_bytes, replace_folder
+from training.service.adapter import CANNOT_WRITE, TrainableAdapter
 from training.service.losses import check_batch, counted, group_of
 from training.service.model import Part, ServedModel
+from training.service.runs import RefusedOrderError, TunedRun, Turns, WaitingOrder, diverged
 
 log = logging.getLogger("ktserve")
 _FILES = "tuning-files"  # a kind of work, and its thread's name
 _LEFT_FREE = 256 << 20  # bytes of memory that no new adapter takes
 _LARGE = 1 << 28  # products of a projection, in multiplications, from which several threads pay
 MAX_RUNS = 64
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """An order. `done`: samples of a batch that are computed, `parts` they were in."""
-
-    call_id: int
-    order: Batch | OptimStep | SaveRun | LoadRun | PublishRun
-    done: int = 0
-    loss: float = 0.0
-    hits: int = 0
-    logprobs: list[bytes] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Run:
-    name: str
-    adapter: TrainableAdapter
-    tenant: str
-    weight: float
-    orders: deque[_Waiting] = field(default_factory=deque)
-    on_disk: bool = False  # its first order is a thread's
-    closed: bool = False
-    learnt: bool = False  # gradients are there
+_FAULTS = (RuntimeError, MemoryError, ValueError)  # of torch, beside errors of ours
 
 
 class EngineTuner:
@@ -82,9 +61,9 @@ class EngineTuner:
         self._config = model.config
         self._micro_batch, self._longest = micro_batch, min(micro_batch, longest)
         self._max_rank, self._base = max_rank, base
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, TunedRun] = {}
         self._work = Work(_FILES)
-        self._served: dict[str, float] = {}  # tokens by tenant, divided by its weight
+        self._turns = Turns()
         self._pieces: Iterator[None] | None = None
         self._tokens = self._steps = 0
         self._seconds = 0.0
@@ -100,12 +79,11 @@ class EngineTuner:
     def _take(self, message: Tune) -> None:
         order = message.order
         if isinstance(order, OpenRun):
-            self._open(message.run, order)
-            self._answer(message.call_id, Tuned({"hidden_size": float(self._config.hidden_size)}))
+            self._open(message, order)
             return
         run = self._runs.get(message.run)
         if run is None:
-            raise UserError(f"there is no tuning run {message.run!r}", "run")
+            raise RefusedOrderError(GONE, f"there is no tuning run {message.run!r}", "run")
         if isinstance(order, CloseRun):
             self._close_run(run, EngineError(f"the run {run.name!r} was closed"))
             self._answer(message.call_id, Tuned())
@@ -113,23 +91,34 @@ class EngineTuner:
         if isinstance(order, Batch):
             whole = self._micro_batch // group_of(order.loss)
             check_batch(order, self._model.vocabulary, min(whole, self._longest))
-        run.orders.append(_Waiting(message.call_id, order))
+        others = {other.tenant for other in self._runs.values() if other.orders}
+        if run.tenant not in others:
+            self._turns.come(run.tenant, others)
+        run.orders.append(WaitingOrder(message.call_id, order))
 
-    def _open(self, name: str, order: OpenRun) -> None:
+    def _open(self, message: Tune, order: OpenRun) -> None:
+        name = message.run
         if name in self._runs:
             raise UserError(f"the run {name!r} is open already", "run")
         if len(self._runs) >= MAX_RUNS:
-            raise UserError(f"{MAX_RUNS} runs are open, the most that are: close one", "run")
+            raise RefusedOrderError(NO_ROOM, f"{MAX_RUNS} runs are open, the most that are: close one", "run")
         if not 1 <= order.rank <= self._max_rank:
             raise UserError(f"rank {order.rank}; allowed are 1 to {self._max_rank} (--max-adapter-rank)", "rank")
-        wanted = adapter_bytes(self._config, self._model.linears, order.rank, order.targets)
-        free = cpu_memory().free_bytes - _LEFT_FREE
+        wanted = training_run_bytes(self._config, order.rank, order.targets)
+        taken = training_bytes(self._config, self._micro_batch) + sum(run.unallocated for run in self._runs.values())
+        free = cpu_memory().free_bytes - _LEFT_FREE - taken
         if wanted > free:
-            raise UserError(
+            raise RefusedOrderError(
+                NO_ROOM if self._runs else 400,
                 f"an adapter of rank {order.rank} takes {format_bytes(wanted)} in training (masters, moments, "
                 f"gradients), and {format_bytes(max(free, 0))} are free: take a smaller rank, or wait for other runs",
                 "rank",
             )
+        run = self._runs[name] = TunedRun(name, order.tenant, order.weight, wanted)
+        self._work.start(_FILES, partial(self._made, order), partial(self._opened, run, message.call_id))
+
+    def _made(self, order: OpenRun) -> TrainableAdapter:
+        """On a thread: a large adapter takes seconds."""
         adapter = TrainableAdapter(
             self._config,
             self._model.linears,
@@ -140,7 +129,19 @@ class EngineTuner:
         )
         if order.state is not None:
             adapter.load(Path(order.state))
-        self._runs[name] = _Run(name, adapter, order.tenant, order.weight)
+        return adapter
+
+    def _opened(self, run: TunedRun, call_id: int, future: Future[TrainableAdapter]) -> None:
+        error = _error_of(future)
+        if run.closed:
+            error = EngineError(f"the run {run.name!r} was closed")
+        if error is None:
+            run.made, run.on_disk = future.result(), False
+            self._answer(call_id, Tuned({"hidden_size": float(self._config.hidden_size)}))
+            return
+        self._refuse(call_id, error)
+        if not run.closed:
+            self._close_run(run, RefusedOrderError(GONE, f"there is no tuning run {run.name!r}: {error}", "run"))
 
     # ---- pieces
 
@@ -172,7 +173,7 @@ class EngineTuner:
     def close(self) -> None:
         self._work.close()
 
-    def _waiting_runs(self) -> Iterator[_Run]:
+    def _waiting_runs(self) -> Iterator[TunedRun]:
         return (run for run in self._runs.values() if run.orders and not run.on_disk)
 
     def _piece(self) -> bool:
@@ -189,33 +190,44 @@ class EngineTuner:
         return True
 
     def _next(self) -> Iterator[None] | None:
-        waiting = sorted(self._waiting_runs(), key=lambda run: self._served.get(run.tenant, 0.0))
+        waiting = self._turns.order(self._waiting_runs())
+        batches = [run for run in waiting if isinstance(run.orders[0].order, Batch)]
         for run in waiting:
-            if not isinstance(run.orders[0].order, Batch):
+            if run not in batches and not run.blocked:
                 return self._small(run)
-        return self._batch(waiting) if waiting else None
+        for run in waiting:
+            run.blocked = False
+        return self._batch(batches) if batches else None
 
-    def _small(self, run: _Run) -> Iterator[None]:
+    def _small(self, run: TunedRun) -> Iterator[None]:
         """Whatever is no batch."""
         waiting = run.orders[0]
         order = waiting.order
+        if isinstance(order, SaveRun | LoadRun):
+            run.on_disk = True
+            call = partial(self._files, run.adapter, order)
+            self._work.start(_FILES, call, partial(self._filed, run, waiting))
+            return
         try:
             if isinstance(order, OptimStep):
                 yield from self._step(run, waiting, order)
-                return
-            if isinstance(order, PublishRun):
-                while not self._adapters.adopt(order.name, run.adapter.weights(order.name)):
-                    yield
-                adapter = next(info for info in self._adapters.infos() if info.name == order.name)
-                self._end(run, waiting, Tuned(), adapter)
-                return
+            elif isinstance(order, PublishRun):
+                self._publish(run, waiting, order)
         except KtserveError as error:
             self._end(run, waiting, error)
+        except _FAULTS as error:
+            log.exception("an order of a tuning run failed")
+            self._close_run(run, EngineError(f"the run's order failed: {type(error).__name__}: {error}"))
+
+    def _publish(self, run: TunedRun, waiting: WaitingOrder, order: PublishRun) -> None:
+        """Without room now it stays the run's first order, and others have their turn."""
+        if waiting.copied is None:
+            waiting.copied = run.adapter.weights(order.name)
+        if not self._adapters.adopt(order.name, waiting.copied):
+            run.blocked = True
             return
-        assert isinstance(order, SaveRun | LoadRun)
-        run.on_disk = True
-        call = partial(self._files, run.adapter, order)
-        self._work.start(_FILES, call, partial(self._filed, run, waiting))
+        adapter = next(info for info in self._adapters.infos() if info.name == order.name)
+        self._end(run, waiting, Tuned(), adapter)
 
     def _files(self, adapter: TrainableAdapter, order: SaveRun | LoadRun) -> None:
         """On a thread; the run's other orders wait."""
@@ -227,32 +239,37 @@ class EngineTuner:
         if order.adapter is not None:
             folder = Path(order.adapter)
             weights = adapter.weights(folder.name)
-            replace_folder(folder, lambda part: write_adapter(weights, part, "peft", base=self._base))
+            try:
+                replace_folder(folder, lambda part: write_adapter(weights, part, "peft", base=self._base))
+            except CANNOT_WRITE as error:
+                raise UserError(f"{folder} cannot be written: {error}", "adapter") from error
 
-    def _filed(self, run: _Run, waiting: _Waiting, future: Future[None]) -> None:
+    def _filed(self, run: TunedRun, waiting: WaitingOrder, future: Future[None]) -> None:
         run.on_disk = False
-        error = future.exception()
-        if error is not None and not isinstance(error, KtserveError):
-            error = EngineError(f"the run's files: {type(error).__name__}: {error}")
+        error = _error_of(future)
+        if isinstance(waiting.order, LoadRun) and error is None:
+            run.learnt = False
         self._end(run, waiting, Tuned() if error is None else error)
 
-    def _step(self, run: _Run, waiting: _Waiting, order: OptimStep) -> Iterator[None]:
+    def _step(self, run: TunedRun, waiting: WaitingOrder, order: OptimStep) -> Iterator[None]:
         if not run.learnt:
             self._end(run, waiting, UserError("there are no gradients: a batch has to come before the step", "run"))
             return
         norm = 0.0
         for norm in run.adapter.step(order):
             if norm != norm or norm == float("inf"):
-                self._close_run(run, _diverged(run, "the norm of its gradients"))
+                self._close_run(run, diverged(run, "the norm of its gradients"))
                 return
             yield
+            if run.closed:
+                return
         run.learnt = False
         self._steps += 1
         self._end(run, waiting, Tuned(metrics={"grad_norm": norm}))
 
-    def _batch(self, runs: list[_Run]) -> Iterator[None]:
+    def _batch(self, runs: list[TunedRun]) -> Iterator[None]:
         """A micro-batch of as many runs' samples as go into one."""
-        chosen: list[tuple[_Run, _Waiting, Part]] = []
+        chosen: list[tuple[TunedRun, WaitingOrder, Part]] = []
         room = self._micro_batch
         for run in runs:
             waiting = run.orders[0]
@@ -263,9 +280,11 @@ class EngineTuner:
         try:
             for _ in self._threaded(self._model.compute([part for _, _, part in chosen]), self._micro_batch - room):
                 yield
-        except (KtserveError, RuntimeError, MemoryError, ValueError) as error:
+                if all(run.closed for run, _, _ in chosen):
+                    return
+        except (KtserveError, *_FAULTS) as error:
             log.exception("a training micro-batch failed")
-            for run, _, _ in chosen:
+            for run in [run for run, _, _ in chosen if not run.closed]:
                 self._close_run(run, EngineError(f"the run's micro-batch failed: {type(error).__name__}: {error}"))
             return
         for run, waiting, part in chosen:
@@ -287,7 +306,7 @@ class EngineTuner:
             yield
 
     @staticmethod
-    def _part(run: _Run, waiting: _Waiting, room: int) -> Part | None:
+    def _part(run: TunedRun, waiting: WaitingOrder, room: int) -> Part | None:
         """The next samples of a batch that `room` tokens hold; None: not one group."""
         order = waiting.order
         assert isinstance(order, Batch)
@@ -304,15 +323,15 @@ class EngineTuner:
         adapter = None if order.base else run.adapter
         return Part(adapter, samples, order.loss, order.settings, learn, group, all_targets=order.outputs)
 
-    def _computed(self, run: _Run, waiting: _Waiting, part: Part) -> None:
+    def _computed(self, run: TunedRun, waiting: WaitingOrder, part: Part) -> None:
         order = waiting.order
         assert isinstance(order, Batch)
         self._tokens += part.tokens
-        self._served[run.tenant] = self._served.get(run.tenant, 0.0) + part.tokens / run.weight
+        self._turns.charge(run, part.tokens)
         if run.closed:
             return
         if part.loss != part.loss or abs(part.loss) == float("inf"):
-            self._close_run(run, _diverged(run, "its loss"))
+            self._close_run(run, diverged(run, "its loss"))
             return
         run.learnt |= part.learn
         waiting.done += len(part.samples)
@@ -327,7 +346,7 @@ class EngineTuner:
     # ---- ends
 
     def _end(
-        self, run: _Run, waiting: _Waiting, result: Tuned | BaseException, adapter: AdapterInfo | None = None
+        self, run: TunedRun, waiting: WaitingOrder, result: Tuned | BaseException, adapter: AdapterInfo | None = None
     ) -> None:
         if run.closed:  # all of its orders are answered
             return
@@ -339,7 +358,7 @@ class EngineTuner:
         else:
             self._refuse(waiting.call_id, result)
 
-    def _close_run(self, run: _Run, error: KtserveError) -> None:
+    def _close_run(self, run: TunedRun, error: KtserveError) -> None:
         run.closed = True
         del self._runs[run.name]
         for waiting in run.orders:
@@ -351,15 +370,16 @@ class EngineTuner:
 
     def _refuse(self, call_id: int, error: BaseException) -> None:
         field, status = (error.field, 400) if isinstance(error, UserError) else (None, 500)
+        status = error.status if isinstance(error, RefusedOrderError) else status
         self._send(Reply(call_id=call_id, ok=False, error=str(error), field=field, status=status))
 
 
-def _diverged(run: _Run, what: str) -> UserError:
-    return UserError(
-        f"the run {run.name!r} has ended: {what} is no finite number; start from an earlier state with a smaller "
-        "learning rate",
-        "learning_rate",
-    )
+def _error_of(future: Future[Any]) -> KtserveError | None:
+    """Of work on files."""
+    error = future.exception()
+    if error is None or isinstance(error, KtserveError):
+        return error
+    return EngineError(f"the run's files: {type(error).__name__}: {error}")
 
 
 def make_tuner(core: EngineCore, send: Callable[[FromEngine], None], config: EngineConfig) -> EngineTuner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Coroutine
@@ -13,6 +14,7 @@ from api.errors import ApiError, shortened
 from api.tenants.record import Tenant
 from engine.errors import KtserveError
 
+log = logging.getLogger("ktserve")
 _FUTURES = 4096  # of a tenant
 _KEPT_S, _KEPT_BYTES = 60.0, 256 << 20  # of answers: after they were fetched; of a tenant
 _WAIT_S = 20.0  # for a future, in one request
@@ -32,6 +34,11 @@ class Future:
     @property
     def done(self) -> bool:
         return self.result.done()
+
+    def fail(self, error: BaseException) -> None:
+        """Of what never starts, or has raised `error`."""
+        self.result.set_exception(error)
+        self.result.exception()  # whoever fetches it is told; perhaps nobody does
 
 
 class Futures:
@@ -86,8 +93,10 @@ class Futures:
             if task.cancelled():
                 future.cancel()
             elif (error := task.exception()) is not None:
-                future.set_exception(error)
-                future.exception()  # whoever fetches it is told; perhaps nobody does
+                if not isinstance(error, KtserveError):  # a fault of ours, or of the disk
+                    log.error("a request of Tinker's API failed", exc_info=error)
+                    error = ApiError(500, f"the request failed: {type(error).__name__}")
+                of.fail(error)
             else:
                 result = task.result()
                 of.size = len(result)
@@ -107,5 +116,5 @@ class Futures:
         try:
             return future.result.result()
         except (KtserveError, asyncio.CancelledError) as error:
-            user = isinstance(error, CallRefused) or (isinstance(error, ApiError) and error.status < 500)
+            user = isinstance(error, CallRefused | ApiError) and error.status < 500
             return {"error": str(error) or "the server is shutting down", "category": "user" if user else "server"}

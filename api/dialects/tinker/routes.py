@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.dialects.tinker import listings
 from api.dialects.tinker import requests as r
 from api.dialects.tinker.futures import Result
-from api.dialects.tinker.runs import SAMPLER, WEIGHTS, Run, RunRecord, Runs, load_order, publish_order
+from api.dialects.tinker.handling import body_of, runs_of
+from api.dialects.tinker.run import Run
+from api.dialects.tinker.runs import Runs, load_order, publish_order
 from api.dialects.tinker.sampling import sample
-from api.dialects.tinker.wire import forward_backward_output, read_forward_backward, sample_response
+from api.dialects.tinker.saved import SAMPLER, WEIGHTS
+from api.dialects.tinker.wire import forward_backward_output, model_of, read_forward_backward, sample_response
 from api.errors import ApiError, bad_request, shortened
 from api.http.handling import service_of, tenant_of
 from api.http.service import Service
 from api.http.wire import json_response
 from api.tenants.record import Tenant
-from engine.tuning import Batch, OptimStep, Order, Tuned
+from engine.tuning import Batch, OptimStep, Order, SaveRun, Tuned
 
-_T = TypeVar("_T", bound=r._Request)
 _PROTO = "application/x-protobuf"
 _UNEMBED = "the head is not trained here: train_unembed changes nothing"
 _METRICS = {"loss": "loss:sum", "targets": "targets:sum", "hits": "hits:sum"}
-
-
-def runs_of(request: Request) -> Runs:
-    """Raises ApiError 404 on a server without --fine-tuning."""
-    service = service_of(request)
-    if service.tuning is None:
-        raise ApiError(404, "training is off: start the server with --fine-tuning", code="no_fine_tuning")
-    runs: Runs | None = getattr(request.app.state, "tinker_runs", None)
-    if runs is None:
-        runs = request.app.state.tinker_runs = Runs(service.client, service.tuning)
-    return runs
 
 
 def router() -> APIRouter:
@@ -49,7 +42,7 @@ def router() -> APIRouter:
 
     @routes.post("/client/config")
     async def client_config(request: Request) -> Response:
-        await _body(r.ClientConfig, request)
+        await body_of(r.ClientConfig, request)
         most = service_of(request).config.max_body_bytes // 2
         return json_response({"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": min(5_000_000, most)})
 
@@ -68,14 +61,14 @@ def router() -> APIRouter:
     @routes.post("/create_session")
     async def create_session(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
-        await _body(r.CreateSession, request)
+        await body_of(r.CreateSession, request)
         return json_response(
             {"type": "create_session", "session_id": runs.open_session(tenant), "info_message": _UNEMBED}
         )
 
     @routes.post("/session_heartbeat")
     async def heartbeat(request: Request) -> Response:
-        runs_of(request).check_session(tenant_of(request), (await _body(r.Heartbeat, request)).session_id)
+        runs_of(request).check_session(tenant_of(request), (await body_of(r.Heartbeat, request)).session_id)
         return json_response({"type": "session_heartbeat"})
 
     @routes.post("/sessions/{session}/finish")
@@ -96,7 +89,8 @@ def router() -> APIRouter:
     @routes.post("/create_model")
     async def create_model(request: Request) -> Response:
         runs, tenant, service = runs_of(request), tenant_of(request), service_of(request)
-        body = await _body(r.CreateModel, request)
+        runs.tuning.check_allowed(tenant)
+        body = await body_of(r.CreateModel, request)
         runs.check_session(tenant, body.session_id)
         _check_base(service, tenant, body.base_model)
         if body.optimizer_config is not None:
@@ -116,7 +110,7 @@ def router() -> APIRouter:
     @routes.post("/unload_model")
     async def unload_model(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
-        run = runs.run(tenant, (await _body(r.Model, request)).model_id)
+        run = runs.run(tenant, (await body_of(r.Model, request)).model_id)
 
         async def work() -> Result:
             await runs.close_run(run)
@@ -127,7 +121,7 @@ def router() -> APIRouter:
     @routes.post("/get_info")
     async def get_info(request: Request) -> Response:
         runs, tenant, service = runs_of(request), tenant_of(request), service_of(request)
-        record = runs.run(tenant, (await _body(r.Model, request)).model_id).record
+        record = runs.run(tenant, (await body_of(r.Model, request)).model_id).record
         return json_response(
             {
                 "type": "get_info",
@@ -144,9 +138,10 @@ def router() -> APIRouter:
         runs, tenant, service = runs_of(request), tenant_of(request), service_of(request)
         if request.headers.get("content-type", "").split(";")[0] != _PROTO:
             raise ApiError(415, f"Content-Type: {_PROTO} is expected", code="unsupported_media_type")
-        async with service.bodies.read(request) as raw:
-            asked = read_forward_backward(raw)
-        run = runs.run(tenant, asked.model_id)
+        in_thread = runs.tuning.batches.in_thread  # Python parses slowly: the loop has others to serve
+        async with service.protobuf_bodies.read(request) as raw:
+            run = runs.run(tenant, await in_thread(model_of, raw))
+            asked = await in_thread(read_forward_backward, raw)
         order = Batch(asked.samples, asked.loss, asked.settings, learn=not asked.forward_only, outputs=True)
 
         async def done(tuned: Tuned) -> Result:
@@ -158,7 +153,7 @@ def router() -> APIRouter:
     @routes.post("/optim_step")
     async def optim_step(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
-        body = await _body(r.OptimStepRequest, request)
+        body = await body_of(r.OptimStepRequest, request)
         run, p = runs.run(tenant, body.model_id), body.adam_params
         order = OptimStep(p.learning_rate, p.beta1, p.beta2, p.eps, p.weight_decay, p.grad_clip_norm)
 
@@ -172,19 +167,19 @@ def router() -> APIRouter:
     @routes.post("/save_weights")
     async def save_weights(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
-        body = await _body(r.SaveWeights, request)
+        body = await body_of(r.SaveWeights, request)
         run, name = runs.run(tenant, body.model_id), body.path or f"{body.seq_id:06}"
-        _check_save(runs, run, body, WEIGHTS, name)
+        path = await _checked_save(runs, tenant, run, body, WEIGHTS, name)
 
         async def done(tuned: Tuned) -> Result:
-            return {"type": "save_weights", "path": f"tinker://{run.record.id}/{WEIGHTS}/{name}"}
+            return {"type": "save_weights", "path": path}
 
-        return _ordered(runs, tenant, run, body.seq_id, runs.save_order(run, WEIGHTS, name), done)
+        return _saving(runs, tenant, run, body.seq_id, runs.save_order(run, WEIGHTS, name), done, path)
 
     @routes.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
-        body = await _body(r.SaveForSampler, request)
+        body = await body_of(r.SaveForSampler, request)
         run = runs.run(tenant, body.model_id)
         if body.kind != "snapshot":
             raise bad_request(f"kind: 'snapshot' is expected, got {shortened(body.kind)}", "kind", "unsupported_field")
@@ -198,21 +193,24 @@ def router() -> APIRouter:
 
             return _ordered(runs, tenant, run, body.seq_id, publish, published)
         name = body.path
-        _check_save(runs, run, body, SAMPLER, name)
+        path = await _checked_save(runs, tenant, run, body, SAMPLER, name)
 
         async def saved(tuned: Tuned) -> Result:
-            path = f"tinker://{run.record.id}/{SAMPLER}/{name}"
-            await runs.serve(path, runs.place(run.record.id, SAMPLER, name), tenant.name)
+            await runs.serve(path, runs.saved.place(run.record.id, SAMPLER, name), tenant.name)
             return {"type": "save_weights_for_sampler", "path": path}
 
-        return _ordered(runs, tenant, run, body.seq_id, runs.save_order(run, SAMPLER, name), saved)
+        return _saving(runs, tenant, run, body.seq_id, runs.save_order(run, SAMPLER, name), saved, path)
 
     @routes.post("/load_weights")
     async def load_weights(request: Request) -> Response:
         """Into a run, or, with a session, as the beginning of a new one."""
-        runs, tenant = runs_of(request), tenant_of(request)
-        body = await _body(r.LoadWeights, request)
-        record, folder = await runs.saved(tenant, body.path, WEIGHTS)
+        runs, tenant, service = runs_of(request), tenant_of(request), service_of(request)
+        runs.tuning.check_allowed(tenant)
+        body = await body_of(r.LoadWeights, request)
+        if body.base_model is not None:
+            _check_base(service, tenant, body.base_model)
+        record, folder = await runs.saved.find(tenant, body.path, WEIGHTS)
+        runs.saved.check_base(record, service.ready.model_name)
         if body.optimizer_config is not None:
             body.optimizer_config.check()
         if body.model_id is not None and body.seq_id is not None:
@@ -240,7 +238,7 @@ def router() -> APIRouter:
     @routes.post("/create_sampling_session")
     async def create_sampling_session(request: Request) -> Response:
         runs, tenant, service = runs_of(request), tenant_of(request), service_of(request)
-        body = await _body(r.CreateSampler, request)
+        body = await body_of(r.CreateSampler, request)
         runs.check_session(tenant, body.session_id)
         adapter = await _adapter(runs, service, tenant, body.base_model, body.model_path)
         sampler = runs.open_sampler(tenant, adapter)
@@ -278,53 +276,14 @@ def router() -> APIRouter:
     @routes.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
-        key = (await _body(r.Retrieve, request)).request_id
+        key = (await body_of(r.Retrieve, request)).request_id
         found = await runs.futures.fetch(tenant, key)
         if found is None:
             return json_response({"type": "try_again", "request_id": key, "queue_state": "active"})
         return Response(found, media_type=_PROTO) if isinstance(found, bytes) else json_response(found)
 
-    # ---- what was saved
-
-    @routes.get("/training_runs")
-    async def training_runs(request: Request) -> Response:
-        runs, tenant = runs_of(request), tenant_of(request)
-        limit, offset = (_count(request, name, default) for name, default in (("limit", 20), ("offset", 0)))
-        found = await runs.records(tenant)
-        shown = [runs.shown(record) for record in found[offset : offset + limit]]
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return json_response({"training_runs": shown, "cursor": cursor})
-
-    @routes.get("/training_runs/{run_id}")
-    async def training_run(request: Request, run_id: str) -> Response:
-        return json_response(runs_of(request).shown(await _record(request, run_id)))
-
-    @routes.get("/training_runs/{run_id}/checkpoints")
-    async def checkpoints(request: Request, run_id: str) -> Response:
-        found = runs_of(request).checkpoints(await _record(request, run_id))
-        cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
-        return json_response({"checkpoints": found, "cursor": cursor})
-
-    @routes.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}")
-    async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str) -> Response:
-        runs, tenant = runs_of(request), tenant_of(request)
-        await runs.delete(tenant, await _record(request, run_id), kind, name)
-        return Response(status_code=204)
-
-    @routes.post("/weights_info")
-    async def weights_info(request: Request) -> Response:
-        runs, tenant = runs_of(request), tenant_of(request)
-        record, _ = await runs.saved(tenant, (await _body(r.WeightsInfo, request)).tinker_path, WEIGHTS)
-        trained = {"train_attn": "attention" in record.targets, "train_mlp": "mlp" in record.targets}
-        info = {"base_model": record.base_model, "is_lora": True, "lora_rank": record.rank, "train_unembed": False}
-        return json_response({**info, **trained})
-
+    routes.include_router(listings.router())
     return routes
-
-
-async def _body(kind: type[_T], request: Request) -> _T:
-    async with service_of(request).small_bodies.read(request) as raw:
-        return r.read(kind, raw)
 
 
 def _future(key: str, model_id: str) -> Response:
@@ -343,41 +302,47 @@ def _check_base(service: Service, tenant: Tenant, name: str) -> None:
         raise bad_request(f"base_model: {service.ready.model_name!r} is expected, got {shortened(name)}", "base_model")
 
 
-def _check_save(runs: Runs, run: Run, body: r.SaveWeights, kind: str, name: str) -> None:
-    """Raises ApiError."""
+async def _checked_save(runs: Runs, tenant: Tenant, run: Run, body: r.SaveWeights, kind: str, name: str) -> str:
+    """The tinker:// path of what is to be saved; there is room for it until `_saving` ends. Raises ApiError."""
     if body.ttl_seconds is not None:
         raise bad_request("ttl_seconds: saved weights stay until they are deleted", "ttl_seconds", "unsupported_field")
-    if runs.place(run.record.id, kind, name).exists() and not body.overwrite and kind == WEIGHTS:
-        raise ApiError(409, f"path: {name} is there already: set overwrite", param="path", code="exists")
+    place, path = runs.saved.place(run.record.id, kind, name), f"tinker://{run.record.id}/{kind}/{name}"
+    if run.numbered(body.seq_id) is None:
+        if place.exists() and not body.overwrite:
+            raise ApiError(409, f"path: {name} is there already: set overwrite", param="path", code="exists")
+        await runs.saved.reserve(tenant, path)
+    return path
+
+
+def _saving(
+    runs: Runs,
+    tenant: Tenant,
+    run: Run,
+    seq_id: int,
+    order: SaveRun,
+    then: Callable[[Tuned], Awaitable[Result]],
+    path: str,
+) -> Response:
+    ended = partial(runs.saved.release, path)
+    try:
+        return _future(runs.order(tenant, run, seq_id, order, then, ended), run.record.id)
+    except ApiError:
+        ended()
+        raise
 
 
 async def _adapter(runs: Runs, service: Service, tenant: Tenant, base: str | None, path: str | None) -> str | None:
     """The adapter of a tinker:// path, loaded; None: the base. Raises ApiError."""
     if path is not None:
         if path not in service.client.adapters:
-            _, folder = await runs.saved(tenant, path, SAMPLER)
+            record, folder = await runs.saved.find(tenant, path, SAMPLER)
+            runs.saved.check_base(record, service.ready.model_name)
             await runs.serve(path, folder, tenant.name)
         return service.adapter(tenant, path)
     if base is None:
         raise bad_request("base_model or model_path is expected", "base_model")
     _check_base(service, tenant, base)
     return None
-
-
-async def _record(request: Request, run_id: str) -> RunRecord:
-    """Raises ApiError 404."""
-    record = await runs_of(request).record(run_id)
-    if record is None or record.tenant != tenant_of(request).name:
-        raise ApiError(404, f"there is no training run {shortened(run_id)}", param="training_run_id")
-    return record
-
-
-def _count(request: Request, name: str, default: int) -> int:
-    """Of a query. Raises ApiError."""
-    text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 7):
-        raise bad_request(f"{name}: a whole number is expected, got {shortened(text)}", name)
-    return int(text)
 
 
 def _tokenizer_id(service: Service) -> str:

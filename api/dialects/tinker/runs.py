@@ -11,8 +11,8 @@ that comes twice is one. Sessions, futures and what was not saved end with the s
 
 from __future__ import annotations
 
-import asyncio
-import re
+import contextlib
+import logging
 import shutil
 import time
 import uuid
@@ -20,83 +20,40 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from api.client.calls import CallRefused
 from api.client.client import EngineClient
 from api.client.stream import EngineUnavailable
 from api.dialects.tinker.futures import Futures, Result
-from api.errors import ApiError, bad_request, shortened
+from api.dialects.tinker.run import Early, Run
+from api.dialects.tinker.saved import SAMPLER, WEIGHTS, RunRecord, Saved, timestamp
+from api.errors import ApiError, shortened
 from api.tenants.record import Tenant
 from api.tuning.service import Tuning
-from engine.tuning import Batch, CloseRun, LoadRun, OpenRun, OptimStep, Order, PublishRun, SaveRun, Tuned
+from engine.tuning import GONE, Batch, CloseRun, LoadRun, OpenRun, OptimStep, Order, PublishRun, SaveRun, Tuned
 
 ALPHA = 32.0
-WEIGHTS, SAMPLER = "weights", "sampler_weights"
-_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_RUN = re.compile("s-[0-9a-f]{16}:train:[0-9]{1,10}")
-_RUNS, _PENDING = 16, 512  # of a tenant; orders of a run
+_RUNS, _RUNS_EVER = 16, 64  # of a tenant: in memory, and with those on disk
+_TOKENS = 1 << 21  # of a tenant's batches that have not ended
 _LIVE = 4  # snapshots of a run that are kept without a file
-
+_SILENT_S = 3600.0  # after so long without a word of its session a run gives others room
 _SESSIONS, _SAMPLERS = 256, 4096  # of a tenant; the oldest are forgotten
 
-
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a run on disk."""
-
-    id: str
-    tenant: str
-    base_model: str
-    rank: int
-    targets: tuple[str, ...]
-    created_at: float
-
-
-class Run:
-    """`snapshots`: names of those that are served without a file, oldest first. A run that has been idle goes to disk
-    when others want room, and comes back with its next order."""
-
-    def __init__(self, record: RunRecord) -> None:
-        self.record = record
-        self.last_s = time.time()
-        self.lock = asyncio.Lock()  # held while it goes to disk and comes back
-        self.on_disk = False
-        self.pending = 0  # orders that have not ended
-        self.learning = False  # there are gradients that no step has used
-        self.snapshots: list[str] = []
-        self._next = 1
-        self._waiting: dict[int, Callable[[], None]] = {}
-        self._numbered: dict[int, str] = {}  # futures by seq_id
-
-    def numbered(self, seq_id: int) -> str | None:
-        """The future of an order that has come before."""
-        return self._numbered.get(seq_id)
-
-    def take(self, seq_id: int, future: str, start: Callable[[], None]) -> None:
-        """`start` when all orders before have started. Raises ApiError."""
-        if seq_id < self._next or len(self._waiting) >= _PENDING or seq_id > self._next + _PENDING:
-            raise ApiError(400, f"seq_id {seq_id}: {self._next} is the next one", param="seq_id")
-        self.last_s = time.time()
-        self._numbered[seq_id] = future
-        self._numbered.pop(seq_id - 4 * _PENDING, None)
-        self._waiting[seq_id] = start
-        self.pending += 1
-        while (now := self._waiting.pop(self._next, None)) is not None:
-            self._next += 1
-            now()
+log = logging.getLogger("ktserve")
 
 
 class Runs:
-    """Of all tenants; what is another tenant's is as unknown. `idle_s`: after so long a run may go to disk."""
+    """Of all tenants; what is another tenant's is as unknown. `idle_s`: after so long a run may go to disk, and a
+    request whose predecessor has not come fails."""
 
     def __init__(self, client: EngineClient, tuning: Tuning, idle_s: float = 600.0) -> None:
         self.client, self.tuning = client, tuning
-        self.folder = tuning.batches.folder / "tinker"
+        self.saved = Saved(tuning)
         self.sessions: dict[str, str] = {}  # tenants by session
+        self._heard: dict[str, float] = {}  # when a session had its last request
         self.samplers: dict[str, tuple[str, str | None]] = {}  # tenant and adapter (None: the base) by sampler
         self._runs: dict[str, Run] = {}
         self.futures = Futures()
-        self._weights: dict[str, float] = {}  # of runs, their tenants'
+        self._opening: dict[str, str] = {}  # tenants of runs that come into memory
         self.idle_s = idle_s
         self._created: dict[str, str] = {}  # futures of runs' openings
         self._restarts = client.restarts
@@ -107,14 +64,24 @@ class Runs:
         session = f"s-{uuid.uuid4().hex[:16]}"
         own = [key for key, owner in self.sessions.items() if owner == tenant.name]
         for key in own[: max(0, len(own) - _SESSIONS + 1)]:
-            del self.sessions[key]
-        self.sessions[session] = tenant.name
+            self._forget_session(key)
+        self.sessions[session], self._heard[session] = tenant.name, time.monotonic()
         return session
+
+    def _forget_session(self, session: str) -> None:
+        del self.sessions[session], self._heard[session]
 
     def check_session(self, tenant: Tenant, session: str) -> None:
         """Raises ApiError 404."""
         if self.sessions.get(session) != tenant.name:
             raise ApiError(404, f"there is no session {shortened(session)}", param="session_id")
+        self._heard[session] = time.monotonic()
+
+    def _silent(self, run: Run) -> bool:
+        """Whether nobody seems to want the run any more: its session sends no heartbeats."""
+        heard = self._heard.get(run.session)
+        quiet_s = _SILENT_S if heard is None else time.monotonic() - heard
+        return quiet_s >= _SILENT_S and not run.pending and time.time() - run.last_s >= _SILENT_S
 
     def open_sampler(self, tenant: Tenant, adapter: str | None) -> str:
         sampler = f"sampler-{uuid.uuid4().hex}"
@@ -134,18 +101,29 @@ class Runs:
     # ---- runs
 
     def _check_engine(self) -> None:
-        """The runs of an engine that has ended are gone."""
-        if self.client.restarts != self._restarts:
-            self._restarts = self.client.restarts
-            self._runs = {key: run for key, run in self._runs.items() if run.on_disk}
+        """The runs and the snapshots of an engine that has ended are gone."""
+        if self.client.restarts == self._restarts:
+            return
+        self._restarts = self.client.restarts
+        for run in list(self._runs.values()):
+            for name in run.snapshots:
+                self.tuning.owners.pop(name, None)
+            run.snapshots.clear()
+            if not run.on_disk:
+                self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        if self._runs.get(run.record.id) is run:
+            del self._runs[run.record.id]
+            self._created.pop(run.record.id, None)
+        run.end(unknown(run.record.id))
 
     def run(self, tenant: Tenant, run_id: str) -> Run:
         """Raises ApiError 404; of a run whose engine has ended too, with what to do."""
         self._check_engine()
         run = self._runs.get(run_id)
         if run is None or run.record.tenant != tenant.name:
-            message = f"there is no run {shortened(run_id)} (any more): begin from its last saved weights"
-            raise ApiError(404, message, param="model_id", code="run_not_found")
+            raise unknown(run_id)
         return run
 
     def new(
@@ -162,66 +140,134 @@ class Runs:
         )
 
     def creation(self, tenant: Tenant, record: RunRecord, work: Coroutine[Any, Any, Result]) -> str:
-        """The future of a run's opening, one for all requests that ask for it. Raises ApiError."""
+        """The future of a run's opening, one for all requests that ask for it, until it has failed. Raises ApiError."""
+
+        async def opened() -> Result:
+            try:
+                return await work
+            except BaseException:
+                self._created.pop(record.id, None)
+                raise
+
         if (known := self._created.get(record.id)) is not None and known in self.futures:
             work.close()
             return known
-        key = self._created[record.id] = self.futures.add(tenant, work)
+        try:
+            key, future = self.futures.reserve(tenant)
+        except ApiError:
+            work.close()
+            raise
+        self._created[record.id] = key
+        self.futures.start(opened(), future)
         return key
 
     async def open(self, tenant: Tenant, record: RunRecord, seed: int, state: Path | None) -> None:
-        """Raises ApiError, CallRefused or EngineUnavailable."""
+        """Raises ApiError, CallRefused, EngineUnavailable or OSError."""
+        await self._make_room(tenant)
+        run = Run(record, tenant.weight, self.idle_s)
+        await self._open(run, seed, state)
+        self._runs[record.id] = run
+        try:
+            await self.saved.add(record)
+        except OSError:
+            await self.close_run(run)
+            raise
+
+    async def _make_room(self, tenant: Tenant) -> None:
+        """For one more run of the tenant, on disk or in memory. Raises ApiError 429."""
+        own = [run for run in self._runs.values() if run.record.tenant == tenant.name]
+        for run in sorted(filter(self._silent, own), key=lambda run: run.last_s)[: len(own) - _RUNS_EVER + 1]:
+            await self.close_run(run)
+            own.remove(run)
+        if len(own) >= _RUNS_EVER:
+            message = f"{_RUNS_EVER} runs are open, those on disk included: unload one"
+            raise ApiError(429, message, code="run_quota")
+
+    async def _open(self, run: Run, seed: int, state: Path | None) -> None:
+        """In the engine. Raises ApiError 429, CallRefused or EngineUnavailable."""
         self._check_engine()
-        for idle in [run for run in self._runs.values() if time.time() - run.last_s > self.idle_s]:
-            await self._to_disk(idle)
-        if sum(not run.on_disk and run.record.tenant == tenant.name for run in self._runs.values()) >= _RUNS:
+        for other in list(self._runs.values()):
+            if time.time() - other.last_s > self.idle_s and not other.lock.locked():
+                await self._to_disk(other)
+        record = run.record
+        held = [each.record.tenant for each in self._runs.values() if not each.on_disk]
+        if [*held, *self._opening.values()].count(record.tenant) >= _RUNS:
             raise ApiError(429, f"{_RUNS} runs are open, the most that are: unload one", code="run_quota")
         folder = None if state is None else str(state)
-        order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, tenant.name, tenant.weight)
-        await self.client.tune(record.id, order)
-        self._runs[record.id], self._weights[record.id] = Run(record), tenant.weight
-        await self.tuning.batches.in_thread(_write, self.folder / record.id / "run.json", msgspec.json.encode(record))
+        self._opening[record.id] = record.tenant
+        try:
+            order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, record.tenant, run.weight)
+            await self.client.tune(record.id, order)
+        finally:
+            del self._opening[record.id]
 
     async def finish(self, tenant: Tenant, session: str) -> None:
         """Its runs are closed."""
-        self.sessions.pop(session)
-        for run in [run for run in self._runs.values() if run.record.id.startswith(f"{session}:")]:
+        self._forget_session(session)
+        for run in [run for run in self._runs.values() if run.session == session]:
             await self.close_run(run)
 
     async def close_run(self, run: Run) -> None:
-        for table in (self._runs, self._created, self._weights):
-            table.pop(run.record.id, None)
+        """Whether the engine still knows it or not."""
+        self._forget(run)
         async with run.lock:
             if not run.on_disk:
-                await self.client.tune(run.record.id, CloseRun())
-        await self.tuning.batches.in_thread(shutil.rmtree, self._idle_state(run), True)
+                with contextlib.suppress(CallRefused, EngineUnavailable):  # it has ended already
+                    await self.client.tune(run.record.id, CloseRun())
+        await self._unload_snapshots(run)
+        await self.saved.forget_unsaved(run.record.id)
+
+    async def _unload_snapshots(self, run: Run) -> None:
+        while run.snapshots:
+            await self.unload(run.snapshots.pop())
+
+    async def _lost(self, run: Run, error: CallRefused) -> bool:
+        """Whether the engine has ended the run: then it is forgotten."""
+        if error.status != GONE:
+            return False
+        self._forget(run)
+        await self._unload_snapshots(run)
+        return True
 
     def _idle_state(self, run: Run) -> Path:
-        return self.folder / run.record.id / "idle"
+        return self.saved.folder / run.record.id / "idle"
 
     async def _to_disk(self, run: Run) -> None:
-        """Unless it is at work, or would lose something."""
+        """Unless it is at work, or would lose something. One that cannot go stays: its reason is logged, for it is
+        another one's request that wants the room."""
         async with run.lock:
-            if run.on_disk or run.pending or run.learning:
+            if run.on_disk or run.pending or run.learning or run.ended is not None:
                 return
-            await self.client.tune(run.record.id, SaveRun(str(self._idle_state(run))))
-            await self.client.tune(run.record.id, CloseRun())
+            try:
+                await self.client.tune(run.record.id, SaveRun(str(self._idle_state(run))))
+                await self.client.tune(run.record.id, CloseRun())
+            except (CallRefused, EngineUnavailable) as error:
+                log.warning("the idle run %s does not go to disk: %s", run.record.id, error)
+                if isinstance(error, CallRefused):
+                    await self._lost(run, error)
+                return
             run.on_disk = True
 
     async def _to_memory(self, run: Run) -> None:
-        """Raises CallRefused if there is no room, or EngineUnavailable."""
+        """Raises ApiError if it has ended or its tenant has no room, CallRefused if the engine has none, or
+        EngineUnavailable."""
         async with run.lock:
+            if run.ended is not None:
+                raise run.ended
             if run.on_disk:
-                record = run.record
-                state = str(self._idle_state(run))
-                order = OpenRun(record.rank, ALPHA, record.targets, 0, state, record.tenant, self._weights[record.id])
-                await self.client.tune(record.id, order)
+                await self._open(run, 0, self._idle_state(run))
                 run.on_disk = False
 
     def order(
-        self, tenant: Tenant, run: Run, seq_id: int, order: Order, then: Callable[[Tuned], Awaitable[Result]]
+        self,
+        tenant: Tenant,
+        run: Run,
+        seq_id: int,
+        order: Order,
+        then: Callable[[Tuned], Awaitable[Result]],
+        ended: Callable[[], None] = lambda: None,
     ) -> str:
-        """A future of what `then` makes of the order's end. Raises ApiError."""
+        """A future of what `then` makes of the order's end; `ended` is called when that is known. Raises ApiError."""
         if (known := run.numbered(seq_id)) is not None:
             return known
 
@@ -229,8 +275,11 @@ class Runs:
             try:
                 await self._to_memory(run)
                 tuned = await self.client.tune(run.record.id, order)
+            except CallRefused as error:
+                await self._lost(run, error)
+                raise
             finally:
-                run.pending -= 1
+                run.started, run.tokens = run.started - 1, run.tokens - tokens
             if isinstance(order, Batch) and order.learn:
                 run.learning = True
             elif isinstance(order, OptimStep | LoadRun):
@@ -238,68 +287,25 @@ class Runs:
             run.last_s = time.time()
             return await then(tuned)
 
+        tokens = sum(len(sample.tokens) for sample in order.samples) if isinstance(order, Batch) else 0
+        own = [each for each in self._runs.values() if each.record.tenant == tenant.name]
+        held = sum(each.tokens if seq_id == run.next else each.tokens + each.early_tokens for each in own)
+        if tokens and held >= _TOKENS:  # the next one waits for those that run alone: that ends
+            message = f"requests with {held} tokens have not ended: wait for some"
+            raise ApiError(429, message, code="too_many", retry_after_s=1.0)
         key, future = self.futures.reserve(tenant)
         try:
-            run.take(seq_id, key, lambda: self.futures.start(work(), future))
+            run.take(seq_id, Early(key, future, lambda: self.futures.start(work(), future), tokens))
         except ApiError:
             self.futures.drop(key)
             raise
+        future.result.add_done_callback(lambda _: ended())
         return key
 
     # ---- saved weights
 
-    def place(self, run_id: str, kind: str, name: str) -> Path:
-        """Raises ApiError 400 for a name that no folder has."""
-        if not _NAME.fullmatch(name) or not _RUN.fullmatch(run_id):
-            raise bad_request(f"path: 1 to 64 of A-Z a-z 0-9 . _ - are expected, got {shortened(name)}", "path")
-        return self.folder / run_id / kind / name
-
-    async def saved(self, tenant: Tenant, path: str, kind: str) -> tuple[RunRecord, Path]:
-        """The run of a tinker:// path and its folder. Raises ApiError 404, for another tenant's too."""
-        parts = path.removeprefix("tinker://").split("/")
-        if path.startswith("tinker://") and len(parts) == 3 and parts[1] == kind:
-            record = await self.record(parts[0])
-            folder = self.place(parts[0], kind, parts[2])
-            if record is not None and record.tenant == tenant.name and folder.is_dir():
-                return record, folder
-        raise ApiError(404, f"there are no weights {shortened(path)}", param="path", code="weights_not_found")
-
-    async def record(self, run_id: str) -> RunRecord | None:
-        if not _RUN.fullmatch(run_id):
-            return None
-        try:
-            data = await self.tuning.batches.in_thread((self.folder / run_id / "run.json").read_bytes)
-        except OSError:
-            return None
-        return msgspec.json.decode(data, type=RunRecord)
-
-    async def records(self, tenant: Tenant) -> list[RunRecord]:
-        """Newest first."""
-        names = await self.tuning.batches.in_thread(lambda: sorted(path.name for path in self.folder.glob("s-*")))
-        found = [record for name in names if (record := await self.record(name)) is not None]
-        return sorted((r for r in found if r.tenant == tenant.name), key=lambda r: r.created_at, reverse=True)
-
-    def checkpoints(self, record: RunRecord) -> list[dict[str, Any]]:
-        """Newest first."""
-        found = []
-        for kind, label in ((WEIGHTS, "training"), (SAMPLER, "sampler")):
-            for folder in (self.folder / record.id / kind).glob("*"):
-                if folder.suffix in (".part", ".old"):
-                    continue
-                found.append(
-                    {
-                        "checkpoint_id": f"{kind}/{folder.name}",
-                        "checkpoint_type": label,
-                        "time": _time(folder.stat().st_mtime),
-                        "tinker_path": f"tinker://{record.id}/{kind}/{folder.name}",
-                        "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
-                        "public": False,
-                    }
-                )
-        return sorted(found, key=lambda each: str(each["time"]), reverse=True)
-
     def shown(self, record: RunRecord) -> dict[str, Any]:
-        run, found = self._runs.get(record.id), self.checkpoints(record)
+        run, found = self._runs.get(record.id), self.saved.checkpoints(record)
         last = {
             kind: next((c for c in found if c["checkpoint_type"] == kind), None) for kind in ("training", "sampler")
         }
@@ -309,7 +315,7 @@ class Runs:
             "model_owner": record.tenant,
             "is_lora": True,
             "lora_rank": record.rank,
-            "last_request_time": _time(record.created_at if run is None else run.last_s),
+            "last_request_time": timestamp(record.created_at if run is None else run.last_s),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
         }
@@ -317,25 +323,32 @@ class Runs:
     async def delete(self, tenant: Tenant, record: RunRecord, kind: str, name: str) -> None:
         """Raises ApiError 404."""
         path = f"tinker://{record.id}/{kind}/{name}"
-        _, folder = await self.saved(tenant, path, kind)
+        _, folder = await self.saved.find(tenant, path, kind)
         await self.unload(path)
         await self.tuning.batches.in_thread(shutil.rmtree, folder, True)
 
     # ---- samplers of a run
 
     def save_order(self, run: Run, kind: str, name: str) -> SaveRun:
-        folder = str(self.place(run.record.id, kind, name))
+        folder = str(self.saved.place(run.record.id, kind, name))
         return SaveRun(folder) if kind == WEIGHTS else SaveRun(adapter=folder)
 
     async def serve(self, path: str, folder: Path, tenant: str) -> None:
         """Load an adapter that was saved, if it is not loaded. Raises CallRefused or EngineUnavailable."""
         self.tuning.owners[path] = tenant
-        await self.client.load_adapter(path, str(folder), replace=True)
+        try:
+            await self.client.load_adapter(path, str(folder), replace=True)
+        except (CallRefused, EngineUnavailable):
+            if path not in self.client.adapters:
+                self.tuning.owners.pop(path, None)
+            raise
 
     async def snapshot(self, run: Run, name: str) -> None:
-        """A snapshot was published; the oldest one goes if there are too many."""
+        """A snapshot was published; the oldest one goes if there are too many. It goes too if its run has ended."""
         self.tuning.owners[name] = run.record.tenant
         run.snapshots.append(name)
+        if run.ended is not None:
+            await self._unload_snapshots(run)
         while len(run.snapshots) > _LIVE:
             await self.unload(run.snapshots.pop(0))
 
@@ -348,18 +361,14 @@ class Runs:
         self.tuning.owners.pop(name, None)
 
 
+def unknown(run_id: str) -> ApiError:
+    message = f"there is no run {shortened(run_id)} (any more): begin from its last saved weights"
+    return ApiError(404, message, param="model_id", code="run_not_found")
+
+
 def publish_order(run: Run) -> PublishRun:
     return PublishRun(f"tinker://{run.record.id}/{SAMPLER}/live-{uuid.uuid4().hex[:8]}")
 
 
 def load_order(folder: Path, *, optimizer: bool) -> LoadRun:
     return LoadRun(str(folder), optimizer)
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_bytes(data)

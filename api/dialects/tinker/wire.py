@@ -6,6 +6,7 @@ A body is read within its own length: no number in it makes anything larger than
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from engine.tuning import LOSSES, Sample
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _TYPES = {1: "f", 2: "q", 3: "i"}  # float32, int64, int32: of the arrays' items
 _MOST_DATA = 4096
+_SHAPE_BYTES = 64
+_MOST_FIELDS = 1 << 17  # a datum has about 20
 
 Value = int | bytes
 
@@ -31,10 +34,21 @@ class ForwardBackward(msgspec.Struct, frozen=True):
     forward_only: bool
 
 
-def fields(data: bytes) -> Iterator[tuple[int, Value]]:
-    """Number and value of each field of a message. Raises ApiError 400 for what is none."""
+class _Whole:
+    """A body whose fields are counted, those of the messages within it too."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_FIELDS
+
+
+def fields(data: bytes, whole: _Whole) -> Iterator[tuple[int, Value]]:
+    """Number and value of each field of a message, which is a part of the `whole`. Raises ApiError 400 for what is
+    none."""
     at, end = 0, len(data)
     while at < end:
+        whole.left -= 1
+        if whole.left < 0:
+            raise bad_request(f"the body has more than {_MOST_FIELDS} fields: send fewer data at a time", "data")
         key, at = _varint(data, at)
         kind = key & 7
         if kind == _VARINT:
@@ -64,12 +78,21 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise bad_request("the body is no protobuf message of a forward_backward")
 
 
+def model_of(data: bytes) -> str:
+    """The run that a forward_backward is for. Raises ApiError 400."""
+    for number, value in fields(data, _Whole()):
+        if number == 1:
+            return _text(value)
+    raise bad_request("model_id is missing", "model_id")
+
+
 def read_forward_backward(data: bytes) -> ForwardBackward:
     """Raises ApiError 400 that names what is wrong with which datum."""
+    whole = _Whole()
     model_id, loss, seq_id, forward_only = "", "cross_entropy", 0, False
     data_of: list[bytes] = []
     settings: dict[str, float] = {}
-    for number, value in fields(data):
+    for number, value in fields(data, whole):
         if number == 1:
             model_id = _text(value)
         elif number == 2:
@@ -79,37 +102,37 @@ def read_forward_backward(data: bytes) -> ForwardBackward:
         elif number == 4:
             loss = _text(value)
         elif number == 5:
-            name, setting = _entry(_bytes(value))
+            name, setting = _entry(_bytes(value), whole)
             settings[name] = _double(setting)
         elif number == 6:
             forward_only = bool(_number(value))
         elif number == 7:
-            name, setting = _entry(_bytes(value))
-            if any(part == 2 for part, _ in fields(setting)):
+            name, setting = _entry(_bytes(value), whole)
+            if any(part == 2 for part, _ in fields(setting, whole)):
                 raise bad_request(f"loss_fn_config.{name[:80]}: a number is expected", "loss_fn_config")
     if loss not in LOSSES or loss == "dpo":
         known = ", ".join(name for name in LOSSES if name != "dpo")
         raise bad_request(f"loss_fn: {loss[:60]!r}; allowed are {known}", "loss_fn")
     if not 1 <= len(data_of) <= _MOST_DATA:
         raise bad_request(f"data: {len(data_of)} items; allowed are 1 to {_MOST_DATA}", "data")
-    samples = [_sample(datum, loss, f"data[{number}]") for number, datum in enumerate(data_of)]
+    samples = [_sample(datum, loss, f"data[{number}]", whole) for number, datum in enumerate(data_of)]
     return ForwardBackward(model_id, seq_id, samples, loss, settings, forward_only)
 
 
-def _sample(data: bytes, loss: str, where: str) -> Sample:
+def _sample(data: bytes, loss: str, where: str, whole: _Whole) -> Sample:
     tokens: list[int] = []
     inputs: dict[str, array[float]] = {}
-    for number, value in fields(data):
+    for number, value in fields(data, whole):
         if number == 1:
-            for part, chunk in fields(_bytes(value)):
+            for part, chunk in fields(_bytes(value), whole):
                 if part != 1:
                     raise bad_request(f"{where}.model_input: texts alone can be trained on", "data")
-                for place, ids in fields(_bytes(chunk)):
+                for place, ids in fields(_bytes(chunk), whole):
                     if place == 1:
                         tokens += map(int, _array(_bytes(ids), "i", where))
         elif number == 2:
-            name, tensor = _entry(_bytes(value))
-            inputs[name] = _tensor(tensor, f"{where}.loss_fn_inputs.{name[:40]}")
+            name, tensor = _entry(_bytes(value), whole)
+            inputs[name] = _tensor(tensor, f"{where}.loss_fn_inputs.{name[:40]}", whole)
     targets = inputs.pop("target_tokens", None)
     if targets is None:
         raise bad_request(f"{where}.loss_fn_inputs.target_tokens is missing", "data")
@@ -118,13 +141,19 @@ def _sample(data: bytes, loss: str, where: str) -> Sample:
         inputs.setdefault("weights", array("f", [1.0]) * len(targets))
     if unknown := sorted(set(inputs) - set(wanted)):
         raise bad_request(f"{where}.loss_fn_inputs.{unknown[0][:40]}: {loss} takes {', '.join(wanted)}", "data")
+    for name, values in {"target_tokens": targets, **inputs}.items():
+        if not all(map(math.isfinite, values)):
+            raise bad_request(f"{where}.loss_fn_inputs.{name}: finite numbers are expected", "data")
+    places = [int(target) for target in targets]
+    if targets.typecode == "f" and places != targets.tolist():
+        raise bad_request(f"{where}.loss_fn_inputs.target_tokens: whole numbers are expected", "data")
     numbers = {name: list(map(float, values)) for name, values in inputs.items()}
-    return Sample(tokens, [int(target) for target in targets], numbers)
+    return Sample(tokens, places, numbers)
 
 
-def _tensor(data: bytes, where: str) -> array[float]:
+def _tensor(data: bytes, where: str, whole: _Whole) -> array[float]:
     dense, kind, shape = b"", 1, []
-    for number, value in fields(data):
+    for number, value in fields(data, whole):
         if number == 1:
             dense = _bytes(value)
         elif number == 2:
@@ -132,7 +161,7 @@ def _tensor(data: bytes, where: str) -> array[float]:
         elif number == 3:
             kind = _number(value)
         elif number == 4:
-            shape += [value] if isinstance(value, int) else _packed(value)
+            shape += [value] if isinstance(value, int) else _packed(value, where)
     if kind not in _TYPES:
         raise bad_request(f"{where}: its type is {kind}; allowed are float32, int64 and int32", "data")
     if len(shape) > 1:
@@ -148,7 +177,10 @@ def _array(data: bytes, kind: str, where: str) -> array[float]:
     return found
 
 
-def _packed(data: bytes) -> list[int]:
+def _packed(data: bytes, where: str) -> list[int]:
+    """Of a shape."""
+    if len(data) > _SHAPE_BYTES:
+        raise bad_request(f"{where}: one dimension is expected", "data")
     found, at = [], 0
     while at < len(data):
         value, at = _varint(data, at)
@@ -156,10 +188,10 @@ def _packed(data: bytes) -> list[int]:
     return found
 
 
-def _entry(data: bytes) -> tuple[str, bytes]:
+def _entry(data: bytes, whole: _Whole) -> tuple[str, bytes]:
     """Of a map: key and value."""
     name, found = "", b""
-    for number, value in fields(data):
+    for number, value in fields(data, whole):
         if number == 1:
             name = _text(value)
         elif number == 2:
@@ -186,7 +218,10 @@ def _number(value: Value) -> int:
 def _double(value: bytes) -> float:
     if len(value) != 8:
         raise bad_request("loss_fn_config: a number is expected", "loss_fn_config")
-    return float(struct.unpack("<d", value)[0])
+    found = float(struct.unpack("<d", value)[0])
+    if not math.isfinite(found):
+        raise bad_request("loss_fn_config: a finite number is expected", "loss_fn_config")
+    return found
 
 
 # ---- answers
