@@ -35,6 +35,12 @@ class Architecture:
     other_names: tuple[str, ...] = ()  # of `model_type`, for models that are of the family in all but name
     own_fields: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # of config.json, beside the common ones
     of_gguf: Callable[[GGUFModel], bool] = lambda file: True  # of files of one `gguf`, which families may share
+    text_of: str = ""  # of a model with more than text: the family that its language model alone is of
+
+    @property
+    def language_model(self) -> str:
+        """Families of which this is equal are one in GGUF."""
+        return self.text_of or self.name
 
     def canonical(self, stored: str) -> str:
         """The name here of a tensor or module that safetensors or an adapter store under another one."""

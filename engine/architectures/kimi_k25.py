@@ -32,6 +32,7 @@ KIMI_K25 = Architecture(
     read_hf=_read_hf,
     read_gguf=DEEPSEEK_V3.read_gguf,
     of_gguf=lambda file: False,  # llama.cpp makes no difference
+    text_of=DEEPSEEK_V3.name,
     own_fields=DEEPSEEK_V3.own_fields,
     lora_targets=DEEPSEEK_V3.lora_targets,
     stored_names=_STORED,

@@ -32,6 +32,7 @@ QWEN3_5_MOE = replace(
     model_class="Qwen3_5MoeForConditionalGeneration",
     read_hf=_read_hf,
     of_gguf=lambda file: False,  # llama.cpp makes no difference
+    text_of=QWEN3_5_MOE_TEXT.name,
     stored_names=_STORED,
     rules=replace(QWEN3_5_MOE_TEXT.rules, stored_name=_STORED.stored),
 )

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.architectures.config import ModelConfig
+from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.parts.base import Module
 from engine.architectures.parts.delta import DeltaNet
-from engine.architectures.registry import config_from_gguf
+from engine.architectures.registry import architecture_of, config_from_gguf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFFile
 from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
@@ -209,7 +209,7 @@ def split_gate_up(fused: WeightTensor) -> tuple[list[WeightTensor], list[WeightT
 def _merge(config: ModelConfig, own: ModelConfig, file: GGUFFile) -> ModelConfig:
     """The folder's configuration, after a check that both describe one model. The head is tied if the file has
     none; a head that the file does have is used even where the folder says tied, as transformers does."""
-    if config.architecture != own.architecture:
+    if architecture_of(config).language_model != architecture_of(own).language_model:
         raise ModelFileError(
             f"{file.path}: is a {own.architecture} model, and the folder's config.json describes {config.architecture}",
             "model",
@@ -225,9 +225,19 @@ def _merge(config: ModelConfig, own: ModelConfig, file: GGUFFile) -> ModelConfig
             )
     if own.tie_word_embeddings and not config.tie_word_embeddings:
         raise ModelFileError(f"{file.path}: tensor {GGUF_HEAD} is missing, and config.json says untied", "model")
-    # the form of a delta net's projections is the file's
-    layers = tuple(
-        dataclasses.replace(theirs, attention=ours.attention) if isinstance(ours.attention, DeltaNet) else theirs
-        for theirs, ours in zip(config.layers, own.layers, strict=True)
-    )
+    layers = tuple(_merge_layer(i, *pair, file) for i, pair in enumerate(zip(config.layers, own.layers, strict=True)))
     return dataclasses.replace(config, layers=layers, tie_word_embeddings=own.tie_word_embeddings)
+
+
+def _merge_layer(layer: int, given: LayerSpec, stored: LayerSpec, file: GGUFFile) -> LayerSpec:
+    """As config.json says; the form of a delta net's projections and the order of its heads are the file's."""
+    kinds = [
+        "linear_attention" if isinstance(spec.attention, DeltaNet) else "full_attention" for spec in (stored, given)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ModelFileError(
+            f"{file.path}: layer {layer} has {kinds[0]} in the GGUF file and {kinds[1]} in the folder's config.json; "
+            "they are not the same model",
+            "layer_types",
+        )
+    return dataclasses.replace(given, attention=stored.attention) if kinds[0] == "linear_attention" else given

@@ -9,6 +9,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from scheduler.batching.drafting import add_drafts
+from scheduler.batching.missing import Missing
 from scheduler.batching.shares import Shares
 from scheduler.core import Core, Flight
 from scheduler.errors import IntegrityError
@@ -31,6 +32,7 @@ class Batch:
         self._config = core.config
         self._cost = cost
         self._gaps = gaps
+        self._missing = Missing(core)
         self._rows: list[StepRow] = []
         self._num_decodes = 0  # the first of them
         self._step, self._now = 0, 0.0
@@ -108,13 +110,13 @@ class Batch:
         no_slot = any(not core.slots.has(request.adapter) for request in live)
         live = [request for request in live if self._is_open(request.adapter)][:most]
         missing_slots = len(live) - (most - len(core.running))
-        owed = sum(self._blocks_missing(request) for _, _, request in core.running if not request.background)
+        owed = sum(self._missing.of(request) for _, _, request in core.running if not request.background)
         blocks = sum(core.blocks.blocks_for(request.num_tokens) for request in live) - self._spare(owed) if live else 0
         for victim in reversed(background):
             if missing_slots > 0 or blocks > 0 or (no_slot and victim.slot):
                 missing_slots -= 1
                 blocks -= len(victim.blocks)
-                core.preempt(victim)
+                self._preempt(victim)
 
     # ---- room for tenants that have less than their share
 
@@ -141,7 +143,7 @@ class Batch:
                 victim = shares.running_slot_from(tenant)
                 if victim is None:
                     continue
-                core.preempt(victim)
+                self._preempt(victim)
                 shares = Shares(core)
             self._reserved.add(tenant)
             budget -= request.num_tokens
@@ -149,7 +151,7 @@ class Batch:
                 victim = shares.blocks_from(tenant, lack)
                 if victim is None:
                     break
-                core.preempt(victim)
+                self._preempt(victim)
                 shares = Shares(core)
 
     @property
@@ -160,7 +162,7 @@ class Batch:
     def _lacks(self, request: Request) -> int:
         """Blocks that a waiting request lacks at most."""
         core = self._core
-        owed = sum(self._blocks_missing(other) for _, _, other in core.running)
+        owed = sum(self._missing.of(other) for _, _, other in core.running)
         return core.blocks.blocks_for(request.num_tokens) - self._spare(owed)
 
     def _spare(self, owed: int) -> int:
@@ -198,6 +200,7 @@ class Batch:
                 row = StepRow(request, start, 1, request.slot, True)
                 if states is not None:
                     row = StepRow(request, start, 1, request.slot, True, state=self._state(request, start, num_tokens))
+                    self._missing.changed(request)
                 rows.append(row)
                 request.num_computed = request.num_charged = num_tokens
                 request.num_in_flight += 1
@@ -218,7 +221,7 @@ class Batch:
         """Chunks go to the tenant that got the least service, one request after another."""
         for tenant, requests in self._partial.items():
             self._partial[tenant] = [request for request in requests if request.status is Status.RUNNING]
-            self._owed += sum(self._blocks_missing(request) for request in self._partial[tenant])
+            self._owed += sum(self._missing.of(request) for request in self._partial[tenant])
         heap: list[tuple[float, float, int, str]] = []
         for tenant in dict.fromkeys([*self._partial, *self._accounts()]):
             self._push(heap, tenant)
@@ -293,14 +296,14 @@ class Batch:
     def _continue(self, request: Request, room: Room) -> None:
         """The next chunk of a running request, cut to the blocks there are."""
         blocks = self._core.blocks
-        missing = self._blocks_missing(request)
+        missing = self._missing.of(request)
         start = request.num_computed
         if not self._grow(request, start + 1):
             return
         have = (len(request.blocks) + blocks.num_free) * blocks.block_size
         size = room.fit(start, min(request.num_tokens, have) - start)
         blocks.grow(request, start + size)
-        self._owed -= missing - self._blocks_missing(request)
+        self._owed -= missing - self._missing.of(request)
         self._add_chunk(request, size, room)
 
     def _admit(self, request: Request, room: Room) -> None:
@@ -332,7 +335,7 @@ class Batch:
         core.admit(request, match, self._now)
         self._reserved.discard(request.account)
         core.blocks.grow(request, request.num_computed + size)
-        self._owed += self._blocks_missing(request)
+        self._owed += self._missing.of(request)
         self._add_chunk(request, size, room)
         return None
 
@@ -356,21 +359,23 @@ class Batch:
 
     def _add_row(self, request: Request, num_tokens: int) -> None:
         config = self._config
-        start = request.num_computed
-        end = start + num_tokens
+        start, end = request.num_computed, request.num_computed + num_tokens
         samples = end == request.num_tokens and request.sampling.max_tokens > 0
         state = self._state(request, start, end)
         self._rows.append(StepRow(request, start, num_tokens, request.slot, samples, state=state))
         request.num_computed = end
         request.num_in_flight += samples
+        self._missing.changed(request)
         self._core.charge(request, end, config.prefill_weight, config.decode_weight)
 
     def _state(self, request: Request, start: int, end: int) -> RowState | None:
         states = self._core.states
-        return None if states is None else states.row(request, start, end, self._spare_of_running)
+        self._missing.changed(request)
+        return None if states is None else states.row(request, start, end, lambda: self._spare(self._missing.total()))
 
-    def _spare_of_running(self) -> int:
-        return self._spare(sum(self._blocks_missing(request) for _, _, request in self._core.running))
+    def _preempt(self, request: Request) -> None:
+        self._core.preempt(request)
+        self._missing.changed(request)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Blocks for so many positions. If there are none, requests are preempted that are not in the step yet: of the
@@ -383,8 +388,9 @@ class Batch:
             victim = self._victim(request)
             if victim is None:
                 return False
-            core.preempt(victim)
+            self._preempt(victim)
             self._admitting = self._admitting and victim.background is not request.background
+        self._missing.changed(request)
         return True
 
     def _victim(self, request: Request) -> Request | None:
@@ -393,6 +399,3 @@ class Batch:
         others = [other for _, _, other in self._core.running if other not in planned]
         victim = max(others, key=standing, default=request)
         return victim if standing(victim) > standing(request) else None
-
-    def _blocks_missing(self, request: Request) -> int:
-        return max(0, self._core.blocks.blocks_for(request.num_tokens) - len(request.blocks))

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from scheduler.memory.prefix import Content, PrefixCache
 from scheduler.plan import NO_STATE, Idle, RowState
@@ -26,12 +27,13 @@ _OPENING_TOKENS = 8  # of the answer, where nobody says how many a template has 
 _NEARLY_ALL = 8  # times as many as the others
 
 
-class _Snapshot(NamedTuple):
+@dataclass(slots=True)
+class _Snapshot:
     slot: int
     content: Content
-    blocks: int  # before it
     shared: bool  # where prompts part: of no one conversation
     closing: bytes  # of one in an answer: the block behind which the prompt's own is
+    used: int  # by the lender's clock; below 0: to be evicted first
     read: bool = False  # somebody has begun from it; who does so next is of another conversation
 
 
@@ -72,10 +74,10 @@ class StatePool:
         slots = list(range(num_states, num_states + num_snapshots))[::-1]
         self._free, self._bare = ([], slots) if snapshot_blocks else (slots, [])  # those with memory, those without
         self._lent: dict[int, list[int]] = {}  # blocks that are withheld, by the slot that has their memory
-        self._used: dict[bytes, int] = {}  # by the lender's clock; below 0: to be evicted first
         self._repeated = self._dropped = 0  # answers, by next turns
         self._idle = Idle([], [])
         self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are evicted
+        self._answers: dict[bytes, dict[bytes, None]] = {}  # of those the ones in answers, by `closing`
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
         self.num_saved = 0
         self.num_evicted = 0
@@ -121,13 +123,12 @@ class StatePool:
         if snapshot is not None:
             held = self._found[snapshot]
             self._found.move_to_end(snapshot)
-            self._used[snapshot] = self._lender.clock
-            # who begins behind the prompt does not repeat the answer
-            dropped = [key for key, other in self._found.items() if other.closing == snapshot]
+            held.used = self._lender.clock
+            dropped = self._answers.get(snapshot, ())  # who begins behind the prompt does not repeat the answer
             self._evict_first(dropped)
             self._repeated += bool(held.closing)
             self._dropped += bool(dropped) and not held.read
-            self._found[snapshot] = held._replace(read=True, shared=held.shared or held.read)
+            held.shared, held.read = held.shared or held.read, True
             self._read.add(held.slot)
             request.state_source = held.slot
 
@@ -169,8 +170,9 @@ class StatePool:
             end, closing = blocks * self._block_size, self._closing(request)
             answers = end > len(request.prompt)
             behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
-            self._used[content.hash] = self._lender.clock
-            self._found[content.hash] = _Snapshot(slot, content, blocks, end == request.diverged, behind)
+            self._found[content.hash] = _Snapshot(slot, content, end == request.diverged, behind, self._lender.clock)
+            if behind:
+                self._answers.setdefault(behind, {})[content.hash] = None
             if answers:
                 self._replace_newest(request, content.hash)
                 self._evict_first(self._unlikely(content.hash, behind))
@@ -189,8 +191,12 @@ class StatePool:
         """Nobody finds what is behind these blocks."""
         for each in hashes:
             if (held := self._found.pop(each, None)) is not None:
-                del self._used[each]
                 self._free.append(held.slot)
+                if held.closing:
+                    answers = self._answers[held.closing]
+                    del answers[each]
+                    if not answers:
+                        del self._answers[held.closing]
 
     def discard_slots(self, slots: set[int]) -> None:
         self.discard([key for key, held in self._found.items() if held.slot in slots])
@@ -208,7 +214,7 @@ class StatePool:
         running = self.num_states - len(self._own)
         if len(self._free) <= (running if before < inf else 0):
             oldest = self._oldest()
-            if oldest is None or self._used[oldest] >= before:
+            if oldest is None or self._found[oldest].used >= before:
                 return False
             self._evict(oldest)
         slot = self._free.pop()
@@ -234,6 +240,12 @@ class StatePool:
             found.append(f"states {sorted(own)} are free or held, there are {self.num_states}")
         if sorted(pending) != list(range(self.num_states, self.num_states + self.num_snapshots)):
             found.append(f"snapshots {sorted(pending)} are free, held or findable, there are {self.num_snapshots}")
+        answers: dict[bytes, set[bytes]] = {}
+        for key, held in self._found.items():
+            if held.closing:
+                answers.setdefault(held.closing, set()).add(key)
+        if answers != {closing: set(keys) for closing, keys in self._answers.items()}:
+            found.append(f"snapshots of answers to {len(answers)} prompts are findable, {len(self._answers)} are known")
         lost = [held.slot for key, held in self._found.items() if key not in self._cache.hashes]
         return found + [f"snapshot {slot} is findable, and its block is not" for slot in lost]
 
@@ -261,7 +273,7 @@ class StatePool:
     def _evict_first(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._found.move_to_end(key, last=False)
-            self._used[key] = -1
+            self._found[key].used = -1
 
     def _slot(self, spare: Callable[[], int]) -> int | None:
         """A free slot of a snapshot; or one with the memory of blocks, if these were used before the first snapshot to
@@ -272,7 +284,7 @@ class StatePool:
             return self._free.pop()
         oldest = self._oldest()
         if self._bare:
-            before = inf if oldest is None else self._used[oldest]
+            before = inf if oldest is None else self._found[oldest].used
             if (blocks := self._lender.lend(self.snapshot_blocks, before)) is not None:
                 slot = self._bare.pop()
                 self._lent[slot] = blocks

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from engine.architectures.registry import config_from_hf
 from engine.errors import ModelFileError
+from engine.weights.open import open_model
 from testing.harness import Harness, greedy
+from testing.models.gguf_writer import save_gguf
 from testing.models.tiny import save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, prompts
 
@@ -81,6 +85,51 @@ def test_tokens_and_adapters_are_those_of_transformers(base, published, tmp_path
         for teacher, prompt, tokens in zip((model, model, adapted), asked, got, strict=True):
             expected, gap = greedy(teacher, prompt, 8)
             assert tokens == expected or gap < CLEAR
+
+
+@pytest.fixture(scope="module")
+def gguf(base: tuple[torch.nn.Module, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    save_gguf(base[0], file, "F32", "F32")
+    return file
+
+
+def test_the_configuration_of_the_whole_model_beside_a_gguf_file(base, published, gguf):
+    """llama.cpp's file has the language model, whatever it was published with."""
+    engine, asked = Harness(published, gguf=str(gguf)), prompts(4, [3, 40])
+    got = engine.generate(asked, max_tokens=8)
+    engine.close()
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(base[0], prompt, 8)
+        assert tokens == expected or gap < CLEAR
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    field=st.sampled_from([f"linear_{name}" for name in (
+        "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    )] + ["layer_types"]),
+    by=st.integers(1, 3),
+)  # fmt: skip
+def test_sizes_of_delta_nets_that_differ_from_those_of_a_gguf_file_are_refused(published, gguf, tmp_path, field, by):
+    """Naming both; so is a layer of the other kind."""
+    config = json.loads((published / "config.json").read_text())
+    stored = config["text_config"][field]
+    if field == "layer_types":
+        layer = (by - 1) % 3
+        given = ["linear_attention", "full_attention"][stored[layer] == "linear_attention"]
+        problem = f"layer {layer} has {stored[layer]} in the GGUF file and {given} in the folder's config.json"
+        config["text_config"][field][layer] = given
+    else:
+        # value heads are a multiple of key heads
+        given = 1 if field == "linear_num_key_heads" else stored * (1 + by)
+        problem = f"{field} is {stored} in the GGUF file and {given} in the folder's config.json"
+        config["text_config"][field] = given
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if config["text_config"]["layer_types"] == ["linear_attention"] * 3:
+        problem = "at least one is needed"
+    with pytest.raises(ModelFileError, match=problem):
+        open_model(str(tmp_path), str(gguf))
 
 
 def test_what_is_left_out_is_named(published):
