@@ -6,10 +6,12 @@ import argparse
 import os
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.app import ClusterConfig, build
+from cluster.front.ingress import ADMISSION, ASKED, PROXY_CALLBACK, PROXY_SETTING
 
 _PROXY_START_S = "300"
 _EXAMPLE = """\
@@ -58,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         application = build({"config": str(args.config)})
     except ValueError as error:  # of what only Ray knows
         parser.error(f"{args.config}: {error}")
+    bounded = {"env_vars": {PROXY_SETTING: PROXY_CALLBACK}}  # of Serve's proxies too, unless Serve runs already
     try:
-        ray.init(address=None if args.local else args.address, log_to_driver=False)
+        ray.init(address=None if args.local else args.address, log_to_driver=False, runtime_env=bounded)
     except ConnectionError as error:
         print(f"error: {error} (`ray start --head`, or --local)", file=sys.stderr)
         return 1
@@ -67,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.start(http_options={"host": args.host, "port": args.port}, proxy_location=location)
     serve.run(application, name=args.name)
     print(f"at http://{args.host}:{args.port}/v1")
+    if not _bounded(args.host, args.port):
+        print(
+            f"note: Ray Serve runs without {PROXY_SETTING}={PROXY_CALLBACK}: its proxy holds bodies of any size",
+            file=sys.stderr,
+        )
     while args.local:
         try:
             time.sleep(3600)
@@ -75,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             ray.shutdown()
             break
     return 0
+
+
+def _bounded(host: str, port: int) -> bool:
+    """Whether Serve's proxy has our middleware: else the front answers, with the header."""
+    at = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    request = urllib.request.Request(f"http://{at}:{port}/", method="OPTIONS", headers={ADMISSION: ASKED})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return ADMISSION not in answer.headers
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -66,6 +67,18 @@ class RayReplicas:
                 body = b"".join([part async for part in parts])
                 return Response(body, status, headers=named)
         return StreamingResponse(_rest(parts, named, call.path), status_code=status, headers=named)
+
+    async def admit(self, call: Call) -> None:
+        """A replica says, by its list of models, whether it knows the key."""
+        with _answered():
+            parts = self._engines.remote(Call("GET", "/v1/models", call.headers, b"", key=call.key))
+            status, _ = await anext(parts)
+            if status == 200:
+                parts.cancel()
+                return
+            body = b"".join([part async for part in parts])
+        error = json.loads(body)["error"]
+        raise ApiError(status, error["message"], code=error["code"])
 
     async def health(self) -> Response:
         """200 while at least one replica is ready."""

@@ -22,11 +22,13 @@ from api.errors import ApiError
 from api.http.middleware import with_headers
 from api.http.wire import Bodies, ClientGoneError
 from cluster.call import Call
+from cluster.front.ingress import ADMISSION, ADMITTED, REFUSED, bounds_header, is_large
 from engine.errors import KtserveError
 from ktserve.settings import settings_of
 
 log = logging.getLogger("ktserve")
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+_HERE = {"origin", "x-request-id", ADMISSION}  # headers that no replica gets as they are
 _OF_ONE_SERVER = {  # what has its state in one server: the beginning of its paths, and why
     "/v1/files": "files are kept in one server",
     "/v1/batches": "batches are kept in one server",
@@ -39,6 +41,9 @@ class Replicas(Protocol):
     """Whoever passes calls on. ApiError 503 if there is nobody to answer."""
 
     async def forward(self, call: Call) -> Response: ...
+
+    async def admit(self, call: Call) -> None:
+        """Raises ApiError 401 if the caller has no key, before the call's body is read."""
 
     async def health(self) -> Response: ...
 
@@ -57,16 +62,31 @@ def application(replicas: Replicas, config: ServeConfig) -> ASGIApp:
     """Any path is passed on but those of `_OF_ONE_SERVER`; what there is no endpoint for is a replica's to refuse."""
     bodies = Bodies(config.max_body_bytes, config.body_timeout_s)
 
+    async def admission(request: Request) -> Response:
+        """To Serve's proxy, before it reads a body."""
+        try:
+            _check_path(request.scope["path"])
+            await replicas.admit(_call(request, b""))
+        except KtserveError as error:
+            refusal = error_response(error, request.scope["path"])
+            refusal.headers[ADMISSION] = REFUSED
+            return refusal
+        return Response(
+            status_code=204, headers={ADMISSION: bounds_header(config.max_body_bytes, config.body_timeout_s)}
+        )
+
     async def answer(request: Request) -> Response:
         path = request.scope["path"]
-        for beginning, why in _OF_ONE_SERVER.items():
-            if path == beginning or path.startswith(beginning.rstrip("/") + "/"):
-                raise _of_one_server(f"{request.method} {path}", why)
+        if request.method == "OPTIONS" and ADMISSION in request.headers:
+            return await admission(request)
+        _check_path(path)
         if path == "/health" and request.method == "GET":
             return await replicas.health()
         if request.method == "GET":
             call = _call(request, b"")
             return await (replicas.metrics(call) if path == "/metrics" else replicas.forward(call))
+        if is_large(request.headers) and request.headers.get(ADMISSION) != ADMITTED:
+            await replicas.admit(_call(request, b""))
         async with bodies.read(request) as body:
             call = _call(request, body)
             if call.continues:
@@ -99,9 +119,16 @@ def application(replicas: Replicas, config: ServeConfig) -> ASGIApp:
 def _call(request: Request, body: bytes) -> Call:
     """With the id that the answer will have. The origin of a page stays here, where CORS is answered."""
     query = f"?{request.url.query}" if request.url.query else ""
-    kept = [(name, value) for name, value in request.headers.items() if name not in ("origin", "x-request-id")]
+    kept = [(name, value) for name, value in request.headers.items() if name not in _HERE]
     call = Call.of(request.method, request.scope["path"] + query, kept, body)
     return replace(call, headers=(*call.headers, ("x-request-id", request.state.request_id)))
+
+
+def _check_path(path: str) -> None:
+    """Raises ApiError 501."""
+    for beginning, why in _OF_ONE_SERVER.items():
+        if path == beginning or path.startswith(beginning.rstrip("/") + "/"):
+            raise _of_one_server(path, why)
 
 
 def _of_one_server(what: str, why: str, param: str | None = None) -> ApiError:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import httpx
 
+from cluster.front.ingress import PROXY_CALLBACK, PROXY_SETTING
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT
 
@@ -33,6 +34,7 @@ def prepare() -> int:
     for name in ("READY_CHECK", "HEALTH_CHECK"):  # Serve kills a proxy that a busy machine starts in more than 5 s
         os.environ[f"RAY_SERVE_PROXY_{name}_TIMEOUT_S"] = "300"
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    os.environ[PROXY_SETTING] = PROXY_CALLBACK
     os.environ["RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S"] = "0.1"  # of 10: that answers take longer is the usual case
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

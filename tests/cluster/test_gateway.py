@@ -16,11 +16,14 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import ApiError
 from cluster.call import Call, kept_headers
 from cluster.front.gateway import application, config_of, error_event
+from cluster.front.ingress import ADMISSION, BoundedBodies, bounds_header
 from cluster.routing.policy import Affinity, Policy, prefix
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import Running, serving
@@ -45,6 +48,11 @@ class OneReplica:
         got = await self._http.request(call.method, call.path, headers=headers, content=call.body)
         return Response(got.content, got.status_code, dict(kept_headers(got.headers.items())))
 
+    async def admit(self, call: Call) -> None:
+        got = await self._http.get("/v1/models", headers=list(call.headers))
+        if got.status_code != 200:
+            raise ApiError(got.status_code, "refused", code=got.json()["error"]["code"])
+
     async def health(self) -> Response:
         return Response(b'{"status": "ready", "replicas": {"ready": 1}}', media_type="application/json")
 
@@ -52,9 +60,32 @@ class OneReplica:
         return await self.forward(call)
 
 
+class ReadsAhead:
+    """As Serve's proxy does: all of a body, as fast as it comes, whoever reads it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+
+        async def read() -> None:
+            while (message := await receive())["type"] != "http.disconnect":
+                self.num_bytes += len(message["body"])
+                messages.put_nowait(message)
+            messages.put_nowait(message)
+
+        reading = asyncio.ensure_future(read())
+        try:
+            await self._app(scope, messages.get, send)
+        finally:
+            reading.cancel()
+
+
 class Gateway:
-    def __init__(self, url: str, replica: OneReplica) -> None:
-        self.url, self.replica = url, replica
+    def __init__(self, url: str, replica: OneReplica, proxy: ReadsAhead) -> None:
+        self.url, self.replica, self.proxy = url, replica, proxy
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers={"Authorization": "Bearer k"})
 
 
@@ -70,13 +101,14 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def front(server: Running) -> Iterator[Gateway]:
     config = config_of({"max-body-bytes": LIMIT, "cors_origins": [ORIGIN], "root_path": "/llm", "model": "x"})
     replica = OneReplica(server.url)
-    listening = uvicorn.Server(uvicorn.Config(application(replica, config), port=0, log_level="error", lifespan="off"))
+    proxy = ReadsAhead(application(replica, config))
+    listening = uvicorn.Server(uvicorn.Config(BoundedBodies(proxy), port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=listening.run)
     thread.start()
     try:
         eventually(lambda: listening.started)
         port = listening.servers[0].sockets[0].getsockname()[1]
-        yield Gateway(f"http://127.0.0.1:{port}", replica)
+        yield Gateway(f"http://127.0.0.1:{port}", replica, proxy)
     finally:
         listening.should_exit = True
         thread.join(PATIENCE_S)
@@ -196,25 +228,94 @@ def test_any_bytes_as_a_model(name: bytes) -> None:
         assert Policy(Affinity()).rank({"a": 1, "b": 0}, call.model, prefix(f"\0{call.model}", call.prompt * 300))
 
 
-def test_an_endless_body_is_dropped_before_any_key_is_looked_at(front: Gateway) -> None:
-    """Chunked, so that no length is known: nobody is passed anything, and little of it is held."""
-    before, sent = len(front.replica.calls), 0
+KEYS = {"no key": {}, "a wrong key": {"Authorization": "Bearer x"}, "a key": {"Authorization": "Bearer k"}}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/chat"])
+def test_an_endless_body_is_refused_before_it_is_read(front: Gateway, path: str, told: bool, key: str) -> None:
+    """Its length told or not: no replica is passed anything, and a proxy that reads ahead sees none of it."""
+    before, sent = (len(front.replica.calls), front.proxy.num_bytes), 0
+    length = 1 << 30
 
     def endless() -> Iterator[bytes]:
         nonlocal sent
         chunk = random.Random(0).randbytes(1 << 16)
-        while sent < 1 << 30:
+        while sent < length:
             sent += len(chunk)
             yield chunk
 
+    headers = {"Content-Type": "application/json", "Origin": ORIGIN, **KEYS[key]}
+    headers |= {"Content-Length": str(length)} if told else {}
     try:
-        answer = httpx.post(
-            f"{front.url}/v1/completions", content=endless(), headers={"Content-Type": "application/json"}, timeout=60
-        )
-        assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+        answer = httpx.post(f"{front.url}{path}", content=endless(), headers=headers, timeout=PATIENCE_S)
+        assert answer.status_code == (413 if key == "a key" else 401) and answer.json()["error"]
+        assert answer.headers.get_list("access-control-allow-origin") == [ORIGIN]
+        assert answer.headers["x-request-id"] and ADMISSION not in answer.headers
     except httpx.WriteError:
         pass  # it was closed while we still sent
-    assert sent < 1 << 28 and len(front.replica.calls) == before
+    assert sent < 1 << 28 and (len(front.replica.calls), front.proxy.num_bytes) == before
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_body_of_47_mib_is_refused_in_the_form_of_its_path(front: Gateway, key: str) -> None:
+    """Its sender has read the refusal when the body has been sent."""
+    for path in ("/v1/messages", "/v1/chat/completions", "/v1/files"):
+        answer = httpx.post(f"{front.url}{path}", content=b" " * (47 << 20), headers=KEYS[key], timeout=PATIENCE_S)
+        expected = 501 if path == "/v1/files" else 413 if key == "a key" else 401
+        assert answer.status_code == expected, answer.text
+        assert ("type" in answer.json()) == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_with_a_key_is_answered(front: Gateway, chunked: bool) -> None:
+    body = json.dumps(CHAT | {"user": "x" * (1 << 17)}).encode()
+    parts = (body[at : at + 1000] for at in range(0, len(body), 1000))
+    answer = front.http.post("/v1/chat/completions", content=parts if chunked else body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_applications_of_others_get_their_bodies() -> None:
+    """They answer the question with something of their own, and are not asked by a method that changes anything."""
+    seen: list[tuple[str, int]] = []
+
+    async def theirs(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope["method"], len(await Request(scope, receive).body())))
+        await Response("theirs")(scope, receive, send)
+
+    async def run() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(BoundedBodies(theirs)), base_url="http://x") as http:
+            return await http.post("/", content=b"x" * (1 << 20))
+
+    assert asyncio.run(run()).text == "theirs" and seen == [("OPTIONS", 0), ("POST", 1 << 20)]
+
+
+def test_large_bodies_that_are_held_are_bounded_together() -> None:
+    """The front does not answer: all that it has got counts."""
+    reached, answer_now = 0, asyncio.Event()
+
+    async def front(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal reached
+        if scope["method"] == "OPTIONS":
+            return await Response(headers={ADMISSION: bounds_header(1 << 17, 60)})(scope, receive, send)
+        await Request(scope, receive).body()
+        reached += 1
+        await answer_now.wait()
+        await Response()(scope, receive, send)
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(BoundedBodies(front))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            asked = [asyncio.ensure_future(http.post("/", content=b"x" * (1 << 17))) for _ in range(20)]
+            while sum(each.done() for each in asked) + reached < len(asked):
+                await asyncio.sleep(0.01)
+            answer_now.set()
+            first = [(await each).status_code for each in asked]
+            return [*first, (await http.post("/", content=b"x" * (1 << 17))).status_code]
+
+    statuses = asyncio.run(run())
+    assert statuses.count(200) == 17 and statuses.count(503) == 4 and statuses[-1] == 200
 
 
 def test_a_large_body_without_a_key_stops_nobody() -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from api.config import ServeConfig
 from cluster.app import ClusterConfig
+from cluster.front.ingress import PROXY_CALLBACK, PROXY_SETTING
 from engine.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +40,10 @@ _AMOUNTS = {"type": "object", "additionalProperties": {"type": "string", "patter
 _PORT_NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?$"}
 _PORT = _closed({"containerPort": {"type": "integer", "minimum": 1, "maximum": 65535}}, name=_PORT_NAME)
 _MOUNT = _closed({"name": _LABEL, "mountPath": {"type": "string", "pattern": "^/"}}, readOnly={"type": "boolean"})
+_ENVIRONMENT = {"const": [{"name": PROXY_SETTING, "value": PROXY_CALLBACK}]}  # Serve's proxies find it on each node
+_RESOURCES = _closed({"limits": _AMOUNTS, "requests": _AMOUNTS})
 _CONTAINER = _closed(
-    {"name": _LABEL, "image": _TEXT, "resources": _closed({"limits": _AMOUNTS, "requests": _AMOUNTS})},
+    {"name": _LABEL, "image": _TEXT, "env": _ENVIRONMENT, "resources": _RESOURCES},
     ports=_several(_PORT),
     volumeMounts=_several(_MOUNT),
 )

@@ -117,7 +117,7 @@ def test_answers_are_those_of_a_server(app: App) -> None:
     assert {"a0", "a5"} <= {model["id"] for model in models}
     answer = app.ask("a1", 3).json()
     assert answer["model"] == "a1" and answer["usage"]["completion_tokens"] == 3
-    assert app.ask("nobody").status_code == 404 and app.ask("a1", -1).status_code == 400
+    assert app.ask("nobody").status_code == 404 and app.ask("a1", -2).status_code == 400
     assert app.ask("a1", key="kt-wrong").status_code == 401
     body = {"model": "a1", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
     url = f"{app.url}/v1/chat/completions"
@@ -126,6 +126,39 @@ def test_answers_are_those_of_a_server(app: App) -> None:
     assert stream.headers["content-type"].startswith("text/event-stream") and lines[-1] == "data: [DONE]"
     refused = app.post("/v1/files", {}, app.key)
     assert refused.status_code == 501 and "docs/scale-out.md" in refused.text
+
+
+@pytest.mark.parametrize("key", ["", "kt-wrong", "its own"])
+def test_a_gigabyte_takes_little_memory_and_stops_no_stream(app: App, key: str) -> None:
+    """Chunked. Of the processes that read it: the proxy of Serve and the front."""
+    readers = [each for each in psutil.process_iter(["cmdline"]) if _reads(each)]
+    assert len(readers) == 2
+    before, most, sent = [each.memory_info().rss for each in readers], [0, 0], 0
+
+    def gigabyte() -> Iterator[bytes]:
+        nonlocal sent, most
+        while sent < 1 << 30:
+            sent += 1 << 20
+            most = [max(peak, each.memory_info().rss) for peak, each in zip(most, readers, strict=True)]
+            yield b" " * (1 << 20)
+
+    with app.stream("a0") as stream:
+        lines = stream.iter_lines()
+        next(line for line in lines if line)
+        try:
+            headers = bearer(app.key if key == "its own" else key) if key else {}
+            answer = httpx.post(f"{app.url}/v1/completions", content=gigabyte(), headers=headers, timeout=PATIENCE_S)
+            assert answer.status_code == (413 if key == "its own" else 401)
+        except (httpx.WriteError, httpx.RemoteProtocolError):
+            assert sent < 1 << 30  # it was closed while we still sent
+        assert next(line for line in lines if line).startswith("data: {")
+    grown = [(peak - was) >> 20 for peak, was in zip(most, before, strict=True)]
+    assert max(grown) < 100, f"{grown} MiB"
+
+
+def _reads(process: psutil.Process) -> bool:
+    line = " ".join(process.info["cmdline"] or [])
+    return "ray::" in line and ("ProxyActor" in line or ":front" in line)
 
 
 def test_long_answers_are_spread_evenly(app: App) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import httpx
@@ -47,6 +48,8 @@ def nodes() -> Iterator[Nodes]:
         serve.run(build({"replicas": 2, "num_cpus": 1, "serve": settings}), name="ktserve")
         url = f"http://127.0.0.1:{port}"
         comes(lambda: ready(url) == 2)
+        names = (f"nobody{i}" for i in count())
+        comes(lambda: len({home(url, next(names)) for _ in range(_ADAPTERS)}) == 2, "the router knows one replica")
         yield Nodes(url, cluster, workers)
     finally:
         ray.shutdown()
@@ -56,6 +59,11 @@ def nodes() -> Iterator[Nodes]:
 def ask(url: str, model: str) -> httpx.Response:
     body = {"model": model, "prompt": "Hi", "max_tokens": 2}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+
+def home(url: str, model: str) -> str:
+    """The replica that answers, if only that there is no such model."""
+    return ask(url, model).headers["x-ktserve-replica"]
 
 
 def node_of(process: psutil.Process, workers: list[Any]) -> Any:
@@ -71,7 +79,7 @@ def named(part: str) -> list[psutil.Process]:
 def test_a_node_that_ends_loses_its_streams_alone(nodes: Nodes) -> None:
     homes: dict[str, list[str]] = {}
     for i in range(_ADAPTERS):
-        homes.setdefault(ask(nodes.url, f"a{i}").headers["x-ktserve-replica"], []).append(f"a{i}")
+        homes.setdefault(home(nodes.url, f"a{i}"), []).append(f"a{i}")
     assert len(homes) == 2, "adapters are spread"
     assert not any(node_of(process, nodes.workers) for process in named("ray::ServeReplica:ktserve:front"))
     servers = {home: named(f"ktserve-replica-{home}-")[0] for home in homes}
@@ -92,6 +100,6 @@ def test_a_node_that_ends_loses_its_streams_alone(nodes: Nodes) -> None:
         assert [line for line in others if line][-1] == "data: [DONE]"
     eventually(lambda: not servers[lost].is_running() or servers[lost].status() == psutil.STATUS_ZOMBIE)
     comes(lambda: ask(nodes.url, homes[lost][0]).status_code == 200)
-    assert ask(nodes.url, homes[lost][0]).headers["x-ktserve-replica"] == kept
+    assert home(nodes.url, homes[lost][0]) == kept
     nodes.cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
     comes(lambda: len({p.parent() for p in named("ktserve-replica-") if "serve" in p.cmdline()}) == 2)
