@@ -289,8 +289,8 @@ class EngineConfig:
     profile_dir: str | None = option(None, "write steps.jsonl and tokens.jsonl there", group="Operation")
     measure_bandwidth: bool = option(
         False,
-        "measure at start how fast memory is read (about a second, at most 1 GiB), so that /metrics and the page show "
-        "the experts' GB/s as a share of it",
+        "measure at start how fast memory is read and the CPU multiplies (two seconds, at most 1 GiB), so that "
+        "/metrics and the page show the experts' GB/s as a share of it, and print expected tokens a second",
         group="Operation",
     )
     force_memory_plan: bool = option(False, "start although the memory plan says it will not fit", group="Operation")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -51,8 +51,8 @@ class EngineCore:
     """Single-threaded but for adapter files and slots and blocks on disk, which threads of their own read and write.
 
     `send` gets every message to the api, in order. `overlap`: step N+1 is launched before N is committed.
-    `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured. `training_share`: of the
-    time that the `tuner` may take while live requests run.
+    `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured. `expected`: tokens a
+    second by name, for /metrics. `training_share`: of the time that the `tuner` may take while live requests run.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class EngineCore:
         check_integrity: bool = False,
         profiler: StepObserver | None = None,
         read_bandwidth: float | None = None,
+        expected: Mapping[str, float] | None = None,
         disk: KvDisk | None = None,
         training_share: float = 0.0,
     ) -> None:
@@ -79,6 +80,7 @@ class EngineCore:
         self.check_integrity = check_integrity
         self.profiler = profiler
         self.read_bandwidth = read_bandwidth
+        self.expected = expected or {}
         self.disk = disk
         self._send = send
         self._live: dict[str, Answer] = {}
@@ -247,6 +249,7 @@ class EngineCore:
     def stats(self) -> dict[str, Any]:
         return {
             **engine_stats(self.scheduler, self.adapters, self.runner.model, self.read_bandwidth),
+            **{f"expected_tokens_s/{name}": rate for name, rate in self.expected.items()},
             "steps": self._steps,
             "failed_steps": self._failed_steps,
             "experts_touched": self._touched.experts,

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None, make_tuner: MakeTuner | None = None) -> 
     doctor.add_argument("--quick", action="store_true")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument("--share")
+    doctor.add_argument("--bench")
     commands.add_parser("families").add_argument("paths", nargs="*")
     for name in ("serve", "plan", "check", "inspect", "convert", "merge"):
         command = commands.add_parser(name)
@@ -79,7 +80,7 @@ def _run(args: argparse.Namespace, config: EngineConfig, make_tuner: MakeTuner |
     if args.command == "doctor":
         from engine.diagnostics.doctor.report import doctor
 
-        return doctor(config.model, quick=args.quick, as_json=args.json, share=args.share)
+        return doctor(config.model, quick=args.quick, as_json=args.json, share=args.share, bench=args.bench)
     return _inspect(config, args)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -44,6 +46,18 @@ def read_families(paths: Sequence[str]) -> list[tuple[str | None, str]]:
     argv = [*ENGINE_COMMAND, "families", *paths]
     done = subprocess.run(argv, env=child_environment(), check=True, stdout=subprocess.PIPE)
     return msgspec.json.decode(done.stdout, type=list[tuple[str | None, str]])
+
+
+def measured_rates(model: str, folder: Path) -> Path:
+    """The file of `ktserve bench --quick` of a model ("": the demo), or of why it failed, in `folder`."""
+    file = folder / "rates.json"
+    argv = program("bench", "--quick", "--json", str(file), *(["--", model] if model else []))
+    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error: " in line] or done.stderr.splitlines()
+        why = said[-1] if said else f"it ended with status {done.returncode}"
+        file.write_text(json.dumps({"error": why}), encoding="utf-8")
+    return file
 
 
 def run_training_plan(config: str, *overrides: str) -> int:

@@ -123,7 +123,13 @@ def build_parser() -> Parser:
     command.add_argument("model_path", nargs="?", default="", metavar="MODEL", help="measure the disk where it lies")
     command.add_argument("--quick", action="store_true", help="measure nothing")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--share", metavar="FILE", help="write JSON without names and paths, for a bug report")
+    command.add_argument("--bench", metavar="FILE", help="add what `ktserve bench --quick --json FILE` measured")
+    command.add_argument(
+        "--share",
+        metavar="FILE",
+        help="write JSON without names and paths, for a bug report; without --bench and --quick, measure the rates of "
+        "MODEL (default: the demo model) first",
+    )
     command.set_defaults(run=_doctor)
     command = commands.add_parser(
         "train",
@@ -345,11 +351,18 @@ def _plan(args: argparse.Namespace, console: Console) -> int:
 
 
 def _doctor(args: argparse.Namespace, console: Console) -> int:
-    from api.cli.child import run_child
+    from api.cli.child import measured_rates, run_child
 
     more = [f"--{name}" for name in ("quick", "json") if getattr(args, name)]
-    more += [] if args.share is None else [f"--share={args.share}"]
+    more += [f"--{name}={value}" for name in ("share", "bench") if (value := getattr(args, name)) is not None]
     model = os.path.expanduser(args.model_path)
+    if args.share is not None and args.bench is None and not args.quick:
+        if os.path.lexists(args.share):
+            raise UserError(f"--share {args.share}: the file is there already; name another", "share")
+        print("measuring tokens a second on a server of its own ... (--quick leaves it out)", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="ktserve-doctor-") as folder:
+            more.append(f"--bench={measured_rates(model, Path(folder))}")
+            return run_child("doctor", None, EngineConfig(model=model), ServeConfig(), more)
     return run_child("doctor", None, EngineConfig(model=model), ServeConfig(), more)
 
 

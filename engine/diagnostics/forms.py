@@ -9,18 +9,17 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.memory.limits import cpu_memory
-from engine.planning.expected import Expected, MachineRates, expect, work_of
+from engine.planning.expected import Expected, MachineRates, expected_of, measure, span_text
 from engine.planning.plan import EnginePlan, plan_engine
 from engine.units import format_bytes
 from native import available as native_available
 
-_MEASURED_BYTES = 1 << 30
 _TITLES = ("form", "on disk", "memory", "context", "1 sequence", "8 sequences", "prompt of 2048")
 
 
 def forms_table(config: EngineConfig, forms: Sequence[tuple[str, str]]) -> str:
     """`forms`: label and path of each. One that cannot be served has its reason below the table."""
-    machine = measure(config) if native_available()[0] else None
+    machine = _measured(config) if native_available()[0] else None
     notes: list[str] = []
     rows: list[tuple[str, ...]] = [_TITLES]
     for label, path in forms:
@@ -38,16 +37,11 @@ def forms_table(config: EngineConfig, forms: Sequence[tuple[str, str]]) -> str:
     return "\n".join([*lines, "", *_explained(machine), *notes])
 
 
-def measure(config: EngineConfig) -> MachineRates:
-    """Rates of this machine by the threads that a server here would have; about two seconds."""
-    from native import _native
+def _measured(config: EngineConfig) -> MachineRates:
+    """By the threads that a server here would have."""
     from native.topology import make_pool
 
-    pool = make_pool(config.cpu_threads)
-    isa = _native.choose_isa(config.isa or "")
-    size = min(_MEASURED_BYTES, cpu_memory().free_bytes // 4)
-    bf16, f32, int8 = (float(_native.peak_operations(pool, kind, isa=isa)) for kind in ("bf16", "f32", "int8"))
-    return MachineRates(isa, float(_native.read_bandwidth(pool, size)), int8, max(bf16, f32))
+    return measure(make_pool(config.cpu_threads), config.isa or "", cpu_memory().free_bytes)
 
 
 def _row(label: str, plan: EnginePlan, machine: MachineRates | None) -> tuple[str, ...]:
@@ -56,21 +50,9 @@ def _row(label: str, plan: EnginePlan, machine: MachineRates | None) -> tuple[st
         f"{d.name} {format_bytes(memory.needed(d))} of {format_bytes(d.free_bytes)}" for d in memory.devices
     )
     context = "does not fit" if memory.short else f"{memory.max_model_len} ({memory.kv_tokens} in all)"
-    native = plan.placement.native(".mlp.experts", ".self_attn", "_proj")
-    expected = (
-        expect(work_of(plan.source, plan.expert_quantise), machine)
-        if native and machine is not None
-        else Expected(None, None, None)
-    )
-    rates = (_span(expected.decode_1), _span(expected.decode_8), _span(expected.prefill))
+    expected = Expected(None, None, None) if machine is None else expected_of(plan, machine)
+    rates = map(span_text, (expected.decode_1, expected.decode_8, expected.prefill))
     return (label, format_bytes(plan.source.num_bytes), needs, context, *rates)
-
-
-def _span(rate: tuple[float, float] | None) -> str:
-    if rate is None:
-        return "-"
-    low, high = (f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in rate)
-    return low if low == high else f"{low} to {high}"
 
 
 def _explained(machine: MachineRates | None) -> list[str]:

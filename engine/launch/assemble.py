@@ -33,6 +33,7 @@ from engine.memory.idle import IdleMemory
 from engine.messages import FromEngine, Planned, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.drafts import make_drafter
+from engine.planning.expected import MachineRates, expected_of, measure
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
 from engine.steps.graphs.padded import graph_blocker
@@ -43,7 +44,6 @@ from scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from native import _native
 
-_MEASURED_BYTES = 1 << 30  # more than any cache holds
 _EAGER_MLPS = (
     "it has dense MLPs of its own, which no CUDA graph holds: steps with a row of it are launched kernel by kernel"
 )
@@ -76,7 +76,8 @@ def _assemble(
     config, source, model_config = plan.config, plan.source, plan.source.config
     backends = make_backends(plan)
     store = KvStore(plan.kv_disk) if plan.kv_disk is not None else None
-    bandwidth = _read_bandwidth(plan, backends.pool, progress)
+    rates = _measured(plan, backends.pool, progress)
+    expected = None if rates is None else expected_of(plan, rates)
     if "flashinfer" in plan.placement.used(".self_attn"):
         stage = "Attention kernels (compiled at the first start, a few minutes)"
         progress(stage, 0, 1)
@@ -90,8 +91,10 @@ def _assemble(
         runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
-    if bandwidth is not None:
-        runner.notes.append(f"memory is read at {bandwidth / 1e9:.1f} GB/s (--measure-bandwidth)")
+    if rates is not None:
+        runner.notes.append(f"memory is read at {rates.read / 1e9:.1f} GB/s (--measure-bandwidth)")
+    if expected is not None and (line := expected.line()):
+        runner.notes.append(f"{line} (ktserve bench --quick URL measures them)")
     if plan.memory.num_snapshots:
         runner.idle_memory = _idle_memory(model.attention_backends)
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
@@ -154,7 +157,8 @@ def _assemble(
         overlap=_overlaps(config, backends),
         check_integrity=config.check_integrity,
         profiler=profiler,
-        read_bandwidth=bandwidth,
+        read_bandwidth=None if rates is None else rates.read,
+        expected={} if expected is None else expected.figures(),
         disk=disk,
         training_share=config.training_share,
     )
@@ -187,20 +191,17 @@ def pace(plan: EnginePlan) -> dict[str, Any]:
     return found
 
 
-def _read_bandwidth(plan: EnginePlan, pool: _native.WorkerPool | None, progress: Progress) -> float | None:
-    """Bytes a second, if it is asked for and experts are read by the pool. Before weights are loaded: their memory is
-    free."""
+def _measured(plan: EnginePlan, pool: _native.WorkerPool | None, progress: Progress) -> MachineRates | None:
+    """If it is asked for and experts are read by the pool. Before weights are loaded: their memory is free."""
     if (
         not plan.config.measure_bandwidth
         or pool is None
         or not {"native", "hybrid"} & set(plan.placement.used(".mlp.experts"))
     ):
         return None
-    from native import _native
-
     progress("Memory bandwidth", 0, 1)
     free = next(device.free_bytes for device in plan.memory.devices if device.name == "CPU")
-    measured = _native.read_bandwidth(pool, min(_MEASURED_BYTES, free // 4), repeats=5)
+    measured = measure(pool, plan.config.isa or "", free)
     progress("Memory bandwidth", 1, 1)
     return measured
 

@@ -8,15 +8,22 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.files.gguf.types import GGMLType, by_name
+from engine.planning.plan import EnginePlan
 from engine.weights.layout import HEAD
 from engine.weights.store import WeightSource, WeightTensor
+
+if TYPE_CHECKING:
+    from native import _native
 
 _FILE = Path(__file__).with_name("efficiency.json")
 _PLAIN = ("F32", "F16", "BF16")
 _MADE = {"int8": by_name("Q8_0"), "int4": by_name("Q4_1")}
 _EMBEDDINGS = "model.embed_tokens.weight"  # of which a step reads a row a token
+_MEASURED_BYTES = 1 << 30  # more than any cache holds
+_READS = 5
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,46 @@ class Expected:
     decode_1: tuple[float, float] | None
     decode_8: tuple[float, float] | None
     prefill: tuple[float, float] | None
+
+    def figures(self) -> dict[str, float]:
+        """By name and end of the span, as /metrics shows them: "decode_1_low", "decode_1_high", ...; without what is
+        None."""
+        spans = {"decode_1": self.decode_1, "decode_8": self.decode_8, "prefill": self.prefill}
+        return {
+            f"{name}_{end}": rate
+            for name, span in spans.items()
+            if span is not None
+            for end, rate in zip(("low", "high"), span, strict=True)
+        }
+
+    def line(self) -> str:
+        """For people; "" where nothing is expected."""
+        spans = (("one sequence", self.decode_1), ("8 together", self.decode_8), ("a prompt of 2048", self.prefill))
+        known = [f"{span_text(span)} {what}" for what, span in spans if span is not None]
+        return f"expected tokens a second: {', '.join(known)}" if known else ""
+
+
+def span_text(span: tuple[float, float] | None) -> str:
+    """ "8.1 to 12"; "-" for None."""
+    if span is None:
+        return "-"
+    low, high = map(rate_text, span)
+    return low if low == high else f"{low} to {high}"
+
+
+def rate_text(rate: float) -> str:
+    return f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
+
+
+def measure(pool: _native.WorkerPool, isa: str, free_bytes: int) -> MachineRates:
+    """Rates of this machine by the threads of `pool`, in about two seconds. `isa`: of the kernels; "": the best.
+    `free_bytes`: of memory, of which a quarter may be read."""
+    from native import _native
+
+    isa = _native.choose_isa(isa)
+    bf16, f32, int8 = (float(_native.peak_operations(pool, kind, isa=isa)) for kind in ("bf16", "f32", "int8"))
+    read = float(_native.read_bandwidth(pool, min(_MEASURED_BYTES, free_bytes // 4), repeats=_READS))
+    return MachineRates(isa, read, int8, max(bf16, f32))
 
 
 def work_of(source: WeightSource, quantise: str | None = None) -> Work:
@@ -113,3 +160,11 @@ def expect(work: Work, machine: MachineRates) -> Expected:
         return low, high
 
     return Expected(rate(1), rate(8), None if computed is None else (computed[0], computed[1]))
+
+
+def expected_of(plan: EnginePlan, machine: MachineRates) -> Expected:
+    """Nothing where not all of the model is computed by the native kernels, or a cache may hold much of it."""
+    small = plan.source.num_bytes < _MEASURED_BYTES
+    if small or not plan.placement.native(".mlp.experts", ".self_attn", "_proj"):
+        return Expected(None, None, None)
+    return expect(work_of(plan.source, plan.expert_quantise), machine)

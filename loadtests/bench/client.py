@@ -44,6 +44,14 @@ class Server(http.Server):
             raise HttpError(f"GET {path}: {answer.refusal}")
         return answer.body
 
+    async def base_model(self) -> str:
+        """The first that the server lists. Raises HttpError or OSError."""
+        listed = json.loads(await self.read("/v1/models"))["data"]
+        bases = [model["id"] for model in listed if not model.get("parent")]
+        if not bases:
+            raise HttpError("/v1/models lists no model: name one with --models")
+        return str(bases[0])
+
     async def count(self, body: dict[str, Any]) -> int | None:
         """Tokens of a request's prompt or messages, by /tokenize; None where the server has none such."""
         asked: dict[str, Any] = {name: body[name] for name in ("model", "prompt", "messages") if name in body}

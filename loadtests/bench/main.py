@@ -15,15 +15,20 @@ from typing import Any
 
 from rich.console import Console
 
+from loadtests.bench import quick
 from loadtests.bench.client import Server
 from loadtests.bench.report import compared, label, page, table
 from loadtests.bench.sweep import Limits, point
 from loadtests.bench.work import Work
+from loadtests.child import ServerError
 from loadtests.http import HttpError
 from loadtests.report.document import machine
 
 _EXAMPLES = """\
 examples:
+  ktserve bench --quick                       the demo model's rates, on a server of its own
+  ktserve bench --quick -- MODEL --quantise int8       any model's; behind -- stands what `ktserve serve` takes
+  ktserve bench --quick http://127.0.0.1:8000          of a server that runs
   ktserve bench http://127.0.0.1:8000 --concurrency 1,8,16,32 --json ours.json
   ktserve bench http://127.0.0.1:8000 --rate 0.5,1,2,4 --ttft-limit-ms 2000 --itl-limit-ms 200 --plot ours.html
   ktserve bench http://127.0.0.1:8000 --models base,law,med --prefix-tokens 512 --input-tokens 640
@@ -35,11 +40,18 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 if a request failed, 2 for what makes no sense."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:at])
+    args.serve = words[at + 1 :]
     console = Console(width=max(120, Console().width))
     try:
         if args.compare:
             return _compare(args.compare, args.plot, console)
+        if args.quick:
+            return _quick(args, console)
+        if args.serve:
+            raise ValueError("flags after -- are of the server that --quick starts")
         work, levels = _checked(args)
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
@@ -71,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("url", nargs="?", help="e.g. http://127.0.0.1:8000")
+    add(
+        "--quick",
+        action="store_true",
+        help="one and eight sequences and a prompt, beside what is expected here",
+    )
     add("--concurrency", help="open requests, several with commas (default: 1,8,16,32 unless --rate)")
     add("--rate", help="requests a second with Poisson arrivals, several with commas")
     add(
@@ -140,11 +157,7 @@ async def _run(
     server = Server(args.url, args.api_key)
     metrics = Server(args.url, args.admin_key or args.api_key)
     if not work.models:
-        listed = json.loads(await server.read("/v1/models"))["data"]
-        bases = [model["id"] for model in listed if not model.get("parent")]
-        if not bases:
-            raise HttpError("/v1/models lists no model: name one with --models")
-        work = replace(work, models=(bases[0],))
+        work = replace(work, models=(await server.base_model(),))
     scale = await work.measure(server)
     limits = Limits(args.ttft_limit_ms / 1000, args.itl_limit_ms / 1000)
     load, points = os.getloadavg()[0], []
@@ -161,6 +174,40 @@ async def _run(
         "work": asdict(work),
         "ttft_limit_ms": args.ttft_limit_ms, "itl_limit_ms": args.itl_limit_ms, "points": points,
     }  # fmt: skip
+
+
+def _quick(args: argparse.Namespace, console: Console) -> int:
+    """Raises ValueError for flags that it does not take."""
+    ways = ("concurrency", "rate", "requests", "fields", "plot", "chat", "respect_eos")
+    if given := [name for name in ways if getattr(args, name)]:
+        raise ValueError(f"--quick takes no --{given[0].replace('_', '-')}: leave one of them out")
+    if args.url and args.serve:
+        raise ValueError("flags after -- are of a server that is started; a URL names one that runs")
+    if args.models and "," in args.models:
+        raise ValueError(f"--models {args.models}: --quick asks one")
+
+    def measured(url: str) -> list[dict[str, Any]]:
+        server, metrics = Server(url, args.api_key), Server(url, args.admin_key or args.api_key)
+        return asyncio.run(quick.measure(server, metrics, args.models, args.seed))
+
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    try:
+        if args.url:
+            points = measured(args.url)
+        else:
+            print("starting a server ...", file=sys.stderr)
+            with quick.own_server(args.serve) as url:
+                points = measured(url)
+    except (HttpError, ServerError, OSError) as error:
+        print(f"error: {args.url or 'the server that was started'}: {error}", file=sys.stderr)
+        return 1
+    console.print(quick.table(points))
+    if any(point["expected_tokens_s"] is None for point in points):
+        console.print("-: nothing is recorded for the format, or `ktserve serve` runs without --measure-bandwidth")
+    if args.json:
+        found = {"name": args.name or args.url or "quick", "when": when, "machine": machine(), "quick": points}
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def _compare(files: Sequence[Path], plot: Path | None, console: Console) -> int:

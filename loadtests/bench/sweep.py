@@ -48,7 +48,7 @@ async def point(
     bodies = [await work.fitted(server, first + i, scale) for i in range(requests)]  # may be cached
     talks = [partial(work.converse, server, first + i, scale, body) for i, body in enumerate(bodies)]
     before, began = await _counters(metrics), time.perf_counter()
-    talked = await (_open(talks, level, work.seed) if kind == "rate" else _closed(talks, int(level)))
+    talked = await (_open(talks, level, work.seed) if kind == "rate" else closed(talks, int(level)))
     results = [result for results in talked for result in results]
     seconds = time.perf_counter() - began
     return {
@@ -69,7 +69,8 @@ async def _open(talks: Sequence[_Talk], rate: float, seed: int) -> list[list[Res
     return await asyncio.gather(*tasks)
 
 
-async def _closed(talks: Sequence[_Talk], streams: int) -> list[list[Result]]:
+async def closed(talks: Sequence[_Talk], streams: int) -> list[list[Result]]:
+    """So many talks at a time until none is left."""
     left, results = iter(talks), []
 
     async def stream() -> None:

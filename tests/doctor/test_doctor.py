@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.diagnostics.doctor import report
 from engine.diagnostics.doctor.cpu import cpu_findings
 from engine.diagnostics.doctor.devices import Gpu, disk_finding, gpu_findings
 from engine.diagnostics.doctor.finding import Finding, Here, ranges
 from engine.diagnostics.doctor.memory import memory_findings
 from engine.diagnostics.doctor.modules import MemoryModule, memory_modules
-from engine.diagnostics.doctor.report import to_json, to_text, without_names
+from engine.diagnostics.doctor.rates import rates_finding
+from engine.diagnostics.doctor.report import anonymous, to_json, to_text
+from engine.errors import UserError
 from engine.memory.limits import Memory
 from ktserve.launcher import program
 from native.topology import parse_cpu_list
@@ -202,11 +206,69 @@ SEGMENT = st.text("abcxyz0189_-.", min_size=1, max_size=8).filter(lambda part: p
 @given(st.lists(SEGMENT, min_size=1, max_size=5), st.sampled_from(["", "~"]), st.sampled_from([" ", "(", '"', "="]))
 def test_paths_are_taken_out(parts: list[str], home: str, before: str) -> None:
     path = home + "/q" + "/".join(parts)
-    assert without_names(f"reads{before}{path} at 3 GB/s", []) == f"reads{before}<path> at 3 GB/s"
+    assert anonymous(f"reads{before}{path} at 3 GB/s", []) == f"reads{before}<path> at 3 GB/s"
+
+
+@given(
+    st.ip_addresses().map(str)
+    | st.sampled_from(["http://10.0.0.1:80/x?k=v", "ann@example.com", "ipc:///tmp/a.b", "0A:1b:c2:00:11:ff"])
+)
+def test_addresses_are_taken_out_and_versions_stay(address: str) -> None:
+    assert anonymous(f"at {address}, torch 2.13.0+cpu", []) == "at <address>, torch 2.13.0+cpu"
+
+
+WORD = st.text("bdfgkqvwxz", min_size=3, max_size=9).map(lambda word: "q" + word)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=st.lists(WORD, min_size=8, max_size=8, unique=True))
+def test_what_is_shared_holds_nothing_of_who_and_where(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words in every place from which one could come: the environment, the folders, the host's name, what failed."""
+    user, host, domain, home, folder, model, file, address = words
+    monkeypatch.undo()
+    base = Path(tempfile.mkdtemp(dir=tmp_path))
+    here = base / home / f"{folder} with spaces"
+    here.mkdir(parents=True)
+    (here / f"{model}.gguf").write_bytes(b"?")
+    values = {
+        "HOME": f"/{home}/{user}",
+        "KTSERVE_ISA": user,
+        "HF_HOME": str(here),
+        "HF_ENDPOINT": f"http://{address}.example",
+    }
+    values |= dict.fromkeys(("USER", "LOGNAME", "SUDO_USER"), user) | {"HOSTNAME": f"{host}.{domain}"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(report.platform, "node", lambda: f"{host}.{domain}")
+    monkeypatch.chdir(here)
+    said = f"{here}/{model}.gguf: {user} at {host} and {host}.{domain}, http://{address}.example/x, {user}@{domain}.org"
+    (here / "rates.json").write_text(json.dumps({"error": said}))
+    assert report.doctor(f"{model}.gguf", quick=True, as_json=True, share=f"{file}.json", bench="rates.json") == 0
+    shared = Path(f"{file}.json").read_text()
+    assert [word for word in words if word in shared] == []
+    assert {"versions", "rates"} <= {each["name"] for each in json.loads(shared)["findings"]}
+    capsys.readouterr()
+
+
+def test_rates_stand_beside_what_was_expected(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    point = {"what": "1 sequence", "key": "decode_1", "tokens_s": 9.0, "expected_tokens_s": [10, 12]}
+    file.write_text(json.dumps({"quick": [point]}))
+    found = rates_finding(str(file))
+    assert "9 (expected: 10 to 12)" in found.value and not found.remedy
+    assert found.figures == {"decode_1_tokens_s": 9.0, "decode_1_expected_low": 10, "decode_1_expected_high": 12}
+    file.write_text(json.dumps({"quick": [point | {"tokens_s": 5.0}]}))
+    assert "see the lines with ->" in rates_finding(str(file)).remedy
+    for text in ("{", "[]", '{"quick": [{}]}', '{"points": []}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match="no file of ktserve bench --quick"):
+            rates_finding(str(file))
 
 
 def test_names_are_taken_out_as_words() -> None:
-    text = without_names("ann-pc: annual, ann, docs/doctor.md, /sys/kernel/mm", ["ann-pc", "ann"])
+    text = anonymous("ann-pc: annual, ann, docs/doctor.md, /sys/kernel/mm", ["ann-pc", "ann"])
     assert text == "<name>: annual, <name>, docs/doctor.md, /sys/kernel/mm"
 
 

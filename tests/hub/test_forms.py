@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.report.efficiency import OUT, table
 from engine.config import EngineConfig
 from engine.diagnostics import forms
+from engine.planning import expected
 from engine.planning.expected import MachineRates, Work, expect, work_of
 from engine.weights.open import open_model
 from testing.models.gguf_writer import save_gguf
@@ -69,7 +70,8 @@ def test_work_is_what_the_files_hold(tmp_path: Path) -> None:
 def test_the_table_has_a_row_for_each_form_and_says_why_one_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "measure", lambda config: MACHINE)
+    monkeypatch.setattr(forms, "_measured", lambda config: MACHINE)
+    monkeypatch.setattr(expected, "_MEASURED_BYTES", 0)  # caches hold the whole model
     save_gguf(tiny_model(), tmp_path / "tiny-Q8_0.gguf")
     (tmp_path / "tiny-Q4_0.gguf").write_bytes(b"GGUF")
     found = [(name, str(tmp_path / f"tiny-{name}.gguf")) for name in ("Q8_0", "Q4_0")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loadtests.bench import quick
 from loadtests.bench.client import Result, Server
 from loadtests.bench.main import main
 from loadtests.bench.report import compared, page
 from loadtests.bench.sweep import Limits, summary
 from loadtests.bench.work import Scale, Work
+from loadtests.child import ServerError
 
 METRICS = b"ktserve_expert_read_bytes_total %d\nktserve_memory_read_bandwidth_bytes_per_second 1e9\n"
 
@@ -29,6 +31,7 @@ class Fake:
     def __init__(self, cuts: Sequence[int] = (10_000,), fixed: int = 3, fault: str = "", tells: bool = True) -> None:
         self.cuts, self.fixed, self.fault, self.tells = cuts, fixed, fault, tells
         self.counts = False  # it has /tokenize
+        self.expected = b""  # lines of /metrics
         self.bodies: list[dict[str, Any]] = []
         self.open = self.most_open = self.read = 0
 
@@ -49,7 +52,7 @@ class Fake:
             data = json.dumps({"data": [{"id": "law", "parent": "base"}, {"id": "base"}]}).encode()
         elif "/metrics" in head:
             self.read += 10**6
-            data = METRICS % self.read if self.tells else b""
+            data = METRICS % self.read + self.expected if self.tells else b""
         else:
             self.bodies.append(body)
             data = self._stream(body)
@@ -193,6 +196,44 @@ def test_a_conversation_goes_on_where_it_was(chat: bool, tmp_path: Path) -> None
                 assert after.startswith(f"{before}wörd wörd ") and len(after.split()) > len(before.split()) + 20
 
 
+@pytest.mark.parametrize("expects", [True, False])
+def test_quick_rates_stand_beside_what_is_expected(
+    expects: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake, file = Fake(), tmp_path / "a.json"
+    fake.counts = True
+    if expects:
+        fake.expected = b"".join(
+            b'ktserve_engine_expected_tokens_s{name="%s_%s"} %d\n' % (key, end, rate)
+            for key, low in ((b"decode_1", 5), (b"prefill", 1200))
+            for end, rate in ((b"low", low), (b"high", 2 * low))
+        )
+    assert bench(fake, "--quick", "--json", str(file))[0] == 0
+    shown, points = capsys.readouterr().out, json.loads(file.read_text())["quick"]
+    assert [point["key"] for point in points] == ["decode_1", "decode_8", "prefill"]
+    spans = [[5, 10], None, [1200, 2400]] if expects else [None] * 3
+    assert [point["expected_tokens_s"] for point in points] == spans
+    assert ("1200 to 2400" in shown) == expects and "--measure-bandwidth" in shown
+    assert all(point["tokens_s"] > 0 for point in points) and "a prompt of 2048 tokens" in shown
+    assert len({body["prompt"] for body in fake.bodies if body["max_tokens"] == 48}) == 10
+
+
+def test_quick_starts_a_server_of_its_own_or_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    @contextlib.contextmanager
+    def own_server(flags: Sequence[str]) -> Iterator[str]:
+        started.append(list(flags))
+        raise ServerError("the server did not start:\nerror: no such model")
+        yield ""
+
+    monkeypatch.setattr(quick, "own_server", own_server)
+    assert main(["--quick", "--", "MODEL", "--port", "1"]) == 1 and started == [["MODEL", "--port", "1"]]
+    assert "error: no such model" in capsys.readouterr().err
+
+
 def test_failures_end_with_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(Fake(fault="400"), "--requests", "2")[0] == 1
     assert "too long" in capsys.readouterr().err
@@ -205,6 +246,9 @@ def test_failures_end_with_a_status(capsys: pytest.CaptureFixture[str]) -> None:
         "http://x --fields [1]": "--fields: each must be a JSON object",
         "http://x --requests 0": "--requests 0: at least 1",
         "--compare /nope /nope": "No such file",
+        "--quick --concurrency 2": "--quick takes no --concurrency",
+        "--quick http://x -- MODEL": "a URL names one that runs",
+        "http://x -- MODEL": "of the server that --quick starts",
     }.items():
         with pytest.raises(SystemExit):
             main(flags.split())

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import ipaddress
 import json
 import os
 import platform
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,8 +22,9 @@ import torch
 from engine.attention.flashinfer import flashinfer_available
 from engine.diagnostics.doctor.cpu import cpu_findings
 from engine.diagnostics.doctor.devices import Gpu, disk_finding, gpu_findings
-from engine.diagnostics.doctor.finding import Finding, Here
+from engine.diagnostics.doctor.finding import Figure, Finding, Here
 from engine.diagnostics.doctor.memory import memory_findings
+from engine.diagnostics.doctor.rates import rates_finding
 from engine.errors import UserError
 from engine.memory.limits import cpu_memory
 from native import available as native_available
@@ -29,19 +32,26 @@ from native import available as native_available
 _PACKAGES = ("ktserve", "torch", "transformers", "tokenizers", "huggingface_hub", "gguf", "flashinfer-python")
 _READ_BYTES, _COPY_BYTES = 1 << 30, 256 << 20
 _PATH = re.compile(r"(?<![\w.~/<>-])~?/(?!(?:proc|sys)/)[\w.~+@-][^\s,;:)\"']*")
-_LEAST_NAME = 3  # a shorter name would be found inside words
+_URL = re.compile(r"[a-z][a-z0-9+]*://[^\s\"',;)]+|[\w.+-]+@[\w.-]+", re.IGNORECASE)  # or mail
+_DIGITS = re.compile(r"(?<![\w.:])[0-9a-f:.]*[:.][0-9a-f:.]*[0-9a-f:](?![\w:])(?:%\w+)?", re.IGNORECASE)
+_MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}", re.IGNORECASE)
+_NAMING = ("USER", "LOGNAME", "SUDO_USER", "HOSTNAME", "HOST")  # variables
+_COMMON = frozenset(
+    {"/", "home", "root", "tmp", "usr", "var", "opt", "mnt", "data", "models", "memory", "src", "ktserve"}
+)
 
 
-def doctor(model: str, *, quick: bool, as_json: bool, share: str | None) -> int:
-    """Print what is found; `quick` measures nothing. `share` is a file to write, which must not be there. The exit
-    status: 0 whatever is found. UserError for a model or file that cannot be."""
+def doctor(model: str, *, quick: bool, as_json: bool, share: str | None, bench: str | None) -> int:
+    """Print what is found; `quick` measures nothing. `share` is a file to write, which must not be there; `bench` one
+    of `ktserve bench --quick --json`. The exit status: 0 whatever is found. UserError for a model or file that cannot
+    be."""
     path = Path(model) if model else None
     if path is not None and not path.exists():
         raise UserError(f"{model[:200]}: no such file or folder", "model")
-    found = examine(path, quick=quick)
+    found = examine(path, quick=quick) + ([] if bench is None else [rates_finding(bench)])
     print(to_json(found) if as_json else to_text(found))
     if share is not None:
-        _write(share, without_names(to_json(found), names_here()))
+        _write(share, to_json(without_names(found, names_here(model, share))))
         print(f"{share} is written: look through it before you paste it", file=sys.stderr)
     return 0
 
@@ -113,21 +123,51 @@ def to_json(found: Sequence[Finding]) -> str:
     return json.dumps({"findings": [asdict(each) for each in found]}, indent=1)
 
 
-def names_here() -> list[str]:
-    """Of this machine and this person."""
-    names = {platform.node(), platform.node().partition(".")[0], Path.home().name}
+def names_here(*paths: str) -> list[str]:
+    """Of this machine, this person, and the folders and files of `paths`; the longest first."""
+    names = {platform.node(), *(os.environ.get(name, "") for name in _NAMING)}
+    names |= {part for name in list(names) for part in name.split(".")}
     with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
         names.add(getpass.getuser())
-    return sorted(names, key=len, reverse=True)
+    for folder in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *map(Path, filter(None, paths))):
+        names |= {str(folder), *folder.parts}
+    return sorted(names - _COMMON - {""}, key=lambda name: (-len(name), name))
 
 
-def without_names(text: str, names: Sequence[str]) -> str:
-    """`text` with `<path>` for paths, but those of /proc and /sys, and `<name>` for whole words among `names`."""
-    text = _PATH.sub("<path>", text)
+def without_names(found: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
+    """The findings without what `anonymous` takes out of their texts."""
+
+    def figure(value: Figure) -> Figure:
+        return anonymous(value, names) if isinstance(value, str) else value
+
+    return [
+        replace(
+            each,
+            value=anonymous(each.value, names),
+            remedy=anonymous(each.remedy, names),
+            figures={key: figure(value) for key, value in each.figures.items()},
+        )
+        for each in found
+    ]
+
+
+def anonymous(text: str, names: Sequence[str]) -> str:
+    """`text` with `<name>` for whole words among `names`, `<address>` for URLs, mail and IP addresses, `<path>` for
+    paths but those of /proc and /sys."""
     for name in names:
-        if len(name) >= _LEAST_NAME and name != "root":
-            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "<name>", text)
-    return text
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "<name>", text, flags=re.IGNORECASE)
+    text = _DIGITS.sub(lambda found: "<address>" if _is_address(found[0]) else found[0], _URL.sub("<address>", text))
+    return _PATH.sub("<path>", text)
+
+
+def _is_address(text: str) -> bool:
+    if _MAC.fullmatch(text):
+        return True
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _write(path: str, text: str) -> None:
