@@ -10,6 +10,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ async def measure(server: Server, metrics: Server, model: str | None, seed: int)
         async def ask(body: dict[str, Any], path: str = work.path) -> list[Result]:
             return [await server.stream(path, body)]
 
-        results = [each[0] for each in await closed([lambda body=body: ask(body) for body in bodies], point.open)]
+        results = [each[0] for each in await closed([partial(ask, body) for body in bodies], point.open)]
         if failed := [result.error for result in results if result.error]:
             raise HttpError(failed[0])
         points.append(
