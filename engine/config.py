@@ -173,6 +173,13 @@ class EngineConfig:
         aliases=("tensor_parallel_size", "tp_size"),
         limits=(1, 64),
     )
+    expert_parallel: bool = option(
+        False,
+        "with tensor-parallel each rank has some of the experts whole, instead of a part of each; it is so where an "
+        "expert cannot be divided",
+        group="Placement",
+        aliases=("enable_expert_parallel",),
+    )
     tensor_parallel_sums: str = option(
         "nccl",
         "how GPUs of tensor-parallel add their parts; peers: few rows over one another's memory where that works, all "

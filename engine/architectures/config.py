@@ -94,7 +94,10 @@ class ModelConfig:
 
     @property
     def num_experts(self) -> int:
-        return self.experts.experts if self.experts else 0
+        """Of a layer; those of this rank, where ranks have some each."""
+        if self.experts is None:
+            return 0
+        return self.experts.experts if self.experts.held is None else len(self.experts.held)
 
     @property
     def num_experts_per_tok(self) -> int:

@@ -233,4 +233,4 @@ class Loader:
         if spec.shared is not None:
             own = self.linear(f"{name}.shared_expert_gate", self.backends.router) if spec.shared.gated else None
             shared = SharedExpert(self._dense(layer, spec.shared.mlp), own)
-        return SparseMlp(layer, spec.router, gate, backend, task, bias, shared)
+        return SparseMlp(layer, spec.router, gate, backend, task, bias, shared, spec.held)

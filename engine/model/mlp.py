@@ -75,8 +75,8 @@ class SharedExpert:
 
 @dataclass
 class SparseMlp(Mlp):
-    """`gate` computes the router's logits, in float32; `bias` float32 [E], where the router has one. `extra` holds
-    adapters' own dense MLPs by slot."""
+    """`gate` computes the router's logits, in float32; `bias` float32 [E], where the router has one. `held`: the
+    experts of this rank, where each has some; its backend counts them from 0. `extra`: adapters' own MLPs by slot."""
 
     layer: int
     router: Router
@@ -85,6 +85,7 @@ class SparseMlp(Mlp):
     task: ExpertTask
     bias: torch.Tensor | None = None
     shared: SharedExpert | None = None
+    held: range | None = None
     extra: dict[int, list[ExtraMlp]] = field(default_factory=dict)
 
     def enter(
@@ -103,6 +104,9 @@ class SparseMlp(Mlp):
             ops.route(logits, ids.shape[1], self.router, self.bias, (weights, ids))
             if step.observe is not None:
                 step.observe(f"model.layers.{self.layer}.mlp.gate", logits)
+        if self.held is not None:
+            ids -= self.held.start
+            ids.masked_fill_((ids < 0) | (ids >= len(self.held)), -1)
         if not here:
             for to, values in zip((b.hidden, b.weights, b.ids), into, strict=True):
                 to[:n].copy_(values, non_blocking=self.backend.follows_stream)

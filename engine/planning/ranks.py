@@ -45,14 +45,31 @@ def divide(
                 "cuda:0 on, write cuda",
                 "tensor_parallel",
             )
-    shard = Shard(0, size, _divides_experts(placement))
     used = {b for suffix in (".mlp.experts", "_proj", ".self_attn") for b in placement.used(suffix)}
-    sharded = ShardedSource(source, shard, 1 if used <= _ANY_SIZE else SIZE_STEP)
+    step = 1 if used <= _ANY_SIZE else SIZE_STEP
+    experts = divides_experts(placement) and source.config.experts is not None
+    if not (experts and config.expert_parallel):
+        try:
+            return _part(source, Shard(0, size, divides_experts(placement)), step)
+        except UserError as error:
+            if not experts:
+                raise
+            refused = error
+    try:
+        return _part(source, Shard(0, size, whole_experts=True), step)
+    except UserError:
+        if config.expert_parallel:
+            raise
+        raise refused from None
+
+
+def _part(source: WeightSource, shard: Shard, step: int) -> tuple[WeightSource, Shard]:
+    sharded = ShardedSource(source, shard, step)
     sharded.check()
     return sharded, shard
 
 
-def _divides_experts(placement: Placement) -> bool:
+def divides_experts(placement: Placement) -> bool:
     """Not those that a pool of CPU threads computes beside the GPUs: they are one machine's, and rank 0's."""
     used = set(placement.used(".mlp.experts"))
     return used <= ({"reference", "native"} if placement.device == "cpu" else {"reference", "gpu"})
@@ -88,6 +105,8 @@ def rank_lines(shard: Shard, placement: Placement) -> list[str]:
         return []
     where = "GPUs" if placement.device != "cpu" else "processes on this CPU, slower than one (to try what several do)"
     what = "attention, projections and experts are divided"
-    if not shard.experts:
+    if shard.whole_experts:
+        what = "attention and projections are divided, each has some of the experts whole"
+    elif not shard.experts:
         what = "attention and projections are divided, rank 0 computes the experts"
     return [f"tensor parallel: {shard.size} {where}; {what}; the memory plan is that of rank 0"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.planning.placement import Placement
+from engine.planning.ranks import divides_experts
 from engine.weights.open import has_safetensors
 from engine.weights.packed import repacks
 from engine.weights.store import WeightSource, WeightTensor
@@ -112,6 +113,11 @@ def _sums(config: EngineConfig, source: WeightSource, placement: Placement) -> s
     return "" if several else "no model is divided over several GPUs (--tensor-parallel)"
 
 
+def _expert_parallel(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    divided = config.tensor_parallel > 1 and divides_experts(placement) and source.config.experts is not None
+    return "" if divided else "no experts are divided (--tensor-parallel)"
+
+
 def _bandwidth(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
     counted = "experts" in _native(placement)
     return "" if counted else "the native kernels, whose reads are counted, compute no experts here"
@@ -139,6 +145,7 @@ _RULES: dict[str, _Rule] = {
     "max_adapter_rank": _slots,
     "expert_backend": _expert_backend,
     "tensor_parallel_sums": _sums,
+    "expert_parallel": _expert_parallel,
     "training_share": _training,
     "training_tokens": _training,
 }

@@ -34,6 +34,10 @@ def _pair(name: str, pair: LoraPair, shard: Shard) -> LoraPair:
 
 
 def _expert(lora: ExpertLora, shard: Shard) -> ExpertLora:
+    if shard.whole_experts:
+        some = shard.span(lora.gate_a.shape[0])
+        matrices = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+        return replace(lora, **{name: getattr(lora, name)[some].contiguous() for name in matrices})
     inner = shard.span(lora.down_a.shape[2])
     return replace(
         lora,

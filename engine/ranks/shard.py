@@ -4,7 +4,8 @@
     o, down                      divided by inputs: each rank computes a part of every output, and the parts are summed
     embedding, norms, routers    whole, on every rank
 
-An expert is divided like any MLP, so that ranks have the same work whichever experts the rows of a step choose.
+An expert is divided like any MLP, so that ranks have the same work whichever experts the rows of a step choose. Where
+it cannot be, or on request, each rank has some of the experts whole, and adds nothing for choices of the others.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size`. `experts`: whether the routed experts are divided; otherwise rank 0 has them whole."""
+    """Rank `rank` of `size`. `experts`: whether the routed experts are divided; otherwise rank 0 has all of them.
+    `whole_experts`: they are divided into some for each rank, not each expert."""
 
     rank: int = 0
     size: int = 1
     experts: bool = True
+    whole_experts: bool = False
 
     def span(self, total: int) -> slice:
         """This rank's part of what every rank has an equal part of."""
@@ -100,6 +103,8 @@ class ShardedSource(WeightSource):
         store, shard = self._source.experts(layer), self.shard
         if not shard.experts:
             return store
+        if shard.whole_experts:
+            return _some(store, shard.span(store.num_experts))
         parts: dict[str, list[WeightTensor]] = {}
         for projection, _ in store.projections():
             weights = [store.expert(projection, index) for index in range(store.num_experts)]
@@ -124,8 +129,13 @@ class ShardedSource(WeightSource):
     @property
     def identity(self) -> str:
         shard = self.shard
-        experts = "" if shard.experts else " whole experts"
+        experts = " some experts" if shard.whole_experts else "" if shard.experts else " whole experts"
         return f"{self._source.identity} rank {shard.rank} of {shard.size}{experts}"
+
+
+def _some(store: ExpertStore, span: slice) -> ExpertStore:
+    parts = {name: [store.expert(name, i) for i in range(span.start, span.stop)] for name, _ in store.projections()}
+    return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"])
 
 
 def by_outputs(weight: WeightTensor, span: slice) -> WeightTensor:
@@ -146,8 +156,7 @@ def by_inputs(weight: WeightTensor, span: slice, size: int) -> WeightTensor:
     if span.start % kind.block or span.stop % kind.block:
         raise UserError(
             f"--tensor-parallel {size}: {weight.name} is {weight.type}, blocks of {kind.block} values along its "
-            f"{inner} inputs, and a rank's {inner // size} are no whole blocks; other files of the model, or experts "
-            "on the CPU (--gpu-experts none), which are not divided",
+            f"{inner} inputs, and a rank's {inner // size} are no whole blocks; take other files of the model",
             "tensor_parallel",
         )
     first, last = span.start // kind.block, span.stop // kind.block
@@ -172,7 +181,7 @@ def _blocks(type: str) -> GGMLType:
 
 def _divided(config: ModelConfig, shard: Shard, step: int) -> ModelConfig:
     """What a rank computes of a model; UserError if a size cannot be divided."""
-    sizes = dict.fromkeys(_parts(config, shard.experts, step))
+    sizes = dict.fromkeys(_parts(config, shard, step))
     for held in sizes:
         if held.size % (shard.size * held.unit):
             counts = range(1, MOST_RANKS + 1)
@@ -189,14 +198,20 @@ def _divided(config: ModelConfig, shard: Shard, step: int) -> ModelConfig:
 
 def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     mlp = layer.mlp.of_rank(shard.size)
-    if isinstance(mlp, Sparse) and isinstance(layer.mlp, Sparse) and not shard.experts:
+    if isinstance(mlp, Sparse) and isinstance(layer.mlp, Sparse) and (shard.whole_experts or not shard.experts):
         mlp = replace(mlp, intermediate=layer.mlp.intermediate)
+        if shard.whole_experts:
+            held = shard.span(layer.mlp.experts)
+            mlp = replace(mlp, held=range(held.start, held.stop))
     return LayerSpec(layer.attention.of_rank(shard.size), mlp)
 
 
-def _parts(config: ModelConfig, experts: bool, step: int) -> Iterator[Divided]:
+def _parts(config: ModelConfig, shard: Shard, step: int) -> Iterator[Divided]:
     """What is divided."""
     for layer in config.layers:
         yield from layer.attention.divided(step)
-        whole = layer.mlp.size if isinstance(layer.mlp, Sparse) and not experts else None
+        if isinstance(layer.mlp, Sparse) and shard.whole_experts:
+            yield from layer.mlp.divided_whole(step)
+            continue
+        whole = layer.mlp.size if isinstance(layer.mlp, Sparse) and not shard.experts else None
         yield from (held for held in layer.mlp.divided(step) if held.name != whole)

@@ -60,6 +60,7 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "training_share": ({"training_share": 0.2, "fine_tuning": True}, {"training_share": 0.2}),
     "training_tokens": ({"training_tokens": 64, "fine_tuning": True}, {"training_tokens": 64}),
     "tensor_parallel_sums": ({}, {"tensor_parallel_sums": "peers"}),
+    "expert_parallel": ({"expert_parallel": True, "tensor_parallel": 2}, {"expert_parallel": True}),
 }
 REFUSED = [
     {"kv_cache_dtype": "fp8"},

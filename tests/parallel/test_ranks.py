@@ -85,11 +85,12 @@ def quick_starts() -> Iterator[None]:
     ("ranks", "config"),
     [
         pytest.param(2, {"cuda_graphs": "padded"}, id="2-padded"),
+        pytest.param(4, {"expert_parallel": True, "cuda_graphs": "padded"}, id="4-whole-experts"),
         pytest.param(4, {"overlap": True, "cuda_graphs": "padded"}, id="4-padded-overlapped"),
         pytest.param(
             2,
-            {"rules": None, "pack_cache": "off", "speculate": "ngram:2:always"},
-            id="2-native-drafts",
+            {"rules": None, "pack_cache": "off", "speculate": "ngram:2:always", "expert_parallel": True},
+            id="2-native-drafts-whole-experts",
             marks=pytest.mark.skipif(not available()[0], reason=available()[1]),
         ),
     ],
@@ -133,7 +134,7 @@ def test_heads_of_latent_attention_are_divided(tmp_path):
 
 def test_experts_may_stay_whole_on_rank_0(family, alone, monkeypatch):
     """As beside GPUs, where the CPU computes them."""
-    monkeypatch.setattr("engine.planning.ranks._divides_experts", lambda placement: False)
+    monkeypatch.setattr("engine.planning.ranks.divides_experts", lambda placement: False)
     got = answers(family, tensor_parallel=2)
     assert [r.tokens for r in got] == [r.tokens for r in alone]
     np.testing.assert_allclose(values(got), values(alone), atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,9 +110,37 @@ def test_a_step_arrives_as_it_was_told():
     assert not got.arrays.ids.any() and (got.arrays.sources == -1).all()
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+def test_experts_that_cannot_be_divided_are_dealt_out(tmp_path, quantised):
+    """By the rows of their width, or by the blocks of `down`; adapters likewise."""
+    width = 256 if quantised else 63
+    model = tiny_model(4, num_hidden_layers=1, hidden_size=256, moe_intermediate_size=width, num_key_value_heads=2)
+    if quantised:
+        save_gguf(model, tmp_path / "model.gguf", expert_type="Q4_K", dense_type="Q8_0")
+    save_hf(model, tmp_path)
+    path = tmp_path / "model.gguf" if quantised else tmp_path
+    settings = EngineConfig(model=str(path), device="cpu", rules="reference", tensor_parallel=2)
+    plan = plan_engine(settings)
+    assert plan.shard.whole_experts and any("some of the experts whole" in line for line in plan.lines)
+    source = open_model(str(path))
+    parts = [ShardedSource(source, replace(plan.shard, rank=rank)) for rank in range(2)]
+    experts = source.config.num_experts
+    assert [part.config.num_experts for part in parts] == [experts // 2] * 2
+    assert [part.config.experts.held.start for part in parts] == [0, experts // 2]
+    for projection in ("gate", "up", "down"):
+        held = [part.experts(0).stacked(projection, torch.float32) for part in parts]
+        assert torch.equal(torch.cat(held), source.experts(0).stacked(projection, torch.float32))
+    g = torch.Generator().manual_seed(2)
+    shapes = [(3, 256), (width, 3), (3, 256), (width, 3), (3, width), (256, 3)]
+    lora = ExpertLora(*(torch.randn(experts, *shape, generator=g) for shape in shapes), 0.5, 0.25, 2.0)
+    each = [adapter_part(AdapterWeights("a", "made", experts={0: lora}), replace(plan.shard, rank=r)) for r in range(2)]
+    assert torch.equal(torch.cat([part.experts[0].up_b for part in each]), lora.up_b)
+    assert each[1].experts[0].down_scale == 2.0
+
+
 @pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "moe_intermediate_size"), ("mixtral", "intermediate_size")])
 def test_a_width_of_experts_is_named_as_the_configuration_names_it(tmp_path, family, name):
-    save_hf(tiny_model(family=family, moe_intermediate_size=63, num_hidden_layers=1), tmp_path)
+    save_hf(tiny_model(family=family, moe_intermediate_size=63, num_experts=7, num_hidden_layers=1), tmp_path)
     settings = EngineConfig(model=str(tmp_path), device="cpu", rules="reference", tensor_parallel=2)
     with pytest.raises(UserError, match=rf"--tensor-parallel 2: {name} is 63; allowed for this model are 1$"):
         plan_engine(settings)
@@ -172,7 +201,7 @@ def test_gpus_are_planned_for(tmp_path, monkeypatch):
 
 
 def test_blocks_are_not_cut(tmp_path):
-    model = tiny_model(4, num_hidden_layers=1, hidden_size=256, moe_intermediate_size=256, num_experts=4)
+    model = tiny_model(4, num_hidden_layers=1, hidden_size=256, moe_intermediate_size=256, num_experts=5)
     save_gguf(model, tmp_path / "model.gguf", expert_type={"gate": "Q4_K", "up": "Q4_K", "down": "Q4_K"})
     settings = EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu", rules="reference", tensor_parallel=2)
     with pytest.raises(UserError, match=r"experts\.down_proj\[0\] is Q4_K, blocks of 256 values along its 256 inputs"):

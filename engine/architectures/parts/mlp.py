@@ -135,7 +135,7 @@ class Sparse:
     """`experts` SwiGLU MLPs, `intermediate` values wide, of which a router chooses `top_k` for each token. `size`: how
     configurations call their width; `bias_name`: the tensor of a router's bias. `gate_bias`: of the router's logits;
     `expert_bias`: each projection of an expert has one. `interleaved`: safetensors hold the rows of gate and up by
-    turns."""
+    turns. `held`: those of the experts that are here, where each of several ranks has some; None: all."""
 
     experts: int
     top_k: int
@@ -148,6 +148,7 @@ class Sparse:
     gate_bias: bool = False
     expert_bias: bool = False
     interleaved: bool = False
+    held: range | None = None
 
     TARGETS: ClassVar[tuple[str, ...]] = ("mlp.gate",)
 
@@ -180,6 +181,14 @@ class Sparse:
 
     def divided(self, step: int) -> Iterator[Divided]:
         yield Divided(self.size, self.intermediate, step)
+        yield from self._divided_beside(step)
+
+    def divided_whole(self, step: int) -> Iterator[Divided]:
+        """As `divided`, where ranks have whole experts."""
+        yield Divided("num_experts", self.experts)
+        yield from self._divided_beside(step)
+
+    def _divided_beside(self, step: int) -> Iterator[Divided]:
         if self.expert_bias:
             yield Divided("experts with biases", 1)
         if self.shared is not None:
