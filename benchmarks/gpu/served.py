@@ -214,7 +214,9 @@ def through_http(model: Path, flags: Sequence[str], rows: Sequence[int]) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of the random model; it is written if it is not there")
+    parser.add_argument(
+        "--model", type=Path, help="folder of the random model, written if it is not there; or a GGUF file"
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--prompt", type=int, default=0, help="tokens of the long prompt; 0: none")
@@ -228,7 +230,9 @@ def main() -> None:
         changes: dict[str, Any] = {"num_hidden_layers": args.layers}
         if args.prompt + BEHIND > QWEN3_30B_A3B["max_position_embeddings"]:
             changes["max_position_embeddings"] = args.prompt + BEHIND
-        model = write_folder(args.model or Path(temporary) / "model", changes)
+        model = args.model
+        if model is None or model.suffix != ".gguf":
+            model = write_folder(model or Path(temporary) / "model", changes)
         seqs = max([*args.rows, STREAMS + 1])
         flags = ["--max-num-seqs", str(seqs), "--pack-cache", "off", *args.serve]
         behind = {} if args.no_http or not args.rows else through_http(model, flags, args.rows)

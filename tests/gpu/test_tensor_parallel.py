@@ -1,4 +1,4 @@
-"""Two GPUs answer as one does, decode graphs and adapters included."""
+"""Several GPUs answer as one does, decode graphs and adapters included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one rank on each of two GPUs"),
 ]
 SHAPE = {
-    "head_dim": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    "head_dim": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128,
+    "num_experts": 8,
 }  # fmt: skip
 GPU = {"device": "cuda", "dtype": "bfloat16"}
 NAMES = [None, "adapter-0", "adapter-1", None]
@@ -65,25 +66,37 @@ def errors(got: list[Result], exact: list[Result]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("rules", ["gpu", "gpu-cpu-experts"])
-def test_two_gpus_differ_from_one_by_rounding(family, tmp_path, rules):
+on_gpus = pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"{n} GPUs")) for n in (2, 4)],
+)
+
+
+@on_gpus
+@pytest.mark.parametrize(
+    ("rules", "config"), [("gpu", {}), ("gpu", {"expert_parallel": True}), ("gpu-cpu-experts", {})]
+)
+def test_several_gpus_differ_from_one_by_rounding(family, tmp_path, rules, config, ranks):
     file = tmp_path / "rules.yaml"
     shipped = (Path(rules_folder.__file__).parent / f"{rules}.yaml").read_text()
     attention = "class: ktserve.attention.flashinfer\n    kwargs:\n"
     assert attention in shipped
     file.write_text(shipped.replace(attention, f"{attention}      prefill: fa2\n"))  # fa3 takes minutes to compile
     exact = answers(family, device="cpu", dtype="float32")
-    one, two = (errors(answers(family, **GPU, rules=str(file), tensor_parallel=ranks), exact) for ranks in (1, 2))
-    assert len(two) > len(NAMES) + 11, "no decode step was compared"
-    assert np.mean(two) < 2 * np.mean(one) + 0.02
+    one = errors(answers(family, **GPU, rules=str(file)), exact)
+    several = errors(answers(family, **GPU, rules=str(file), tensor_parallel=ranks, **config), exact)
+    assert len(several) > len(NAMES) + 11, "no decode step was compared"
+    assert np.mean(several) < 2 * np.mean(one) + 0.02
 
 
-def test_float32_tokens_are_those_of_one(family):
-    """Whoever takes the sums."""
+@on_gpus
+def test_float32_tokens_are_those_of_one(family, ranks):
+    """Whoever takes the sums, and however experts are divided."""
     config = {"device": "cuda", "rules": "reference", "dtype": "float32", "expert_backend": "gpu"}
     config |= {"linear_backend": "gpu"}
     one = answers(family, **config)
-    for sums in ("nccl", "peers"):
-        two = answers(family, **config, tensor_parallel=2, tensor_parallel_sums=sums)
-        assert [r.tokens for r in two] == [r.tokens for r in one]
-        assert max(errors(two, one)) < 1e-3
+    ways: list[dict[str, object]] = [{}, {"tensor_parallel_sums": "peers"}, {"expert_parallel": True}]
+    for way in ways:
+        several = answers(family, **config, tensor_parallel=ranks, **way)
+        assert [r.tokens for r in several] == [r.tokens for r in one]
+        assert max(errors(several, one)) < 1e-3

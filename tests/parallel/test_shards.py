@@ -166,8 +166,10 @@ def test_what_cannot_be_divided_is_refused(folder, config, said):
 
 @pytest.mark.skipif(not available()[0], reason=available()[1])
 def test_gpus_are_planned_for(tmp_path, monkeypatch):
-    """Each of two holds half of experts and cache, within what the fuller one has free."""
-    save_hf(tiny_model(head_dim=64, num_hidden_layers=3, num_key_value_heads=4), tmp_path / "model")
+    """Each holds its part of experts and cache, within what the fullest one has free. Parts of 64 rows for four would
+    be too small for the kernels: they have two of eight experts each."""
+    shape = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8}
+    save_hf(tiny_model(num_hidden_layers=3, intermediate_size=256, **shape), tmp_path / "model")
     free = {"cuda": 8 << 30, "cuda:1": 6 << 30}
     monkeypatch.setattr(
         build, "find_machine", lambda *_: Machine(gpu=True, native=True, flashinfer=True, gpu_count=len(free))
@@ -192,6 +194,12 @@ def test_gpus_are_planned_for(tmp_path, monkeypatch):
     assert any("rank 0 computes the experts" in line for line in apart.lines)
     with pytest.raises(UserError, match=r"--tensor-parallel 4: this machine has 2 GPUs, .* allowed are 1 to 2"):
         planned(gpu_experts="none", tensor_parallel=4)
+    free |= {f"cuda:{rank}": 7 << 30 for rank in range(2, 8)}
+    for ranks in (4, 8):
+        plan = planned(expert_backend="gpu", tensor_parallel=ranks)
+        assert plan.shard == Shard(0, ranks, whole_experts=True) and plan.source.config.num_experts == 8 // ranks
+        for kind in (Kind.EXPERTS, Kind.KV_CACHE):
+            assert ranks * held(plan, kind) == held(one, kind)
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         (Path(rules_folder.__file__).parent / "gpu.yaml").read_text().replace("device: cuda", "device: cuda:1")
