@@ -79,8 +79,7 @@ class EngineTuner:
     def _take(self, message: Tune) -> None:
         order = message.order
         if isinstance(order, OpenRun):
-            self._open(message, order)
-            return
+            return self._open(message, order)
         run = self._runs.get(message.run)
         if run is None:
             raise RefusedOrderError(GONE, f"there is no tuning run {message.run!r}", "run")
