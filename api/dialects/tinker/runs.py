@@ -196,7 +196,7 @@ class Runs:
         folder = None if state is None else str(state)
         self._opening[record.id] = record.tenant
         try:
-            order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, record.tenant, run.weight)
+            order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, None, record.tenant, run.weight)
             await self.client.tune(record.id, order)
         finally:
             del self._opening[record.id]
