@@ -81,7 +81,8 @@ def bodies(path: str, ids: dict[str, str]) -> st.SearchStrategy[bytes]:
     names = st.sampled_from(sorted(fields)) | st.text(max_size=6)
     edited = st.dictionaries(names, _VALUES, min_size=1, max_size=4)
     constrained = _CONSTRAINED.get(path, edited)
-    changes = edited | constrained | st.just({})
+    none: st.SearchStrategy[_Good] = st.just({})
+    changes = edited | constrained | none
     whole = st.builds(lambda order, changed: json.dumps({**good, **order, **changed}).encode(), numbers, changes)
     return whole | whole | _damaged(json.dumps(good).encode()) | _VALUES.map(lambda value: json.dumps(value).encode())
 

@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from api.dialects.tinker import requests as r
-from api.dialects.tinker.wire import _field as field
+from api.dialects.tinker.wire import field
 from engine.tuning import LOSSES
 
 BATCH = "/api/v1/forward_backward"
