@@ -12,6 +12,7 @@ LOSSES: dict[str, tuple[str, ...]] = {  # and the numbers that each takes of eve
     "importance_sampling": ("logprobs", "advantages"),
     "ppo": ("logprobs", "advantages"),
     "cispo": ("logprobs", "advantages"),
+    "dro": ("logprobs", "advantages"),
     "dpo": ("weights", "reference"),
 }
 
@@ -33,14 +34,15 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenRun(_Order, frozen=True):
-    """A new adapter: A drawn with `seed`, B zero; or the one of a `state` that `SaveRun` wrote, with its moments.
-    `targets`: "attention", "mlp"."""
+    """A new adapter: A drawn with `seed`, B zero; or the one of a `state` that `SaveRun` wrote, with its moments; or,
+    without a state, of the `adapter` in a folder, whose rank is at most `rank`. `targets`: "attention", "mlp"."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ("attention", "mlp")
     seed: int = 0
     state: str | None = None
+    adapter: str | None = None
     tenant: str = "default"
     weight: float = 1.0
 

@@ -72,7 +72,7 @@ class JobRequest(Body):
         "integrations": {"type": "array", "maxItems": 0},
     }
 
-    model: str | None = None  # the base
+    model: str | None = None  # the base, or a model that a job has trained
     training_file: str
     validation_file: str | None = None
     suffix: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")] | None = None
@@ -101,14 +101,12 @@ def router() -> APIRouter:
         async with service.small_bodies.read(request) as raw:
             body = parse(JobRequest, raw)
         base = service.ready.model_name
-        if service.adapter(tenant, body.model or base) is not None:
-            message = f"model: fine-tuning begins with the base, {base!r}, not with an adapter"
-            raise bad_request(message, "model")
         if body.integrations:
             raise bad_request("integrations: there are none; leave it out", "integrations", "unsupported_field")
         job = await tuning.create(
             tenant,
             model=base,
+            begins=service.adapter(tenant, body.model or base),
             training_file=body.training_file,
             validation_file=body.validation_file,
             suffix=body.suffix,

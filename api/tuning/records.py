@@ -62,7 +62,8 @@ class JobError(msgspec.Struct, frozen=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`step`: of the state on disk that work goes on from, `state` its folder's name, None: the beginning."""
+    """`step`: of the state on disk that work goes on from, `state` its folder's name, None: the beginning. `begins`:
+    the fine-tuned model whose copy it begins with, None: the base, which `model` names in any case."""
 
     id: str
     tenant: str
@@ -72,6 +73,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     asked: Asked
     validation_file: str | None = None
+    begins: str | None = None
     suffix: str | None = None
     metadata: dict[str, str] | None = None
     status: JobStatus = JobStatus.VALIDATING
@@ -86,6 +88,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     result_files: list[str] = []
     error: JobError | None = None
 
+    @property
+    def stops_early(self) -> bool:
+        """How many epochs are trained is left to the job, and there is something to tell it by."""
+        return self.asked.n_epochs == "auto" and self.validation_file is not None
+
     def shown(self) -> dict[str, Any]:
         asked, plan = self.asked, self.plan
         names = ["n_epochs", "batch_size", "learning_rate_multiplier", *(["beta"] if asked.method == "dpo" else [])]
@@ -98,7 +105,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
             "finished_at": self.finished_at,
             "estimated_finish": self.estimated_finish if running else None,
             "status": self.status.value,
-            "model": self.model,
+            "model": self.begins or self.model,
             "fine_tuned_model": self.fine_tuned_model,
             "organization_id": self.tenant,
             "training_file": self.training_file,

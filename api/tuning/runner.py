@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import TypeVar
 
 from api.client.calls import CallRefused
@@ -25,7 +23,7 @@ from api.prepare.job import TextSettings
 from api.tenants.record import Tenant
 from api.tuning.plan import plan_of
 from api.tuning.records import ENDED, WORKED, JobError, JobRecord, JobStatus
-from api.tuning.service import Tuning, event
+from api.tuning.service import Tuning, event, remove_all_but
 from api.tuning.store import JobStore
 from api.tuning.training import Interrupted, Training
 from api.tuning.validate import check_file, error_of
@@ -131,7 +129,7 @@ class JobRunner:
     async def _remove_work(self, job_id: str) -> None:
         """Of a job that has ended: all but the adapters that are served."""
         kept = {checkpoint.folder for checkpoint in await self._tuning.ask(JobStore.checkpoints, job_id)}
-        await self._tuning.batches.in_thread(_remove_all_but, kept, self._tuning.folder(job_id))
+        await self._tuning.batches.in_thread(remove_all_but, kept, self._tuning.folder(job_id))
 
     async def _known(self, job_id: str) -> JobRecord:
         job = await self._tuning.ask(JobStore.job, job_id)
@@ -235,11 +233,3 @@ async def _unless(moved: asyncio.Event, work: Awaitable[_T]) -> _T:
         for task in (doing, waiting):
             task.cancel()
         await asyncio.gather(doing, waiting, return_exceptions=True)
-
-
-def _remove_all_but(kept: set[str], folder: Path) -> None:
-    for path in folder.glob("*"):
-        if path.is_dir() and path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name not in kept:
-            path.unlink(missing_ok=True)

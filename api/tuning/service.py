@@ -4,17 +4,20 @@ DATA_DIR/tuning.sqlite3                   jobs, events, checkpoints
 DATA_DIR/tuning/JOB/training.samples ...  the files as samples
                    /state-STEP            masters and moments that work goes on from
                    /adapter-STEP          an adapter that is served, as `checkpoints` says
+                   /begin                 the adapter that the job begins with, hard links to its files
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +30,7 @@ from engine.errors import UserError
 
 _T = TypeVar("_T")
 _MOST_JOBS = 100
+BEGIN = "begin"  # the adapter that a job begins with, in its folder
 
 
 class Tuning:
@@ -53,6 +57,7 @@ class Tuning:
         tuning = cls(batches, store, thread)
         batches.needed = lambda file_id: tuning.ask(JobStore.needs, file_id)
         jobs = {job.id: job for job in await tuning.ask(JobStore.with_status, frozenset(JobStatus))}
+        await batches.in_thread(remove_all_but, set(jobs), tuning.folder(""))  # a killed server had not noted them yet
         for checkpoint in await tuning.ask(JobStore.checkpoints):
             tuning.owners[checkpoint.model] = jobs[checkpoint.job].tenant
         return tuning
@@ -77,6 +82,7 @@ class Tuning:
         tenant: Tenant,
         *,
         model: str,
+        begins: str | None,
         training_file: str,
         validation_file: str | None,
         suffix: str | None,
@@ -84,7 +90,7 @@ class Tuning:
         metadata: dict[str, str] | None,
         asked: Asked,
     ) -> JobRecord:
-        """Raises ApiError. `model`: the base's name, as it is known to be."""
+        """Raises ApiError. `model`: the base's name, as it is known to be; `begins`: a model of this tenant."""
         for name, file_id in (("training_file", training_file), ("validation_file", validation_file)):
             if file_id is not None:
                 await self._usable(tenant, name, file_id)
@@ -95,6 +101,7 @@ class Tuning:
             id=job_id,
             tenant=tenant.name,
             model=model,
+            begins=begins,
             training_file=training_file,
             validation_file=validation_file,
             suffix=suffix,
@@ -103,11 +110,27 @@ class Tuning:
             seed=int.from_bytes(uuid.uuid4().bytes[:4], "little") >> 1 if seed is None else seed,
             asked=asked,
         )
+        if begins is not None:
+            await self._copy_begin(begins, job_id)
         if not await self.ask(JobStore.add, job, event(f"Created fine-tuning job: {job_id}"), most):
+            await self.batches.in_thread(shutil.rmtree, self.folder(job_id), True)
             message = f"{most} jobs have not ended, the most that are allowed: wait for one, or cancel one"
             raise ApiError(429, message, code="job_quota")
         self.changed(job)
         return job
+
+    async def _copy_begin(self, model: str, job_id: str) -> None:
+        """The model may be deleted before the job has begun. Raises ApiError."""
+        found = next((each for each in await self.ask(JobStore.checkpoints) if each.model == model), None)
+        if found is None:
+            message = f"model: a job begins with the base, or with a model that a job has trained; not with {model!r}"
+            raise bad_request(message, "model")
+        source, begin = self.folder(found.job) / found.folder, self.folder(job_id) / BEGIN
+        try:
+            await self.batches.in_thread(partial(shutil.copytree, source, begin, copy_function=os.link))
+        except (OSError, shutil.Error) as error:
+            await self.batches.in_thread(shutil.rmtree, begin.parent, True)
+            raise ApiError(409, f"model: {model!r} cannot be copied: it was deleted", param="model") from error
 
     async def _usable(self, tenant: Tenant, name: str, file_id: str) -> None:
         try:
@@ -177,6 +200,15 @@ def event(message: str, level: Any = "info", metrics: Metrics | None = None) -> 
         level=level,
         metrics=metrics,
     )
+
+
+def remove_all_but(kept: set[str], folder: Path) -> None:
+    """Files and folders in a folder, but those that are `kept`."""
+    for path in folder.glob("*"):
+        if path.is_dir() and path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name not in kept:
+            path.unlink(missing_ok=True)
 
 
 def model_name(job: JobRecord, step: int | None = None) -> str:

@@ -22,13 +22,14 @@ from api.tenants.record import Tenant
 from api.tuning.plan import ALPHA, RANK, base_rate, examples_of, learning_rate
 from api.tuning.records import OPEN, CheckpointRecord, JobRecord, JobStatus, Metrics
 from api.tuning.samples import Samples
-from api.tuning.service import Tuning, event, model_name
+from api.tuning.service import BEGIN, Tuning, event, model_name
 from api.tuning.store import JobStore
 from engine.tuning import NO_ROOM, Batch, CloseRun, OpenRun, OptimStep, Sample, SaveRun, Tuned
 
 _SAVE_S = 20.0  # a state is saved after so long
 _ROOM_S = 2.0  # between two looks for room in the engine
 _KEPT = 3  # epochs, the last ones, whose ends are checkpoints that are served
+_PATIENCE, _BETTER = 2, 0.99  # epochs without a validation loss that is so much of the least one before, then an end
 _EVALUATIONS = 20  # of a few examples of the validation file, in a job
 _AT_ONCE = 64  # examples of the validation file in one order
 
@@ -50,17 +51,18 @@ class Training:
         self._plan = job.plan
         self._folder = tuning.folder(job.id)
         self._run = f"{job.id}:{uuid.uuid4().hex[:8]}"  # another one each time: an engine may know the last
+        self._reference = f"{self._run}:reference"  # of dpo: what it began with, where that is not the base
         self._train = Samples(self._folder / "training")
         self._valid = Samples(self._folder / "validation") if job.validation_file is not None else None
-        self._open = False
+        self._open: list[str] = []  # runs
 
     async def close(self) -> None:
         self._train.close()
         if self._valid is not None:
             self._valid.close()
-        if self._open:
+        for run in self._open:
             with contextlib.suppress(EngineUnavailable, CallRefused):  # it has ended already
-                await self._client.tune(self._run, CloseRun())
+                await self._client.tune(run, CloseRun())
 
     async def run(self) -> None:
         """Raises Interrupted, CallRefused, EngineUnavailable, DiskFullError."""
@@ -68,12 +70,16 @@ class Training:
         for late in await self._tuning.ask(JobStore.go_back, job.id, job.step):
             await self._forget(late)
         state = None if job.state is None else str(self._folder / job.state)
-        order = OpenRun(RANK, ALPHA, seed=job.seed, state=state, tenant=job.tenant, weight=self._tenant.weight)
-        opened = await self._opened(order)
-        self._open = True
+        begin = None if job.begins is None else str(self._folder / BEGIN)
+        order = OpenRun(RANK, ALPHA, seed=job.seed, adapter=begin, tenant=job.tenant, weight=self._tenant.weight)
+        opened = await self._opened(self._run, replace(order, state=state))
+        if begin is not None and job.asked.method == "dpo":
+            await self._opened(self._reference, order)
         base = base_rate(job.asked.method, round(opened.metrics["hidden_size"]))
         saved_s = began_s = time.monotonic()
-        for step in range(job.step + 1, plan.steps + 1):
+        step = job.step
+        while step < plan.steps and not await self._converged(step):
+            step += 1
             metrics = await self._step(step, learning_rate(plan, base, step))
             ends_epoch = step % plan.steps_an_epoch == 0
             metrics = await self._evaluated(metrics, whole=ends_epoch)
@@ -82,21 +88,33 @@ class Training:
                 message += f", full validation loss={metrics.full_valid_loss:.4f}"
             await self._tuning.ask(JobStore.add_event, job.id, event(message, metrics=metrics))
             stops = self._moved.is_set()
-            kept = ends_epoch and step > plan.steps - _KEPT * plan.steps_an_epoch
+            kept = ends_epoch and (job.stops_early or step > plan.steps - _KEPT * plan.steps_an_epoch)
             if kept or stops or time.monotonic() - saved_s > _SAVE_S:
                 left_s = (time.monotonic() - began_s) / (step - job.step) * (plan.steps - step)
                 await self._save(step, metrics if kept else None, int(time.time() + left_s))
                 saved_s = time.monotonic()
             if stops and step < plan.steps:
                 raise Interrupted
-        await self._finish()
+        await self._finish(step)
 
-    async def _opened(self, order: OpenRun) -> Tuned:
+    async def _converged(self, step: int) -> bool:
+        """At the end of an epoch: whether the validation loss has ceased to fall."""
+        if not self._job.stops_early or step % self._plan.steps_an_epoch:
+            return False
+        events = await self._tuning.ask(JobStore.metrics, self._job.id)
+        found = [each.metrics.full_valid_loss for each in events if each.metrics is not None]
+        losses = [loss for loss in found if loss is not None]
+        before, last = losses[:-_PATIENCE], losses[-_PATIENCE:]
+        return bool(before) and min(last) > _BETTER * min(before)
+
+    async def _opened(self, run: str, order: OpenRun) -> Tuned:
         """As soon as the engine has room for one more run. Raises as `run`."""
         noted = False
         while True:
             try:
-                return await self._client.tune(self._run, order)
+                opened = await self._client.tune(run, order)
+                self._open.append(run)
+                return opened
             except CallRefused as error:
                 if error.status != NO_ROOM:
                     raise
@@ -124,7 +142,9 @@ class Training:
         if self._job.asked.method == "supervised":
             found = await self._client.tune(self._run, Batch(list(texts), learn=learn))
             return found, found.metrics["targets"]
-        base = await self._client.tune(self._run, Batch(list(texts), learn=False, base=True))
+        of_base = self._job.begins is None
+        reference = self._run if of_base else self._reference
+        base = await self._client.tune(reference, Batch(list(texts), learn=False, base=of_base))
         pairs = [
             replace(text, numbers={**text.numbers, "reference": array("f", values).tolist()})
             for text, values in zip(texts, base.logprobs, strict=True)
@@ -196,6 +216,9 @@ class Training:
             if await self._tuning.ask(JobStore.add_checkpoint, checkpoint, **changes) is None:  # cancelled meanwhile
                 await self._forget(checkpoint)
                 return
+            for old in (await self._tuning.ask(JobStore.checkpoints, job.id))[_KEPT:]:
+                await self._tuning.ask(JobStore.drop_checkpoints, [old])
+                await self._forget(old)
         await self._tuning.batches.in_thread(_remove_states, self._folder, state)
 
     async def _forget(self, checkpoint: CheckpointRecord) -> None:
@@ -205,12 +228,20 @@ class Training:
         self._tuning.owners.pop(checkpoint.model, None)
         await self._tuning.batches.in_thread(shutil.rmtree, self._folder / checkpoint.folder, True)
 
-    async def _finish(self) -> None:
+    async def _finish(self, step: int) -> None:
+        """The model is that of the last epoch, or, where the job stops early, of the kept one with the least
+        validation loss."""
         job, plan, tuning = self._job, self._plan, self._tuning
         events = await tuning.ask(JobStore.metrics, job.id)
         table = _table([each.metrics for each in events if each.metrics is not None])
         file = await tuning.batches.add_file(job.tenant, "step_metrics.csv", "fine-tune-results", table)
-        model = model_name(job)
+        model, epochs = model_name(job), step // plan.steps_an_epoch
+        if job.stops_early:
+            points = await tuning.ask(JobStore.checkpoints, job.id)
+            model = min(points, key=lambda point: point.metrics.full_valid_loss or 0.0).model if points else model
+        if epochs < plan.n_epochs:
+            note = event(f"Stopped after epoch {epochs} of {plan.n_epochs}: the validation loss has ceased to fall")
+            await tuning.ask(JobStore.add_event, job.id, note)
         done = await tuning.ask(
             JobStore.change,
             job.id,
@@ -219,7 +250,7 @@ class Training:
             status=JobStatus.SUCCEEDED,
             finished_at=int(time.time()),
             fine_tuned_model=model,
-            trained_tokens=plan.n_epochs * plan.tokens,
+            trained_tokens=epochs * plan.tokens,
             result_files=[file.id],
         )
         if done is None:  # cancelled meanwhile

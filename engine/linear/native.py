@@ -117,10 +117,11 @@ class NativeLinear(Linear):
 
 class NativeLatentUp(LatentUp):
     """x bf16 or float32 [T, H, n], values of a head contiguous; as `NativeLinear` computes. An adapter's small products
-    are float32, of weights in bf16 (float32 where the projection is)."""
+    are float32, of weights in bf16 (float32 where the projection is). `halves`: K_h^T of all heads [H x kv_rank, nope],
+    and V_h [H x value, kv_rank]."""
 
     def __init__(self, kernel: _native.LatentUp, keys: NativeLinear, values: NativeLinear, heads: int) -> None:
-        self.kernel = kernel
+        self.kernel, self.halves = kernel, (keys, values)
         self._heads, self._nope, self._rank = heads, keys.in_features, values.in_features
         self._value = values.out_features // heads
         self._bytes = keys.num_bytes + values.num_bytes

@@ -67,7 +67,8 @@ class Tally:
 @dataclass
 class Attack:
     """`target`: with the key of the tenant that floods; `other`: of one that asks now and then; `admin`: with the admin
-    key. `until`: loop time at which all actors stop. `folder`: of adapters to load, made by the actor."""
+    key. `until`: loop time at which all actors stop. `folder`: of adapters to load, made by the actor. `jobs`: that
+    were created."""
 
     target: Server
     other: Server
@@ -80,6 +81,7 @@ class Attack:
     until: float
     tally: Tally = field(default_factory=Tally)
     deaths: list[str] = field(default_factory=list)
+    jobs: list[str] = field(default_factory=list)
 
     @property
     def over(self) -> bool:

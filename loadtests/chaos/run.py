@@ -23,6 +23,7 @@ from demo.paths import demo_adapters
 from loadtests.chaos.actors import ACTORS, HANG_S, HEALTH, PATIENT, WELL_BEHAVED, Attack, observer
 from loadtests.chaos.forms import batches, forms
 from loadtests.chaos.server import serving
+from loadtests.chaos.training import ended_jobs, jobs, remove_models, runs
 from loadtests.chaos.watch import Held, answers, held, ready
 from loadtests.http import Server
 
@@ -30,9 +31,10 @@ _ADMIN, _KEYS = "chaos-admin", ("chaos-flood", "chaos-patient")
 _SERVE = (
     *("--max-num-seqs", "16", "--max-queue", "64", "--kv-cache-tokens", "16384", "--max-adapter-slots", "4"),
     *("--engine-hang-s", str(HANG_S), "--log-level", "warning", "--pack-cache", "off", "--request-timeout-s", "60"),
-    "--allow-any-adapter-path",
+    *("--allow-any-adapter-path", "--fine-tuning", "--training-share", "0.2"),
 )
 _SETTLE_S = 60.0
+_JOBS_S = 120.0  # until all jobs have ended, when nothing else runs
 _ANSWERED, _HEALTHY = 0.60, 0.85  # shares of what is asked, its own kills left out, that are to be 200
 _METRICS_FACTOR = 2.0  # outcomes and models that had not occurred before
 _MEMORY_FACTOR = 1.5
@@ -71,16 +73,22 @@ async def _chaos(minutes: float, seed: int, folder: Path) -> tuple[str, list[str
             asyncio.get_running_loop().time() + minutes * 60,
         )  # fmt: skip
         health_s: list[float] = []
-        await asyncio.gather(*(actor(attack) for actor in (*ACTORS, forms, batches)), observer(attack, health_s))
+        await asyncio.gather(
+            *(actor(attack) for actor in (*ACTORS, forms, batches, jobs, runs)), observer(attack, health_s)
+        )
         serves = await ready(target, _SETTLE_S)
+        ends = await ended_jobs(attack, _JOBS_S)
+        await remove_models(attack)
         after = await _settled(server, admin)
         last_answers = await answers(target, models)
         log_bytes = (folder / "server.log").stat().st_size
     broken = _broken(attack, before, after, serves, first_answers == last_answers)
+    broken += [f"job {job}: {end}" for job, end in ends.items() if end not in ("succeeded", "cancelled")]
     if log_bytes > _LOG_BYTES_A_MINUTE * max(minutes, 1):
         broken.append(f"the log has {log_bytes} bytes")
     title = f"{minutes:g} minutes, seed {seed}"
-    return _summary(attack, title, before, after, health_s, log_bytes, first_answers == last_answers), broken
+    summary = _summary(attack, title, before, after, health_s, log_bytes, first_answers == last_answers)
+    return f"{summary}\n\nJobs: {_counts(Counter(ends.values()))}.", broken
 
 
 async def _settled(server: psutil.Process, target: Server) -> Held:
@@ -131,8 +139,7 @@ def _summary(
 ) -> str:
     lines = [f"{title}: {attack.tally.total():,} requests", "", "| requests | how they ended |", "|---|---|"]
     for actor, ends in sorted(attack.tally.ends.items()):
-        shown = ", ".join(f"{count:,} x {end}" for end, count in sorted(ends.items(), key=lambda item: -item[1]))
-        lines.append(f"| {actor} | {shown} |")
+        lines.append(f"| {actor} | {_counts(ends)} |")
     lines += ["", "| held | before | after |", "|---|---|---|"]
     lines += [f"| {name} | {value:.0f} | {after.rows()[name]:.0f} |" for name, value in before.rows().items()]
     kinds = sorted(set(attack.deaths))
@@ -150,6 +157,10 @@ def _summary(
         *(f"| {what} | {count:,} | {share:.0%} | {least:.0%} |" for what, share, count, least in _shares(attack)),
     ]
     return "\n".join(lines)
+
+
+def _counts(ends: Counter[str]) -> str:
+    return ", ".join(f"{count:,} x {end}" for end, count in sorted(ends.items(), key=lambda item: -item[1]))
 
 
 if __name__ == "__main__":

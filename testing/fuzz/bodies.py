@@ -20,7 +20,9 @@ from api.dialects.ollama.requests import (
 )
 from api.dialects.responses.requests import ResponsesRequest
 from api.endpoints.batches import BatchRequest
+from api.endpoints.fine_tuning import JobRequest
 from api.endpoints.models import LoadAdapterRequest, UnloadAdapterRequest
+from testing.fuzz import tuning
 from testing.fuzz.mutate import mutated
 
 _Good = dict[str, Any]
@@ -54,23 +56,34 @@ _ENDPOINTS: dict[str, tuple[_Good, type[BaseModel]]] = {
         {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
         BatchRequest,
     ),
+    "/v1/fine_tuning/jobs": ({"model": "demo", "training_file": "file-1"}, JobRequest),
 }
-PATHS = (*_ENDPOINTS, _FILE)
+PATHS = (*_ENDPOINTS, *tuning.ENDPOINTS, tuning.BATCH, _FILE)
+_CONTENT_TYPES = {_FILE: "multipart/form-data; boundary=b", tuning.BATCH: "application/x-protobuf"}
 
 
 def content_type(path: str) -> str:
-    return "multipart/form-data; boundary=b" if path == _FILE else "application/json"
+    return _CONTENT_TYPES.get(path, "application/json")
 
 
-def bodies(path: str) -> st.SearchStrategy[bytes]:
-    """For one of `PATHS`."""
+def bodies(path: str, ids: dict[str, str]) -> st.SearchStrategy[bytes]:
+    """For one of `PATHS`. `ids`: of a tuning run that is open (`testing.fuzz.tuning`)."""
     if path == _FILE:
         return _damaged(_FORM)
-    good, kind = _ENDPOINTS[path]
-    names = st.sampled_from(sorted(kind.model_fields)) | st.text(max_size=6)
+    if path == tuning.BATCH:
+        return tuning.batches(ids) | tuning.batches(ids).flatmap(_damaged)
+    if path in tuning.ENDPOINTS:
+        template, fields = tuning.ENDPOINTS[path]
+        good, numbers = tuning.named(template, ids), tuning.numbers(path)
+    else:
+        good, numbers = _ENDPOINTS[path][0], st.just({})
+        fields = tuple(_ENDPOINTS[path][1].model_fields)
+    names = st.sampled_from(sorted(fields)) | st.text(max_size=6)
     edited = st.dictionaries(names, _VALUES, min_size=1, max_size=4)
     constrained = _CONSTRAINED.get(path, edited)
-    whole = (edited | constrained).map(lambda changes: json.dumps({**good, **changes}).encode())
+    none: st.SearchStrategy[_Good] = st.just({})
+    changes = edited | constrained | none
+    whole = st.builds(lambda order, changed: json.dumps({**good, **order, **changed}).encode(), numbers, changes)
     return whole | whole | _damaged(json.dumps(good).encode()) | _VALUES.map(lambda value: json.dumps(value).encode())
 
 

@@ -30,6 +30,7 @@ from schemathesis.specs.openapi.checks import (
 from loadtests.http import Server
 from testing.fuzz.bodies import PATHS, bodies, content_type
 from testing.fuzz.known import Known
+from testing.fuzz.tuning import opened
 
 Operation = APIOperation[Any, Any, Any, Any]
 
@@ -121,9 +122,11 @@ def fuzz_bodies(target: Server, seconds: float, rng: Random) -> Tally:
             response = client.post(path, content=body, headers={"Content-Type": content_type(path)})
             tally.add(f"POST {path}", str(response.status_code), _fault(path, response), repr(body))
 
-        while time.monotonic() < until or not tally.ends:
+        while time.monotonic() < until or not tally.ends:  # a run that a body has made diverge has ended
+            ids = opened(client)
             for path in PATHS:
-                _round(check, st.tuples(st.just(path), bodies(path)), until, rng)
+                _round(check, st.tuples(st.just(path), bodies(path, ids)), until, rng)
+            client.post(f"/api/v1/sessions/{ids['session_id']}/finish").raise_for_status()
             if (now := _answer(client)) != before:
                 tally.faults[f"the answer to a question has changed from {before!r} to {now!r}"] = ""
     return tally
@@ -166,7 +169,7 @@ def _fault(path: str, response: httpx.Response) -> str | None:
         return None
     try:
         error = response.json()["error"]
-        if path.startswith("/api/"):  # Ollama's form
+        if path.startswith("/api/") and not path.startswith("/api/v1/"):  # Ollama's form
             message, sound = error, True
         else:
             named = {"type"} if path.startswith("/v1/messages") else {"type", "param", "code"}

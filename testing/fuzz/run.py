@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = [fuzz(reader, seconds * _OF_FILES / len(READERS), rng, args.keep) for reader in READERS]
     with tempfile.TemporaryDirectory(prefix="ktfuzz-") as folder:
         root = HERE / "adapters"
-        flags = (*_SERVE, "--data-dir", f"{folder}/data", "--adapter-root", str(root))
+        flags = (*_SERVE, "--fine-tuning", "--data-dir", f"{folder}/data", "--adapter-root", str(root))
         with serving(Path(folder) / "log", flags, _KEY) as (_, target):
             of_requests = seconds * (1 - _OF_FILES) / 2
             requests = [

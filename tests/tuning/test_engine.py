@@ -179,7 +179,7 @@ def test_preferences_are_learnt(tuning: Tuning):
     assert losses[-1] < 0.1
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
 def test_policy_gradients_follow_advantages(tuning: Tuning, loss: str):
     run = opened(tuning)
     text = sample(5)
@@ -201,6 +201,7 @@ def test_policy_losses_are_their_formulas():
         ("importance_sampling", -2 - e + e, [-2, -e, e]),
         ("ppo", -2 - 1.2 + e, [-2, 0, e]),
         ("cispo", 2 + 1.2 - 1.2, [-2, -1.2, 1.2]),
+        ("dro", 2 + 1 - 1 + 0.05, [-2, -1 + 0.05, 1 + 0.05]),
     ):
         found = loss_of(loss, {}, [lp], [numbers])
         assert float(found.detach()) == pytest.approx(value, rel=1e-5, abs=1e-5), loss

@@ -148,6 +148,48 @@ def test_preferences(team: Tenant):
     assert job.method.dpo.hyperparameters.beta == 0.5
 
 
+def test_a_job_stops_early_where_the_validation_loss_rises(team: Tenant):
+    """Of answers that it is not trained on; its model is the best of the epochs that are kept."""
+    others = [example(f"What does the bell say, number {n}?", "Nothing at all.") for n in range(8)]
+    rate = supervised(learning_rate_multiplier=2.0, batch_size=8)
+    job_id = team.create(talks(), validation_file=team.upload(others), method=rate)
+    job = team.ended(job_id)
+    assert job.status == "succeeded", team.events(job_id)
+    epochs = team.steps(job_id)[-1]
+    assert 3 <= epochs < job.method.supervised.hyperparameters.n_epochs == 13
+    assert any("Stopped after epoch" in each.message for each in team.events(job_id))
+    points = list(team.jobs.checkpoints.list(job_id))
+    assert [point.step_number for point in points] == [epochs, epochs - 1, epochs - 2]
+    best = min(points, key=lambda point: point.metrics.full_valid_loss)
+    assert job.fine_tuned_model == best.fine_tuned_model_checkpoint
+    assert {point.fine_tuned_model_checkpoint for point in points} == {m for m in team.models() if job_id[6:18] in m}
+
+
+def test_a_job_begins_with_a_model_that_another_one_trained(team: Tenant, other: Tenant):
+    """Of preferences that is the reference too. The model may be deleted meanwhile."""
+    method = supervised(n_epochs=6, batch_size=4, learning_rate_multiplier=2.0)
+    first = team.create(talks(), method=method)
+    model = team.ended(first).fine_tuned_model
+    assert model
+    with pytest.raises(openai.NotFoundError):
+        other.create(talks(1), model=model)
+    more = team.create(talks(), model=model, method=method)
+    dpo = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 1, "batch_size": 3}}}
+    preferred = team.create(pairs(), model=model, method=dpo)
+    team.client.models.delete(model)
+
+    def losses(job_id: str) -> list[float]:
+        job = team.ended(job_id)
+        assert job.status == "succeeded", team.events(job_id)
+        return [each.data["train_loss"] for each in team.events(job_id) if each.type == "metrics"]
+
+    assert team.jobs.retrieve(more).model == model
+    assert losses(more)[0] < losses(first)[0] / 2
+    assert losses(preferred)[0] == pytest.approx(0.6931, abs=1e-3)
+    with pytest.raises(openai.NotFoundError):
+        team.create(talks(1), model=model)
+
+
 def test_auto_hyperparameters_are_numbers_once_the_file_is_known(team: Tenant):
     job_id = team.create(talks(10))
     team.until(job_id, "queued", "running", "succeeded")

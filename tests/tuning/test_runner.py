@@ -46,7 +46,7 @@ class Jobs:
         self.works.clear()
 
     async def create(self) -> JobRecord:
-        none: dict[str, Any] = dict.fromkeys(("validation_file", "suffix", "seed", "metadata"))
+        none: dict[str, Any] = dict.fromkeys(("begins", "validation_file", "suffix", "seed", "metadata"))
         return await self.tuning.create(TEAM, model="demo", training_file=self.file, asked=Asked(), **none)
 
     async def ended(self) -> None:
@@ -143,6 +143,7 @@ def test_what_a_killed_server_left_of_ended_jobs_goes_at_its_start(tmp_path: Pat
         await tuning.ask(JobStore.add, job, event("created"), 1)
         files_of(tuning, job)
         await tuning.ask(JobStore.change, job.id, {JobStatus.VALIDATING}, status=JobStatus.FAILED)
+        (tuning.folder("ftjob-unknown") / "begin").mkdir(parents=True)
         tuning.close()
         batches.close()
         return job
@@ -152,5 +153,6 @@ def test_what_a_killed_server_left_of_ended_jobs_goes_at_its_start(tmp_path: Pat
     async def check(jobs: Jobs) -> None:
         while left(jobs.tuning, job):
             await asyncio.sleep(0.01)
+        assert [path.name for path in jobs.tuning.folder("").iterdir()] == [job.id]
 
     with_jobs(tmp_path, monkeypatch, check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from api.dialects.tinker.run import _EARLY as EARLY
 from api.dialects.tinker.runs import _RUNS_EVER as RUNS_EVER
 from api.dialects.tinker.runs import _TOKENS as TOKENS
 from api.dialects.tinker.runs import Runs, publish_order
+from api.dialects.tinker.saved import Note
 from api.dialects.tinker.wire import (
     Sampled,
-    _field,
+    field,
     forward_backward_output,
     model_of,
     read_forward_backward,
@@ -282,6 +284,33 @@ def test_what_no_saved_weights_need_goes_with_its_run_or_at_a_start(tmp_path: Pa
     asyncio.run(check())
 
 
+def test_weights_expire(tmp_path: Path):
+    """And what was noted goes with them."""
+
+    async def check() -> None:
+        runs = Runs(Engine(), Folder(tmp_path))  # type: ignore[arg-type]
+        run = await opened(runs, 0)
+        places = {name: runs.saved.place(run.record.id, "weights", name) for name in ("kept", "old")}
+        for place in places.values():
+            place.mkdir(parents=True)
+            await runs.saved.note(place, Note(expires_at=time.time() + 3600, user_metadata={"a": "b"}))
+        assert [each["user_metadata"] for each in runs.saved.checkpoints(run.record)] == [{"a": "b"}] * 2
+        await runs.saved.note(places["old"], Note(expires_at=time.time() - 1))
+        path = f"tinker://{run.record.id}/weights/"
+        with pytest.raises(ApiError, match="no weights"):
+            await runs.saved.find(TENANT, f"{path}old", "weights")
+        assert [each["tinker_path"] for each in runs.saved.checkpoints(run.record)] == [f"{path}kept"]
+        expiry = asyncio.create_task(runs.expire())
+        while places["old"].exists():
+            await asyncio.sleep(0)
+        expiry.cancel()
+        assert {each.name for each in places["kept"].parent.iterdir()} == {"kept", ".kept.note"}
+        await runs.delete(TENANT, run.record, "weights", "kept")
+        assert not list(places["kept"].parent.iterdir())
+
+    asyncio.run(check())
+
+
 def test_the_quota_of_runs_counts_those_that_are_being_opened(tmp_path: Path):
     async def check() -> None:
         runs = Runs(Engine(), Folder(tmp_path))  # type: ignore[arg-type]
@@ -352,12 +381,12 @@ def test_a_key_may_be_barred_from_tuning():
 def message(tensors: dict[str, tuple[str, list[float]]], loss: str = "cross_entropy", setting: float = 1.0) -> bytes:
     """A forward_backward with one datum."""
     types = {"f": b"\x18\x01", "q": b"\x18\x02", "i": b"\x18\x03"}
-    text = _field(1, _field(1, _field(1, array("i", [1, 2]).tobytes())))
+    text = field(1, field(1, field(1, array("i", [1, 2]).tobytes())))
     for name, (kind, values) in tensors.items():
-        dense = _field(1, array(kind, values).tobytes()) + types[kind]  # type: ignore[call-overload]
-        text += _field(2, _field(1, name.encode()) + _field(2, dense))
-    settings = _field(5, _field(1, b"clip_low_threshold") + _field(2, struct.pack("<d", setting)))
-    return _field(1, b"m") + b"\x10\x01" + _field(3, text) + _field(4, loss.encode()) + settings
+        dense = field(1, array(kind, values).tobytes()) + types[kind]  # type: ignore[call-overload]
+        text += field(2, field(1, name.encode()) + field(2, dense))
+    settings = field(5, field(1, b"clip_low_threshold") + field(2, struct.pack("<d", setting)))
+    return field(1, b"m") + b"\x10\x01" + field(3, text) + field(4, loss.encode()) + settings
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 1.5])
@@ -382,7 +411,7 @@ def test_a_body_of_very_many_fields_is_refused(number: int):
     many = b"\x10\x01" * 2**17
     whole = message({"target_tokens": ("q", [1, 2])})
     assert model_of(whole) == "m"
-    for data in (whole + _field(number, _field(2, many)), many + whole):
+    for data in (whole + field(number, field(2, many)), many + whole):
         with pytest.raises(ApiError):
             read_forward_backward(data)
     with pytest.raises(ApiError, match="fields"):

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from api.dialects.tinker.wire import _field as wire_field
+from api.dialects.tinker.wire import field as wire_field
 from tests.e2e.conftest import Server, serving
 from tests.training.conftest import save_chat_model
 from tests.tuning.test_jobs import KEYS
@@ -232,6 +232,9 @@ def test_a_run_over_http(server: Server):
         path = end(first).json()["path"]
         assert ask(kind, seq_id=3 + number, **save) == first, "the same request again"
         ask(kind, 409, seq_id=5, **save)
+    kept = f"/api/v1/training_runs/{model}/checkpoints/weights/kept/ttl"
+    for seconds, status in ((3600, 204), (None, 204), (5, 400)):
+        assert server.http.put(kept, json={"ttl_seconds": seconds}, headers=headers).status_code == status
     again = {"path": path.replace("sampler_weights", "weights"), "optimizer": True}
     more = {"session_id": session, "model_seq_id": 1}
     ask("load_weights", 404, base_model="other", **again, **more)

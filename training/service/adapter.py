@@ -73,6 +73,23 @@ class TrainableAdapter:
             for name, parameter in self.parameters.items()
         }
 
+    @torch.no_grad()
+    def begin_with(self, given: AdapterWeights) -> None:
+        """The matrices of an adapter of at most this rank; another scale is multiplied into B, and what it does not
+        adapt is as drawn. UserError for an adapter of more than is trained here."""
+        left = [name for name in given.linears if name not in self.linears]
+        left += [f"the experts of layer {layer}" for layer in given.experts if layer not in self.experts]
+        left += [f"an MLP beside the experts of layer {layer}" for layer in given.extra_mlps]
+        if left:
+            raise UserError(f"adapter: it has LoRA on {left[0]}, which is not trained here", "adapter")
+        for name, pair in given.linears.items():
+            _fill(self.linears[name].a, self.linears[name].b, pair.a, pair.b, pair.scale / self.scaling)
+        for layer, lora in given.experts.items():
+            for part in ("gate", "up", "down"):
+                own_a, own_b = (getattr(self.experts[layer], f"{part}_lora_{half}") for half in "ab")
+                a, b, scale = (getattr(lora, f"{part}_{name}") for name in ("a", "b", "scale"))
+                _fill(own_a, own_b, a, b, scale / self.scaling)
+
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, pair in self.linears.items():
             yield f"{name}.lora_a", pair.a
@@ -161,6 +178,13 @@ class TrainableAdapter:
                 moment.copy_(found[f"{part}.{name}"]) if optimizer else moment.zero_()
         self.steps = steps if optimizer else 0
         self.drop_gradients()
+
+
+def _fill(a: torch.Tensor, b: torch.Tensor, given_a: torch.Tensor, given_b: torch.Tensor, scale: float) -> None:
+    """A [..., r, in], B [..., out, r], of a smaller rank or the same."""
+    rank = given_a.shape[-2]
+    a[..., :rank, :].copy_(given_a)
+    b[..., :rank].copy_(given_b.float() * scale)
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:

@@ -5,6 +5,7 @@ q: the sampler's log-probabilities; A: advantages; r = exp(lp - q).
     importance_sampling   -sum r A
     ppo                   -sum min(r A, clip(r, low, high) A)                           Schulman et al., 2017
     cispo                 -sum stop_gradient(clip(r, low, high)) A lp                   MiniMax-M1, 2025
+    dro                   -sum (A lp - beta / 2 (lp - q)^2)                             Richemond et al., 2024
     dpo                   -log sigmoid(beta (d_chosen - d_rejected)), d = sum w (lp - reference)   Rafailov et al., 2023
 """
 
@@ -25,14 +26,16 @@ SETTINGS: dict[str, dict[str, float]] = {
     "importance_sampling": {},
     "ppo": _CLIP,
     "cispo": _CLIP,
+    "dro": {"beta": 0.05},
     "dpo": {"beta": 0.1},
 }
-_COUNTS = {
-    "cross_entropy": "weights",
-    "importance_sampling": "advantages",
-    "ppo": "advantages",
-    "cispo": "advantages",
-    "dpo": "weights",
+_COUNTS = {  # a target counts if one of these is not zero
+    "cross_entropy": ("weights",),
+    "importance_sampling": ("advantages",),
+    "ppo": ("advantages",),
+    "cispo": ("advantages",),
+    "dro": ("logprobs", "advantages"),
+    "dpo": ("weights",),
 }
 
 
@@ -67,7 +70,8 @@ def check_batch(order: Batch, vocabulary: int, longest: int) -> None:
 
 def counted(sample: Sample, loss: str) -> list[int]:
     """Places of the targets that the loss counts."""
-    return [place for place, number in enumerate(sample.numbers[_COUNTS[loss]]) if number]
+    columns = [sample.numbers[name] for name in _COUNTS[loss]]
+    return [place for place, numbers in enumerate(zip(*columns, strict=True)) if any(numbers)]
 
 
 def loss_of(
@@ -101,6 +105,10 @@ def _cispo(lp: torch.Tensor, of: Numbers, settings: Mapping[str, float]) -> torc
     return -(_clipped(ratio, settings) * of["advantages"] * lp).sum()
 
 
+def _dro(lp: torch.Tensor, of: Numbers, settings: Mapping[str, float]) -> torch.Tensor:
+    return -(of["advantages"] * lp - settings["beta"] / 2 * (lp - of["logprobs"]).square()).sum()
+
+
 def _clipped(ratio: torch.Tensor, settings: Mapping[str, float]) -> torch.Tensor:
     return ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
 
@@ -110,4 +118,5 @@ _PLAIN: dict[str, Callable[[torch.Tensor, Numbers, Mapping[str, float]], torch.T
     "importance_sampling": _importance_sampling,
     "ppo": _ppo,
     "cispo": _cispo,
+    "dro": _dro,
 }

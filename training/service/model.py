@@ -6,6 +6,7 @@ two layers other work may run: nothing here is in the memory of serving steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,6 +20,7 @@ from engine.experts.native import NativeExperts
 from engine.linear.base import Linear
 from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import CausalLM, Layer
+from engine.model.latent import LatentAttention
 from engine.model.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
 from engine.model.step import StepInput
 from engine.ops.base import TorchOps, rms_norm
@@ -28,7 +30,7 @@ from training.experts.base import TrainableExperts, refuse_untrainable
 from training.experts.native import trainable_layers
 from training.service.adapter import TrainableAdapter
 from training.service.losses import Numbers, counted, loss_of
-from training.service.parts import Logprobs, TrainedAttention, TrainedLinear, TrainedRows
+from training.service.parts import Logprobs, TrainedAttention, TrainedLatentUp, TrainedLinear, TrainedRows
 
 
 @dataclass
@@ -100,7 +102,7 @@ class ServedModel:
         self._model, self._ops = model, TorchOps(model.config.rms_norm_eps)
         self._experts, self._pool = _experts_of(model)
         self._names = {id(linear): name for name, linear in model.linears.items()}
-        self._attention: dict[int | None, TrainedAttention] = {}
+        self._attention: dict[tuple[int | None, float], TrainedAttention] = {}
         self.linears: dict[str, tuple[int, int]] = {}
         self._layers = [self._layer(layer) for layer in model.layers]
         self._head = self._linear(model.lm_head, "lm_head")
@@ -213,15 +215,35 @@ class ServedModel:
         return _Layer(layer, self._attention_of(layer.attention), self._mlp(layer.mlp))
 
     def _attention_of(self, attention: Attention) -> Attention:
+        if isinstance(attention, LatentAttention):
+            return self._latent(attention)
         if not isinstance(attention, GroupedQueryAttention) or attention.spec.sinks:
             raise UserError(
-                "--fine-tuning trains models with grouped-query attention without sinks; this one has other layers",
+                "--fine-tuning trains attention without sinks that keeps keys and values, or latents; this model has "
+                "other layers",
                 "fine_tuning",
             )
-        window = attention.spec.window
-        backend = self._attention.setdefault(window, TrainedAttention(window))
+        spec = attention.spec
+        backend = self._backend(spec.window, 1 / math.sqrt(spec.head_dim))
         q, k, v, o = (self._linear(linear) for linear in (attention.q, attention.k, attention.v, attention.o))
         return replace(attention, q=q, k=k, v=v, o=o, backend=backend, joined=None)
+
+    def _latent(self, attention: LatentAttention) -> LatentAttention:
+        """Absorbed, as it is served."""
+        up = TrainedLatentUp(self._names[id(attention.kv_b)], attention.kv_b, attention.spec, self._pool)
+        self.linears[up.name] = up.shape
+        return replace(
+            attention,
+            q_a=None if attention.q_a is None else self._linear(attention.q_a),
+            q=self._linear(attention.q),
+            kv_a=self._linear(attention.kv_a),
+            kv_b=up,
+            o=self._linear(attention.o),
+            backend=self._backend(None, attention.spec.scale),
+        )
+
+    def _backend(self, window: int | None, scale: float) -> TrainedAttention:
+        return self._attention.setdefault((window, scale), TrainedAttention(window, scale))
 
     def _mlp(self, mlp: Mlp) -> DenseMlp | _Sparse:
         if isinstance(mlp, DenseMlp):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from engine.architectures.parts.mla import Latent
 from engine.attention.base import AttentionBackend, BatchLayout
 from engine.errors import EngineError, UserError
-from engine.linear.base import Linear, LoraBatch
-from engine.linear.native import NativeLinear
+from engine.linear.base import LatentUp, Linear, LoraBatch
+from engine.linear.native import NativeLatentUp, NativeLinear
 from engine.lora.adapter import LoraPair
 from engine.memory.costs import LOGIT_ROWS
 from training.service.adapter import TrainableAdapter
@@ -83,16 +83,21 @@ class TrainedLinear(Linear):
 
     def _rows(self, first: int, count: int) -> torch.Tensor:
         """float32 [count, in] of the weights."""
-        if not isinstance(self._served, NativeLinear):
-            assert self._served.plain is not None
-            return self._served.plain[first : first + count].float()
-        ids = torch.arange(first, first + count)
-        out = torch.empty(count, self.shape[1])
-        self._served.packed.rows(self._pool, ids.data_ptr(), count, out.data_ptr())
-        return out
+        if isinstance(self._served, NativeLinear):
+            return unpacked(self._served, self._pool, first, count)
+        assert self._served.plain is not None
+        return self._served.plain[first : first + count].float()
 
     def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
         raise EngineError(f"{self.name}: an adapter in training is in no slot")
+
+
+def unpacked(linear: NativeLinear, pool: _native.WorkerPool, first: int, count: int) -> torch.Tensor:
+    """float32 [count, in]: rows of its weights."""
+    ids = torch.arange(first, first + count)
+    out = torch.empty(count, linear.in_features)
+    linear.packed.rows(pool, ids.data_ptr(), count, out.data_ptr())
+    return out
 
 
 class _Product(torch.autograd.Function):
@@ -104,6 +109,83 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.linear.back(grad).to(ctx.dtype)
+
+
+class TrainedLatentUp(LatentUp):
+    """As `TrainedLinear`, of kv_b: an adapter's B [H x (nope + value), r] acts on keys and values of each head.
+    UserError for a projection whose weights cannot be read."""
+
+    def __init__(self, name: str, served: LatentUp, spec: Latent, pool: _native.WorkerPool) -> None:
+        if not isinstance(served, NativeLatentUp):
+            raise UserError(
+                f"{name}: --fine-tuning needs native projections on a CPU; this one is {type(served).__name__}",
+                "fine_tuning",
+            )
+        self.name, self.served, self.pool = name, served, pool
+        self._heads, self._nope = spec.heads, spec.nope_dim
+        self.shape = spec.heads * spec.expanded_dim, spec.kv_rank
+
+    def absorb(self, q: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        def more(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("thn,hnr->thr", rows, b[:, : self._nope]) @ a
+
+        return self._added(_HeadsProduct.apply(self, 0, q), q, lora, more)  # type: ignore[no-untyped-call]
+
+    def values(self, mixed: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        def more(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("thr,hvr->thv", rows @ a.T, b[:, self._nope :])
+
+        return self._added(_HeadsProduct.apply(self, 1, mixed), mixed, lora, more)  # type: ignore[no-untyped-call]
+
+    def _added(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora: LoraBatch | None,
+        more: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        if not isinstance(lora, TrainedRows):
+            return y
+        parts = []
+        for rows, adapter in lora.ranges:
+            pair = None if adapter is None else adapter.linears.get(self.name)
+            if adapter is None or pair is None:
+                parts.append(y[rows])
+            else:
+                found = adapter.scaling * more(x[rows].float(), pair.a, pair.b.view(self._heads, -1, pair.b.shape[1]))
+                parts.append((y[rows].float() + found).to(y.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def product(self, half: int, x: torch.Tensor) -> torch.Tensor:
+        """Without gradients and adapters: `absorb` (0) or `values` (1)."""
+        run = self.served.values if half else self.served.absorb
+        return run(x.contiguous(), None)
+
+    def back(self, half: int, grad: torch.Tensor) -> torch.Tensor:
+        """grad [T, H, out] -> float32 [T, H, in], by each head's part of a half's weights."""
+        linear = self.served.halves[half]
+        rows, out = linear.out_features // self._heads, torch.empty(*grad.shape[:2], linear.in_features)
+        step = max(1, _CHUNK // (rows * linear.in_features))
+        for first in range(0, self._heads, step):
+            heads = slice(first, min(first + step, self._heads))
+            count = heads.stop - first
+            weights = unpacked(linear, self.pool, first * rows, count * rows).view(count, rows, -1)
+            out[:, heads] = torch.einsum("tho,hoi->thi", grad[:, heads].float(), weights)
+        return out
+
+    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
+        raise EngineError(f"{self.name}: an adapter in training is in no slot")
+
+
+class _HeadsProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, up: TrainedLatentUp, half: int, x: torch.Tensor) -> torch.Tensor:
+        ctx.up, ctx.half, ctx.dtype = up, half, x.dtype
+        return up.product(half, x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, ctx.up.back(ctx.half, grad).to(ctx.dtype)
 
 
 class Logprobs(torch.autograd.Function):
@@ -140,8 +222,8 @@ class Logprobs(torch.autograd.Function):
 class TrainedAttention(AttentionBackend):
     """Causal attention within each text of a micro-batch; keeps nothing. `window`: positions that a query sees."""
 
-    def __init__(self, window: int | None) -> None:
-        self._window = window
+    def __init__(self, window: int | None, scale: float) -> None:
+        self._window, self._scale = window, scale
         self._lengths: Sequence[int] = ()
 
     def plan(self, batch: BatchLayout) -> None:
@@ -157,8 +239,9 @@ class TrainedAttention(AttentionBackend):
         return torch.cat([self._attended(*text) for text in texts])
 
     def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, H, D], k, v [T, G, D] -> [T, H, D]."""
-        length = len(q)
+        """q [T, H, D], k [T, G, D], v [T, G, E], E <= D -> [T, H, E]."""
+        length, width = len(q), v.shape[-1]
+        v = F.pad(v, (0, k.shape[-1] - width))  # torch keeps all scores where values are narrower than keys
         asked, held, given = (part.transpose(0, 1)[None] for part in (q, k, v))
         mask = None
         if self._window is not None and length > self._window:
@@ -169,7 +252,7 @@ class TrainedAttention(AttentionBackend):
             given,
             attn_mask=mask,
             is_causal=mask is None,
-            scale=1 / math.sqrt(q.shape[-1]),
+            scale=self._scale,
             enable_gqa=True,
         )
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1)[..., :width]

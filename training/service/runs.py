@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-from engine.errors import EngineError, UserError
+from engine.errors import EngineError, KtserveError, UserError
 from engine.lora.adapter import AdapterWeights
 from engine.tuning import GONE, Batch, LoadRun, OptimStep, PublishRun, SaveRun
 from training.service.adapter import TrainableAdapter
@@ -18,6 +20,14 @@ class RefusedOrderError(UserError):
     def __init__(self, status: int, message: str, field: str) -> None:
         super().__init__(message, field)
         self.status = status
+
+
+def error_of(future: Future[Any]) -> KtserveError | None:
+    """Of work on files."""
+    error = future.exception()
+    if error is None or isinstance(error, KtserveError):
+        return error
+    return EngineError(f"the run's files: {type(error).__name__}: {error}")
 
 
 def diverged(run: TunedRun, what: str) -> RefusedOrderError:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from engine.core import EngineCore
 from engine.errors import EngineError, KtserveError, UserError
 from engine.folders import replace_folder
 from engine.lora.adapters import Adapters
+from engine.lora.files.parse import parse_adapter
 from engine.lora.files.writer import write_adapter
 from engine.memory.costs import training_bytes, training_run_bytes
 from engine.memory.limits import cpu_memory
@@ -32,7 +32,7 @@ from engine.work import Work
 from training.service.adapter import CANNOT_WRITE, TrainableAdapter
 from training.service.losses import check_batch, counted, group_of
 from training.service.model import Part, ServedModel
-from training.service.runs import RefusedOrderError, TunedRun, Turns, WaitingOrder, diverged
+from training.service.runs import RefusedOrderError, TunedRun, Turns, WaitingOrder, diverged, error_of
 
 log = logging.getLogger("ktserve")
 _FILES = "tuning-files"  # a kind of work, and its thread's name
@@ -79,8 +79,7 @@ class EngineTuner:
     def _take(self, message: Tune) -> None:
         order = message.order
         if isinstance(order, OpenRun):
-            self._open(message, order)
-            return
+            return self._open(message, order)
         run = self._runs.get(message.run)
         if run is None:
             raise RefusedOrderError(GONE, f"there is no tuning run {message.run!r}", "run")
@@ -129,10 +128,13 @@ class EngineTuner:
         )
         if order.state is not None:
             adapter.load(Path(order.state))
+        elif order.adapter is not None:
+            given = parse_adapter(order.adapter, self._config, name="adapter", max_rank=order.rank, base=self._base)
+            adapter.begin_with(given)
         return adapter
 
     def _opened(self, run: TunedRun, call_id: int, future: Future[TrainableAdapter]) -> None:
-        error = _error_of(future)
+        error = error_of(future)
         if run.closed:
             error = EngineError(f"the run {run.name!r} was closed")
         if error is None:
@@ -246,7 +248,7 @@ class EngineTuner:
 
     def _filed(self, run: TunedRun, waiting: WaitingOrder, future: Future[None]) -> None:
         run.on_disk = False
-        error = _error_of(future)
+        error = error_of(future)
         if isinstance(waiting.order, LoadRun) and error is None:
             run.learnt = False
         self._end(run, waiting, Tuned() if error is None else error)
@@ -372,14 +374,6 @@ class EngineTuner:
         field, status = (error.field, 400) if isinstance(error, UserError) else (None, 500)
         status = error.status if isinstance(error, RefusedOrderError) else status
         self._send(Reply(call_id=call_id, ok=False, error=str(error), field=field, status=status))
-
-
-def _error_of(future: Future[Any]) -> KtserveError | None:
-    """Of work on files."""
-    error = future.exception()
-    if error is None or isinstance(error, KtserveError):
-        return error
-    return EngineError(f"the run's files: {type(error).__name__}: {error}")
 
 
 def make_tuner(core: EngineCore, send: Callable[[FromEngine], None], config: EngineConfig) -> EngineTuner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ def runs_of(request: Request) -> Runs:
     runs: Runs | None = getattr(request.app.state, "tinker_runs", None)
     if runs is None:
         runs = request.app.state.tinker_runs = Runs(service.client, service.tuning)
+        request.app.state.tinker_expiry = asyncio.create_task(runs.expire())
     return runs
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.dialects.tinker import requests as r
 from api.dialects.tinker.handling import body_of, runs_of
-from api.dialects.tinker.saved import WEIGHTS, RunRecord
+from api.dialects.tinker.saved import SAMPLER, WEIGHTS, RunRecord
 from api.errors import ApiError, bad_request, shortened
 from api.http.handling import tenant_of
 from api.http.wire import json_response
@@ -40,6 +43,16 @@ def router() -> APIRouter:
     async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str) -> Response:
         runs, tenant = runs_of(request), tenant_of(request)
         await runs.delete(tenant, await _record(request, run_id), kind, name)
+        return Response(status_code=204)
+
+    @routes.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
+    async def set_ttl(request: Request, run_id: str, kind: str, name: str) -> Response:
+        saved, tenant, body = runs_of(request).saved, tenant_of(request), await body_of(r.SetTtl, request)
+        if kind not in (WEIGHTS, SAMPLER):
+            raise ApiError(404, f"there are no weights {shortened(kind)}/{shortened(name)}", param="checkpoint_id")
+        _, folder = await saved.find(tenant, f"tinker://{run_id}/{kind}/{name}", kind)
+        expires_at = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+        await saved.note(folder, msgspec.structs.replace(await saved.noted(folder), expires_at=expires_at))
         return Response(status_code=204)
 
     @routes.post("/weights_info")

@@ -14,6 +14,8 @@ from scheduler.request import SamplingParams
 _T = TypeVar("_T", bound="_Request")
 _Id = Annotated[str, msgspec.Meta(max_length=200)]
 _Seq = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_Ttl = Annotated[int, msgspec.Meta(ge=3600, le=10 * 366 * 86_400)]
+_Note = Annotated[dict[_Id, _Id], msgspec.Meta(max_length=64)]  # what is kept with weights
 _Metadata = Annotated[dict[str, Any], msgspec.Meta(max_length=64)]
 _MOST_TOKENS, _MOST_SAMPLES, _MOST_STOPS = 1 << 20, 256, 64
 
@@ -90,13 +92,17 @@ class SaveWeights(_Request, frozen=True):
     seq_id: _Seq
     path: str | None = None
     overwrite: bool = False
-    user_metadata: _Metadata | None = None
-    ttl_seconds: int | None = None
+    user_metadata: _Note | None = None
+    ttl_seconds: _Ttl | None = None
 
 
 class SaveForSampler(SaveWeights, frozen=True):
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
+
+
+class SetTtl(_Request, frozen=True):
+    ttl_seconds: _Ttl | None
 
 
 class LoadWeights(_Request, frozen=True):

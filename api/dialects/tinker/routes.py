@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from api.dialects.tinker.handling import body_of, runs_of
 from api.dialects.tinker.run import Run
 from api.dialects.tinker.runs import Runs, load_order, publish_order
 from api.dialects.tinker.sampling import sample
-from api.dialects.tinker.saved import SAMPLER, WEIGHTS
+from api.dialects.tinker.saved import SAMPLER, WEIGHTS, Note
 from api.dialects.tinker.wire import forward_backward_output, model_of, read_forward_backward, sample_response
 from api.errors import ApiError, bad_request, shortened
 from api.http.handling import service_of, tenant_of
@@ -172,6 +173,7 @@ def router() -> APIRouter:
         path = await _checked_save(runs, tenant, run, body, WEIGHTS, name)
 
         async def done(tuned: Tuned) -> Result:
+            await _noted(runs, run, body, WEIGHTS, name)
             return {"type": "save_weights", "path": path}
 
         return _saving(runs, tenant, run, body.seq_id, runs.save_order(run, WEIGHTS, name), done, path)
@@ -196,6 +198,7 @@ def router() -> APIRouter:
         path = await _checked_save(runs, tenant, run, body, SAMPLER, name)
 
         async def saved(tuned: Tuned) -> Result:
+            await _noted(runs, run, body, SAMPLER, name)
             await runs.serve(path, runs.saved.place(run.record.id, SAMPLER, name), tenant.name)
             return {"type": "save_weights_for_sampler", "path": path}
 
@@ -304,14 +307,17 @@ def _check_base(service: Service, tenant: Tenant, name: str) -> None:
 
 async def _checked_save(runs: Runs, tenant: Tenant, run: Run, body: r.SaveWeights, kind: str, name: str) -> str:
     """The tinker:// path of what is to be saved; there is room for it until `_saving` ends. Raises ApiError."""
-    if body.ttl_seconds is not None:
-        raise bad_request("ttl_seconds: saved weights stay until they are deleted", "ttl_seconds", "unsupported_field")
     place, path = runs.saved.place(run.record.id, kind, name), f"tinker://{run.record.id}/{kind}/{name}"
     if run.numbered(body.seq_id) is None:
         if place.exists() and not body.overwrite:
             raise ApiError(409, f"path: {name} is there already: set overwrite", param="path", code="exists")
         await runs.saved.reserve(tenant, path)
     return path
+
+
+async def _noted(runs: Runs, run: Run, body: r.SaveWeights, kind: str, name: str) -> None:
+    expires_at = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+    await runs.saved.note(runs.saved.place(run.record.id, kind, name), Note(expires_at, body.user_metadata))
 
 
 def _saving(

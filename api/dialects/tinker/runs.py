@@ -11,9 +11,9 @@ that comes twice is one. Sessions, futures and what was not saved end with the s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import shutil
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
@@ -35,6 +35,7 @@ ALPHA = 32.0
 _RUNS, _RUNS_EVER = 16, 64  # of a tenant: in memory, and with those on disk
 _TOKENS = 1 << 21  # of a tenant's batches that have not ended
 _LIVE = 4  # snapshots of a run that are kept without a file
+_EXPIRE_S = 60.0  # between two looks for weights whose time is over
 _SILENT_S = 3600.0  # after so long without a word of its session a run gives others room
 _SESSIONS, _SAMPLERS = 256, 4096  # of a tenant; the oldest are forgotten
 
@@ -196,7 +197,7 @@ class Runs:
         folder = None if state is None else str(state)
         self._opening[record.id] = record.tenant
         try:
-            order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, record.tenant, run.weight)
+            order = OpenRun(record.rank, ALPHA, record.targets, seed, folder, None, record.tenant, run.weight)
             await self.client.tune(record.id, order)
         finally:
             del self._opening[record.id]
@@ -325,7 +326,15 @@ class Runs:
         path = f"tinker://{record.id}/{kind}/{name}"
         _, folder = await self.saved.find(tenant, path, kind)
         await self.unload(path)
-        await self.tuning.batches.in_thread(shutil.rmtree, folder, True)
+        await self.saved.remove(folder)
+
+    async def expire(self) -> None:
+        """Weights whose time is over go, until this is cancelled."""
+        while True:
+            for path, folder in await self.saved.expired():
+                await self.unload(path)
+                await self.saved.remove(folder)
+            await asyncio.sleep(_EXPIRE_S)
 
     # ---- samplers of a run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     targets: tuple[str, ...]
     created_at: float
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is kept beside saved weights."""
+
+    expires_at: float | None = None
+    user_metadata: dict[str, str] | None = None
+
+    @property
+    def expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= time.time()
 
 
 class Saved:
@@ -76,7 +88,8 @@ class Saved:
             record = await self.record(parts[0])
             folder = self.place(parts[0], kind, parts[2])
             await self.tuning.batches.in_thread(settle, folder)
-            if record is not None and record.tenant == tenant.name and folder.is_dir():
+            mine = record is not None and record.tenant == tenant.name
+            if record is not None and mine and folder.is_dir() and not (await self.noted(folder)).expired:
                 return record, folder
         raise ApiError(404, f"there are no weights {shortened(path)}", param="path", code="weights_not_found")
 
@@ -94,6 +107,32 @@ class Saved:
         names = await self.tuning.batches.in_thread(lambda: sorted(path.name for path in self.folder.glob("s-*")))
         found = [record for name in names if (record := await self.record(name)) is not None]
         return sorted((r for r in found if r.tenant == tenant.name), key=lambda r: r.created_at, reverse=True)
+
+    async def note(self, folder: Path, note: Note) -> None:
+        """Beside saved weights, in the place of what was noted of others of this name. Raises OSError."""
+        await self.tuning.batches.in_thread(_write, _beside(folder), msgspec.json.encode(note))
+
+    async def noted(self, folder: Path) -> Note:
+        note: Note = await self.tuning.batches.in_thread(_note, folder)
+        return note
+
+    async def remove(self, folder: Path) -> None:
+        def removed() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            _beside(folder).unlink(missing_ok=True)
+
+        await self.tuning.batches.in_thread(removed)
+
+    async def expired(self) -> list[tuple[str, Path]]:
+        """Paths and folders of weights of all tenants whose time is over."""
+
+        def found() -> Iterator[tuple[str, Path]]:
+            for beside in self.folder.glob("s-*/*/.*.note"):
+                folder = beside.with_name(beside.name[1:].removesuffix(".note"))
+                if _note(folder).expired:
+                    yield f"tinker://{folder.parents[1].name}/{folder.parent.name}/{folder.name}", folder
+
+        return await self.tuning.batches.in_thread(lambda: list(found()))
 
     async def reserve(self, tenant: Tenant, path: str) -> None:
         """Room for weights that are to be saved, until `release`. Raises ApiError 429 if the tenant has too many."""
@@ -125,7 +164,8 @@ class Saved:
         found = []
         for kind, label in ((WEIGHTS, "training"), (SAMPLER, "sampler")):
             for folder in (self.folder / record.id / kind).glob("*"):
-                if not _NAME.fullmatch(folder.name):  # one that is being written
+                note = _note(folder)
+                if not _NAME.fullmatch(folder.name) or note.expired:  # one that is being written, or goes
                     continue
                 found.append(
                     {
@@ -135,6 +175,8 @@ class Saved:
                         "tinker_path": f"tinker://{record.id}/{kind}/{folder.name}",
                         "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
                         "public": False,
+                        "user_metadata": note.user_metadata,
+                        "expires_at": None if note.expires_at is None else timestamp(note.expires_at),
                     }
                 )
         return sorted(found, key=lambda each: str(each["time"]), reverse=True)
@@ -147,8 +189,20 @@ def timestamp(seconds: float) -> str:
 def _forget_unsaved(run: Path) -> None:
     for name in ("idle", ".idle.part", ".idle.old"):
         shutil.rmtree(run / name, ignore_errors=True)
-    if not any(path for kind in (WEIGHTS, SAMPLER) for path in (run / kind).glob("*")):
+    names = [path.name for kind in (WEIGHTS, SAMPLER) for path in (run / kind).glob("*")]
+    if not any(name.endswith(".part") or _NAME.fullmatch(name) for name in names):
         shutil.rmtree(run, ignore_errors=True)
+
+
+def _beside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.note")
+
+
+def _note(folder: Path) -> Note:
+    try:
+        return msgspec.json.decode(_beside(folder).read_bytes(), type=Note)
+    except FileNotFoundError:
+        return Note()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -227,7 +227,8 @@ def _double(value: bytes) -> float:
 # ---- answers
 
 
-def _field(number: int, value: bytes) -> bytes:
+def field(number: int, value: bytes) -> bytes:
+    """Of bytes, a text or a message."""
     return _encoded(number << 3 | _BYTES) + _encoded(len(value)) + value
 
 
@@ -245,12 +246,12 @@ def forward_backward_output(logprobs: Sequence[bytes], metrics: Mapping[str, flo
     ends = array("q", [0])
     for each in logprobs:
         ends.append(ends[-1] + len(each))
-    tensor = _field(1, b"".join(logprobs)) + _field(2, ends.tobytes()) + _encoded(3 << 3) + _encoded(1)
-    record = _field(2, _field(1, b"logprobs") + _field(2, tensor)) + _encoded(3 << 3) + _encoded(len(logprobs))
+    tensor = field(1, b"".join(logprobs)) + field(2, ends.tobytes()) + _encoded(3 << 3) + _encoded(1)
+    record = field(2, field(1, b"logprobs") + field(2, tensor)) + _encoded(3 << 3) + _encoded(len(logprobs))
     entries = (
-        _field(1, name.encode()) + _encoded(2 << 3 | _FIXED64) + struct.pack("<d", v) for name, v in metrics.items()
+        field(1, name.encode()) + _encoded(2 << 3 | _FIXED64) + struct.pack("<d", v) for name, v in metrics.items()
     )
-    return _field(1, b"scalar") + _field(2, record) + b"".join(_field(3, entry) for entry in entries)
+    return field(1, b"scalar") + field(2, record) + b"".join(field(3, entry) for entry in entries)
 
 
 class Sampled(msgspec.Struct):
@@ -270,10 +271,10 @@ def sample_response(samples: Sequence[Sampled], top_k: int) -> bytes:
     out = b""
     for each in samples:
         stop = _encoded(1 << 3) + _encoded(0 if each.ended else 1)
-        numbers = _field(3, array("f", each.logprobs).tobytes())
-        out += _field(1, stop + _field(2, array("i", each.tokens).tobytes()) + numbers)
+        numbers = field(3, array("f", each.logprobs).tobytes())
+        out += field(1, stop + field(2, array("i", each.tokens).tobytes()) + numbers)
     if first.prompt_logprobs is not None:
-        out += _field(2, array("f", first.prompt_logprobs).tobytes())
+        out += field(2, array("f", first.prompt_logprobs).tobytes())
     if top_k and first.prompt_logprobs is not None:
         ids, logprobs = array("i"), array("f")
         for row in first.top:
@@ -281,5 +282,5 @@ def sample_response(samples: Sequence[Sampled], top_k: int) -> bytes:
             ids.extend(token for token, _ in padded)
             logprobs.extend(logprob for _, logprob in padded)
         sizes = _encoded(3 << 3) + _encoded(top_k) + _encoded(4 << 3) + _encoded(len(first.top))
-        out += _field(3, _field(1, ids.tobytes()) + _field(2, logprobs.tobytes()) + sizes)
+        out += field(3, field(1, ids.tobytes()) + field(2, logprobs.tobytes()) + sizes)
     return out + _encoded(4 << 3) + _encoded(first.cached_tokens)
