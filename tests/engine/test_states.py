@@ -244,10 +244,7 @@ def test_gguf_quantised(tmp_path, family):
 
 
 REFUSED = [
-    {"speculate": "ngram:2"},
-    {"kv_disk": "1GiB"},
     {"cuda_graphs": "padded"},
-    {"deterministic": True, "rules": None},
     {"tensor_parallel": 2},
 ]
 
