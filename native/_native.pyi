@@ -740,10 +740,13 @@ class DeltaNet:
         fused: bool,
         fused_gates: bool,
         tiled: bool = False,
+        one_by_one: bool = False,
+        keeping: int = 0,
+        kept: int = 0,
         isa: str = "",
     ) -> None:
         """
-        fused: qkv has q, k, v, z by head of keys, fused_gates: b has b, a by head of keys. tiled: value head h has the keys of head h % key_heads. ValueError for a shape that the kernels do not take.
+        fused: qkv has q, k, v, z by head of keys, fused_gates: b has b, a by head of keys. tiled: value head h has the keys of head h % key_heads. one_by_one: a position's bits do not depend on how its sequence is cut. Slots below `keeping` keep the inputs of up to `kept` positions. ValueError for a shape that the kernels do not take.
         """
 
     @property
@@ -756,10 +759,10 @@ class DeltaNet:
         self,
         row_starts: Sequence[int],
         context_lens: Sequence[int],
-        states: Sequence[tuple[int, int, Sequence[tuple[int, int]]]],
+        states: Sequence[tuple[int, int, Sequence[tuple[int, int]], int, bool]],
     ) -> None:
         """
-        Lay out a step. states: of each row (slot, source, [(position, slot of a copy), ..]). ValueError for what does not go together.
+        Lay out a step. states: of each row (slot, source, [(position, slot of a copy), ..], positions to replay, whether the slot keeps the row's inputs rather than its state). ValueError for what does not go together.
         """
 
     def forward(

@@ -16,9 +16,9 @@ class SchedulerConfig:
     tenants too (policy/turns.py). None: the budget bounds a step, and `mixed_chunk`, the most prefill
     tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in another way: their
     time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each does
-    (0: there is no disk). `num_states`: of a model whose layers keep states, how many sequences' there is room for (0:
-    it keeps none), `num_snapshots`: of how many beginnings beside them at most, of which each takes the memory of
-    `snapshot_blocks` blocks (0: memory of its own).
+    (0: there is no disk), `disk_state_bytes` what a snapshot of states does. `num_states`: of a model whose layers keep
+    states, how many sequences' there is room for (0: it keeps none), `num_snapshots`: of how many beginnings beside
+    them at most, of which each takes the memory of `snapshot_blocks` blocks (0: memory of its own).
     """
 
     num_blocks: int
@@ -36,6 +36,7 @@ class SchedulerConfig:
     mixed_chunk: int | None = None
     disk_bytes: int = 0
     disk_block_bytes: int = 0
+    disk_state_bytes: int = 0
     num_states: int = 0
     num_snapshots: int = 0
     snapshot_blocks: int = 0
@@ -71,10 +72,13 @@ class SchedulerConfig:
         for name in ("num_adapter_slots", "num_states", "num_snapshots", "snapshot_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
-        if self.num_states and self.disk_block_bytes:
-            raise ValueError("disk_block_bytes is set for a model that keeps states, which are not written to disk")
-        if self.disk_block_bytes and not 0 < self.disk_block_bytes <= self.disk_bytes:
-            raise ValueError(f"disk_bytes is {self.disk_bytes}, must hold a block ({self.disk_block_bytes})")
+        if self.disk_block_bytes and bool(self.num_states) != bool(self.disk_state_bytes):
+            raise ValueError(
+                f"disk_state_bytes is {self.disk_state_bytes}, num_states {self.num_states}: both, or none"
+            )
+        least = self.disk_block_bytes + self.disk_state_bytes
+        if self.disk_block_bytes and not 0 < least <= self.disk_bytes:
+            raise ValueError(f"disk_bytes is {self.disk_bytes}, must hold a block and a snapshot ({least})")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "

@@ -62,7 +62,9 @@ class Core:
             self.blocks.states = self.states
         self.disk: DiskBlocks | None = None
         if config.disk_block_bytes:
-            self.disk = DiskBlocks(self.blocks, config.disk_bytes, config.disk_block_bytes, stored)
+            self.disk = DiskBlocks(
+                self.blocks, config.disk_bytes, config.disk_block_bytes, stored, config.disk_state_bytes
+            )
         self.slots = AdapterSlots(config.num_adapter_slots, config.slot_patience_s)
         self.fairness = Fairness()
         self.flights: list[Flight] = []  # oldest first, at most two
@@ -98,7 +100,7 @@ class Core:
             self.num_hit_tokens += request.num_cached
             self.num_looked_up_tokens += len(request.prompt)
         if self.disk is not None:
-            self.disk.touch(request.block_hashes[: len(match.blocks)])
+            self.disk.touch(request.block_hashes[: len(match.blocks)], match.snapshot)
             request.fetched = False
         if match.num_tokens > request.num_charged:
             self.charge(request, match.num_tokens, self.config.cached_weight, self.config.cached_weight)
@@ -174,6 +176,8 @@ class Core:
     def land(self, flight: Flight) -> None:
         """The step has ended: nothing reads what was held for it, unless an older step is still in flight. What it
         made findable, if it was not undone, is computed."""
+        if self.states is not None:
+            self.states.landed(_saved(flight.plan.rows))
         older = [f for f in self.flights if f.plan.step < flight.plan.step]
         if older:
             older[-1].held += flight.held

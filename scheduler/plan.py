@@ -19,11 +19,15 @@ NO_STATE = -1
 class RowState(msgspec.Struct, frozen=True, gc=False):
     """Of a model whose layers keep states of sequences: where a row's is. It begins from slot `source` (NO_STATE: with
     nothing, at position 0) and ends in `slot`; `saves`: (position, slot), rising, where a copy of the state as it is
-    before that position goes; start < position <= start + num_tokens."""
+    before that position goes; start - replayed < position <= start + num_tokens. `replayed`: so many positions before
+    the row are not in the state yet, and are put into it first: those of accepted drafts, whose inputs the slot has
+    kept. `keeps`: the row has drafts, so the slot keeps its inputs, and its state stays as it is before the row."""
 
     slot: int
     source: int
     saves: tuple[tuple[int, int], ...] = ()
+    replayed: int = 0
+    keeps: bool = False
 
 
 class Idle(NamedTuple):
@@ -112,10 +116,12 @@ class SlotLoad:
 
 
 class Save(NamedTuple):
-    """The engine is to write what `block` holds to disk as `key`, then call `saved`; until then it does not change."""
+    """The engine is to write what `block` holds, or (`state`) that slot of states, to disk as `key`, then call `saved`;
+    until then it does not change."""
 
     key: bytes
     block: int
+    state: bool = False
 
 
 class Drop(NamedTuple):
@@ -126,9 +132,11 @@ class Drop(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """The engine is to read what is on disk as each key into its block, then call `fetched`."""
+    """The engine is to read what is on disk as each key into its block, and `state` into its slot of states, then call
+    `fetched`."""
 
     parts: tuple[tuple[bytes, int], ...]
+    state: tuple[bytes, int] | None = None
 
 
 DiskOrder = Save | Drop | Fetch

@@ -149,6 +149,7 @@ class Request(_Referable):
     # StatePool, of a model whose layers keep states
     state: int = -1  # its slot while it runs
     state_source: int = -1  # the slot that its next row begins from; -1: with nothing
+    state_end: int = 0  # position before which its state is: drafts of the last row are not in it
     snapshots: list[tuple[int, int]] = field(default_factory=list)  # (blocks before it, slot), not findable yet
     newest_snapshot: bytes = b""  # hash of the block behind which its output's newest one is
     diverged: int = 0  # position behind which it and others with the same beginning part

@@ -22,11 +22,15 @@ from engine.architectures.parts.mlp import FLOAT32_MODULES, Dense
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
 from engine.files.json_file import read_json
+from engine.weights.layout import tensors
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
+from training.delta import refuse_delta, transformers_tensor
 from training.experts.base import TrainableExperts, refuse_untrainable
 from training.layer import BatchRows, RoutedExperts, place_experts
+from training.names import GATE_MODULES, transformers_name
 
+_FLOAT32 = (*FLOAT32_MODULES, *GATE_MODULES)
 _TOKENS = "tokens_not_padding"  # an argument of layers, and of their attention
 ExpertMaker = Callable[[WeightSource, torch.dtype], Mapping[int, TrainableExperts]]  # by sparse layer
 
@@ -45,6 +49,7 @@ def load_model(
     file or folder of the same model, whose experts are used. UserError for what cannot be opened."""
     source = open_model(model)
     refuse_untrainable(source.config, model)
+    refuse_delta(source, model, packing=False)
     experts = source if experts_from is None else open_model(experts_from)
     if experts.config.sparse_layers != source.config.sparse_layers or _sizes(experts) != _sizes(source):
         raise ModelFileError(
@@ -64,7 +69,8 @@ def load_model(
     base: Any = made.get_submodule("model")
     base.register_forward_pre_hook(_find_padding, with_kwargs=True)
     for block in base.layers:
-        block.self_attn.register_forward_pre_hook(_note_padding(rows), with_kwargs=True)
+        attention = block.self_attn if hasattr(block, "self_attn") else block.linear_attn
+        attention.register_forward_pre_hook(_note_padding(rows), with_kwargs=True)
     _route_in_float32(made, dtype)
     made.name_or_path = config.name_or_path = str(Path(os.path.expanduser(model)))
     return made.eval()
@@ -97,7 +103,8 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     name. ModelFileError for a family that transformers does not have."""
     path = Path(os.path.expanduser(model))
     if (path / "config.json").is_file() and read_json(path / "config.json").get("model_type") in _CAUSAL:
-        return AutoConfig.from_pretrained(path)
+        whole = AutoConfig.from_pretrained(path)
+        return whole.get_text_config() if config.state_bytes else whole
     if config.architecture not in _CAUSAL:
         raise ModelFileError(
             f"{model}: {config.architecture} is no family of transformers; it cannot be trained", "model"
@@ -140,12 +147,15 @@ def _sizes(source: WeightSource) -> tuple[int, int, int]:
 
 def _read_tensors(model: PreTrainedModel, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
     """Fills every parameter; a tied head is the embedding itself."""
+    held_as = tensors(source.config)
     for name in source.names():
-        module, _, last = name.rpartition(".")
+        module, _, last = transformers_name(name).rpartition(".")
         owner = model.get_submodule(module)
         held = last in owner._buffers  # a router's bias, in float32 as its scores
-        wide = held or module.endswith(FLOAT32_MODULES)
-        tensor = source.tensor(name).dequantise(torch.float32 if wide else dtype).to(device)
+        wide = held or module.endswith(_FLOAT32) or held_as[name].negative_log
+        values = source.tensor(name).dequantise(torch.float32 if wide or source.config.norms_minus_one else dtype)
+        values = transformers_tensor(held_as[name], values, source.config.norms_minus_one)
+        tensor = values.to(device, torch.float32 if wide else dtype)
         if held:
             owner.register_buffer(last, tensor)
         else:
@@ -189,7 +199,8 @@ def _route_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         return
     for name, module in model.named_modules():
-        if name.endswith(FLOAT32_MODULES):
+        if name.endswith(_FLOAT32):
             module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-            if isinstance(module, nn.Linear):  # a shared expert's gate multiplies activations; routing weights stay
+            # a shared expert's gate multiplies activations; routing weights stay, and so do the gates of delta nets
+            if isinstance(module, nn.Linear) and not name.endswith(GATE_MODULES):
                 module.register_forward_hook(lambda _, args, out: out.to(dtype))

@@ -149,6 +149,11 @@ class ModelConfig:
         """What all layers keep of each sequence, whatever its length; 0: keys and values are all there is."""
         return sum(layer.attention.cache.state_bytes for layer in self.layers)
 
+    @cached_property
+    def kept_bytes(self) -> int:
+        """What all layers keep beside a state of each draft, which is put into it once it is known to be right."""
+        return sum(layer.attention.cache.kept_bytes for layer in self.layers)
+
     @property
     def expert_params_per_token(self) -> int:
         """Parameters of routed experts that one token reads, all layers."""

@@ -44,6 +44,16 @@ class DeltaInputs:
     gates: list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class StateSlots:
+    """`count` slots. The first `own` are those of running sequences, each of which may keep the inputs of `kept`
+    positions: a token and its drafts."""
+
+    count: int
+    own: int = 0
+    kept: int = 0
+
+
 class DeltaBackend(CacheBackend):
     """States of the layers that it was made for, all of one spec."""
 
@@ -76,14 +86,27 @@ class Ruled:
     decay: torch.Tensor
     rate: torch.Tensor
 
+    def cut(self, part: slice | int) -> Ruled:
+        return Ruled(self.qkv[part], self.decay[part], self.rate[part])
+
+    def copy_(self, other: Ruled) -> None:
+        self.qkv.copy_(other.qkv)
+        self.decay.copy_(other.decay)
+        self.rate.copy_(other.rate)
+
 
 class ReferenceDeltaNet(DeltaBackend):
-    """States of each of `layers` in `num_states` slots."""
+    """States of each of `layers`."""
 
-    def __init__(self, spec: DeltaNet, layers: Sequence[int], num_states: int, device: torch.device) -> None:
+    def __init__(self, spec: DeltaNet, layers: Sequence[int], slots: StateSlots, device: torch.device) -> None:
         self._spec = spec
-        heads = (num_states, spec.value_heads, spec.key_dim, spec.value_dim)
-        past = (num_states, spec.kernel - 1, spec.channels)
+        heads = (slots.count, spec.value_heads, spec.key_dim, spec.value_dim)
+        past = (slots.count, spec.kernel - 1, spec.channels)
+        own = (slots.own, slots.kept)
+        self._kept = {
+            layer: Ruled(*(torch.zeros((*own, n), device=device) for n in (spec.channels, *[spec.value_heads] * 2)))
+            for layer in layers
+        }
         self.states = {layer: torch.zeros(heads, device=device) for layer in layers}
         self.past = {layer: torch.zeros(past, device=device) for layer in layers}
         self._batch: BatchLayout | None = None
@@ -107,7 +130,8 @@ class ReferenceDeltaNet(DeltaBackend):
         out = qkv.new_empty((len(qkv), spec.value_heads, spec.value_dim))
         starts, single = batch.row_starts, []
         for row, state in enumerate(batch.states):
-            if starts[row + 1] - starts[row] == 1 and state.source == state.slot and not state.saves:
+            plain = state.source == state.slot and not (state.saves or state.replayed or state.keeps)
+            if plain and starts[row + 1] - starts[row] == 1:
                 single.append(row)
             else:
                 self._row(layer, row, batch, ruled, w.conv, out)
@@ -132,7 +156,7 @@ class ReferenceDeltaNet(DeltaBackend):
     def _row(
         self, layer: int, row: int, batch: BatchLayout, given: Ruled, conv: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """A row's tokens, in the parts between which its state is saved."""
+        """A row's tokens, behind the accepted drafts of the row before."""
         states, past, state = self.states[layer], self.past[layer], batch.states[row]
         begin, end = batch.row_starts[row], batch.row_starts[row + 1]
         s, seen = states[state.slot], past[state.slot]
@@ -141,16 +165,42 @@ class ReferenceDeltaNet(DeltaBackend):
         elif state.source != state.slot:
             s, seen = states[state.source], past[state.source]
         first = batch.context_lens[row] - (end - begin)  # position of the row's first token
-        stops = [(begin + position - first, slot) for position, slot in state.saves]
-        at = begin
-        for stop, slot in (*stops, (end, state.slot)):
+        early = [each for each in state.saves if each[0] <= first]
+        if state.replayed or state.keeps:
+            accepted, replayed = self._kept[layer].cut(state.slot), state.replayed
+            _, s, seen = self._through(layer, accepted.cut(slice(replayed)), first - replayed, early, s, seen, conv)
+            states[state.slot], past[state.slot] = s, seen
+        own = given.cut(slice(begin, end))
+        out[begin:end], s, seen = self._through(layer, own, first, state.saves[len(early) :], s, seen, conv)
+        if state.keeps:
+            self._kept[layer].cut(state.slot).cut(slice(end - begin)).copy_(own)
+        else:
+            states[state.slot], past[state.slot] = s, seen
+
+    def _through(
+        self,
+        layer: int,
+        given: Ruled,
+        first: int,
+        saves: Sequence[tuple[int, int]],
+        s: torch.Tensor,
+        seen: torch.Tensor,
+        conv: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions from `first` on, in the parts between which the state is saved: outputs [T, heads, value_dim], and
+        the state and the inputs behind them."""
+        out = given.qkv.new_empty((len(given.qkv), self._spec.value_heads, self._spec.value_dim))
+        at = 0
+        for stop, slot in (*((position - first, slot) for position, slot in saves), (len(out), None)):
             if stop > at:
-                part = slice(at, stop)
-                mixed, seen = _convolved(given.qkv[part], seen, conv)
+                part = given.cut(slice(at, stop))
+                mixed, seen = _convolved(part.qkv, seen, conv)
                 q, k, v = _heads(mixed, self._spec)
-                out[part], s = delta_chunks(q, k, v, given.decay[part], given.rate[part], s)
+                out[at:stop], s = delta_chunks(q, k, v, part.decay, part.rate, s)
                 at = stop
-            states[slot], past[slot] = s, seen
+            if slot is not None:
+                self.states[layer][slot], self.past[layer][slot] = s, seen
+        return out, s, seen
 
     def _single(
         self,

@@ -14,7 +14,7 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, CacheBackend
-from engine.attention.delta import ReferenceDeltaNet
+from engine.attention.delta import ReferenceDeltaNet, StateSlots
 from engine.attention.reference import ReferenceAttention, RowPlan, plan_rows
 
 
@@ -87,13 +87,13 @@ def torch_attention(
     spec: GroupedQuery | Latent | DeltaNet,
     layers: Sequence[int],
     num_blocks: int,
-    num_states: int,
+    slots: StateSlots,
     dtype: torch.dtype,
     device: torch.device,
 ) -> CacheBackend:
     """The reference of any kind."""
     if isinstance(spec, DeltaNet):
-        return ReferenceDeltaNet(spec, layers, num_states, device)
+        return ReferenceDeltaNet(spec, layers, slots, device)
     if isinstance(spec, Latent):
         return ReferenceLatentAttention(spec, layers, num_blocks, dtype, device)
     return ReferenceAttention(spec, layers, num_blocks, dtype, device)

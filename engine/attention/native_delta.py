@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.architectures.parts.delta import DeltaNet
 from engine.attention.base import BatchLayout
-from engine.attention.delta import DeltaBackend, DeltaInputs, DeltaVectors, check_layout
+from engine.attention.delta import DeltaBackend, DeltaInputs, DeltaVectors, StateSlots, check_layout
 from engine.errors import EngineError, UserError
 
 if TYPE_CHECKING:
@@ -33,23 +33,30 @@ def delta_limit(spec: DeltaNet) -> str | None:
 
 
 class NativeDeltaNet(DeltaBackend):
-    """States of `layers` in `num_states` slots; `pool`, `isa` and NaN as in `NativeAttention`. A token's result depends
-    on which others of its sequence are in the step, within rounding, and on no other sequence.
+    """States of `layers`; `pool`, `isa` and NaN as in `NativeAttention`. A token's result depends on which others of
+    its sequence are in the step, within rounding, and on no other sequence. `one_by_one`: not by a bit on these either;
+    prompts are computed one position after another.
 
     Raises UserError for shapes that the kernels do not take.
     """
 
     def __init__(
-        self, spec: DeltaNet, layers: Sequence[int], num_states: int, pool: _native.WorkerPool, isa: str = ""
+        self,
+        spec: DeltaNet,
+        layers: Sequence[int],
+        slots: StateSlots,
+        pool: _native.WorkerPool,
+        isa: str = "",
+        one_by_one: bool = False,
     ) -> None:
         from native import _native
 
-        self._native, self._spec, self._num_states = _native, spec, num_states
+        self._native, self._spec, self._num_slots = _native, spec, slots.count
         try:
             self.kernel = _native.DeltaNet(
                 pool,
                 layers=len(layers),
-                slots=num_states,
+                slots=slots.count,
                 key_heads=spec.key_heads,
                 value_heads=spec.value_heads,
                 key_dim=spec.key_dim,
@@ -58,6 +65,9 @@ class NativeDeltaNet(DeltaBackend):
                 fused=spec.fused,
                 fused_gates=spec.fused_gates,
                 tiled=spec.tiled,
+                one_by_one=one_by_one,
+                keeping=slots.own,
+                kept=slots.kept,
                 isa=isa,
             )
         except ValueError as error:
@@ -66,7 +76,7 @@ class NativeDeltaNet(DeltaBackend):
 
     def plan(self, batch: BatchLayout) -> None:
         check_layout(batch)
-        states = [(state.slot, state.source, state.saves) for state in batch.states]
+        states = [(each.slot, each.source, each.saves, each.replayed, each.keeps) for each in batch.states]
         try:
             self.kernel.plan(batch.row_starts, batch.context_lens, states)
         except ValueError as error:
@@ -74,7 +84,7 @@ class NativeDeltaNet(DeltaBackend):
 
     def state_planes(self) -> list[NDArray[np.uint8]]:
         """Valid as long as this object lives."""
-        layers, slots, slot_bytes = len(self.places_of), self._num_states, self.kernel.slot_bytes
+        layers, slots, slot_bytes = len(self.places_of), self._num_slots, self.kernel.slot_bytes
         memory = (ctypes.c_uint8 * (layers * slots * slot_bytes)).from_address(self.kernel.state_address)
         return [np.ctypeslib.as_array(memory).reshape(layers, slots, slot_bytes)]
 

@@ -15,6 +15,7 @@ import torch
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import Sparse
 from engine.attention.base import BLOCK_SIZE, BatchLayout, CacheBackend
+from engine.attention.delta import StateSlots
 from engine.attention.latent import torch_attention
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
@@ -189,7 +190,7 @@ def _reference_loader(source: WeightSource, n: int) -> Loader:
     blocks = len(_layout(n, cpu).block_tables[0])
 
     def attention(layer: int) -> CacheBackend:
-        return torch_attention(config.layers[layer].attention, [layer], blocks, 1, torch.float32, cpu)
+        return torch_attention(config.layers[layer].attention, [layer], blocks, StateSlots(1), torch.float32, cpu)
 
     experts = ReferenceExperts(torch.float32, cpu)
     ops = TorchOps(config.rms_norm_eps)

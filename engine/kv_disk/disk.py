@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,14 @@ _CLOSE_S = 5.0  # for what is not written yet; the api waits for 10
 log = logging.getLogger(__name__)
 
 
+class _Part(NamedTuple):
+    """One share's reads are all of blocks, or all of states."""
+
+    key: bytes
+    place: int
+    state: bool
+
+
 @dataclass
 class _Reading:
     """A fetch, shared among the readers."""
@@ -35,17 +45,28 @@ class _Reading:
 
 
 class KvDisk:
-    """`planes` are views of the KV cache, [n, num_blocks, bytes]: what a block holds is plane[:, block] of all.
-    `identity` tells the model and how its KV is computed from all others. All methods belong to the engine's thread."""
+    """`planes` are views of the KV cache, [n, num_blocks, bytes]: what a block holds is plane[:, block] of all;
+    `state_planes` likewise [n, slots, bytes] of states, none where layers keep none. `identity` tells the model and how
+    its KV is computed from all others. All methods belong to the engine's thread."""
 
-    def __init__(self, files: BlockFiles, planes: Sequence[Bytes], blocks: DiskBlocks, identity: bytes) -> None:
-        self._files, self._planes, self._blocks, self._identity = files, planes, blocks, identity
+    def __init__(
+        self,
+        files: BlockFiles,
+        planes: Sequence[Bytes],
+        blocks: DiskBlocks,
+        identity: bytes,
+        state_planes: Sequence[Bytes] = (),
+    ) -> None:
+        self._files, self._blocks, self._identity = files, blocks, identity
+        self._planes = {False: planes, True: state_planes}  # by whether they hold states
         self._readers = [f"kv-read-{i}" for i in range(min(_MOST_READERS, os.cpu_count() or 1))]
         self._work = Work(_WRITER, *self._readers)
-        self._block_bytes = sum(plane.shape[0] * plane.shape[2] for plane in planes)
-        self._written = np.empty(self._block_bytes, np.uint8)  # what is being written
+        self._bytes = {
+            state: sum(plane.shape[0] * plane.shape[2] for plane in each) for state, each in self._planes.items()
+        }
+        self._written = np.empty(max(self._bytes.values()), np.uint8)  # what is being written
         self._reading: dict[Fetch, _Reading] = {}
-        self._read_blocks = self._written_blocks = 0
+        self._read_bytes = self._written_bytes = 0
         self._failed = False
 
     def digest(self, adapter: bytes | None) -> bytes:
@@ -61,7 +82,7 @@ class KvDisk:
         """What the scheduler has decided since. Never waits."""
         for order in self._blocks.orders():
             if isinstance(order, Save):
-                self._work.start(_WRITER, partial(self._write, order), partial(self._saved, order.key))
+                self._work.start(_WRITER, partial(self._write, order), partial(self._saved, order))
             elif isinstance(order, Drop):
                 self._work.start(_WRITER, partial(self._files.delete, order.key), lambda deleted: deleted.result())
             else:
@@ -74,8 +95,8 @@ class KvDisk:
 
     def stats(self) -> dict[str, float | int]:
         return {
-            "disk_read_bytes": self._read_blocks * self._block_bytes,
-            "disk_written_bytes": self._written_blocks * self._block_bytes,
+            "disk_read_bytes": self._read_bytes,
+            "disk_written_bytes": self._written_bytes,
         }
 
     def close(self) -> None:
@@ -92,47 +113,52 @@ class KvDisk:
         self._files.keep_order(self._blocks.keys(), time.time_ns())
         self._files.close()
 
-    def _parts(self, block: int, content: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        """Of each plane the block's part, and the part of `content` that is like it."""
+    def _parts(self, place: int, state: bool, content: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+        """Of each plane the part of a block or a slot of states, and the part of `content` that is like it."""
         start = 0
-        for plane in self._planes:
-            held = plane[:, block]
+        for plane in self._planes[state]:
+            held = plane[:, place]
             yield held, content[start : start + held.size].reshape(held.shape)
             start += held.size
 
     def _write(self, save: Save) -> None:
         """On the writer's thread."""
-        for held, part in self._parts(save.block, self._written):
+        content = self._written[: self._bytes[save.state]]
+        for held, part in self._parts(save.block, save.state, content):
             part[:] = held
-        self._files.write(save.key, self._written)
+        self._files.write(save.key, content)
 
-    def _saved(self, key: bytes, ended: Future[None]) -> None:
+    def _saved(self, save: Save, ended: Future[None]) -> None:
         error = ended.exception()
         if error is not None and not isinstance(error, OSError):
             raise error
         if error is not None and not self._failed:
             self._failed = True
             log.warning("KV blocks are written to %s no more: %s", self._files.folder, error)
-        self._written_blocks += error is None
-        self._blocks.saved(key, error is None)
+        self._written_bytes += self._bytes[save.state] if error is None else 0
+        self._blocks.saved(save.key, error is None)
 
     def _fetch(self, fetch: Fetch) -> None:
         # neighbours to one reader: two that touch a huge page for the first time would both fill it with zeros
-        share = -(-len(fetch.parts) // len(self._readers))
-        shares = [fetch.parts[i : i + share] for i in range(0, len(fetch.parts), share)]
+        blocks = [_Part(key, block, False) for key, block in fetch.parts]
+        readers = self._readers if fetch.state is None else self._readers[1:] or self._readers
+        share = max(1, -(-len(blocks) // len(readers)))
+        shares = [blocks[i : i + share] for i in range(0, len(blocks), share)]
+        if fetch.state is not None:  # it is as large as many blocks
+            shares.append([_Part(*fetch.state, True)])
         self._reading[fetch] = _Reading(len(shares))
-        for reader, parts in zip(self._readers, shares, strict=False):
+        for reader, parts in zip(cycle(self._readers), shares, strict=False):
             self._work.start(reader, partial(self._read, parts), partial(self._was_read, fetch))
 
-    def _read(self, parts: Sequence[tuple[bytes, int]]) -> set[bytes]:
+    def _read(self, parts: Sequence[_Part]) -> set[bytes]:
         """On a reader's thread: the keys that could not be read."""
-        content, bad = np.empty(self._block_bytes, np.uint8), set()
-        for key, block in parts:
-            if not self._files.read(key, content):
-                bad.add(key)
+        content, bad = np.empty(self._bytes[parts[0].state], np.uint8), set()
+        for part in parts:
+            if not self._files.read(part.key, content):
+                bad.add(part.key)
                 continue
-            for held, part in self._parts(block, content):
-                held[:] = part
+            for held, read in self._parts(part.place, part.state, content):
+                held[:] = read
         return bad
 
     def _was_read(self, fetch: Fetch, ended: Future[set[bytes]]) -> None:
@@ -141,5 +167,8 @@ class KvDisk:
         reading.shares_left -= 1
         if not reading.shares_left:
             del self._reading[fetch]
-            self._read_blocks += len(fetch.parts) - len(reading.bad)
+            keys = [key for key, _ in fetch.parts]
+            self._read_bytes += self._bytes[False] * sum(key not in reading.bad for key in keys)
+            if fetch.state is not None and fetch.state[0] not in reading.bad:
+                self._read_bytes += self._bytes[True]
             self._blocks.fetched(fetch, reading.bad)

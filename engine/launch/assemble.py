@@ -21,6 +21,7 @@ from engine.config import (
 from engine.core import EngineCore
 from engine.diagnostics.profile import Profiler
 from engine.experts.kt.backend import NO_EXPERT_LORA
+from engine.kv_disk.files import Bytes
 from engine.launch.backends import make_backends
 from engine.launch.kv_store import KvStore
 from engine.launch.leader import Leader
@@ -96,7 +97,7 @@ def _assemble(
     if expected is not None and (line := expected.line()):
         runner.notes.append(f"{line} (ktserve bench --quick URL measures them)")
     if plan.memory.num_snapshots:
-        runner.idle_memory = _idle_memory(model.attention_backends)
+        runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
@@ -121,6 +122,7 @@ def _assemble(
             mixed_chunk=plan.mixed_chunk,
             disk_bytes=store.plan.budget_bytes if store else 0,
             disk_block_bytes=store.plan.block_bytes if store else 0,
+            disk_state_bytes=store.plan.state_bytes if store else 0,
             num_states=plan.memory.num_states,
             num_snapshots=plan.memory.num_snapshots,
             snapshot_blocks=plan.memory.snapshot_blocks,
@@ -131,8 +133,7 @@ def _assemble(
     )
     disk = None
     if store is not None and scheduler.disk is not None:
-        planes = [plane for attention in model.attention_backends for plane in attention.kv_planes()]
-        disk = store.serve(plan, planes, scheduler.disk)
+        disk = store.serve(plan, *_planes(model.attention_backends), scheduler.disk)
     profiler = None
     if config.profile_dir:
         kv_bytes = sum(b.kv_bytes_per_token for b in model.attention_backends)
@@ -230,10 +231,11 @@ def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Pro
     runner.notes.append(f"{kind}: {len(padded.buckets)} sizes up to {padded.buckets[-1]} rows")
 
 
-def _idle_memory(backends: list[CacheBackend]) -> IdleMemory:
+def _planes(backends: list[CacheBackend]) -> tuple[list[Bytes], list[Bytes]]:
+    """Of blocks, and of slots of states."""
     blocks = [plane for each in backends if isinstance(each, AttentionBackend) for plane in each.kv_planes()]
     slots = [plane for each in backends if isinstance(each, DeltaBackend) for plane in each.state_planes()]
-    return IdleMemory(blocks, slots)
+    return blocks, slots
 
 
 def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:

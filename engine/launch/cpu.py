@@ -16,7 +16,15 @@ from engine.experts.base import ExpertBackend
 from engine.experts.kt.backend import KtExperts
 from engine.experts.other_rank import OtherRankExperts
 from engine.experts.reference import ReferenceExperts
-from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, reference_attention, ropes
+from engine.launch.shared import (
+    Shared,
+    attention_of,
+    native_experts,
+    pack_cache,
+    reference_attention,
+    ropes,
+    state_slots,
+)
 from engine.linear.base import LinearBackend
 from engine.linear.native import NativeLinearBackend
 from engine.linear.reference import ReferenceLinearBackend
@@ -62,7 +70,7 @@ def cpu_backends(plan: EnginePlan) -> Backends:
     def in_native(spec: GroupedQuery | Latent | DeltaNet, layers: list[int]) -> CacheBackend:
         pool = pools.get("native")
         if isinstance(spec, DeltaNet):
-            return NativeDeltaNet(spec, layers, plan.memory.state_slots, pool, isa)
+            return NativeDeltaNet(spec, layers, state_slots(plan), pool, isa, one_by_one=config.deterministic)
         return NativeAttention(spec, layers, plan.cache_blocks, dtype, pool, isa, kv_dtype=precision.kv)
 
     attention = attention_of(

@@ -35,9 +35,11 @@ class KvStore:
             self.files.close()
             raise UserError(f"--kv-disk-dir {plan.folder}: {error.strerror}", "kv_disk_dir") from None
 
-    def serve(self, plan: EnginePlan, planes: Sequence[Bytes], blocks: DiskBlocks) -> KvDisk:
-        """For the KV cache that `planes` are, and the scheduler's `blocks`."""
-        return KvDisk(self.files, planes, blocks, _identity(plan))
+    def serve(
+        self, plan: EnginePlan, planes: Sequence[Bytes], state_planes: Sequence[Bytes], blocks: DiskBlocks
+    ) -> KvDisk:
+        """For the KV cache that `planes` are, the states that `state_planes` are, and the scheduler's `blocks`."""
+        return KvDisk(self.files, planes, blocks, _identity(plan), state_planes)
 
 
 def _identity(plan: EnginePlan) -> bytes:

@@ -16,6 +16,7 @@ from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import CacheBackend
+from engine.attention.delta import StateSlots
 from engine.attention.latent import torch_attention
 from engine.config import EngineConfig
 from engine.errors import UserError
@@ -71,9 +72,13 @@ def reference_attention(
     plan: EnginePlan, device: torch.device
 ) -> Callable[[GroupedQuery | Latent | DeltaNet, list[int]], CacheBackend]:
     """Makes attention in torch."""
-    blocks, states, dtype = plan.cache_blocks, plan.memory.state_slots, plan.precision.activations
+    blocks, slots, dtype = plan.cache_blocks, state_slots(plan), plan.precision.activations
 
-    return lambda spec, layers: torch_attention(spec, layers, blocks, states, dtype, device)
+    return lambda spec, layers: torch_attention(spec, layers, blocks, slots, dtype, device)
+
+
+def state_slots(plan: EnginePlan) -> StateSlots:
+    return StateSlots(plan.memory.state_slots, plan.memory.num_states, plan.memory.kept_positions)
 
 
 def ropes(max_len: int, device: torch.device) -> Callable[[Rotation], Rope]:

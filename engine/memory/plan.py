@@ -46,8 +46,9 @@ class MemoryPlan(DevicePlan):
     is what loaded adapters may take on the CPU, those at start included; `gpu_adapter_bytes` what those in slots may
     take on the GPU, beside the tables of their projections (None: no experts are computed there). `num_states`:
     sequences that may run at once in a model whose layers keep states (0: they keep none), `num_snapshots`: copies of
-    states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks. `notes` are
-    printed; `remedies` are settings with which it would fit (empty if it does, or if none would do)."""
+    states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks;
+    `kept_positions` of a running sequence may be kept beside its state. `notes` are printed; `remedies` are settings
+    with which it would fit (empty if it does, or if none would do)."""
 
     devices: list[Memory]
     items: list[Item]
@@ -60,6 +61,7 @@ class MemoryPlan(DevicePlan):
     num_states: int = 0
     num_snapshots: int = 0
     snapshot_blocks: int = 0
+    kept_positions: int = 0
 
     @property
     def state_slots(self) -> int:
@@ -114,6 +116,7 @@ class Inputs:
     scratch: Callable[[int], int] | None = None  # of native experts by rows; None: estimated with the step's buffers
     gpu_packs: bool = False  # whether experts on "gpu" are held as the file has them
     native: bool = True  # whether the native backends can serve the model here
+    kept_positions: int = 0  # of a sequence with drafts, where layers keep states
     gpu_adapter_share: float = 0  # of an adapter's expert part that a slot holds on the GPU, beside hot experts
 
     @property
@@ -161,12 +164,13 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     per_token, affordable = inputs.kv_token_bytes, int(share * max(main.free_bytes - used, 0))
     each_state = source.config.state_bytes
     states = _states(inputs, affordable)
-    affordable = max(affordable - states * each_state, 0)
+    running = states * _running_bytes(inputs)
+    affordable = max(affordable - running, 0)
     tokens, length, notes = _cache(inputs, affordable // per_token)
     snapshot_blocks = -(-each_state // (KV_BLOCK_TOKENS * per_token))
     snapshots = tokens // KV_BLOCK_TOKENS // snapshot_blocks if each_state and config.prefix_caching else 0
     if each_state:
-        items.append(Item(main.name, Kind.KV_CACHE, f"states, {states} sequences", states * each_state))
+        items.append(Item(main.name, Kind.KV_CACHE, f"states, {states} sequences", running))
         notes += _state_notes(inputs, states, snapshots, snapshot_blocks)
     items.append(Item(main.name, Kind.KV_CACHE, f"KV cache, {tokens} tokens", tokens * per_token))
     notes.append(f"a position takes {per_token} bytes of the KV cache")
@@ -192,7 +196,20 @@ def _plan(inputs: Inputs) -> MemoryPlan:
             f"adapters in slots may take {format_bytes(on_gpu)} on {main.name}; one of rank {TYPICAL_RANK} on every "
             f"expert takes {format_bytes(takes)}, and a load beyond that is refused"
         )
-    return MemoryPlan(devices, items, tokens, length, room, notes, [], on_gpu, states, snapshots, snapshot_blocks)
+    return MemoryPlan(
+        devices,
+        items,
+        tokens,
+        length,
+        room,
+        notes,
+        [],
+        on_gpu,
+        states,
+        snapshots,
+        snapshot_blocks,
+        inputs.kept_positions if each_state else 0,
+    )
 
 
 def reserve_bytes(device: Memory) -> int:
@@ -231,13 +248,21 @@ def _expert_items(inputs: Inputs) -> list[Item]:
 
 def _states(inputs: Inputs, affordable: int) -> int:
     """Of running sequences, in their share of the bytes that the cache may take; at least one, if layers keep any."""
-    each = inputs.source.config.state_bytes
+    each = _running_bytes(inputs)
     return max(1, min(inputs.config.max_num_seqs, int(_STATE_SHARE * affordable) // each)) if each else 0
+
+
+def _running_bytes(inputs: Inputs) -> int:
+    """Of a running sequence's state, and of what it keeps of drafts."""
+    model = inputs.source.config
+    return model.state_bytes + inputs.kept_positions * model.kept_bytes
 
 
 def _state_notes(inputs: Inputs, states: int, snapshots: int, snapshot_blocks: int) -> list[str]:
     config, each = inputs.config, format_bytes(inputs.source.config.state_bytes)
-    notes = []
+    kept, notes = inputs.kept_positions * inputs.source.config.kept_bytes, []
+    if kept:
+        notes.append(f"drafts take {format_bytes(kept)} beside the state of each running request")
     if states < config.max_num_seqs:
         notes.append(
             f"at most {states} requests run at the same time instead of {config.max_num_seqs}: the state of each takes "

@@ -10,8 +10,25 @@ MAX_DRAFTS = 32
 _PROPOSERS: dict[str, type[Proposer]] = {"ngram": OwnText, "suffix": RecentTexts}
 
 
+def kept_positions(config: EngineConfig) -> int:
+    """A token and its drafts; 0 without `speculate`. Raises UserError."""
+    asked = _asked(config)
+    return 0 if asked is None else 1 + asked[1]
+
+
 def make_drafter(config: EngineConfig) -> Drafter | None:
     """None without `speculate`. Raises UserError."""
+    asked = _asked(config)
+    if asked is None:
+        return None
+    if config.overlap:
+        raise UserError("--speculate needs each step's tokens before the next one: leave out --overlap", "overlap")
+    kind, most, always = asked
+    return Drafter(_PROPOSERS[kind](), most, always=always)
+
+
+def _asked(config: EngineConfig) -> tuple[str, int, bool] | None:
+    """Whose drafts, how many at most, and whether whatever that costs."""
     if config.speculate is None:
         return None
     kind, _, rest = config.speculate.partition(":")
@@ -22,6 +39,4 @@ def make_drafter(config: EngineConfig) -> Drafter | None:
             "behind it if the drafts are to be checked whatever that costs",
             field="speculate",
         )
-    if config.overlap:
-        raise UserError("--speculate needs each step's tokens before the next one: leave out --overlap", "overlap")
-    return Drafter(_PROPOSERS[kind](), int(count), always=bool(colon))
+    return kind, int(count), bool(colon)

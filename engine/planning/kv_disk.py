@@ -18,30 +18,42 @@ from engine.weights.pack_cache import CACHE_FOLDER, plain_name
 
 @dataclass(frozen=True)
 class KvDiskPlan:
-    """`budget_bytes` in `folder`, `block_bytes` for each block."""
+    """`budget_bytes` in `folder`, `block_bytes` for each block, `state_bytes` for each snapshot of states; 0: layers
+    keep none."""
 
     folder: Path
     budget_bytes: int
     block_bytes: int
+    state_bytes: int = 0
 
     @property
     def lines(self) -> list[str]:
         tokens = self.budget_bytes // self.block_bytes * BLOCK_SIZE
         size, each = format_bytes(self.budget_bytes), format_bytes(self.block_bytes // BLOCK_SIZE)
         lines = [f"KV blocks on disk, {self.folder}: up to {size}, {tokens} tokens of {each}"]
+        if self.state_bytes:
+            lines[0] += f"; a snapshot of states takes {format_bytes(self.state_bytes)} of it"
         free = _free_bytes(self.folder)
         if free is not None and free < self.budget_bytes:
             lines.append(f"note: {format_bytes(free)} are free there; when they are full, no more blocks are written")
         return lines
 
 
-def plan_kv_disk(config: EngineConfig, placement: Placement, token_bytes: int) -> KvDiskPlan | None:
-    """What --kv-disk asks for; `token_bytes` are those of a position in the KV cache. UserError for what cannot be."""
+def plan_kv_disk(config: EngineConfig, placement: Placement, token_bytes: int, state_bytes: int) -> KvDiskPlan | None:
+    """What --kv-disk asks for; `token_bytes` are those of a position in the KV cache, `state_bytes` those of a
+    sequence's states. UserError for what cannot be."""
     if config.kv_disk is None:
         return None
     budget, block = parse_bytes(config.kv_disk, "kv_disk"), size_on_disk(BLOCK_SIZE * token_bytes)
     if budget < block:
         raise UserError(f"--kv-disk {config.kv_disk}: one block of {BLOCK_SIZE} tokens takes {block} bytes", "kv_disk")
+    state = size_on_disk(state_bytes) if state_bytes else 0
+    if budget < block + state:
+        raise UserError(
+            f"--kv-disk {config.kv_disk}: a block of {BLOCK_SIZE} tokens takes {block} bytes, and a snapshot of states "
+            f"{state} more",
+            "kv_disk",
+        )
     if not config.prefix_caching:
         raise UserError("--kv-disk keeps blocks of the prefix cache: leave out --no-prefix-caching", "kv_disk")
     if placement.device != "cpu":
@@ -50,7 +62,7 @@ def plan_kv_disk(config: EngineConfig, placement: Placement, token_bytes: int) -
         raise UserError("--kv-disk with --tensor-parallel: ranks have parts of each block; leave one out", "kv_disk")
     if len(kinds := placement.used(".self_attn")) > 1:
         raise UserError(f"--kv-disk takes one attention backend, the rules have {' and '.join(kinds)}", "kv_disk")
-    return KvDiskPlan(_folder(config), budget, block)
+    return KvDiskPlan(_folder(config), budget, block, state)
 
 
 def _folder(config: EngineConfig) -> Path:

@@ -36,7 +36,7 @@ from engine.memory.plan import (
     wanted_tokens,
 )
 from engine.memory.stated import STATED, tiled_projections
-from engine.planning.drafts import make_drafter
+from engine.planning.drafts import kept_positions, make_drafter
 from engine.planning.gpu_experts import gpu_share, share_lines, suits
 from engine.planning.gpu_memory import (
     adapter_copies,
@@ -250,6 +250,7 @@ def _plan(
         cpu=ranks_cpu(ranks, placement, cpu_memory()),
         gpu=ranks_gpu(ranks, placement, gpu_memory),
         adapter_copies=_slot_copies(placement),
+        kept_positions=kept_positions(config),
         gpu_adapter_share=_gpu_adapter_share(source, placement),
         kt_method=kt_method(config, placement),
         expert_quantise=quantise,
@@ -270,7 +271,7 @@ def _plan(
             hot = _hot_bytes(inputs, placement, extra, asked_hot)
             extra.append(Item(inputs.gpu.name, Kind.EXPERTS, "hot experts", hot))
         inputs = replace(inputs, extra=tuple(extra))
-    disk = plan_kv_disk(config, placement, inputs.kv_token_bytes)
+    disk = plan_kv_disk(config, placement, inputs.kv_token_bytes, source.config.state_bytes)
     memory = plan_memory(inputs)
     return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot, kv_disk=disk)
 

@@ -20,18 +20,6 @@ def check_states(config: EngineConfig, model: ModelConfig, placement: Placement)
             f"--tensor-parallel {config.tensor_parallel}: {keeps}, which ranks do not divide: leave it out",
             "tensor_parallel",
         )
-    if config.speculate is not None:
-        raise UserError(
-            f"--speculate {config.speculate}: {keeps}, which would be wrong behind a rejected draft: leave it out",
-            "speculate",
-        )
-    if config.kv_disk is not None:
-        raise UserError(f"--kv-disk {config.kv_disk}: {keeps}, which is not written to disk: leave it out", "kv_disk")
-    if config.deterministic:
-        raise UserError(
-            f"--deterministic: {keeps}, which is summed in another order in chunks than token by token: leave it out",
-            "deterministic",
-        )
     if config.cuda_graphs == "padded":
         raise UserError(
             f"--cuda-graphs padded: {keeps}, and padding rows have none: allowed are auto and off", "cuda_graphs"

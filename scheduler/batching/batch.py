@@ -77,7 +77,8 @@ class Batch:
         core.flights.append(flight)
         size = self._config.block_size
         for row in rows:
-            if row.request.num_computed // size > row.request.num_published:  # a block has become full
+            full = row.request.num_computed // size > row.request.num_published
+            if full or (row.state is not None and row.state.saves):
                 core.publish(row.request)
         return flight
 
@@ -259,8 +260,7 @@ class Batch:
         return PacedRoom(budget, self._rows, self._cost, target_s, config.min_chunk)
 
     def _push(self, heap: list[tuple[float, float, int, str]], tenant: str) -> None:
-        request = self._next(tenant)
-        if request is not None:
+        if (request := self._next(tenant)) is not None:
             heappush(heap, (self._core.fairness[tenant].counter, request.rank, request.arrival, tenant))
 
     def _next(self, tenant: str) -> Request | None:
@@ -328,7 +328,7 @@ class Batch:
                 return None
             core.blocked = request, spare
             return self._stop_admitting(request)
-        if core.disk is not None and core.disk.fetch(request, match, self._now):
+        if core.disk is not None and core.disk.fetch(request, match, self._now, lambda: self._spare(self._owed)):
             return None
         if not (size := room.fit(match.num_tokens, request.num_tokens - match.num_tokens)):
             return None

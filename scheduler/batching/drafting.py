@@ -45,4 +45,5 @@ def add_drafts(core: Core, rows: list[StepRow], owed: int) -> None:
             spare -= len(request.blocks)
             budget -= len(drafts)
             request.num_drafts = len(drafts)
-            rows[i] = replace(rows[i], num_tokens=1 + len(drafts), drafts=drafts)
+            state = None if core.states is None else core.states.keep(request, rows[i])
+            rows[i] = replace(rows[i], num_tokens=1 + len(drafts), drafts=drafts, state=state)

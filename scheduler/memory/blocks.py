@@ -152,7 +152,7 @@ class BlockManager:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give the request blocks for `num_tokens` positions; all of them or (False) none."""
         need = self.blocks_for(num_tokens) - len(request.blocks)
-        if not self._make_room(need):
+        if not self.make_room(need):
             return False
         request.blocks.extend(self.take_free(max(need, 0)))
         return True
@@ -164,7 +164,7 @@ class BlockManager:
             return None
         return self.take_free(count)
 
-    def _make_room(self, count: int) -> bool:
+    def make_room(self, count: int) -> bool:
         """Whether so many blocks are free. Before what is cached is evicted, snapshots are that were used before."""
         while count > self.num_unused and self.states is not None:
             newest = next(islice(self._free, count - 1, None), None)

@@ -4,17 +4,20 @@ computed --Save--> stored --Fetch--> findable in memory again, in this process o
                       `--Drop, least recently used first--> gone
 
 A block is written as soon as it is complete, so that it is there already when memory evicts it; what is evicted
-sooner is lost. Equal keys are equal content, so nothing is ever overwritten.
+sooner is lost. Equal keys are equal content, so nothing is ever overwritten. Where layers keep states, snapshots behind
+prompts and ended answers are written likewise, and what follows a match is read as far as the last of them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler.memory.blocks import BlockManager, Match
-from scheduler.memory.prefix import Content
+from scheduler.memory.prefix import Content, blake2
+from scheduler.memory.states import StatePool
 from scheduler.plan import DiskOrder, Drop, Fetch, Save, StepPlan
 from scheduler.request import Request
 
@@ -34,19 +37,52 @@ class _Coming:
     waiting: list[Request]
     until: float  # nobody waits any longer
 
+    state: Content | None = None  # of the block behind which a snapshot is that is being read, too
+
+    @property
+    def targets(self) -> set[bytes]:
+        """Blocks whose coming others may wait for; with a snapshot, the one before it."""
+        return {content.hash for content in self.contents} if self.state is None else {self.state.hash}
+
+
+class _Run(NamedTuple):
+    """What is to be read, and what is found around it."""
+
+    contents: list[Content]
+    found: list[int]
+    state: Content | None  # of the block behind which a snapshot is to be read
+    num_blocks: int  # that need not be computed then
+    target: bytes
+
+
+def state_key(block: bytes) -> bytes:
+    """Of the snapshot behind a block with this hash."""
+    return blake2(b"state" + block)
+
 
 class DiskBlocks:
-    """`budget_bytes` for files of `block_bytes` each; `stored` are key and size of those that are there, least recently
-    used first. Writes Request.held and Request.fetched.
+    """`budget_bytes` for files of `block_bytes` each, and `state_bytes` of snapshots; `stored` are key and size of
+    those that are there, least recently used first. Writes Request.held and Request.fetched.
 
     A request that is about to run waits for what continues its match on disk, but at most as long as computing that
     would take at the speed of the last prefill steps: then it runs, and whoever comes next may find the blocks.
     """
 
     def __init__(
-        self, blocks: BlockManager, budget_bytes: int, block_bytes: int, stored: Iterable[tuple[bytes, int]]
+        self,
+        blocks: BlockManager,
+        budget_bytes: int,
+        block_bytes: int,
+        stored: Iterable[tuple[bytes, int]],
+        state_bytes: int = 0,
     ) -> None:
         self._blocks = blocks
+        self._states = blocks.states
+        self._state_bytes = state_bytes
+        self._saving_states: dict[bytes, int] = {}  # slots, none of which changes meanwhile
+        self._spoiled: set[bytes] = set()  # of those the keys that are not to stay
+        if self._states is not None:
+            self._states.on_disk = True
         self._budget = budget_bytes
         self._block_bytes = block_bytes
         self._stored = OrderedDict(stored)
@@ -57,16 +93,17 @@ class DiskBlocks:
         self._orders: list[DiskOrder] = []
         self._writes = True
         self._prefill_s: float | None = None  # of a token
-        self.num_saved = 0
+        self.num_saved = self.num_saved_states = 0
         self.num_dropped = 0  # for want of space
         self.num_lost = 0  # that could not be read
-        self.num_fetched = 0
+        self.num_fetched = self.num_fetched_states = 0
         self._make_room(0)
 
     @property
     def busy(self) -> bool:
         """Whether something is being written or read, or is to be written."""
-        return bool(self._saving or self._coming or self._orders or self._blocks.cache.unsaved)
+        unsaved = self._blocks.cache.unsaved or (self._states is not None and self._states.unsaved)
+        return bool(self._saving or self._saving_states or self._coming or self._orders or unsaved)
 
     def orders(self) -> list[DiskOrder]:
         """What was decided since the last call, in order."""
@@ -85,10 +122,26 @@ class DiskBlocks:
             self._saving[content.hash] = block
             self._blocks.hold([block])
             self._orders.append(Save(content.hash, block))
+        if self._states is not None:
+            self._save_state(self._states)
         orders, self._orders = self._orders, []
         return orders
 
     # ---- to the disk
+
+    def _save_state(self, states: StatePool) -> None:
+        """One at a time: it is as large as many blocks."""
+        while not self._saving_states and (block := states.next_unsaved()) is not None:
+            key = state_key(block)
+            if key in self._stored:
+                del states.unsaved[block]
+                continue
+            self._make_room(self._state_bytes)
+            if self._bytes + self._state_bytes > self._budget:  # blocks are being written
+                return
+            self._bytes += self._state_bytes
+            self._saving_states[key] = slot = states.begin_save(block)
+            self._orders.append(Save(key, slot, state=True))
 
     def offer(self, blocks: Iterable[int]) -> None:
         """Blocks whose content is computed by now."""
@@ -100,6 +153,8 @@ class DiskBlocks:
 
     def saved(self, key: bytes, ok: bool) -> None:
         """A save has ended. After one that failed there are no more."""
+        if key in self._saving_states:
+            return self._saved_state(key, ok)
         block = self._saving.pop(key)
         content = self._blocks.cache.content_of(block)
         self._blocks.release([block])
@@ -108,22 +163,46 @@ class DiskBlocks:
             self.num_saved += 1
             if content is None:  # it was taken back meanwhile
                 self._drop(key)
-            return
+            return None
         self._bytes -= self._block_bytes
+        self._stop_writing()
+        return None
+
+    def _saved_state(self, key: bytes, ok: bool) -> None:
+        if self._states is not None:
+            self._states.saved(self._saving_states.pop(key))
+        spoiled = key in self._spoiled
+        self._spoiled.discard(key)
+        if ok:
+            self._stored[key] = self._state_bytes
+            self.num_saved_states += 1
+            if spoiled:
+                self._drop(key)
+            return
+        self._bytes -= self._state_bytes
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
         self._writes = False
         self._blocks.cache.unsaved.clear()
+        if self._states is not None:
+            self._states.on_disk = False
+            self._states.unsaved.clear()
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """They were used, wherever they were found."""
-        for key in keys:
+    def touch(self, keys: Sequence[bytes], snapshot: bytes | None) -> None:
+        """Blocks, and the snapshot behind one, were used, wherever they were found."""
+        for key in (*keys, *(() if snapshot is None else (state_key(snapshot),))):
             if key in self._stored:
                 self._stored.move_to_end(key)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """They are not to be trusted."""
-        for key in keys:
-            if key in self._stored:
-                self._drop(key)
+        """Blocks, and snapshots behind them, are not to be trusted."""
+        for block in keys:
+            for key in (block, state_key(block)) if self._states is not None else (block,):
+                if key in self._stored:
+                    self._drop(key)
+                elif key in self._saving_states:
+                    self._spoiled.add(key)
 
     def keys(self) -> list[bytes]:
         """Of what is stored, least recently used first."""
@@ -140,55 +219,79 @@ class DiskBlocks:
 
     # ---- and back
 
-    def fetch(self, request: Request, match: Match, now: float) -> bool:
+    def fetch(self, request: Request, match: Match, now: float, spare: Callable[[], int]) -> bool:
         """Begin to read what follows the match, for which there are free blocks, or wait for somebody else's read of
-        it. False: nothing is to come that is worth waiting for."""
-        if request.fetched or not request.kv_digest or (key := self._wanted(request, match)) is None:
+        it. False: nothing is to come that is worth waiting for. `spare`: how many blocks running requests do not need.
+        """
+        if request.fetched or not request.kv_digest or (run := self._run(request, match)) is None:
             return False
         for coming in self._coming.values():
-            if now < coming.until and any(content.hash == key for content in coming.contents):
+            if now < coming.until and run.target in coming.targets:
                 coming.waiting.append(request)
                 request.held = True
                 return True
-        if key not in self._stored or len(self._coming) >= _MOST_FETCHES:
+        if len(self._coming) >= _MOST_FETCHES:
             return False
-        contents, found = self._run(request, match)
-        held = [*match.blocks, *found]
-        self._blocks.hold(held)
-        blocks = self._blocks.take_free(len(contents))
+        blocks, contents = self._blocks, run.contents
+        held = [*match.blocks, *run.found]
+        blocks.hold(held)
+        slot = None
+        if run.state is not None and self._states is not None:
+            later = blocks.blocks_for(request.num_tokens) - len(match.blocks) - len(run.found)
+            slot = self._states.begin_read(lambda: spare() - later)
+            if slot is None or not blocks.make_room(len(contents)):
+                if slot is not None:
+                    self._states.was_read(slot, None)
+                blocks.release(held)
+                return False
+        elif not blocks.make_room(len(contents)):
+            blocks.release(held)
+            return False
+        taken = blocks.take_free(len(contents))
+        if self._states is not None:
+            self._states.keep_memory(set(taken))
         wait_s = _PATIENCE_S
         if self._prefill_s is not None:
-            wait_s = min(wait_s, self._prefill_s * len(contents) * self._blocks.block_size)
-        fetch = Fetch(tuple((content.hash, block) for content, block in zip(contents, blocks, strict=True)))
-        self._coming[fetch] = _Coming(contents, blocks, held, [request], now + wait_s)
+            wait_s = min(wait_s, self._prefill_s * run.num_blocks * blocks.block_size)
+        fetch = Fetch(
+            tuple((content.hash, block) for content, block in zip(contents, taken, strict=True)),
+            None if run.state is None or slot is None else (state_key(run.state.hash), slot),
+        )
+        self._coming[fetch] = _Coming(contents, taken, held, [request], now + wait_s, run.state)
         self._orders.append(fetch)
         request.held = request.fetched = True
         return True
 
-    def _wanted(self, request: Request, match: Match) -> bytes | None:
-        """The key of the block behind the match, unless that is in memory or not complete."""
-        index, total = len(match.blocks), len(request.prompt) + len(request.output)
-        if not self._blocks.looks_up(request) or (index + 1) * self._blocks.block_size > total:
+    def _run(self, request: Request, match: Match) -> _Run | None:
+        """What follows the match without a gap, in memory or on disk; where layers keep states, as far as the last
+        state. None: nothing that is on disk."""
+        cache, size, states = self._blocks.cache, self._blocks.block_size, self._states
+        if not self._blocks.looks_up(request):
             return None
-        content = self._blocks.cache.content(request, index)
-        return None if self._blocks.cache.find(content) is not None else content.hash
-
-    def _run(self, request: Request, match: Match) -> tuple[list[Content], list[int]]:
-        """What follows the match without a gap: content on disk, blocks in memory."""
-        cache, size = self._blocks.cache, self._blocks.block_size
-        contents: list[Content] = []
-        found: list[int] = []
         total = len(request.prompt) + len(request.output)
-        for index in range(len(match.blocks), total // size):
+        parts: list[tuple[Content, int | None]] = []
+        num_blocks = 0  # that are worth it
+        for index in range(len(match.blocks), (total if states is None else total - 1) // size):
             content = cache.content(request, index)
             block = cache.find(content)
-            if block is not None:
-                found.append(block)
-            elif content.hash in self._stored:
-                contents.append(content)
-            else:
+            if block is None and content.hash not in self._stored:
                 break
-        return contents, found
+            parts.append((content, block))
+            if states is None or states.find(content) or state_key(content.hash) in self._stored:
+                num_blocks = len(parts)
+        if not num_blocks or (states is None and parts[0][1] is not None):
+            return None
+        last = parts[num_blocks - 1][0]
+        state = None if states is None or states.find(last) else last
+        contents = [content for content, block in parts[:num_blocks] if block is None]
+        found = [block for _, block in parts[:num_blocks] if block is not None]
+        return _Run(
+            contents,
+            found,
+            state,
+            num_blocks,
+            parts[0][0].hash if states is None else last.hash,
+        )
 
     def fetched(self, fetch: Fetch, bad: Collection[bytes]) -> None:
         """A read has ended; what is on disk as the keys in `bad` is not what it should be."""
@@ -201,7 +304,16 @@ class DiskBlocks:
             else:
                 self.num_lost += 1
                 self.forget([content.hash])
-        self.touch(content.hash for content in coming.contents)
+        if fetch.state is not None and coming.state is not None and self._states is not None:
+            key, slot = fetch.state
+            if good := key not in bad:
+                self.num_fetched_states += 1
+            else:
+                self.num_lost += 1
+                if key in self._stored:
+                    self._drop(key)
+            self._states.was_read(slot, coming.state if good else None)
+        self.touch([content.hash for content in coming.contents], None if coming.state is None else coming.state.hash)
         self._blocks.release([*coming.held, *coming.blocks])
         self._end_wait(coming)
 
@@ -234,6 +346,8 @@ class DiskBlocks:
             "disk_budget_bytes": self._budget,
             "disk_blocks": len(self._stored),
             "disk_saved_blocks": self.num_saved,
+            "disk_saved_snapshots": self.num_saved_states,
+            "disk_read_snapshots": self.num_fetched_states,
             "disk_unsaved_blocks": len(self._blocks.cache.unsaved),
             "disk_evictions": self.num_dropped,
             "disk_damaged_blocks": self.num_lost,
@@ -248,6 +362,7 @@ class DiskBlocks:
     def problems(self) -> list[str]:
         found = []
         counted = sum(self._stored.values()) + len(self._saving) * self._block_bytes
+        counted += len(self._saving_states) * self._state_bytes
         if counted != self._bytes:
             found.append(f"{self._bytes} bytes on disk are known, blocks have {counted}")
         if self._bytes > self._budget:

@@ -13,13 +13,15 @@ a step nobody writes to a slot that a row begins from.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from scheduler.memory.prefix import Content, PrefixCache
-from scheduler.plan import NO_STATE, Idle, RowState
+from scheduler.plan import NO_STATE, Idle, RowState, StepRow
 from scheduler.request import Request
 
 NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
@@ -52,8 +54,9 @@ class Lender(Protocol):
 
 
 class StatePool:
-    """Writes only Request.state, state_source, snapshots, newest_snapshot and diverged. `snapshot_blocks`: how many
-    blocks take the memory of a snapshot, of which none is withheld at first; 0: snapshots have memory of their own."""
+    """Writes only Request.state, state_source, state_end, snapshots, newest_snapshot and diverged. `snapshot_blocks`:
+    how many blocks take the memory of a snapshot, of which none is withheld at first; 0: snapshots have memory of their
+    own."""
 
     def __init__(
         self,
@@ -79,6 +82,12 @@ class StatePool:
         self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are evicted
         self._answers: dict[bytes, dict[bytes, None]] = {}  # of those the ones in answers, by `closing`
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
+        self.on_disk = False  # whether some are to be written there
+        self.unsaved: dict[bytes, None] = {}  # of the findable ones those
+        self._computing: dict[int, int] = {}  # slots to which steps in flight save, and how many do
+        self._saving: set[int] = set()  # slots that are being written to disk
+        self._gone: set[int] = set()  # of those the ones that nobody finds any more
+        self._coming: set[int] = set()  # slots that are being read from disk
         self.num_saved = 0
         self.num_evicted = 0
 
@@ -89,12 +98,12 @@ class StatePool:
     @property
     def num_lent(self) -> int:
         """Blocks that are withheld, and could be had back now."""
-        idle = len(self._free) + len(self._found) - len(self._read)
+        idle = len(self._free) + len(self._found) - len(self._read | (self._saving - self._gone))
         return self.snapshot_blocks * max(idle, 0)
 
     def num_lent_to(self, snapshot: bytes) -> int:
         """Of those the ones that can no longer be had back once a row begins from the snapshot."""
-        return 0 if self._found[snapshot].slot in self._read else self.snapshot_blocks
+        return 0 if self._is_held(self._found[snapshot]) else self.snapshot_blocks
 
     def begin_step(self) -> None:
         self._read.clear()
@@ -120,6 +129,7 @@ class StatePool:
         """A slot of its own for a request that is admitted, of which one is free for each that may run. `snapshot`:
         hash of the block that it begins behind; `diverged`: the position to which its blocks were found, or 0."""
         request.state, request.state_source, request.diverged = self._own.pop(), NO_STATE, diverged
+        request.state_end = len(request.blocks) * self._block_size
         if snapshot is not None:
             held = self._found[snapshot]
             self._found.move_to_end(snapshot)
@@ -135,6 +145,7 @@ class StatePool:
     def release(self, request: Request) -> None:
         """It leaves the running ones; what it has saved stays, if it can be found."""
         self._own.append(request.state)
+        self._offer(request.newest_snapshot)
         self._free += [slot for _, slot in request.snapshots]
         request.state = request.state_source = NO_STATE
         request.snapshots, request.newest_snapshot = [], b""
@@ -142,13 +153,21 @@ class StatePool:
     def row(self, request: Request, start: int, end: int, spare: Callable[[], int]) -> RowState:
         """Of the request's row of positions [start, end). `spare`: how many blocks running requests do not need."""
         source, request.state_source = request.state_source, request.state
+        replayed, request.state_end = start - request.state_end, end
         saves = []
-        for position in self._wanted(request, start, end):
+        # one behind the first position that is replayed was saved by the row that kept it
+        for position in self._wanted(request, start - replayed + bool(replayed), end, decode=end == start + 1):
             if (slot := self._slot(spare)) is not None:
                 saves.append((position, slot))
                 request.snapshots.append((position // self._block_size, slot))
+                self._computing[slot] = self._computing.get(slot, 0) + 1
                 self.num_saved += 1
-        return RowState(request.state, source, tuple(saves))
+        return RowState(request.state, source, tuple(saves), replayed)
+
+    def keep(self, request: Request, row: StepRow) -> RowState | None:
+        """Of the request's row, which gets drafts: which of them are right is not known before the next row."""
+        request.state_end = row.start
+        return None if row.state is None else replace(row.state, keeps=True)
 
     def saved_hashes(self, request: Request, row: RowState) -> list[bytes]:
         """The blocks behind which the row saves states, as far as their tokens are known."""
@@ -173,6 +192,8 @@ class StatePool:
             self._found[content.hash] = _Snapshot(slot, content, end == request.diverged, behind, self._lender.clock)
             if behind:
                 self._answers.setdefault(behind, {})[content.hash] = None
+            if not answers:
+                self._offer(content.hash)
             if answers:
                 self._replace_newest(request, content.hash)
                 self._evict_first(self._unlikely(content.hash, behind))
@@ -191,7 +212,8 @@ class StatePool:
         """Nobody finds what is behind these blocks."""
         for each in hashes:
             if (held := self._found.pop(each, None)) is not None:
-                self._free.append(held.slot)
+                self.unsaved.pop(each, None)
+                (self._gone.add if held.slot in self._saving else self._free.append)(held.slot)
                 if held.closing:
                     answers = self._answers[held.closing]
                     del answers[each]
@@ -200,6 +222,61 @@ class StatePool:
 
     def discard_slots(self, slots: set[int]) -> None:
         self.discard([key for key, held in self._found.items() if held.slot in slots])
+
+    # ---- to the disk and back
+
+    def _offer(self, key: bytes) -> None:
+        """The snapshot, if there is one, is to be written to disk: of a prompt, or an answer's last."""
+        held = self._found.get(key)
+        if self.on_disk and held is not None and isinstance(held.content.source, bytes):
+            self.unsaved[key] = None
+
+    def landed(self, slots: Iterable[int]) -> None:
+        """A step has ended that has saved to these slots."""
+        for slot in slots:
+            self._computing[slot] -= 1
+            if not self._computing[slot]:
+                del self._computing[slot]
+
+    def next_unsaved(self) -> bytes | None:
+        """The block behind which the first computed snapshot is that is to be written."""
+        return next((key for key in self.unsaved if self._found[key].slot not in self._computing), None)
+
+    def begin_save(self, key: bytes) -> int:
+        """The slot of that snapshot; it does not change before `saved`."""
+        del self.unsaved[key]
+        slot = self._found[key].slot
+        self._saving.add(slot)
+        return slot
+
+    def saved(self, slot: int) -> None:
+        self._saving.remove(slot)
+        if slot in self._gone:
+            self._gone.remove(slot)
+            self._free.append(slot)
+
+    def begin_read(self, spare: Callable[[], int]) -> int | None:
+        """A slot that a snapshot is read into; as in `row`. None: there is none."""
+        slot = self._slot(spare)
+        if slot is not None:
+            self._coming.add(slot)
+            self.keep_memory((), slot)
+        return slot
+
+    def keep_memory(self, blocks: Container[int], slot: int | None = None) -> None:
+        """What is read into these must not be lost to the memory that goes back before the next step."""
+        self._idle = Idle(
+            [each for each in self._idle.blocks if each not in blocks],
+            [each for each in self._idle.slots if each != slot],
+        )
+
+    def was_read(self, slot: int, content: Content | None) -> None:
+        """None: nothing that could be used."""
+        self._coming.remove(slot)
+        if content is None or content.hash in self._found or self._cache.find(content) is None:
+            self._free.append(slot)
+        else:
+            self._found[content.hash] = _Snapshot(slot, content, False, b"", self._lender.clock)
 
     @property
     def lent(self) -> list[list[int]]:
@@ -232,7 +309,7 @@ class StatePool:
                 continue
             own.append(request.state)
             pending += [slot for _, slot in request.snapshots]
-        pending += [held.slot for held in self._found.values()]
+        pending += [*(held.slot for held in self._found.values()), *self._gone, *self._coming]
         if self.snapshot_blocks and sorted(pending) != sorted(self._lent):
             found.append(f"snapshots {sorted(pending)} are in use, blocks are withheld for {sorted(self._lent)}")
         pending += self._bare
@@ -249,14 +326,15 @@ class StatePool:
         lost = [held.slot for key, held in self._found.items() if key not in self._cache.hashes]
         return found + [f"snapshot {slot} is findable, and its block is not" for slot in lost]
 
-    def _wanted(self, request: Request, start: int, end: int) -> list[int]:
+    def _wanted(self, request: Request, start: int, end: int, decode: bool) -> list[int]:
         """Ends of blocks behind which somebody may want to begin: where the prompt ends but for what the template
         opens the answer with, where requests have parted, and each in the output, which any token may end."""
         if not self.num_snapshots:
             return []
         size = self._block_size
-        if start >= len(request.prompt) and end == start + 1:
-            return [] if end % size else [end]
+        if decode and start >= len(request.prompt):
+            last = end // size * size
+            return [last] if last > start else []
         wanted = {self._closing(request), request.diverged}
         return [
             position
@@ -297,7 +375,10 @@ class StatePool:
 
     def _oldest(self) -> bytes | None:
         """The first to be evicted that no row begins from."""
-        return next((key for key, held in self._found.items() if held.slot not in self._read), None)
+        return next((key for key, held in self._found.items() if not self._is_held(held)), None)
+
+    def _is_held(self, held: _Snapshot) -> bool:
+        return held.slot in self._read or held.slot in self._saving
 
     def _evict(self, key: bytes) -> None:
         self.discard([key])

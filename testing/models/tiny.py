@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
     ),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, {"head_dim": 32, "sliding_window": 16}),
 }
-PLAIN_EXPERTS = tuple(name for name in FAMILIES if name != "gpt_oss")  # those that can be trained
+PLAIN_EXPERTS = tuple(name for name in FAMILIES if name != "gpt_oss")
 _DELTA = {
     "head_dim": 32,
     "shared_expert_intermediate_size": 96,
@@ -77,6 +77,7 @@ STATEFUL: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, _DELTA),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _DELTA),
 }
+TRAINED = (*PLAIN_EXPERTS, *STATEFUL)
 WIDE_EXPERTS = ("mixtral", "minimax_m2", "gpt_oss")  # as wide as `intermediate_size`, in all layers, and normalised
 
 

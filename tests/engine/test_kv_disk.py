@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,15 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.kv_disk import files as module
 from engine.memory.limits import Memory
-from engine.messages import Abort, Failed
+from engine.messages import Abort, Failed, Finished
 from engine.planning.plan import plan_engine
 from native import available
 from rules import Machine
+from scheduler.memory.disk import DiskBlocks
 from testing.harness import Harness
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.parity import prompts
+from testing.waiting import eventually
+from tests.engine.parity import BACKENDS, prompts
 from tests.engine.test_row_faults import BAD, poison
 
 needs_native = pytest.mark.skipif(not available()[0], reason="the native kernels are not built here")
@@ -42,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(model: Path, folder: Path | None, **settings) -> Harness:
     """With KV for 16 blocks, of which a prompt of ASKED takes 10 or 11; `folder` None: without a disk."""
     disk = {} if folder is None else {"kv_disk": "64MiB", "kv_disk_dir": str(folder)}
-    return Harness(model, pack_cache="off", kv_cache_tokens=256, **{**disk, **settings})
+    return Harness(model, **{"pack_cache": "off", "kv_cache_tokens": 256} | disk | settings)
 
 
 def answers(engine: Harness) -> list[list[int]]:
@@ -187,6 +191,101 @@ def test_adapters_are_told_apart_by_what_they_compute(model: Path, tmp_path: Pat
     assert len({disk.digest(each) for each in (None, b"one", b"two")}) == 3
     assert disk.digest(b"") == b"", "nobody knows what it computes: its blocks stay in memory"
     engine.close()
+
+
+# ---- of models whose layers keep states
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stateful")
+    save_hf(tiny_model(4, family="qwen3_next"), folder)
+    return folder
+
+
+def with_states(model: Path, folder: Path | None, **settings) -> Harness:
+    """Memory for eight snapshots or so; other prompts take it away."""
+    return started(model, folder, kv_cache_tokens=1024, max_num_seqs=2, **settings)
+
+
+def asked_again(engine: Harness) -> tuple[list[list[int]], list[int]]:
+    """Answers, and how many tokens were not computed, of two prompts with one beginning and of a second turn."""
+    found, cached, turns = [], [], list(ASKED)
+    for prompt in turns:
+        rid = engine.submit(prompt, max_tokens=20)
+        result = engine.run()[rid]
+        assert isinstance(result.end, Finished)
+        found.append(result.tokens)
+        cached.append(result.end.cached_tokens)
+        settle(engine)
+        if len(turns) == 2:
+            turns.append([*prompt, *result.tokens, *prompts(5, [9])[0]])
+    return found, cached
+
+
+@BACKENDS
+def test_snapshots_come_back_with_their_blocks(stateful, tmp_path, backend, monkeypatch) -> None:
+    monkeypatch.setattr(DiskBlocks, "observe", lambda self, plan, seconds: None)  # however fast computing is, they wait
+    plain = with_states(stateful, None, **backend)
+    expected, _ = asked_again(plain)
+    plain.close()
+    for process in range(2):
+        engine = with_states(stateful, tmp_path, **backend)
+        found, cached = asked_again(engine)
+        assert found == expected
+        if process:
+            assert cached == [144, 144, 176] and stats(engine)["disk_read_snapshots"] > 0
+            assert stats(engine)["disk_read_bytes"] > 0
+        for seed in range(20, 24):  # memory is taken by others
+            engine.generate([prompts(seed, [300])[0]], max_tokens=1)
+        again, cached = asked_again(engine)
+        assert again == expected and cached == [144, 144, 176]
+        rid = engine.submit(ASKED[0], tenant=f"another {process}", max_tokens=20)
+        end = engine.run()[rid].end
+        assert isinstance(end, Finished) and end.cached_tokens == 0
+        engine.close()
+        if process == 1:  # every other file is damaged
+            for i, file in enumerate(sorted(tmp_path.glob("*.kv"))):
+                content = bytearray(file.read_bytes())
+                content[(i * 977) % len(content)] ^= 0x10
+                file.write_bytes(content if i % 2 else file.read_bytes())
+            engine = with_states(stateful, tmp_path, **backend)
+            assert asked_again(engine)[0] == expected and stats(engine)["disk_damaged_blocks"] > 0
+            engine.close()
+
+
+UNTIL_KILLED = """
+import sys, itertools, pathlib, torch
+from testing.harness import Harness
+engine = Harness(pathlib.Path(sys.argv[1]), pack_cache="off", kv_cache_tokens=1024, max_num_seqs=2, kv_disk="64MiB",
+                 kv_disk_dir=sys.argv[2])
+for seed in itertools.count():
+    prompt = torch.randint(2, 128, (100,), generator=torch.Generator().manual_seed(seed))
+    engine.generate([prompt.tolist()], max_tokens=20)
+"""
+
+
+def test_a_process_that_is_killed_leaves_nothing_wrong(stateful, tmp_path, monkeypatch) -> None:
+    """While it writes blocks and snapshots."""
+    monkeypatch.setattr(DiskBlocks, "observe", lambda self, plan, seconds: None)
+    command = [sys.executable, "-c", UNTIL_KILLED, str(stateful), str(tmp_path)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as child:
+        eventually(lambda: len(list(tmp_path.glob("*.kv"))) > 30)
+        child.kill()
+    plain, engine = with_states(stateful, None), with_states(stateful, tmp_path)
+    assert not list(tmp_path.glob("*.partial"))
+    for seed in range(3):
+        prompt = prompts(seed, [100])[0]
+        assert plain.generate([prompt], max_tokens=20) == engine.generate([prompt], max_tokens=20)
+    assert stats(engine)["disk_read_snapshots"] > 0 and stats(engine)["disk_damaged_blocks"] == 0
+    plain.close()
+    engine.close()
+
+
+def test_a_budget_that_holds_no_snapshot_is_refused(stateful: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"and a snapshot of states [0-9]+ more") as refused:
+        with_states(stateful, tmp_path, kv_disk="12KiB")
+    assert refused.value.field == "kv_disk"
 
 
 def test_a_cache_on_a_gpu_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

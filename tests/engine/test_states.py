@@ -32,7 +32,6 @@ from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.lora.test_gguf import with_lora
 from tests.native.batches import batch
 from tests.native.isas import ISAS
-from training.experts.base import refuse_untrainable
 
 
 @pytest.fixture(scope="module")
@@ -244,10 +243,7 @@ def test_gguf_quantised(tmp_path, family):
 
 
 REFUSED = [
-    {"speculate": "ngram:2"},
-    {"kv_disk": "1GiB"},
     {"cuda_graphs": "padded"},
-    {"deterministic": True, "rules": None},
     {"tensor_parallel": 2},
 ]
 
@@ -266,12 +262,6 @@ def test_a_gpu_is_refused(model_folder):
     with pytest.raises(UserError, match="--device cpu serves it") as caught:
         check_states(config, source.config, placement)
     assert caught.value.field == "device"
-
-
-def test_training_is_refused(model_folder):
-    folder = str(model_folder[1])
-    with pytest.raises(ModelFileError, match="layers of linear attention cannot be trained"):
-        refuse_untrainable(open_model(folder).config, folder)
 
 
 # ---- adapters

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from scheduler.drafts import Drafter, Proposal
 from scheduler.memory.disk import DiskBlocks
-from scheduler.plan import NO_STATE, DiskOrder, Drop, Event, EventKind, Fetch, Save, StepPlan, StepRow
+from scheduler.plan import NO_STATE, DiskOrder, Drop, Event, EventKind, Fetch, RowState, Save, StepPlan, StepRow
 from scheduler.request import BASE, AdapterKey, Request, SamplingParams, Status
 from scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -124,32 +124,34 @@ class FakeDisk:
     """What is on disk, and the orders in flight. Writes and deletions end in order, reads whenever they want."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.kept: dict[bytes, list[int]] = {}
+        self.kept: dict[bytes, list[int]] = {}  # what blocks hold, or the value of a snapshot
         self.rng = random.Random(seed)
         self.stalls = False  # nothing ends
         self.full = False
         self.writer: deque[tuple[Save | Drop, list[int]]] = deque()
         self.reads: list[Fetch] = []
 
-    def scan(self, block_bytes: int) -> list[tuple[bytes, int]]:
-        return [(key, block_bytes) for key in self.kept]
+    def scan(self, block_bytes: int, state_bytes: int) -> list[tuple[bytes, int]]:
+        return [(key, block_bytes if len(held) > 1 else state_bytes) for key, held in self.kept.items()]
 
-    def start(self, orders: Sequence[DiskOrder], kv: list[list[int]]) -> None:
+    def start(self, orders: Sequence[DiskOrder], kv: list[list[int]], states: list[int]) -> None:
         for order in orders:
             if isinstance(order, Fetch):
                 self.reads.append(order)
                 for _, block in order.parts:
                     kv[block] = [GARBAGE] * len(kv[block])
+                if order.state is not None:
+                    states[order.state[1]] = GARBAGE
             else:
-                self.writer.append((order, list(kv[order.block]) if isinstance(order, Save) else []))
-                assert GARBAGE not in self.writer[-1][1], "a block is saved before it is computed"
+                self.writer.append((order, _held(order, kv, states) if isinstance(order, Save) else []))
+                assert GARBAGE not in self.writer[-1][1], "it is saved before it is computed"
 
-    def finish(self, disk: DiskBlocks, kv: list[list[int]], least: int = 0) -> None:
+    def finish(self, disk: DiskBlocks, kv: list[list[int]], states: list[int], least: int = 0) -> None:
         """Some of what is in flight, from `least` orders on."""
         for _ in range(self.rng.randint(min(least, len(self.writer)), len(self.writer))):
             order, content = self.writer.popleft()
             if isinstance(order, Save):
-                assert kv[order.block] == content, "a block changed while it was saved"
+                assert _held(order, kv, states) == content, "it changed while it was saved"
                 if not self.full:
                     self.kept[order.key] = content
                 disk.saved(order.key, not self.full)
@@ -159,6 +161,12 @@ class FakeDisk:
         for _ in range(self.rng.randint(min(least, len(self.reads)), len(self.reads))):
             fetch = self.reads.pop()
             bad = {key for key, _ in fetch.parts if key not in self.kept}
+            if fetch.state is not None:
+                key, slot = fetch.state
+                if key in self.kept:
+                    states[slot] = self.kept[key][0]
+                else:
+                    bad.add(key)
             for key, block in fetch.parts:
                 if key not in bad:
                     kv[block] = list(self.kept[key])
@@ -173,8 +181,17 @@ class FakeDisk:
 
     def blocks(self) -> set[int]:
         """Those that are read or written."""
-        saved = {order.block for order, _ in self.writer if isinstance(order, Save)}
+        saved = {order.block for order, _ in self.writer if isinstance(order, Save) and not order.state}
         return saved | {block for fetch in self.reads for _, block in fetch.parts}
+
+    def slots(self) -> set[int]:
+        """Likewise of states."""
+        saved = {order.block for order, _ in self.writer if isinstance(order, Save) and order.state}
+        return saved | {fetch.state[1] for fetch in self.reads if fetch.state is not None}
+
+
+def _held(save: Save, kv: list[list[int]], states: list[int]) -> list[int]:
+    return [states[save.block]] if save.state else list(kv[save.block])
 
 
 class FakeEngine:
@@ -191,7 +208,7 @@ class FakeEngine:
     ) -> None:
         self.config = config
         self.disk = disk or FakeDisk()
-        self.scheduler = Scheduler(config, drafter, self.disk.scan(config.disk_block_bytes))
+        self.scheduler = Scheduler(config, drafter, self.disk.scan(config.disk_block_bytes, config.disk_state_bytes))
         self.depth = depth
         self.now = 0.0
         self.dt = dt
@@ -199,6 +216,7 @@ class FakeEngine:
         self.kv = [[GARBAGE] * config.block_size for _ in range(config.num_blocks)]
         self.states = [GARBAGE] * (config.num_states + config.num_snapshots)
         self.state_steps = [-1] * len(self.states)  # by which they were written
+        self.kept: dict[int, list[int]] = {}  # by slot: values of positions that are not in its state yet
         self.resident: dict[int, AdapterKey] = {0: BASE}
         self.loading: dict[int, AdapterKey] = {}
         self.hold_loads = False
@@ -257,7 +275,7 @@ class FakeEngine:
     def schedule(self) -> StepPlan | None:
         self.now += self.dt
         if self.scheduler.disk is not None and not self.disk.stalls:
-            self.disk.finish(self.scheduler.disk, self.kv)
+            self.disk.finish(self.scheduler.disk, self.kv, self.states)
         self.take(*self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
@@ -270,7 +288,7 @@ class FakeEngine:
         if not self.hold_loads:
             self.finish_loads()
         if self.scheduler.disk is not None:
-            self.disk.start(self.scheduler.disk.orders(), self.kv)
+            self.disk.start(self.scheduler.disk.orders(), self.kv, self.states)
         if plan is not None:
             self.launch(plan)
         return plan
@@ -306,6 +324,7 @@ class FakeEngine:
             assert value != GARBAGE, f"{row.request.request_id} reads what nobody computed"
             self._check_state(row, states, value)
             sampled: list[int] = []
+            values: list[int] = []
             for position in range(row.start, row.start + row.num_tokens):
                 token = row.token(position)
                 if token is None:
@@ -315,10 +334,9 @@ class FakeEngine:
                 self.kv[table[position // size]][position % size] = value
                 written.append(table[position // size])
                 sampled.append(sample(value))
-                if row.state is not None:
-                    ends = [(row.start + row.num_tokens, row.state.slot), *row.state.saves]
-                    for slot in (slot for end, slot in ends if end == position + 1):
-                        self.states[slot], self.state_steps[slot] = value, plan.step
+                values.append(value)
+            if row.state is not None:
+                self._end_state(row.state, row, values, plan.step)
             sampled = sampled[-row.num_samples :] if row.samples else []
             accepted = 0
             while accepted < len(row.drafts) and row.drafts[accepted] == sampled[accepted]:
@@ -336,10 +354,32 @@ class FakeEngine:
             return
         assert state.slot < config.num_states
         assert (state.source == NO_STATE) == (row.start == 0)
-        assert not row.start or states[state.source] == value, f"{row.request.request_id} begins from a wrong state"
+        if state.replayed:
+            assert state.source == state.slot
+            assert self.kept[state.slot][state.replayed - 1] == value, f"{row.request.request_id} replays wrong drafts"
+        elif row.start:
+            assert states[state.source] == value, f"{row.request.request_id} begins from a wrong state"
+        assert state.keeps == bool(row.drafts)
         positions = [position for position, _ in state.saves]
         assert positions == sorted(set(positions))
-        assert all(row.start < position <= row.start + row.num_tokens for position in positions)
+        first, end = row.start - state.replayed, row.start + row.num_tokens - len(row.drafts)
+        assert all(first < position <= end for position in positions), "a state of drafts is saved"
+
+    def _end_state(self, state: RowState, row: StepRow, values: list[int], step: int) -> None:
+        """What a row leaves behind: states, or its drafts' inputs beside the state before it."""
+        replayed = self.kept.pop(state.slot, [])[: state.replayed]
+        at = dict(enumerate([*replayed, *values], row.start - state.replayed + 1))
+        ends = {slot: at[position] for position, slot in state.saves}
+        if not state.keeps:
+            ends[state.slot] = values[-1]
+        elif row.start in at:
+            ends[state.slot] = at[row.start]
+        else:
+            ends[state.slot] = self.states[state.source]
+        for slot, value in ends.items():
+            self.states[slot], self.state_steps[slot] = value, step
+        if state.keeps:
+            self.kept[state.slot] = values
 
     def commit(self) -> None:
         plan, results, _ = self.in_flight.popleft()
@@ -379,8 +419,8 @@ class FakeEngine:
     def settle_disk(self) -> None:
         """Until nothing is written or read."""
         while self.scheduler.disk is not None and self.scheduler.disk.busy:
-            self.disk.start(self.scheduler.disk.orders(), self.kv)
-            self.disk.finish(self.scheduler.disk, self.kv, least=1)
+            self.disk.start(self.scheduler.disk.orders(), self.kv, self.states)
+            self.disk.finish(self.scheduler.disk, self.kv, self.states, least=1)
             self.scheduler.check_integrity()
 
     def check_outputs(self) -> None:
@@ -410,6 +450,7 @@ class FakeEngine:
         own = [state.slot for state in states]
         assert len(set(copies)) == len(copies) and len(set(own)) == len(own), "written by two rows"
         assert {state.source for state in states}.isdisjoint(copies), "written while a row begins from it"
+        assert self.disk.slots().isdisjoint(copies), "written while it is saved or fetched"
         size = self.config.block_size
         others = [p for p, _, _ in self.in_flight]
         busy = self.disk.blocks()

@@ -64,6 +64,8 @@ def run(
     if states:
         values |= {"num_states": rng.choice([1, 2, 6]), "num_snapshots": rng.choice([0, 1, 2, 4, 12])}
         values |= {"snapshot_blocks": rng.choice([0, 1, 3])}
+    if states and disk is not None:
+        values |= {"disk_state_bytes": 2, "disk_bytes": 2 + 2 * max(rng.choice([1, 3, 10, 100]), len(disk.kept))}
     settings = config(**{**values, **changes})
     drafter = Drafter(Guesser(settings, seed), 32, always=seed % 2 == 0) if drafts else None
     pace = random.Random(seed)
@@ -134,18 +136,18 @@ def test_everything_holds_in_random_runs(seed: int, depth: int, drafts: bool) ->
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]))
-def test_everything_holds_with_states(seed: int, depth: int) -> None:
-    run(seed, depth, states=True)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
+def test_everything_holds_with_states(seed: int, depth: int, drafts: bool) -> None:
+    run(seed, depth, states=True, drafts=drafts)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
-def test_everything_holds_with_blocks_on_disk(seed: int, depth: int, drafts: bool) -> None:
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans(), states=st.booleans())
+def test_everything_holds_with_blocks_on_disk(seed: int, depth: int, drafts: bool, states: bool) -> None:
     """And in the process that finds what a killed one has left."""
     disk = FakeDisk(seed)
-    run(seed, depth, drafts=drafts, disk=disk)
-    run(seed + 1, depth, num_steps=30, drafts=drafts, disk=disk.crash())
+    run(seed, depth, drafts=drafts, disk=disk, states=states)
+    run(seed + 1, depth, num_steps=30, drafts=drafts, disk=disk.crash(), states=states)
 
 
 def test_random_runs_use_the_disk() -> None:
@@ -154,6 +156,18 @@ def test_random_runs_use_the_disk() -> None:
     for seed in (1, 2):
         stats = run(seed, 0, disk=disk.crash(), faults=False, **sizes).scheduler.stats()
         assert stats["disk_saved_blocks"] > 0 and stats["disk_hit_tokens"] > 0
+
+
+def test_random_runs_bring_snapshots_from_the_disk() -> None:
+    disk = FakeDisk()
+    sizes = {"num_blocks": 8, "disk_bytes": 200, "disk_block_bytes": 1, "disk_state_bytes": 2, "prefix_caching": True}
+    sizes |= {"num_states": 2, "num_snapshots": 2}
+    totals = [0, 0]
+    for seed in range(4):
+        stats = run(seed, 0, disk=disk.crash(), faults=False, states=True, **sizes).scheduler.stats()
+        totals[0] += stats["disk_saved_snapshots"]
+        totals[1] += stats["disk_read_snapshots"]
+    assert all(totals)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True, database=None)

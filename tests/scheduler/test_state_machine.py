@@ -30,8 +30,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         states=st.none() | st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(0, 3)),
     )
     def start(self, depth, num_blocks, max_num_seqs, budget, slots, patience, caching, guesses, disk, states) -> None:
-        if states is not None:  # with which neither drafts nor a disk go
-            guesses = disk = None
         self.retired: set[AdapterKey] = set()
         self.released: list[AdapterKey] = []
         settings = config(
@@ -43,8 +41,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=caching,
             max_queue=6,
             max_model_len=40,
-            disk_bytes=disk or 0,
+            disk_bytes=0 if disk is None else disk + (0 if states is None else 2),
             disk_block_bytes=int(disk is not None),
+            disk_state_bytes=0 if disk is None or states is None else 2,
             num_states=states[0] if states is not None else 0,
             num_snapshots=states[1] if states is not None else 0,
             snapshot_blocks=states[2] if states is not None else 0,

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.weights.store import WeightSource
+from training.config.fields import DELTA_TARGETS
 from training.experts.base import TrainableExperts
 from training.experts.reference import ReferenceExperts
 from training.layer import ExpertsLoraLayer, lora_config, with_lora
@@ -70,7 +71,7 @@ def plain(model: PreTrainedModel) -> PeftModel:
         fused = layer.mlp.experts
         layer.mlp.experts = Experts(Expert(*pair) for pair in zip(fused.gate_up_proj, fused.down_proj, strict=True))
     model.config.model_type = "unfused"  # else PEFT looks for fused experts
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", *PROJECTIONS]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", *DELTA_TARGETS, *PROJECTIONS]
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
 
 

@@ -9,18 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from engine.errors import UserError
 from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
 from testing.models.gguf_writer import save_gguf
-from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
+from testing.models.tiny import STATEFUL, TRAINED, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
+from training.config import TrainConfig
 from training.layer import lora_config
 from training.loop.save import save_adapter
+from training.memory.plan import plan_training
 from training.model import checkpoint_layers, load_model
 
-EACH_FAMILY = pytest.mark.parametrize("family", PLAIN_EXPERTS)
+EACH_FAMILY = pytest.mark.parametrize("family", TRAINED)
 IDS = torch.randint(2, 128, (2, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, 11:] = 0
@@ -30,7 +33,7 @@ SEEN = MASK.bool()
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for family in PLAIN_EXPERTS:
+    for family in TRAINED:
         save_hf(tiny_model(family=family), root / family)
     return root
 
@@ -43,6 +46,10 @@ def test_the_base_equals_transformers(folders, tmp_path, family):
     got = load_model(str(folders / family), reference)(IDS, attention_mask=MASK).logits
     torch.testing.assert_close(got[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
     save_gguf(model, tmp_path / "m.gguf", "F32", "F32")
+    if family in STATEFUL:
+        with pytest.raises(UserError, match="the rows of linear attention in another order"):
+            load_model(str(tmp_path / "m.gguf"), reference)
+        return
     stored = load_model(str(tmp_path / "m.gguf"), reference)(IDS, attention_mask=MASK).logits
     torch.testing.assert_close(stored[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
 
@@ -64,6 +71,29 @@ def test_a_family_by_another_name(tmp_path):
         load_model(str(tmp_path), reference)
 
 
+@torch.no_grad()
+def test_the_text_of_a_model_with_a_vision_tower(folders, tmp_path):
+    text = json.loads((folders / "qwen3_5_moe_text" / "config.json").read_text())
+    text.pop("architectures")
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text, "vision_config": {"depth": 27}}))
+    held = load_file(folders / "qwen3_5_moe_text" / "model.safetensors")
+    inside = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in held.items()}
+    save_file(inside | {"model.visual.blocks.0.attn.qkv.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    got = load_model(str(tmp_path), reference)(IDS, attention_mask=MASK).logits
+    want = tiny_model(family="qwen3_5_moe_text")(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(got[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_packed_rows_are_refused_where_a_state_would_go_on(folders, tmp_path, family):
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    given = {"output_dir": "out", "dataset": (str(tmp_path / "d.jsonl"),), "device": "cpu", "packing": True}
+    with pytest.raises(UserError, match="carry one sample's state into the next") as refused:
+        plan_training(TrainConfig(model_name_or_path=str(folders / family), **given))
+    assert refused.value.field == "packing"
+
+
 def test_experts_from_another_file_must_fit(folders, tmp_path):
     save_hf(tiny_model(num_experts=4), tmp_path)
     with pytest.raises(UserError, match=r"experts \(4, 64, 64\).*do not fit"):
@@ -75,9 +105,10 @@ def test_experts_from_another_file_must_fit(folders, tmp_path):
     assert not torch.equal(*(m.model.layers[0].mlp.experts.base_layer.experts.gate for m in (mixed, own)))
 
 
-def test_loss_and_gradients_equal_stock_peft(folders):
-    model = draw_b(ours(folders / "qwen3_moe"))
-    other = plain(tiny_model())
+@pytest.mark.parametrize("family", ["qwen3_moe", *STATEFUL])
+def test_loss_and_gradients_equal_stock_peft(folders, family):
+    model = draw_b(ours(folders / family))
+    other = plain(tiny_model(family=family))
     copy_lora(model, other)
     labels = IDS.masked_fill(MASK == 0, -100)
     losses = [m(input_ids=IDS, attention_mask=MASK, labels=labels).loss for m in (model, other)]
@@ -85,10 +116,13 @@ def test_loss_and_gradients_equal_stock_peft(folders):
     for loss in losses:
         loss.backward()
     modules = dict(other.named_modules())
+    linears = [name for name, _ in model.named_parameters() if ".lora_A." in name or ".lora_B." in name]
+    assert family == "qwen3_moe" or any("linear_attn.out_proj" in name for name in linears)
+    for name in linears:
+        pair = [m.get_parameter(name).grad for m in (model, other)]
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     for layer in range(2):
         at = f"base_model.model.model.layers.{layer}"
-        query = [m.get_parameter(f"{at}.self_attn.q_proj.lora_A.default.weight").grad for m in (model, other)]
-        torch.testing.assert_close(*query, rtol=1e-4, atol=1e-7)
         for name in ("gate", "up", "down"):
             for half, stock in (("a", "lora_A"), ("b", "lora_B")):
                 got = model.get_parameter(f"{at}.mlp.experts.lora_experts.default.{name}_lora_{half}").grad

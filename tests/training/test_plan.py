@@ -19,8 +19,9 @@ from demo.paths import demo_model
 from engine.errors import MemoryPlanError, UserError
 from engine.memory.limits import Memory
 from engine.weights.open import open_model
-from testing.models.tiny import PLAIN_EXPERTS, tiny_model
+from testing.models.tiny import TRAINED, tiny_model
 from training.config import TrainConfig, load_config
+from training.config.fields import DELTA_TARGETS
 from training.memory.costs import Run, dense_lora, layer_bytes, lora_parameters
 from training.memory.plan import plan_training
 from training.plan import main as child
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(target_parameters=|The followin
 _LARGE = Memory("CPU", 1 << 50, 1 << 50)
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-_ALL = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")
+_ALL = (*_ATTENTION, *DELTA_TARGETS, "gate_proj", "up_proj", "down_proj")
 
 
 def _tiny(family: str, **more: Any) -> Any:
@@ -41,7 +42,7 @@ def _tiny(family: str, **more: Any) -> Any:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
-    for family in PLAIN_EXPERTS:
+    for family in TRAINED:
         folders[family] = tmp_path_factory.mktemp(family)
         _tiny(family).save_pretrained(folders[family])
     return folders
@@ -95,6 +96,9 @@ def _saved(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
         ("deepseek_v3", {}),
         ("deepseek_v3", {"packing": True}),
         ("deepseek_v3", {"flash_attn": "disabled"}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"bf16": True}),
+        ("qwen3_5_moe_text", {}),
     ],
 )
 def test_activations_are_what_autograd_keeps(models: dict[str, Path], family: str, settings: dict[str, Any]) -> None:

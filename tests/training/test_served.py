@@ -11,7 +11,7 @@ from safetensors import safe_open
 from engine.memory.limits import Memory
 from engine.messages import Finished
 from testing.harness import Harness
-from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
+from testing.models.tiny import STATEFUL, TRAINED, save_hf, tiny_model
 from tests.training.conftest import save_chat_model
 from tests.training.models import draw_b, ours
 from training import run
@@ -48,7 +48,7 @@ def expect_served(want: dict[str | None, torch.Tensor], model: Path, adapter: Pa
     harness.close()
 
 
-@pytest.mark.parametrize("family", PLAIN_EXPERTS)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("form", ["peft", "kt-fused"])
 def test_evaluation_logits_are_those_of_the_server(tmp_path, form, family):
     save_hf(tiny_model(family=family), tmp_path / "model")
@@ -80,3 +80,26 @@ def test_two_steps_of_mixtral_are_served(config, tmp_path, monkeypatch):
     assert {f"{at}.{module}.lora_{half}.weight" for module in modules for half in "AB"} <= keys
     assert all("q_proj" in key or "block_sparse_moe.experts" in key for key in keys)
     expect_served(want, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_two_steps_of_linear_attention_are_served(config, tmp_path, monkeypatch, family):
+    """Rows of several lengths, so that padding lies beside states; then the adapter is trained on."""
+    folder = save_chat_model(tmp_path / "model", family=family)
+    (tmp_path / "c.yaml").write_text(
+        f"model_name_or_path: {folder}\ndataset: {config.dataset[0]}\nlora_rank: 4\nlearning_rate: 0.02\n"
+        "cutoff_len: 64\ndevice: cpu\nplot_loss: false\nmax_steps: 2\nsave_strategy: 'no'\n"
+        "per_device_train_batch_size: 2\n"
+    )
+    want = {}
+    monkeypatch.setattr(run, "save_adapter", lambda m, *a, **k: (want.update(evaluated(m)), save_adapter(m, *a, **k)))
+    for given in (
+        [f"output_dir={tmp_path / 'out'}"],
+        [f"output_dir={tmp_path / 'more'}", f"adapter_name_or_path={tmp_path / 'out'}"],
+    ):
+        run.train(load_config(tmp_path / "c.yaml", given))
+        assert (want["a"] - want[None]).abs().mean() > 0.01
+        expect_served(want, folder, Path(given[0].partition("=")[2]))
+    with safe_open(tmp_path / "out/adapter_model.safetensors", "pt") as file:
+        keys = set(file.keys())
+    assert any("linear_attn.in_proj" in key for key in keys) and any("linear_attn.out_proj" in key for key in keys)

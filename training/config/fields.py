@@ -12,7 +12,8 @@ from ktserve.settings import option
 
 _LARGE = 1 << 31
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *LATENT_TARGETS)  # those that a model has
+DELTA_TARGETS = (*("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),)
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *LATENT_TARGETS, *DELTA_TARGETS)  # those that a model has
 REPORTERS = ("tensorboard", "wandb")
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")  # of shared experts and dense layers too
 TARGET_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's own names

@@ -19,11 +19,6 @@ from engine.errors import ModelFileError
 
 def refuse_untrainable(config: ModelConfig, model: str) -> None:
     """ModelFileError for a model whose layers have no backward pass here."""
-    if config.state_bytes:
-        raise ModelFileError(
-            f"{model}: its layers of linear attention cannot be trained; models with keys and values alone can",
-            "model_name_or_path",
-        )
     if config.experts is not None and not config.experts.plain:
         raise ModelFileError(
             f"{model}: its experts have biases, and an activation with a limit; those of down(silu(gate) * up) can be "

@@ -18,6 +18,7 @@ from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
 from training.layer import PROJECTIONS, ExpertsLoraLayer
 from training.loop.resume import TrainingError
 from training.loop.save import layer_of, module_name
+from training.names import transformers_name
 
 
 def started(config: TrainConfig) -> tuple[TrainConfig, AdapterWeights | None]:
@@ -30,9 +31,9 @@ def started(config: TrainConfig) -> tuple[TrainConfig, AdapterWeights | None]:
     model = source.config
     weights = parse_adapter(folder, model, name=folder.name or str(folder), tables=base_tables(source))
     modules = (module for layer in range(model.num_hidden_layers) for module in model.modules(layer))
-    has = {*EXPERT_TARGETS, *(module.name.rpartition(".")[2] for module in modules)}
+    has = {*EXPERT_TARGETS, *(transformers_name(module.name).rpartition(".")[2] for module in modules)}
     known = [name for name in (*ATTENTION_TARGETS, *EXPERT_TARGETS) if name in has]
-    targets = {name.rpartition(".")[2] for name in weights.linears}
+    targets = {transformers_name(name).rpartition(".")[2] for name in weights.linears}
     unknown = sorted(targets - set(known))
     if weights.extra_mlps or unknown:
         what = "MLPs beside the experts" if weights.extra_mlps else f"LoRA on {', '.join(unknown)}"
@@ -55,7 +56,8 @@ def started(config: TrainConfig) -> tuple[TrainConfig, AdapterWeights | None]:
 def load_adapter(model: nn.Module, weights: AdapterWeights, adapter: str = "default") -> None:
     """Into `adapter` of a PEFT model that has its targets at its rank or a larger one. Ranks that it lacks keep the
     model's A, with B = 0. TrainingError for LoRA where the model has none."""
-    linears, experts = dict(weights.linears), dict(weights.experts)
+    linears = {transformers_name(name): pair for name, pair in weights.linears.items()}
+    experts = dict(weights.experts)
     for path, module in model.named_modules():
         name = module_name(path)
         if isinstance(module, ExpertsLoraLayer):

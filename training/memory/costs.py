@@ -6,6 +6,9 @@ Per token, layer and part; n heads of d, q = n d, kv likewise, e bytes an elemen
     norms of heads         4 (q + kv) + 4 heads
     attention, sdpa        e (2 q + 2 kv') + 4 n        kv' = kv, or q where a mask makes transformers repeat the heads
     attention, eager       3 e q + n S (4, or 6 if e = 2)   S: tokens of a row
+    its gated output       2 e q
+    gated delta net        c (4 e + 2) + n (d_k (3 e + 18) + 20 d_v + 1408)   as torch computes it, c channels; in
+                           chunks of 64 positions, to which a row is filled up; measured
     LoRA of a projection   4 in + 4 r, its float32 input; in float32 projections of one input share it
     dropout                4 in, its noise; nothing is shared then
     router                 4 E + 12 k + 4
@@ -18,17 +21,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense
 from training.config import TrainConfig
 from training.config.fields import ATTENTION_TARGETS, EXPERT_TARGETS
+from training.names import transformers_name
 
 MASTER_BYTES = 4  # of a LoRA parameter: float32
 STATE_BYTES = 16  # of a trained one: master, gradient, AdamW's two moments
 LOCKED_BYTES = 4  # more at most, of a gradient in page-locked memory, which is handed out in powers of two
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TARGETS = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
+_DELTA_CHUNK = 64  # positions that transformers computes at once
 _CHUNK_ROWS = 4096  # rows that the experts' backward pass computes at a time
 
 
@@ -87,7 +93,7 @@ def dense_lora(model: ModelConfig, config: TrainConfig, layer: int) -> list[tupl
     """(name, in, out) of the layer's projections with LoRA beside the routed experts."""
     found = []
     for module in model.modules(layer):
-        last = module.name.rpartition(".")[2]
+        last = transformers_name(module.name).rpartition(".")[2]
         if module.kind == "linear" and last in _TARGETS and is_target(config, last):
             found.append((module.name, module.shape[1], module.shape[0]))
     return found
@@ -107,9 +113,12 @@ def lora_parameters(model: ModelConfig, config: TrainConfig) -> tuple[int, int, 
 def layer_bytes(run: Run, layer: int) -> int:
     """What a token keeps of a layer for the backward pass, beside its routed experts."""
     model, config, e = run.model, run.config, run.element
-    attention, mlp = model.paged_attention[layer], model.layers[layer].mlp
+    attention, mlp = model.layers[layer].attention, model.layers[layer].mlp
     total = 8 * model.hidden_size + 8
-    total += _latent_bytes(run, attention) if isinstance(attention, Latent) else _grouped_bytes(run, attention)
+    if isinstance(attention, DeltaNet):
+        total += _delta_bytes(run, attention)
+    else:
+        total += _latent_bytes(run, attention) if isinstance(attention, Latent) else _grouped_bytes(run, attention)
     if config.flash_attn != "disabled" and config.stage == "dpo":  # each layer makes one of the padding
         total += run.length * e
     total += _lora_bytes(run, layer)
@@ -124,9 +133,17 @@ def layer_bytes(run: Run, layer: int) -> int:
 def _grouped_bytes(run: Run, attention: GroupedQuery) -> int:
     heads, q, kv, e = attention.heads, attention.q_width, attention.kv_width, run.element
     total = 0 if attention.qk_norm == "none" else 4 * (q + kv) + 4 * (heads + attention.kv_heads)
+    if attention.gated:
+        total += 2 * e * q
     if run.config.flash_attn == "disabled":
         return total + 3 * e * q + _score_bytes(run, heads)
     return total + e * (2 * q + 2 * (q if run.masked else kv)) + 4 * heads
+
+
+def _delta_bytes(run: Run, net: DeltaNet) -> int:
+    e, filled = run.element, -(-run.length // _DELTA_CHUNK) * _DELTA_CHUNK
+    heads = net.value_heads * (net.key_dim * (3 * e + 18) + 20 * net.value_dim + 22 * _DELTA_CHUNK)
+    return net.channels * (4 * e + 2) + heads * filled // run.length
 
 
 def _latent_bytes(run: Run, attention: Latent) -> int:

@@ -22,6 +22,7 @@ from engine.weights.open import open_model
 from engine.weights.store import WeightSource
 from training.config import TrainConfig
 from training.data.info import find_sources
+from training.delta import refuse_delta
 from training.experts.base import refuse_untrainable
 from training.memory import costs, streaming
 from training.memory.costs import Run
@@ -58,6 +59,7 @@ def plan_training(config: TrainConfig, cpu: Memory | None = None, gpu: Memory | 
     that cannot be opened, and for a GPU that is not there."""
     source = open_model(config.model_name_or_path)
     refuse_untrainable(source.config, config.model_name_or_path)
+    refuse_delta(source, config.model_name_or_path, any(run.packing for run in config.runs()))
     experts = source if config.kt_weight_path is None else open_model(config.kt_weight_path)
     files = sum(
         _size(found.path) for run in config.runs() for found in find_sources(run, run.dataset + run.eval_dataset)

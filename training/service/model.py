@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 
 from engine.attention.base import BatchLayout
-from engine.errors import UserError
+from engine.errors import ModelFileError, UserError
 from engine.experts.capabilities import NativeTasks, PackedWeights
 from engine.experts.native import NativeExperts
 from engine.linear.base import Linear
@@ -97,6 +97,11 @@ class ServedModel:
 
     def __init__(self, model: CausalLM) -> None:
         refuse_untrainable(model.config, "--fine-tuning")
+        if model.config.state_bytes:
+            raise ModelFileError(
+                "--fine-tuning: layers of linear attention have no backward pass beside serving; `ktserve train` has",
+                "fine_tuning",
+            )
         if model.group.size > 1 or model.device.type != "cpu":
             raise UserError("--fine-tuning trains on a CPU, without --tensor-parallel", "fine_tuning")
         self._model, self._ops = model, TorchOps(model.config.rms_norm_eps)

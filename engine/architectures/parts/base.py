@@ -61,11 +61,13 @@ class Plane:
 class Cache:
     """What one layer keeps of each position, in blocks of positions. `window`: how many of the last positions a query
     reads, its own included; None: all. What lies before every later query's window is never read again. `state_bytes`:
-    what it keeps of each sequence, whatever its length."""
+    what it keeps of each sequence, whatever its length; `kept_bytes`: beside that of each draft, until it is known
+    whether it is right."""
 
     planes: tuple[Plane, ...]
     window: int | None = None
     state_bytes: int = 0
+    kept_bytes: int = 0
 
     def position_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """`scale_bytes`: of each vector beside its elements."""

@@ -73,9 +73,11 @@ class DeltaNet:
 
     @property
     def cache(self) -> Cache:
-        """The states, and the positions that the next convolution looks back at, all float32."""
+        """The states, and the positions that the next convolution looks back at, all float32; of drafts what comes in,
+        and b and a."""
         values = self.value_heads * self.key_dim * self.value_dim + (self.kernel - 1) * self.channels
-        return Cache((), state_bytes=_F32 * values)
+        kept = self.channels + 2 * self.value_heads
+        return Cache((), state_bytes=_F32 * values, kept_bytes=_F32 * kept)
 
     def modules(self, hidden: int) -> Iterator[Module]:
         heads, values = self.value_heads, self.value_width

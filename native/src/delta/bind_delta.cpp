@@ -28,16 +28,18 @@ void bind_delta(nb::module_& module) {
           "__init__",
           [](DeltaNet* self, WorkerPool& pool, int layers, int slots, int64_t key_heads, int64_t value_heads,
              int64_t key_dim, int64_t value_dim, int64_t kernel, bool fused, bool fused_gates, bool tiled,
-             const std::string& isa) {
-            const DeltaShape shape{layers,    slots,  key_heads, value_heads, key_dim,
-                                   value_dim, kernel, fused,     fused_gates, tiled};
+             bool one_by_one, int64_t keeping, int64_t kept, const std::string& isa) {
+            const DeltaShape shape{layers, slots,       key_heads, value_heads, key_dim, value_dim, kernel,
+                                   fused,  fused_gates, tiled,     one_by_one,  keeping, kept};
             new (self) DeltaNet(pool, shape, choose_isa(isa));
           },
           "pool"_a, nb::kw_only(), "layers"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
-          "kernel"_a, "fused"_a, "fused_gates"_a, "tiled"_a = false, "isa"_a = "", nb::keep_alive<1, 2>(),
+          "kernel"_a, "fused"_a, "fused_gates"_a, "tiled"_a = false, "one_by_one"_a = false, "keeping"_a = 0,
+          "kept"_a = 0, "isa"_a = "", nb::keep_alive<1, 2>(),
           "fused: qkv has q, k, v, z by head of keys, fused_gates: b has b, a by head of keys. tiled: value head h has "
-          "the keys of head "
-          "h % key_heads. ValueError for a shape that the kernels do not take.")
+          "the keys of head h % key_heads. one_by_one: a position's bits do not depend on how its sequence is cut. "
+          "Slots below `keeping` keep the inputs of up to `kept` positions. ValueError for a shape that the kernels do "
+          "not take.")
       .def_prop_ro("slot_bytes", &DeltaNet::slot_bytes)
       .def_prop_ro(
           "state_address", [](const DeltaNet& self) { return reinterpret_cast<Address>(self.memory()); },
@@ -45,15 +47,17 @@ void bind_delta(nb::module_& module) {
       .def(
           "plan",
           [](DeltaNet& self, const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
-             const std::vector<std::tuple<int64_t, int64_t, std::vector<std::pair<int64_t, int64_t>>>>& states) {
+             const std::vector<std::tuple<int64_t, int64_t, std::vector<std::pair<int64_t, int64_t>>, int64_t, bool>>&
+                 states) {
             std::vector<DeltaState> given;
             given.reserve(states.size());
-            for (const auto& [slot, source, saves] : states) given.push_back({slot, source, saves});
+            for (const auto& [slot, source, saves, replayed, keeps] : states)
+              given.push_back({slot, source, saves, replayed, keeps});
             self.plan(row_starts, context_lens, std::move(given));
           },
           "row_starts"_a, "context_lens"_a, "states"_a,
-          "Lay out a step. states: of each row (slot, source, [(position, slot of a copy), ..]). ValueError for what "
-          "does not go together.")
+          "Lay out a step. states: of each row (slot, source, [(position, slot of a copy), ..], positions to replay, "
+          "whether the slot keeps the row's inputs rather than its state). ValueError for what does not go together.")
       .def(
           "forward",
           [](DeltaNet& self, int layer, int64_t tokens, const DeltaVectors& vectors, Address qkv, int64_t qkv_stride,

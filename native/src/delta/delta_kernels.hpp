@@ -32,7 +32,7 @@ struct DeltaVectors {
 };
 
 // Of the step's tokens: what the projections give, bf16 or float32 (gates: float32), and what comes out
-// [tokens][value_heads * value_dim]. Fused: z is qkv, or a is b.
+// [tokens][value_heads * value_dim], null: nobody wants it. Fused: z is qkv, or a is b.
 struct DeltaRows {
   const void* qkv;
   int64_t qkv_stride;
@@ -48,21 +48,25 @@ struct DeltaRows {
 
 struct DeltaWork {
   int64_t tokens;
+  int64_t most;   // positions that are computed at once
   int64_t heads;  // value heads
   int64_t key_dim, value_dim, kernel, channels;
   DeltaRows rows;  // strides in elements
   DeltaVectors vectors;
   // Columns of qkv, channels of the convolution (which `past` has, too), and by value head columns of z, b and a;
-  // `head`: states, values of decay and dt_bias, and value_dim columns of out.
+  // `head`: states, values of decay and dt_bias, and value_dim columns of out; `state`: states that the work ends in.
   int64_t q, k, q_channel, k_channel;
-  DeltaPlaces v, v_channel, z_column, gate, head;
+  DeltaPlaces v, v_channel, z_column, gate, head, state;
   // States [value heads of the layer][key_dim][value_dim] and inputs of the last positions [kernel - 1][channels]. The
-  // work begins from the former, null: from zeros, and ends in the latter, which may be the same.
+  // work begins from the former, null: from zeros, and ends in the latter, which may be the same; of `past`, null:
+  // nobody wants it.
   const float* from;
   const float* from_past;
   float* states;
   float* past;
-  const DeltaSave* saves;  // rising
+  float *kept, *kept_b, *kept_a;  // copies of what comes in [tokens][channels], [tokens][value heads]; null: nowhere
+  int64_t kept_heads;             // value heads of the layer
+  const DeltaSave* saves;         // rising
   int64_t num_saves;
   float* scratch;  // 64-byte aligned
 };

@@ -94,7 +94,11 @@ void convolve(const DeltaWork& w, const DeltaScratch& s, int64_t first, int64_t 
   const int64_t before = w.kernel - 1;
   by_segments(w, [&](int64_t column, int64_t channel, int64_t at, int64_t count) {
     const T* in = static_cast<const T*>(w.rows.qkv) + first * w.rows.qkv_stride + column;
-    for (int64_t t = 0; t < n; ++t) convert(in + t * w.rows.qkv_stride, count, s.raw.at + (before + t) * s.width + at);
+    for (int64_t t = 0; t < n; ++t) {
+      float* raw = s.raw.at + (before + t) * s.width + at;
+      convert(in + t * w.rows.qkv_stride, count, raw);
+      if (w.kept != nullptr) copy(raw, count, w.kept + (first + t) * w.channels + channel);
+    }
     for (int64_t t = 0; t < n; ++t) {
       const float* rows = s.raw.at + t * s.width + at;
       float* out = s.x.at + t * s.width + at;
@@ -132,8 +136,12 @@ inline void gates(const DeltaWork& w, const DeltaScratch& s, int64_t head, int64
   const int64_t of = place(w.head, head);
   for (int64_t t = 0; t < n; ++t) {
     const int64_t at = (first + t) * w.rows.gate_stride + place(w.gate, head);
-    s.rate[t] = 1.0f / (1.0f + __builtin_expf(-w.rows.b[at]));
-    s.decay[t] = w.vectors.decay[of] * softplus(w.rows.a[at] + w.vectors.dt_bias[of]);
+    const float b = w.rows.b[at], a = w.rows.a[at];
+    s.rate[t] = 1.0f / (1.0f + __builtin_expf(-b));
+    s.decay[t] = w.vectors.decay[of] * softplus(a + w.vectors.dt_bias[of]);
+    if (w.kept == nullptr) continue;
+    w.kept_b[(first + t) * w.kept_heads + of] = b;
+    w.kept_a[(first + t) * w.kept_heads + of] = a;
   }
 }
 
@@ -172,7 +180,7 @@ inline float dot(const float* a, const float* b, int64_t n) {
 }
 
 inline void one_position(const DeltaWork& w, const DeltaScratch& s, int64_t head) {
-  float* state = w.states + place(w.head, head) * w.key_dim * w.value_dim;
+  float* state = w.states + place(w.state, head) * w.key_dim * w.value_dim;
   const float *q = s.q().at, *k = s.k(w).at, *v = s.v(w, head).at;
   const float g = __builtin_expf(s.decay[0]), rate = s.rate[0], qk = dot(q, k, w.key_dim);
   constexpr int kWide = KT_HAS_512 ? 4 : 2;
@@ -256,7 +264,7 @@ inline void scale_row(float* row, int64_t n, float by) {
 
 inline void chunk(const DeltaWork& w, const DeltaScratch& s, int64_t head, int64_t n) {
   const int64_t columns = w.value_dim;
-  const Matrix state{w.states + place(w.head, head) * w.key_dim * columns, columns};
+  const Matrix state{w.states + place(w.state, head) * w.key_dim * columns, columns};
   const Matrix q = s.q(), k = s.k(w), v = s.v(w, head);
   float total = 0;
   for (int64_t t = 0; t < n; ++t) s.sums[t] = total += s.decay[t];
@@ -303,26 +311,27 @@ void gated_norm(const DeltaWork& w, const DeltaScratch& s, int64_t head, int64_t
   }
 }
 
-inline void copy_states(const DeltaWork& w, const float* from, float* to) {
+inline void copy_states(const DeltaWork& w, const float* from, DeltaPlaces from_places, float* to,
+                        DeltaPlaces to_places) {
   const int64_t size = w.key_dim * w.value_dim;
   for (int64_t h = 0; h < w.heads; ++h) {
-    const int64_t at = place(w.head, h) * size;
+    float* at = to + place(to_places, h) * size;
     if (from == nullptr)
-      std::memset(to + at, 0, static_cast<size_t>(size) * sizeof(float));
+      std::memset(at, 0, static_cast<size_t>(size) * sizeof(float));
     else
-      copy(from + at, size, to + at);
+      copy(from + place(from_places, h) * size, size, at);
   }
 }
 
 template <class T>
 void delta_work(const DeltaWork& w) {
   const DeltaScratch s(w);
-  if (w.from != w.states) copy_states(w, w.from, w.states);
+  if (w.from != w.states) copy_states(w, w.from, w.head, w.states, w.state);
   load_past(w, s);
   int64_t saved = 0;
   for (int64_t at = 0; at < w.tokens;) {
     const int64_t stop = saved < w.num_saves ? w.saves[saved].tokens : w.tokens;
-    const int64_t n = least(kDeltaChunk, stop - at);
+    const int64_t n = least(w.most, stop - at);
     convolve<T>(w, s, at, n);
     unit_rows(w, s, n);
     if (n > 1) key_products(w, s, n);
@@ -332,15 +341,15 @@ void delta_work(const DeltaWork& w) {
         chunk(w, s, h, n);
       else
         one_position(w, s, h);
-      gated_norm<T>(w, s, h, at, n);
+      if (w.rows.out != nullptr) gated_norm<T>(w, s, h, at, n);
     }
     at += n;
     for (; saved < w.num_saves && w.saves[saved].tokens == at; ++saved) {
-      copy_states(w, w.states, w.saves[saved].states);
+      copy_states(w, w.states, w.state, w.saves[saved].states, w.head);
       store_past(w, s, w.saves[saved].past);
     }
   }
-  store_past(w, s, w.past);
+  if (w.past != nullptr) store_past(w, s, w.past);
 }
 
 inline int64_t delta_scratch_floats(const DeltaWork& w) {

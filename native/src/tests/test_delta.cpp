@@ -218,6 +218,60 @@ KTSERVE_TEST(delta_rule_equals_double_however_it_is_cut) {
   }
 }
 
+// Rows of drafts of which any number is right, beside a sequence that has none: the bits of one position after another.
+KTSERVE_TEST(delta_states_are_rolled_back_to_any_draft) {
+  WorkerPool pool(PoolOptions{{{0, 1, 0}}});
+  for (Isa isa : test::isas()) {
+    Random random(5);
+    for (int round = 0; round < 12; ++round) {
+      DeltaShape shape = draw_shape(random);
+      shape.one_by_one = round % 2 == 0;
+      shape.keeping = 2;
+      shape.kept = 1 + random.below(6);
+      const Layer layer(shape, random);
+      DeltaNet net(pool, layer.shape, isa), plain(pool, layer.shape, isa);
+      const Sequence right(layer, 60, random), other(layer, 60, random);
+      const std::vector<double> want = expected(layer, right);
+      step(net, layer, {{&right, 0, 7, {6, -1, {}}}});
+      step(plain, layer, {{&right, 0, 7, {0, -1, {}}}});
+      int64_t done = 7, at = 7, beside = 0;  // `at`: where the slot's state is
+      while (done < 50) {
+        // the right beginning of the row, behind which it goes on as the other sequence does
+        const int64_t n = 1 + random.below(std::min<int64_t>(shape.kept, 50 - done)), good = 1 + random.below(n);
+        Sequence drafted = right;
+        const auto wrong = [&](std::vector<float>& to, const std::vector<float>& from, int64_t width) {
+          std::copy(from.begin() + (done + good) * width, from.begin() + (done + n) * width,
+                    to.begin() + (done + good) * width);
+        };
+        wrong(drafted.qkv, other.qkv, layer.channels);
+        wrong(drafted.z, other.z, layer.values);
+        wrong(drafted.b, other.b, shape.value_heads);
+        wrong(drafted.a, other.a, shape.value_heads);
+        DeltaState state{0, done == 7 ? 6 : 0, {}, done - at, n > 1 || random.below(2) == 0};
+        const bool saves = at < done && random.below(3) == 0;
+        if (saves) state.saves = {{done, 7}};
+        const int64_t more = std::min<int64_t>(60 - beside, 1 + random.below(3));
+        std::vector<Row> rows{{&drafted, done, done + n, state}};
+        if (more > 0) rows.push_back({&other, beside, beside + more, {4, beside == 0 ? -1 : 4, {}}});
+        beside += more;
+        auto found = step(net, layer, rows)[0];
+        found.resize(static_cast<size_t>(good * layer.values));
+        close(found, want, done * layer.values, "drafts");
+        for (int64_t t = 0; t < good; ++t) {
+          const auto one = step(plain, layer, {{&right, done + t, done + t + 1, {0, 0, {}}}})[0];
+          const bool same = std::equal(one.begin(), one.end(), found.begin() + t * layer.values);
+          CHECK(!shape.one_by_one || same, "position %d: other bits than without drafts", static_cast<int>(done + t));
+        }
+        if (saves)
+          close(step(net, layer, {{&right, done, done + 1, {5, 7, {}}}})[0], want, done * layer.values, "saved");
+        at = state.keeps ? done : done + n;
+        done += good;
+        if (!state.keeps) CHECK(at == done, "%d positions are in the state", static_cast<int>(at));
+      }
+    }
+  }
+}
+
 KTSERVE_TEST(delta_states_that_do_not_fit_are_refused) {
   WorkerPool pool(PoolOptions{{{0, 1}}});
   const Isa isa = test::isas()[0];
@@ -247,6 +301,16 @@ KTSERVE_TEST(delta_states_that_do_not_fit_are_refused) {
   refused("source of a state: -2", [&] { net.plan({0, 1}, {1}, {{0, -2, {}}}); });
   refused("position of a saved state: 1; allowed is 2 to 3", [&] { net.plan({0, 2}, {3}, {{0, 1, {{1, 2}}}}); });
   refused("slot of a saved state: 9", [&] { net.plan({0, 2}, {3}, {{0, 1, {{2, 9}}}}); });
+  refused("slot 0 is written by rows 0 and 1", [&] { net.plan({0, 1, 2}, {1, 1}, {{0, -1, {}}, {0, -1, {}}}); });
+  refused("slot 3 is written by rows 0 and 1",
+          [&] { net.plan({0, 1, 2}, {1, 1}, {{0, -1, {{1, 3}}}, {1, -1, {{1, 3}}}}); });
+  refused("slot 0 is written by rows 0 and 0", [&] { net.plan({0, 2}, {2}, {{0, -1, {{1, 0}}}}); });
+  refused("row 1 begins from slot 0, which row 0 writes",
+          [&] { net.plan({0, 1, 2}, {1, 2}, {{0, -1, {}}, {1, 0, {}}}); });
+  refused("replayed positions: 1; allowed is 0 to 0", [&] { net.plan({0, 1}, {3}, {{0, 0, {}, 1}}); });
+  refused("slot that keeps inputs: 0; allowed is below 0", [&] { net.plan({0, 1}, {3}, {{0, 0, {}, 0, true}}); });
+  refused("keeping: 5; allowed is 0 to 4", with(&DeltaShape::keeping, 5));
+  refused("kept: -1; allowed is 0 or more", with(&DeltaShape::kept, -1));
   net.plan({0, 2}, {3}, {{0, 1, {{2, 3}}}});
   refused("tokens: 3; allowed is the plan's 2", [&] { net.forward(0, 3, {}, {}); });
   refused("layer: 1; allowed is 0 to 0", [&] { net.forward(1, 2, {}, {}); });

@@ -1,0 +1,34 @@
+"""The benchmark of states plays a trace on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serving.states import main
+from testing.models.tiny import save_hf, tiny_model
+
+SHAPE = {"max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for family in ("qwen3_next", "qwen3_moe"):
+        save_hf(tiny_model(family=family, **SHAPE), root / family)
+    return str(root / "qwen3_next"), str(root / "qwen3_moe")
+
+
+def test_the_same_turns_are_played_with_and_without_states(models, tmp_path: Path, capsys) -> None:
+    settings = ["--seconds", "6", "--rate", "1", "--seed", "3"]
+    assert main([*models, *settings, "--out", str(tmp_path / "counts.json")]) == 0
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    ours, twin = counts["states"], counts["attention"]
+    assert ours["turns"] == twin["turns"] > 4 and ours["prompt_tokens"] == twin["prompt_tokens"]
+    assert twin["computed_tokens"] <= ours["computed_tokens"] < 0.8 * ours["prompt_tokens"]
+    assert 0 < ours["snapshots"] <= 1 and twin["snapshots"] == 0
+    assert "computed with states: +" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*reversed(models), *settings])
