@@ -50,8 +50,3 @@ def test_the_unit_notifies_and_waits_longer_than_answers_may_take() -> None:
     assert service["Type"] == "notify" and service["TimeoutStartSec"] == "infinity"
     assert int(service["TimeoutStopSec"]) > ServeConfig().drain_timeout_s
     assert set(re.findall(r"--[a-z-]+", service["ExecStart"])) <= FLAGS
-
-
-def test_proxies_do_not_hold_streams_back() -> None:
-    assert "proxy_buffering off;" in (DEPLOY / "nginx.conf").read_text()
-    assert "flush_interval -1" in (DEPLOY / "Caddyfile").read_text()
