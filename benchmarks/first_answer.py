@@ -3,9 +3,9 @@
     python -m benchmarks.first_answer --folder /large/disk/root --wheel dist/ktserve-*.whl
     python -m benchmarks.first_answer --folder /large/disk/root --source
 
-As root, with debootstrap. --wheel installs where no compiler is; --source builds the kernels by `make`. `--bind PATH`
-shows the root files of this machine that pip's configuration names. The transcript is printed; --out FILE keeps it,
-and `python -m benchmarks.report.pages` puts it into docs/running.md.
+As root, with debootstrap. --wheel installs where no compiler is; --source builds the kernels by `make`. The variable
+DEBIAN_BINDS shows the root what pip's configuration on this machine names (testing/debian.py). The transcript is
+printed; --out FILE keeps it, and `python -m benchmarks.report.pages` puts it into docs/running.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import record
 from benchmarks.client import free_port
 from loadtests.child import ServerError, wait_ready
-from testing.debian import Debian, DebianError, add_binds
+from testing.debian import Debian, DebianError
 
 ROOT = Path(__file__).parents[1]
 QUESTION = "What is 2 + 3?"
@@ -110,9 +110,9 @@ def transcript(found: Sequence[Step]) -> str:
     return "\n".join([*lines, "```"])
 
 
-def _prepare(folder: Path, wheel: Path | None, binds: Sequence[Path]) -> Debian:
+def _prepare(folder: Path, wheel: Path | None) -> Debian:
     """A root with what is installed in /src."""
-    debian = Debian.made(folder, binds)
+    debian = Debian.made(folder)
     (folder / "src").mkdir()
     if wheel is not None:
         shutil.copy(wheel, folder / "src")
@@ -131,13 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     which.add_argument("--source", action="store_true", help="build this tree's last commit instead")
     parser.add_argument("--keep", action="store_true", help="leave the root there")
     parser.add_argument("--out", type=Path, metavar="FILE", help="results, e.g. benchmarks/results/first-answer.json")
-    add_binds(parser)
     args = parser.parse_args(argv)
     if args.folder.exists():
         parser.error(f"--folder {args.folder}: it is there already")
     found: list[Step] = []
     try:
-        debian = _prepare(args.folder, args.wheel, args.bind)
+        debian = _prepare(args.folder, args.wheel)
         for step in steps(debian, args.wheel):
             print(f"{step.seconds:7.1f} s  {step.command}", flush=True)
             found.append(step)

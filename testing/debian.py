@@ -1,12 +1,11 @@
 """A fresh Debian root to try what people are told to type: made by debootstrap, entered by chroot in namespaces.
 
-Needs root and debootstrap. pip's configuration is that of this machine: its PIP_* variables are passed on, and
-`binds` are files and folders of this machine that lie at the same places there, such as certificates.
+Needs root and debootstrap. pip's configuration is that of this machine: its PIP_* variables are passed on, and the
+files and folders that DEBIAN_BINDS names (with colons between) are seen there at the same places, such as certificates.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -28,14 +27,15 @@ class DebianError(Exception):
 
 @dataclass(frozen=True)
 class Debian:
-    """`folder` holds the root. `binds`: absolute paths of this machine, seen there read-only."""
+    """`folder` holds the root. `binds`: absolute paths of this machine, seen there read-only. `environment`: variables
+    of all that runs there."""
 
     folder: Path
     binds: tuple[Path, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def made(cls, folder: Path, binds: Sequence[Path] = ()) -> Debian:
+    def made(cls, folder: Path) -> Debian:
         """A new minimal one in `folder`, which must not be there. Raises DebianError."""
         for tool in ("debootstrap", "unshare", "chroot"):
             if shutil.which(tool) is None:
@@ -48,7 +48,8 @@ class Debian:
         if done.returncode:
             raise DebianError(f"debootstrap failed: {(done.stdout + done.stderr).strip()[-500:]}")
         variables = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        return cls(folder, tuple(binds), variables)
+        binds = filter(None, os.environ.get("DEBIAN_BINDS", "").split(":"))
+        return cls(folder, tuple(map(Path, binds)), variables)
 
     def copy(self, folder: Path) -> Debian:
         """Another root with the same content."""
@@ -86,14 +87,10 @@ class Debian:
         user: str = "root",
         more: Mapping[str, str] | None = None,
         cwd: str = "/",
-        log: IO[str] | None = None,
     ) -> str:
-        """A shell's command line there; what it printed, which goes to `log` too. Raises DebianError if it fails."""
+        """A shell's command line there; what it printed. Raises DebianError if it fails."""
         words = self.command(["sh", "-c", command], user=user, more=more, cwd=cwd)
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        if log is not None:
-            log.write(done.stdout)
-            log.flush()
         if done.returncode:
             raise DebianError(f"{command}\nended with status {done.returncode}:\n{done.stdout[-2000:]}")
         return done.stdout
@@ -101,18 +98,7 @@ class Debian:
     def start(
         self, words: Sequence[str], output: IO[bytes], *, user: str, more: Mapping[str, str], cwd: str = "/"
     ) -> subprocess.Popen[bytes]:
-        """A program there, which ends with `ended`."""
+        """A program there; killing it ends all of its processes."""
         return subprocess.Popen(
             self.command(words, user=user, more=more, cwd=cwd), stdout=output, stderr=output, start_new_session=True
         )
-
-
-def add_binds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--bind",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="file or folder of this machine to be seen there, such as pip's configuration; may be repeated",
-    )

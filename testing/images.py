@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 
 from loadtests.child import ServerError, wait_ready
-from testing.debian import Debian, DebianError, add_binds
+from testing.debian import Debian, DebianError
 
 ROOT = Path(__file__).parents[1]
 BASE = "debian:bookworm-slim"
@@ -60,9 +60,9 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
             yield name, rest.strip()
 
 
-def built(dockerfile: Path, folder: Path, binds: Sequence[Path]) -> Stage:
+def built(dockerfile: Path, folder: Path) -> Stage:
     """The last stage after all steps. DebianError for a step that fails or that is not known here."""
-    fresh = Debian.made(folder / "base", binds)
+    fresh = Debian.made(folder / "base")
     stages: dict[str, Stage] = {}
     stage = Stage(fresh)
     for name, rest in instructions(dockerfile.read_text()):
@@ -132,13 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("dockerfile", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="where roots are made; it must not be there")
     parser.add_argument("--keep", action="store_true", help="leave the roots there")
-    add_binds(parser)
     args = parser.parse_args(argv)
     if args.folder.exists():
         parser.error(f"--folder {args.folder}: it is there already")
     args.folder.mkdir(parents=True)
     try:
-        stage = built(args.dockerfile, args.folder, args.bind)
+        stage = built(args.dockerfile, args.folder)
         print(f"as {stage.user}: {answered(stage)}")
     except (DebianError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
