@@ -9,7 +9,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := ktserve api cluster engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat train-demo setup quick test test-kernels test-gpu test-clients test-ray lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat train-demo setup quick test test-kernels test-gpu test-clients test-ray wheel test-wheel lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
@@ -21,6 +21,8 @@ help:
 	@echo 'make test-gpu   on a machine with an NVIDIA GPU: set up, run tests/gpu and tests/bridge, record the outcome in benchmarks/results'
 	@echo 'make test-clients  install LangChain, LiteLLM, openai-node, Claude Code, Codex, opencode and more; run them against a server'
 	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
+	@echo 'make wheel      one file in dist/ that pip installs on machines without a compiler, for CPUs from AVX2 to AMX'
+	@echo 'make test-wheel fetch what the wheel asks for into an empty environment; serve, chat and plan there'
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       [SCENARIO=chat|tenants|adapters|long_prefill|churn|soak] [UI=1]: a minute of locust against a server of its own'
 	@echo 'make soak       two minutes of chats, floods, hang-ups and adapter churn; fails if what the server holds grows'
@@ -78,6 +80,13 @@ test-clients: setup $(VENV)/.clients
 
 test-ray: setup $(VENV)/.ray
 	@KTSERVE_TEST_RAY=1 $(PY) -m pytest tests/cluster $(ARGS)
+
+wheel: $(VENV)/.packages
+	@$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+test-wheel: setup
+	@KTSERVE_TEST_WHEEL=1 $(PY) -m pytest -p no:schemathesis -p no:locust tests/packaging/test_installed.py $(ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check $(SOURCES)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cluster.app import ClusterConfig, build
 from cluster.front.ingress import ADMISSION, ASKED, PROXY_CALLBACK, PROXY_SETTING
+from ktserve.arguments import OneLineParser
 
 _PROXY_START_S = "300"
 _EXAMPLE = """\
@@ -26,7 +27,7 @@ CONFIG.yaml:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 if it could not be deployed, 2 for what makes no sense."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="ktserve ray", description="Replicas over a Ray cluster.", epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ClusterConfig.read(args.config)
     except (OSError, ValueError, TypeError) as error:
-        parser.error(f"{args.config}: {error}")
+        parser.error(f"{args.config}: {error.strerror if isinstance(error, OSError) else error}")
     if args.local:  # Serve kills a proxy that takes longer to start; a cluster that runs has its own settings
         for name in ("READY_CHECK", "HEALTH_CHECK"):
             os.environ.setdefault(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", _PROXY_START_S)

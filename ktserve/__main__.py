@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,6 +97,9 @@ def _run() -> int:
 
         return bench(arguments)
     if program == ["loadtests"]:
+        if find_spec("locust") is None:
+            print("error: the load test runs on locust: pip install 'ktserve[loadtests]'", file=sys.stderr)
+            return 1
         from loadtests.run import main as loadtests
 
         return loadtests(arguments)

@@ -21,7 +21,7 @@ _PROBE = ".publish-check"
 def check_server(url: str, key: str | None) -> None:
     """Before hours of training: the server answers, and the key may load adapters. UserError if not."""
     if not url.startswith(("http://", "https://")):
-        raise UserError(f"--publish {url}: begins with neither http:// nor https://", "publish")
+        raise UserError(f"--publish {url}: write http://HOST:PORT", "publish")
     _call(url, "/lora-adapters", key, None)
 
 
@@ -87,4 +87,5 @@ def _call(url: str, path: str, key: str | None, body: dict[str, Any] | None) -> 
     try:
         return json.loads(server.get(path) if body is None else server.post(path, body))
     except (AnswerError, OSError, ValueError) as error:
-        raise UserError(f"{url}: {path}: {error}", "publish") from None
+        started = "; is a server there? start one: ktserve serve" if isinstance(error, ConnectionError) else ""
+        raise UserError(f"{url}: {path}: {error}{started}", "publish") from None

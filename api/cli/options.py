@@ -101,6 +101,26 @@ def note(namespace: argparse.Namespace, line: str) -> None:
     namespace.notes = [*getattr(namespace, "notes", []), line]
 
 
+_ELSEWHERE = {
+    "-m": "ktserve serve MODEL",
+    "--hf-repo": "ktserve serve hf:ORG/REPO:QUANT",
+    **dict.fromkeys(("-c", "--ctx-size"), "--max-model-len TOKENS, and --kv-cache-tokens for all requests together"),
+    **dict.fromkeys(("-t", "--threads", "--threads-batch"), "--cpu-threads"),
+    **dict.fromkeys(("-np", "--parallel"), "--max-num-seqs"),
+    **dict.fromkeys(("-b", "--batch-size", "-ub", "--ubatch-size"), "--max-num-batched-tokens"),
+    **dict.fromkeys(("-a", "--alias"), "--served-model-name"),
+    **dict.fromkeys(
+        ("-ngl", "--n-gpu-layers", "--gpu-layers", "-ot", "--override-tensor", "--cpu-moe", "--n-cpu-moe"),
+        "nothing is needed, experts that do not fit the GPU stay on the CPU (--device, --gpu-experts)",
+    ),
+    **dict.fromkeys(("--lora", "--lora-modules"), "--adapters NAME=PATH"),
+    "--jinja": "nothing is needed, the model's chat template is used",
+    **dict.fromkeys(("-fa", "--flash-attn"), "nothing is needed"),
+    "--gpu-memory-utilization": "--gpu-expert-memory",
+    "--enable-lora": "--adapters NAME=PATH",
+}  # flags of llama.cpp and vLLM, and what does their job
+
+
 class Parser(argparse.ArgumentParser):
     """Flags with `_` or `-`, no abbreviations, suggestions for unknown flags and commands, errors in one line.
     `others`: commands that are started elsewhere."""
@@ -114,6 +134,8 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             known = [*action.choices, *self.others]
+            if value.startswith("hf:") or os.path.exists(value):
+                self.error(f"{value} is no command: ktserve serve {value}")
             self.error(f"unknown command {value!r}{near(value, known)}; there are {', '.join(known)}")
         super()._check_value(action, value)
 
@@ -123,7 +145,8 @@ class Parser(argparse.ArgumentParser):
         flags = [arg for arg in unknown if arg.startswith("-")]
         if flags:
             flag = flags[0].partition("=")[0]
-            self.error(f"unknown flag {flag}{near(flag, self._option_string_actions)}")
+            ours = _ELSEWHERE.get(flag)
+            self.error(f"unknown flag {flag}{f'; here: {ours}' if ours else near(flag, self._option_string_actions)}")
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -27,7 +27,7 @@ class ServerAnswerer:
         """UserError for a URL that is none, a server that cannot be reached, a key that it refuses."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--url {url}: http://HOST:PORT is expected", "url")
+            raise UserError(f"--url {url}: write http://HOST:PORT", "url")
         made = cls(Server(url, "" if key_file is None else _key_of(key_file), None))  # a first token may take minutes
         try:
             models = await asyncio.to_thread(made._server.models)

@@ -41,5 +41,6 @@ def parse_name(text: str, field: str) -> HubName:
     """UserError naming `field` for anything but `hf:ORG/REPO[:QUANT][@REV]`."""
     match = _NAME.fullmatch(text)
     if match is None or ".." in text:
-        raise UserError(f"--{field} {shown(text)}: write hf:ORG/REPO, hf:ORG/REPO:QUANT or hf:ORG/REPO@REVISION", field)
+        where = shown(text) if field == "name" else f"--{field} {shown(text)}"
+        raise UserError(f"{where}: write hf:ORG/REPO, hf:ORG/REPO:QUANT or hf:ORG/REPO@REVISION", field)
     return HubName(match["repo"], match["quant"], match["revision"] or "main")

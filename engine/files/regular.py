@@ -97,6 +97,8 @@ def read_into(file: int, path: Path, start: int, place: memoryview) -> None:
 
 def elsewhere(name: str) -> str:
     """The end of a refusal of a path that leads nowhere: where the model may be."""
+    if "://" in name:
+        return "; a repository of the Hugging Face hub is named hf:ORG/REPO"
     if _HUB_NAME.fullmatch(name):
         return f"; if it is one of the Hugging Face hub: hf:{name}"
     return "; what has been fetched: ktserve models"

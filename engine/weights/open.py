@@ -41,11 +41,13 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
     _refuse_adapter(path)
     if has_safetensors(path):
         if config is None:
-            raise ModelFileError(f"{path}: config.json is missing", "model")
+            raise ModelFileError(f"{path}: config.json is missing; fetch all of it: ktserve pull hf:ORG/REPO", "model")
         return SafetensorsSource(path, config)
     if path.is_dir() and not any(path.glob("*.gguf")):
         other = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         found = f"holds neither {SINGLE}, {INDEX} nor a .gguf file, but {other}"
+        if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
+            found += ", and pickled weights are not read"
         raise ModelFileError(f"{path}: {found}; fetch a model: ktserve pull hf:ORG/REPO", "model")
     file = open_gguf(path)
     if path.is_dir() and (pickled := sorted(p.name for p in path.glob("pytorch_model*.bin"))):

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ktserve.arguments import OneLineParser
 from loadtests.bench import quick
 from loadtests.bench.client import Server
 from loadtests.bench.report import compared, label, page, table
@@ -74,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(found["failed"] for found in run["points"]) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="ktserve bench",
         description="Measure a running OpenAI-compatible server: ktserve, vLLM, SGLang, llama-server, ...",
         epilog=_EXAMPLES,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ktserve.arguments import OneLineParser
 from loadtests.load.limits import FORMS, Limit
 from loadtests.load.scenarios import SCENARIOS
 from loadtests.load.traffic import ARRIVALS, Traffic
@@ -57,7 +58,7 @@ class Options:
 def parse(argv: Sequence[str] | None) -> Options:
     """Ends the program with a line for what is wrong."""
     default = Traffic()
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="ktserve loadtests",
         description="Load an OpenAI-compatible server and fail where it misses its limits.",
         epilog=_EXAMPLES,

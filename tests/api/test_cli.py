@@ -191,7 +191,7 @@ def test_chat_with_a_server(model_dir: Path, tmp_path: Path) -> None:
         assert done.stderr.split()[:2] == ["base", "reverse"]
         assert "--key-file FILE" in ktserve(*url).stderr.splitlines()[-1]
     assert "start one: ktserve serve" in ktserve(*url).stderr.splitlines()[-1]
-    assert "http://HOST:PORT is expected" in ktserve("chat", "--url", "there").stderr
+    assert "write http://HOST:PORT" in ktserve("chat", "--url", "there").stderr
     for setting in ("--max-num-seqs=4", "--chat-template=/x", "--adapters=a=/b"):
         said = ktserve("chat", "--url", "http://127.0.0.1:9", setting).stderr.splitlines()[-1]
         assert f"leave out {setting.partition('=')[0]}" in said

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from api.config import ServeConfig
 from engine.config import EngineConfig
 from ktserve.settings import settings_of
+from testing.images import INSTRUCTIONS, instructions
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-FLAGS = {setting.flag for setting in settings_of(EngineConfig) + settings_of(ServeConfig)} | {"--config"}
+SETTINGS = settings_of(EngineConfig) + settings_of(ServeConfig)
+FLAGS = {setting.flag for setting in SETTINGS} | {"--config"}
 
 
 def test_compose_names_files_and_flags_that_are_there() -> None:
@@ -40,6 +45,7 @@ def test_images_run_as_nobody_s_root_and_ask_for_health() -> None:
             text.rindex("USER ktserve") < text.index("ENTRYPOINT") and "/health'" in text and "VOLUME /models" in text
         )
         assert set(re.findall(r'"(--[a-z-]+)"', text)) <= FLAGS
+        assert {name for name, _ in instructions(text)} <= INSTRUCTIONS  # python -m testing.images can try it
 
 
 def test_the_unit_notifies_and_waits_longer_than_answers_may_take() -> None:
@@ -50,8 +56,14 @@ def test_the_unit_notifies_and_waits_longer_than_answers_may_take() -> None:
     assert service["Type"] == "notify" and service["TimeoutStartSec"] == "infinity"
     assert int(service["TimeoutStopSec"]) > ServeConfig().drain_timeout_s
     assert set(re.findall(r"--[a-z-]+", service["ExecStart"])) <= FLAGS
+    assert set(re.findall(r"(KTSERVE_\w+)=", service["Environment"])) <= {
+        f"KTSERVE_{setting.name.upper()}" for setting in SETTINGS
+    }
 
 
-def test_proxies_do_not_hold_streams_back() -> None:
-    assert "proxy_buffering off;" in (DEPLOY / "nginx.conf").read_text()
-    assert "flush_interval -1" in (DEPLOY / "Caddyfile").read_text()
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_systemd_knows_every_line_of_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "ktserve.service"
+    unit.write_text((DEPLOY / "ktserve.service").read_text().replace("/opt/ktserve/bin/ktserve", "/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert done.returncode == 0 and "ktserve.service" not in done.stderr, done.stderr

@@ -71,7 +71,7 @@ def test_what_cannot_be_published_is_said(server, tmp_path):
         check_server(server.url, "other")
     with pytest.raises(UserError, match="400: no tensor q_proj"):
         publish(server.url, "admin", "broken", tmp_path)
-    with pytest.raises(UserError, match="begins with neither http"):
+    with pytest.raises(UserError, match="write http://HOST:PORT"):
         check_server("localhost:8000", None)
     with pytest.raises(UserError, match="refused"):
         check_server("http://127.0.0.1:9", None)

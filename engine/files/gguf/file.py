@@ -60,7 +60,8 @@ def find_gguf(path: Path) -> Path:
         raise UserError(f"{path}: the folder holds no .gguf file", "model")
     if len(models) > 1:
         names = ", ".join(sorted(p.name for p in models.values()))
-        raise UserError(f"{path}: the folder holds several GGUF models, name one of them: {names}", "model")
+        found = f"the folder holds several GGUF models, name one of them: {names}"
+        raise UserError(f"{path}: {found} (ktserve plan {path} compares them)", "model")
     return next(iter(models.values()))
 
 

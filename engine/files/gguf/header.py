@@ -46,6 +46,7 @@ _OTHERS = {
     b"<!do": "; it is a web page that was saved in the file's place: ktserve pull hf:ORG/REPO:QUANT",
     b"<htm": "; it is a web page that was saved in the file's place: ktserve pull hf:ORG/REPO:QUANT",
     b"tjgg": "; it is llama.cpp's format of before GGUF: fetch a GGUF file",
+    b"pk\x03\x04": "; it is an archive: unpack it, or ktserve pull hf:ORG/REPO",
 }  # what is found there by mistake, by its first bytes
 
 Scalar = int | float | bool | str
@@ -120,7 +121,7 @@ def read_header(path: Path) -> GGUFHeader:
 def header_of(file: ModelFile) -> GGUFHeader:
     """The same of an open file; its beginning is read in one piece after the other."""
     if file.size == 0:
-        raise ModelFileError(f"{file.path}: the file is empty", "model")
+        raise ModelFileError(f"{file.path}: the file is empty; fetch it: ktserve pull hf:ORG/REPO:QUANT", "model")
     return _Reader(file).header()
 
 
@@ -170,7 +171,10 @@ class _Reader:
         self.skip(min(4, self.end), "magic")
         magic = bytes(self.head[:4])
         if magic != b"GGUF":
-            self.fail(f"not a GGUF file: it begins with {magic!r}, not b'GGUF'{_OTHERS.get(magic.lower(), '')}")
+            found = _OTHERS.get(magic.lower(), "; a model is a .gguf file or a folder with safetensors")
+            if self.path.suffix == ".safetensors":
+                found = f"; name the folder that it is in: {self.path.parent}"
+            self.fail(f"not a GGUF file: it begins with {magic!r}, not b'GGUF'{found}")
         version = self.number("I", "version")
         if version in (2 << 24, 3 << 24):
             self.fail("a big-endian GGUF file; only little-endian files are read")

@@ -193,7 +193,10 @@ def _open_files(folder: Path) -> list[SafetensorsFile]:
             raise ModelFileError(f"{index}: tensor {tensor} is said to be in {shown(name)}, not a file name", "model")
         if name not in files:
             if not os.path.isfile(folder / name):  # False for a name that no file can have, too
-                raise ModelFileError(f"{folder / name}: this file is named by {INDEX} and missing", "model")
+                raise ModelFileError(
+                    f"{folder / name}: this file is named by {INDEX} and missing; fetch it: ktserve pull hf:ORG/REPO",
+                    "model",
+                )
             files[name] = open_safetensors(folder / name)
         if tensor not in files[name].tensors:
             raise ModelFileError(f"{folder / name}: tensor {tensor} should be here by {INDEX}", "model")
