@@ -30,6 +30,7 @@ def window() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def echo(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     flags = [flag for name in ADAPTERS for flag in ("--adapters", f"{name}=/fake/{name}")]
+    flags += ["--admin-key", "chief", "--adapter-root", "/fake"]
     folder = tmp_path_factory.mktemp("page")
     with serving(model_dir, folder, *flags, gate=str(folder / "gate"), read_bandwidth=4e9) as running:
         yield running

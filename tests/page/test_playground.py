@@ -100,7 +100,9 @@ def test_columns_are_stacked_on_a_phone(window: Browser, echo: Running) -> None:
     choose(window, "tiny", "reverse", "gated")
     tops = [column.rect["y"] for column in window.all(".column")]
     assert tops == sorted(set(tops)) and len({column.rect["x"] for column in window.all(".column")}) == 1
-    assert window.script("return document.documentElement.scrollWidth") <= 390, "nothing is wider than the screen"
+    for tab in window.all("[role=tab]"):
+        tab.click()
+        assert window.script("return document.documentElement.scrollWidth") <= 390, "nothing is wider than the screen"
 
 
 def test_parameters_are_sent(page: Browser, echo: Running) -> None:
@@ -204,7 +206,9 @@ def test_by_keyboard_alone(page: Browser, echo: Running) -> None:
     assert {"tab-chat", "theme", "open-settings", "prompt", "send", "clear", "Retry", "curl"} <= reached
     page.script("document.querySelector('#tab-chat').focus()")
     page.press(Keys.ARROW_RIGHT)
-    page.until(lambda: page.find("#live").is_displayed(), "the arrow did not change the tab")
+    page.until(lambda: page.find("#adapters").is_displayed(), "the arrow did not change the tab")
+    page.press(Keys.ARROW_LEFT + Keys.ARROW_LEFT)
+    page.until(lambda: page.find("#live").is_displayed(), "the arrows do not go round")
 
 
 def test_every_control_has_a_name(page: Browser) -> None:

@@ -1,6 +1,6 @@
 // The live view: asks /v1/live once a second while it is seen, and shows differences between answers.
 import { call } from "./api.js";
-import { $, el } from "./dom.js";
+import { $, complain, el } from "./dom.js";
 import { ExpertMap, lineChart } from "./charts.js";
 
 const EVERY_MS = 1000;
@@ -30,12 +30,11 @@ export class Live {
     const asking = (this.asking = new AbortController());
     try {
       const { live } = await (await call("v1/live", { admin: true, signal: asking.signal })).json();
-      $("live-note").hidden = true;
+      complain($("live-note"), null);
       this.take(live);
     } catch (error) {
       if (error.name === "AbortError") return;
-      $("live-note").textContent = error.detail ? `${error.message} (${error.detail})` : error.message;
-      $("live-note").hidden = false;
+      complain($("live-note"), error);
     }
     this.timer = setTimeout(() => this.look(), EVERY_MS);
   }
