@@ -20,10 +20,8 @@ def as_admin(page: Browser, key: str = "chief") -> None:
 
 
 def listed(page: Browser) -> Callable[[str], bool]:
-    return lambda name: page.script(
-        "return [...document.querySelectorAll('#adapter-rows td:first-child')].some((n) => n.textContent === arguments[0])",
-        name,
-    )
+    names = "return [...document.querySelectorAll('#adapter-rows td:first-child')].map((n) => n.textContent)"
+    return lambda name: name in page.script(names)
 
 
 def test_without_the_key_there_is_the_list_alone(page: Browser) -> None:
@@ -36,6 +34,8 @@ def test_without_the_key_there_is_the_list_alone(page: Browser) -> None:
 
 def test_load_replace_and_unload(page: Browser, echo: Running) -> None:
     as_admin(page)
+    page.driver.refresh()
+    page.until(lambda: page.find("#adapter-panel").is_displayed(), "the key is not kept")
     page.fill("#adapter-name", "fresh")
     page.fill("#adapter-path", "/fake/fresh")
     page.click("#adapter-pinned")
@@ -52,10 +52,10 @@ def test_load_replace_and_unload(page: Browser, echo: Running) -> None:
     page.until(lambda: "/fake/fresher" in page.text("#adapter-rows"), "the new folder is not shown")
     assert echo.wait_for("LoadAdapter")[-1]["pinned"]
     page.click("[aria-label='Unload fresh']")
-    page.driver.switch_to.alert.dismiss()
+    page.confirm(False)
     assert listed(page)("fresh")
     page.click("[aria-label='Unload fresh']")
-    page.driver.switch_to.alert.accept()
+    page.confirm(True)
     page.until(lambda: not listed(page)("fresh"), "it is still listed")
     assert "fresh is unloaded" in page.text("#adapter-status")
 

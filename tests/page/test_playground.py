@@ -246,5 +246,9 @@ def test_below_a_prefix(window: Browser, model_dir: Path, tmp_path: Path) -> Non
         assert server.received("Submit")
         window.click("#tab-live")
         window.until(lambda: window.text("#decode-rate") != "–", "the live view shows nothing")
+        window.click("#tab-adapters")
+        assert window.find("#adapters-none").is_displayed()
+        window.click("#tab-tuning")
+        window.until(lambda: "--fine-tuning" in window.text("#jobs-none"), "why there are no jobs is not said")
         asked = [url for url in window.requested() if url.startswith(server.url)]
         assert asked and all(url.removeprefix(server.url).startswith("/apps/llm") for url in asked), asked

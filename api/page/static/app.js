@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { $ } from "./dom.js";
 import { Live } from "./live.js";
 import * as settings from "./settings.js";
+import { Tuning } from "./tuning.js";
 
 const HEALTH_MS = 5000;
 const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
@@ -31,14 +32,24 @@ $("theme").addEventListener("click", () => {
   setTheme(names[(names.indexOf(theme()) + 1) % names.length]);
 });
 
+settings.setUp(() => {
+  adapters.unlock();
+  tuning.forget();
+  refresh();
+});
 const chat = new Chat();
 const live = new Live();
 const adapters = new Adapters(refresh);
-const views = { chat, adapters, live };
-settings.setUp(() => {
-  adapters.unlock();
-  refresh();
-});
+const tuning = new Tuning(compare);
+const views = { chat, adapters, tuning, live };
+
+// Opens the playground with a column for each model.
+async function compare(models) {
+  await refresh(); // a checkpoint may be newer than the last look
+  if (!chat.compare(models)) return;
+  openTab("chat");
+  $("prompt").focus();
+}
 
 function openTab(name) {
   for (const other of Object.keys(views)) {
