@@ -106,6 +106,17 @@ class FakeEngine:
                 bos_token_id=None,
                 eos_token_ids=[self.eos],
                 lines=["memory plan: fake", "note: fake"],
+                memory=[
+                    m.PlannedMemory(
+                        "CPU",
+                        limit_bytes=16 << 30,
+                        free_bytes=12 << 30,
+                        items=[
+                            m.PlannedItem("experts", "experts <b>", 6 << 30),
+                            m.PlannedItem("kv_cache", "KV cache", 2 << 30),
+                        ],
+                    )
+                ],
             )
         )
         advanced = False
