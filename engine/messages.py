@@ -170,6 +170,27 @@ class Planned(_Message, frozen=True):
     lines: list[str]
 
 
+PlannedKind = Literal["weights", "experts", "kv_cache", "step", "adapters", "other"]
+
+
+class PlannedItem(msgspec.Struct, frozen=True):
+    """What memory is for. `label`: for people."""
+
+    kind: PlannedKind
+    label: str
+    num_bytes: int
+
+
+class PlannedMemory(msgspec.Struct, frozen=True):
+    """A device's memory as it was planned, in bytes. `limit_bytes`: the smaller of what exists and what is allowed;
+    `free_bytes`: of it, before anything was loaded."""
+
+    device: str  # "CPU", "GPU 0"
+    limit_bytes: int
+    free_bytes: int
+    items: list[PlannedItem]
+
+
 class Loading(_Message, frozen=True):
     """Progress while the model loads: shown as a bar."""
 
@@ -200,6 +221,7 @@ class Ready(_Message, frozen=True):
     bos_token_id: int | None
     eos_token_ids: list[int]
     lines: list[str]
+    memory: list[PlannedMemory] = []  # of each device; none: the engine has planned nothing
     keeps_states: bool = False  # of sequences; `Submit.opening_tokens` is of use then
 
 

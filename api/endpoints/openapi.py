@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+
+from engine.messages import PlannedKind
 
 _OPENAI_ERROR = {
     "type": "object",
@@ -48,6 +50,10 @@ _LIST = {"type": "array"}
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}
 _OLLAMA = _answer("model", "created_at", done={"const": True}, done_reason=_TEXT)
+_PLANNED_ITEM = _answer(label=_TEXT, num_bytes=_COUNT, kind={"enum": list(get_args(PlannedKind))})
+_PLANNED_MEMORY = _answer(
+    device=_TEXT, limit_bytes=_COUNT, free_bytes=_COUNT, items={"type": "array", "items": _PLANNED_ITEM}
+)
 _ANSWERS = {  # of whole answers
     "/v1/chat/completions": _answer("id", "created", "model", "usage", object=_TEXT, choices=_LIST),
     "/v1/completions": _answer("id", "created", "model", "usage", object=_TEXT, choices=_LIST),
@@ -62,6 +68,9 @@ _ANSWERS = {  # of whole answers
     "/api/show": _answer("details", "model_info", capabilities=_LIST),
     "/api/version": _answer(version=_TEXT),
     "/v1/models": _answer(object={"const": "list"}, data=_LIST),
+    "/v1/plan": _answer(
+        model=_TEXT, memory={"type": "array", "items": _PLANNED_MEMORY}, lines={"type": "array", "items": _TEXT}
+    ),
     "/tokenize": _answer(tokens=_LIST, count=_COUNT),
     "/detokenize": _answer(prompt=_TEXT),
     "/apply-template": _answer(prompt=_TEXT),

@@ -1,4 +1,4 @@
-"""GET / (the page), /page/... (its files) and /v1/live (what its live view shows)"""
+"""GET / (the page), /page/... (its files) /v1/live and /v1/plan (what its live view shows)"""
 
 from __future__ import annotations
 
@@ -56,5 +56,15 @@ def router() -> APIRouter:
             check_admin(request, "/v1/live of a server with API keys")
         seen = await service.client.live()
         return json_response({"model": service.ready.model_name, "live": seen}, headers={"Cache-Control": "no-store"})
+
+    @routes.get("/v1/plan")
+    async def plan(request: Request) -> Response:
+        """What memory was planned for, by device, and what the engine said of itself when it started."""
+        service = service_of(request)
+        if service.keys.required:  # the lines name files and this machine
+            check_admin(request, "/v1/plan of a server with API keys")
+        ready = service.ready
+        body = {"model": ready.model_name, "memory": ready.memory, "lines": ready.lines}
+        return json_response(body, headers={"Cache-Control": "no-store"})
 
     return routes

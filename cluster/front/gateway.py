@@ -33,6 +33,7 @@ _OF_ONE_SERVER = {  # what has its state in one server: the beginning of its pat
     "/v1/files": "files are kept in one server",
     "/v1/batches": "batches are kept in one server",
     "/v1/live": "the live view is one server's",
+    "/v1/plan": "the memory plan is one server's",
     "/v1/responses/": "responses are kept in one server",
 }
 

@@ -252,6 +252,7 @@ def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Pr
         bos_token_id=model.bos_token_id,
         eos_token_ids=list(model.eos_token_ids),
         lines=[*plan.lines, *core.runner.notes],
+        memory=plan.memory.message(),
         keeps_states=model.state_bytes > 0,
     )
     return core, ready

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 
 from engine.memory.limits import Memory
+from engine.messages import PlannedItem, PlannedKind, PlannedMemory
 from engine.units import format_bytes
 
 
 class Kind(Enum):
-    """What an item's memory is for."""
+    """What an item's memory is for, with the name that it has on the wire."""
 
-    WEIGHTS = auto()  # all but routed experts
-    EXPERTS = auto()
-    KV_CACHE = auto()
-    STEP = auto()  # buffers, activations and scratch memory of a step
-    ADAPTERS = auto()  # as they are read, in slots, and in training; not tables that are there whatever is loaded
-    OTHER = auto()  # workspaces, tables, what loading takes, reserves
+    _value_: PlannedKind
+
+    WEIGHTS = "weights"  # all but routed experts
+    EXPERTS = "experts"
+    KV_CACHE = "kv_cache"
+    STEP = "step"  # buffers, activations and scratch memory of a step
+    ADAPTERS = "adapters"  # as they are read, in slots, and in training; not tables that are there whatever is loaded
+    OTHER = "other"  # workspaces, tables, what loading takes, reserves
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ class DevicePlan:
     def short(self) -> list[Memory]:
         """The devices on which it does not fit."""
         return [device for device in self.devices if self.needed(device) > device.free_bytes]
+
+    def message(self) -> list[PlannedMemory]:
+        """As the api is told of it."""
+        return [
+            PlannedMemory(
+                device.name,
+                device.limit_bytes,
+                device.free_bytes,
+                [PlannedItem(i.kind.value, i.label, i.num_bytes) for i in self.items if i.device == device.name],
+            )
+            for device in self.devices
+        ]
 
     def render(self) -> str:
         """A table for a terminal."""

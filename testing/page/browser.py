@@ -14,8 +14,10 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.expected_conditions import alert_is_present
+from selenium.webdriver.support.wait import WebDriverWait
 
-from testing.waiting import eventually
+from testing.waiting import PATIENCE_S, eventually
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -74,6 +76,11 @@ class Browser:
     def press(self, *keys: str) -> None:
         """To whatever has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
+
+    def confirm(self, yes: bool) -> None:
+        """Answers the browser's question, which may yet have to come."""
+        alert = WebDriverWait(self.driver, PATIENCE_S).until(alert_is_present())
+        alert.accept() if yes else alert.dismiss()
 
     def until(self, check: Any, what: str) -> None:
         try:

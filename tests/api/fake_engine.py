@@ -8,8 +8,9 @@ all), "burst" (all tokens at once), "say" (the output is the last message of a u
 "<|im_start|>user\n" and "<|im_end|>", tokens 1 and 2 of the tests' tokenizer), "garbage" (a frame that is no message),
 "hang" (a step that never ends).
 FAKE_ENGINE holds JSON: {"log": path of an NDJSON file of all messages received, "fatal": message, "start_gate",
-"load_gate" and "gate": paths of files that a start, loads of adapters and "gated" wait for, "vocab_size",
-"max_model_len", "eos"}.
+"load_gate", "gate" and "tuning_gate": paths of files that a start, loads of adapters, "gated" and the fourth step of
+each tuning run wait for, "vocab_size", "max_model_len", "eos"}. A tuning run learns nothing: its loss falls with its
+steps.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import zmq
 
 from engine import messages as m
 from engine.heartbeat import Heartbeat
+from engine.tuning import Batch, OpenRun, OptimStep, SaveRun, Tuned
 
 STEP_S = 0.0003  # long enough for a client to go away before a long answer has ended
 
@@ -67,6 +69,8 @@ class FakeEngine:
         self.adapters: dict[str, m.AdapterInfo] = {}
         self.draining: tuple[int, float] | None = None
         self.steps = 0
+        self.tuned: dict[str, int] = {}  # steps of each tuning run
+        self.held: list[m.Tune] = []  # for the tuning gate
 
     def send(self, message: m.FromEngine) -> None:
         self.socket.send(m.encode(message))
@@ -102,11 +106,22 @@ class FakeEngine:
                 bos_token_id=None,
                 eos_token_ids=[self.eos],
                 lines=["memory plan: fake", "note: fake"],
+                memory=[
+                    m.PlannedMemory(
+                        "CPU",
+                        limit_bytes=16 << 30,
+                        free_bytes=12 << 30,
+                        items=[
+                            m.PlannedItem("experts", "experts <b>", 6 << 30),
+                            m.PlannedItem("kv_cache", "KV cache", 2 << 30),
+                        ],
+                    )
+                ],
             )
         )
         advanced = False
         while True:
-            if self.socket.poll(0 if advanced else 2 if self.running or self.draining else 1000):
+            if self.socket.poll(0 if advanced else 2 if self.running or self.draining or self.held else 1000):
                 while self.socket.poll(0):
                     self.receive(m.decode_to_engine(self.socket.recv()))
             with self.heartbeat.working():
@@ -151,6 +166,10 @@ class FakeEngine:
                 self.send(m.Reply(call_id=message.call_id, ok=True, stats=stats))
             case m.GetLive():
                 self.send(m.Reply(call_id=message.call_id, ok=True, live=self.live()))
+            case m.Tune(order=OptimStep()) if "tuning_gate" in self.options and self.tuned[message.run] == 3:
+                self.held.append(message)
+            case m.Tune():
+                self.tune(message)
             case m.Drain():
                 self.draining = (message.call_id, time.monotonic() + message.timeout_s)
             case m.Shutdown():
@@ -190,6 +209,22 @@ class FakeEngine:
             expert_choices={0: [self.steps, 0, 1], 1: [0, 0, self.steps]},
         )
 
+    def tune(self, message: m.Tune) -> None:
+        metrics: dict[str, float] = {}
+        match message.order:
+            case OpenRun():
+                self.tuned[message.run] = 0
+                metrics = {"hidden_size": 64.0}
+            case Batch(samples=samples):
+                targets = float(sum(len(sample.targets) for sample in samples))
+                metrics = {"loss": targets * 3 / (1 + self.tuned[message.run]), "hits": targets / 2, "targets": targets}
+            case OptimStep():
+                self.tuned[message.run] += 1
+            case SaveRun(state=state, adapter=adapter):
+                for folder in filter(None, (state, adapter)):
+                    os.makedirs(folder, exist_ok=True)
+        self.send(m.Reply(call_id=message.call_id, ok=True, tuned=Tuned(metrics)))
+
     def load(self, message: m.LoadAdapter) -> None:
         call = message.call_id
         while "load_gate" in self.options and not self.is_open("load_gate"):
@@ -209,6 +244,10 @@ class FakeEngine:
     def step(self) -> bool:
         """Whether any request came further."""
         self.steps += 1
+        if self.held and self.is_open("tuning_gate"):
+            for order in self.held:
+                self.tune(order)
+            self.held.clear()
         advanced = False
         now = time.monotonic()
         for request_id, running in list(self.running.items()):

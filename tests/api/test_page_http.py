@@ -102,13 +102,21 @@ def test_live_shows_what_runs(server: Running) -> None:
         assert server.http.get("/v1/live").json()["live"]["expert_choices"]["0"][2] == 1
 
 
-def test_with_keys_the_page_is_open_and_live_is_the_admins(model_dir: Path, tmp_path: Path) -> None:
+def test_plan_shows_each_devices_memory(server: Running) -> None:
+    seen = server.http.get("/v1/plan").json()
+    (device,) = seen["memory"]
+    assert device["device"] == "CPU" and device["free_bytes"] < device["limit_bytes"]
+    assert [item["kind"] for item in device["items"]] == ["experts", "kv_cache"] and "note: fake" in seen["lines"]
+
+
+def test_with_keys_the_page_is_open_and_what_it_watches_is_the_admins(model_dir: Path, tmp_path: Path) -> None:
     with serving(model_dir, tmp_path, "--api-key", "one=a", "--admin-key", "admin") as running:
         assert httpx.get(running.url).status_code == 200
         assert httpx.get(f"{running.url}/page/app.js").status_code == 200
+        for path in ("/v1/live", "/v1/plan"):
 
-        def live(**headers: str) -> int:
-            return httpx.get(f"{running.url}/v1/live", headers=headers).status_code
+            def status(path: str = path, **headers: str) -> int:
+                return httpx.get(running.url + path, headers=headers).status_code
 
-        assert live() == 401 and live(Authorization="Bearer one") == 401
-        assert live(Authorization="Bearer admin") == 200
+            assert status() == 401 and status(Authorization="Bearer one") == 401
+            assert status(Authorization="Bearer admin") == 200

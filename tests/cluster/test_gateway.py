@@ -167,6 +167,7 @@ def test_the_other_forms_are_answered(front: Gateway, path: str, body: Any) -> N
         ("GET", "/v1/files/file-1/content", None),
         ("POST", "/v1/batches", {}),
         ("GET", "/v1/live", None),
+        ("GET", "/v1/plan", None),
         ("GET", "/v1/responses/resp_1", None),
         ("DELETE", "/v1/responses/resp_1", None),
         ("POST", "/v1/responses", {"model": "say", "input": "a", "previous_response_id": "resp_1"}),

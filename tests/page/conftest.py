@@ -30,8 +30,11 @@ def window() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def echo(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     flags = [flag for name in ADAPTERS for flag in ("--adapters", f"{name}=/fake/{name}")]
+    flags += ["--admin-key", "chief", "--adapter-root", "/fake"]
     folder = tmp_path_factory.mktemp("page")
-    with serving(model_dir, folder, *flags, gate=str(folder / "gate"), read_bandwidth=4e9) as running:
+    flags += ["--fine-tuning", "--data-dir", str(folder / "data")]
+    gates = {name: str(folder / name) for name in ("gate", "tuning_gate")}
+    with serving(model_dir, folder, *flags, **gates, read_bandwidth=4e9) as running:
         yield running
 
 

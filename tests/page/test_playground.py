@@ -100,7 +100,9 @@ def test_columns_are_stacked_on_a_phone(window: Browser, echo: Running) -> None:
     choose(window, "tiny", "reverse", "gated")
     tops = [column.rect["y"] for column in window.all(".column")]
     assert tops == sorted(set(tops)) and len({column.rect["x"] for column in window.all(".column")}) == 1
-    assert window.script("return document.documentElement.scrollWidth") <= 390, "nothing is wider than the screen"
+    for tab in window.all("[role=tab]"):
+        tab.click()
+        assert window.script("return document.documentElement.scrollWidth") <= 390, "nothing is wider than the screen"
 
 
 def test_parameters_are_sent(page: Browser, echo: Running) -> None:
@@ -204,7 +206,9 @@ def test_by_keyboard_alone(page: Browser, echo: Running) -> None:
     assert {"tab-chat", "theme", "open-settings", "prompt", "send", "clear", "Retry", "curl"} <= reached
     page.script("document.querySelector('#tab-chat').focus()")
     page.press(Keys.ARROW_RIGHT)
-    page.until(lambda: page.find("#live").is_displayed(), "the arrow did not change the tab")
+    page.until(lambda: page.find("#adapters").is_displayed(), "the arrow did not change the tab")
+    page.press(Keys.ARROW_LEFT + Keys.ARROW_LEFT)
+    page.until(lambda: page.find("#live").is_displayed(), "the arrows do not go round")
 
 
 def test_every_control_has_a_name(page: Browser) -> None:
@@ -242,5 +246,23 @@ def test_below_a_prefix(window: Browser, model_dir: Path, tmp_path: Path) -> Non
         assert server.received("Submit")
         window.click("#tab-live")
         window.until(lambda: window.text("#decode-rate") != "–", "the live view shows nothing")
+        window.click("#tab-adapters")
+        assert window.find("#adapters-none").is_displayed()
+        window.click("#tab-tuning")
+        window.until(lambda: "--fine-tuning" in window.text("#jobs-none"), "why there are no jobs is not said")
         asked = [url for url in window.requested() if url.startswith(server.url)]
         assert asked and all(url.removeprefix(server.url).startswith("/apps/llm") for url in asked), asked
+
+
+def test_live_shows_the_memory_plan_and_what_memory_can_do(page: Browser) -> None:
+    page.click("#tab-live")
+    page.until(lambda: "6.0 GiB" in page.text("#plan"), "the plan is not shown")
+    assert "CPU 8.0 GiB needed of 12.0 GiB free (16.0 GiB in all), 4.0 GiB left" in page.text(".device")
+    assert page.text(".device li:first-child") == "in use before the start4.0 GiB"
+    assert "experts <b>6.0 GiB" in page.text(".device li") and "note: fake" in page.text("#plan-lines")
+    widths = "return [...document.querySelectorAll('.device .stack i')].map((n) => n.getBoundingClientRect().width)"
+    taken, experts, cache = page.script(widths)
+    assert abs(taken - experts * 4 / 6) < 1 and abs(cache - experts * 2 / 6) < 1
+    page.until(lambda: "this memory was measured at 4 GB/s" in page.text("#roof-text"), "the roof is not shown")
+    page.until(lambda: "GB a step" in page.text("#roof-text"), "what a step reads is not shown")
+    assert page.script("return document.querySelector('#roof .now').style.getPropertyValue('--share')") != "0"

@@ -54,6 +54,16 @@ def test_experts_by_backend(source: WeightSource, backend: str, method: str, exp
     assert f"2 layers on {backend}" in made.render()
 
 
+def test_its_message_has_every_item_once(source: WeightSource) -> None:
+    made = plan(source)
+    sent = made.message()
+    assert [each.device for each in sent] == [device.name for device in made.devices]
+    for each, device in zip(sent, made.devices, strict=True):
+        assert (each.limit_bytes, each.free_bytes) == (device.limit_bytes, device.free_bytes)
+        assert sum(item.num_bytes for item in each.items) == made.needed(device)
+    assert sum(len(each.items) for each in sent) == len(made.items)
+
+
 @pytest.mark.parametrize(
     "type",
     ["Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "IQ2_XS", "IQ1_S", "F16"],

@@ -4,18 +4,19 @@
 export const keys = { api: "", admin: "" };
 
 export class ServerError extends Error {
-  constructor(message, detail = "") {
+  constructor(message, detail = "", code = null) {
     super(message);
     this.detail = detail;
+    this.code = code; // the server's name for it, if it has one
   }
 }
 
-export async function call(path, { body, signal, admin = false } = {}) {
+export async function call(path, { body, signal, admin = false, method = body === undefined ? "GET" : "POST" } = {}) {
   const key = admin ? keys.admin || keys.api : keys.api;
   let response;
   try {
     response = await fetch(path, {
-      method: body === undefined ? "GET" : "POST",
+      method,
       headers: {
         ...(body === undefined ? {} : { "Content-Type": "application/json" }),
         ...(key ? { Authorization: `Bearer ${key}` } : {}),
@@ -34,14 +35,15 @@ export async function call(path, { body, signal, admin = false } = {}) {
 
 async function failure(response) {
   let detail = "";
+  let code = null;
   try {
-    detail = (await response.json()).error.message;
+    ({ message: detail, code } = (await response.json()).error);
   } catch {
     detail = `HTTP ${response.status}`; // not our server's form: a proxy's, perhaps
   }
   const wait = response.headers.get("Retry-After");
   const later = wait ? ` Try again in ${wait} s.` : " Try again in a moment.";
-  return new ServerError(inWords(response.status, later), detail);
+  return new ServerError(inWords(response.status, later), detail, code);
 }
 
 function inWords(status, later) {

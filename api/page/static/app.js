@@ -1,9 +1,11 @@
 // Tabs, theme, the settings' drawer, and what the server is doing.
+import { Adapters } from "./adapters.js";
 import { call, ServerError } from "./api.js";
 import { Chat } from "./chat.js";
 import { $ } from "./dom.js";
 import { Live } from "./live.js";
 import * as settings from "./settings.js";
+import { Tuning } from "./tuning.js";
 
 const HEALTH_MS = 5000;
 const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
@@ -30,26 +32,44 @@ $("theme").addEventListener("click", () => {
   setTheme(names[(names.indexOf(theme()) + 1) % names.length]);
 });
 
+settings.setUp(() => {
+  adapters.unlock();
+  tuning.forget();
+  refresh();
+});
 const chat = new Chat();
 const live = new Live();
-settings.setUp(refresh);
+const adapters = new Adapters(refresh);
+const tuning = new Tuning(compare);
+const views = { chat, adapters, tuning, live };
+
+// Opens the playground with a column for each model.
+async function compare(models) {
+  await refresh(); // a checkpoint may be newer than the last look
+  if (!chat.compare(models)) return;
+  openTab("chat");
+  $("prompt").focus();
+}
 
 function openTab(name) {
-  for (const tab of document.querySelectorAll('[role="tab"]')) {
-    const chosen = tab.id === `tab-${name}`;
-    tab.setAttribute("aria-selected", String(chosen));
-    tab.tabIndex = chosen ? 0 : -1;
-    $(tab.getAttribute("aria-controls")).hidden = !chosen;
+  for (const other of Object.keys(views)) {
+    const chosen = other === name;
+    $(`tab-${other}`).setAttribute("aria-selected", String(chosen));
+    $(`tab-${other}`).tabIndex = chosen ? 0 : -1;
+    $(other).hidden = !chosen;
+    views[other].watch?.(chosen);
   }
-  history.replaceState(null, "", name === "live" ? "#live" : location.pathname);
-  live.watch(name === "live");
+  history.replaceState(null, "", name === "chat" ? location.pathname : `#${name}`);
 }
 
 const tabs = document.querySelector('[role="tablist"]');
 tabs.addEventListener("click", (event) => event.target.id && openTab(event.target.id.replace("tab-", "")));
 tabs.addEventListener("keydown", (event) => {
-  if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
-  const name = document.activeElement.id === "tab-chat" ? "live" : "chat";
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  const names = Object.keys(views);
+  const at = names.indexOf(document.activeElement.id.replace("tab-", ""));
+  const name = names.at((at + step) % names.length);
   openTab(name);
   $(`tab-${name}`).focus();
 });
@@ -86,7 +106,9 @@ async function refresh() {
   try {
     const trouble = await health();
     if (trouble) return setState(trouble, "down");
-    chat.offer((await (await call("v1/models")).json()).data);
+    const models = (await (await call("v1/models")).json()).data;
+    chat.offer(models);
+    adapters.offer(models);
     setState("ready", "up");
   } catch (error) {
     setState(error instanceof ServerError ? error.message : "not reachable", "down");
@@ -98,5 +120,5 @@ async function keepWatch() {
   setTimeout(keepWatch, HEALTH_MS);
 }
 
-if (location.hash === "#live") openTab("live");
+if (location.hash.slice(1) in views) openTab(location.hash.slice(1));
 keepWatch();

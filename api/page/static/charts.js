@@ -1,9 +1,9 @@
 // Two drawings on canvases, in the theme's colours: a line over time and a heat map of experts by layer.
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // A canvas's context, as many pixels as it is wide on the screen.
-function sized(canvas, height) {
+export function sized(canvas, height) {
   const scale = devicePixelRatio || 1;
   const width = canvas.clientWidth;
   canvas.width = Math.round(width * scale);

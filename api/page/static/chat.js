@@ -131,6 +131,16 @@ export class Chat {
     this.changed();
   }
 
+  // A new chat with a column for each of `models`. Returns false if the user would rather keep the one there is.
+  compare(models) {
+    if (this.columns.some((column) => column.history.length) && !confirm("This begins a new chat. The conversation in the playground ends.")) return false;
+    for (const column of this.columns) column.running?.abort();
+    this.columns = models.map((model) => new Column(this, model));
+    $("columns").replaceChildren(...this.columns.map((column) => column.node));
+    this.changed();
+    return true;
+  }
+
   remove(column) {
     column.running?.abort();
     this.columns = this.columns.filter((other) => other !== column);

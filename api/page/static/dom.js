@@ -25,3 +25,9 @@ export async function copy(text, button) {
   }
   setTimeout(() => { button.textContent = label; }, 1500);
 }
+
+// Shows an error in `node`, or nothing: what it is, and the server's reason.
+export function complain(node, error) {
+  node.hidden = !error;
+  if (error) node.replaceChildren(error.message, error.detail ? el("small", {}, error.detail) : "");
+}

@@ -1,7 +1,8 @@
 // The live view: asks /v1/live once a second while it is seen, and shows differences between answers.
 import { call } from "./api.js";
-import { $, el } from "./dom.js";
+import { $, complain, el } from "./dom.js";
 import { ExpertMap, lineChart } from "./charts.js";
+import { showPlan, showRoof } from "./plan.js";
 
 const EVERY_MS = 1000;
 const RECENT_S = 10;
@@ -15,6 +16,7 @@ export class Live {
     this.samples = []; // oldest first
     this.timer = null;
     this.asking = null; // an AbortController
+    this.planned = false; // whether the engine's plan is shown
     this.map = new ExpertMap($("experts"), $("expert-text"));
     for (const radio of document.querySelectorAll('[name="period"]')) radio.addEventListener("change", () => this.showExperts());
     document.addEventListener("visibilitychange", () => this.watch(!$("live").hidden));
@@ -30,19 +32,23 @@ export class Live {
     const asking = (this.asking = new AbortController());
     try {
       const { live } = await (await call("v1/live", { admin: true, signal: asking.signal })).json();
-      $("live-note").hidden = true;
       this.take(live);
+      if (!this.planned) showPlan(await (await call("v1/plan", { admin: true, signal: asking.signal })).json());
+      this.planned = true;
+      complain($("live-note"), null);
     } catch (error) {
       if (error.name === "AbortError") return;
-      $("live-note").textContent = error.detail ? `${error.message} (${error.detail})` : error.message;
-      $("live-note").hidden = false;
+      complain($("live-note"), error);
     }
     this.timer = setTimeout(() => this.look(), EVERY_MS);
   }
 
   take(live) {
     const last = this.samples.at(-1);
-    if (last && (live.time_s <= last.time_s || live.steps < last.steps)) this.samples = []; // another engine
+    if (last && (live.time_s <= last.time_s || live.steps < last.steps)) { // another engine
+      this.samples = [];
+      this.planned = false;
+    }
     this.samples.push(live);
     while (live.time_s - this.samples[0].time_s > KEPT_S) this.samples.shift();
     this.showRates();
@@ -66,14 +72,19 @@ export class Live {
       const counted = this.samples.at(-1)[counter] !== null;
       $(`${id}-rate`).textContent = counted && rates.length ? short.format(rates.at(-1)[1]) : "–";
       lineChart($(`${id}-line`), counted ? rates : [], KEPT_S);
-      if (id === "bytes") this.showShare(counted && rates.length ? rates.at(-1)[1] : null);
+      if (id === "bytes") this.showShare(counted ? rates.map(([, rate]) => rate) : []);
     }
   }
 
+  // gigabytes: a second, oldest first; none if they are not counted
   showShare(gigabytes) {
-    const peak = this.samples.at(-1).read_bandwidth;
-    const known = gigabytes !== null && peak;
-    $("bytes-share").textContent = known ? `${((1e11 * gigabytes) / peak).toFixed(0)} % of ${short.format(1e-9 * peak)}` : "";
+    const live = this.samples.at(-1);
+    const peak = live.read_bandwidth;
+    const known = gigabytes.length && peak;
+    $("bytes-share").textContent = known ? `${((1e11 * gigabytes.at(-1)) / peak).toFixed(0)} % of ${short.format(1e-9 * peak)}` : "";
+    const before = this.samples.at(-2);
+    const steps = before ? live.steps - before.steps : 0;
+    showRoof(gigabytes, peak && 1e-9 * peak, steps ? (1e-9 * (live.weight_bytes_read - before.weight_bytes_read)) / steps : null);
   }
 
   showBlocks(live) {
