@@ -365,9 +365,10 @@ class PagedAttention:
         products: str = "",
         latent: int = 0,
         scale: float = 0.0,
+        window: int = 0,
     ) -> None:
         """
-        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: of a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, 0: 1 / sqrt(head_dim). ValueError for a shape that the kernels do not take.
+        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: of a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, 0: 1 / sqrt(head_dim). window: how many of the last positions a token sees, its own included; 0: all. ValueError for a shape that the kernels do not take.
         """
 
     @property
@@ -383,6 +384,11 @@ class PagedAttention:
     @property
     def products(self) -> str:
         """What keys and values are multiplied as."""
+
+    def set_sinks(self, layer: int, sinks: int) -> None:
+        """
+        The layer's sinks, float32 [heads], which are copied: of each query head a score that takes part in the softmax and has no value. ValueError for a layer that is not there.
+        """
 
     def plan(
         self, row_starts: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]]

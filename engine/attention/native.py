@@ -27,8 +27,6 @@ def native_limit(spec: GroupedQuery | Latent) -> str | None:
     """Why the kernels cannot compute this attention; None if they can."""
     if isinstance(spec, Latent):
         return _latent_limit(spec)
-    if spec.sinks or spec.window is not None:
-        return "attention with sinks or a window has no native kernel"
     dim = spec.head_dim
     if MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % HEAD_DIM_STEP == 0:
         return None
@@ -108,6 +106,7 @@ class NativeAttention(AttentionBackend):
                 head_dim=head_dim,
                 latent=value_dim if latent else 0,
                 scale=spec.scale if isinstance(spec, Latent) else 0.0,
+                window=0 if isinstance(spec, Latent) else spec.window or 0,
                 kv=_KV_NAMES[kv_dtype],
                 isa=isa,
                 float_rows=dtype == torch.float32,
@@ -125,6 +124,18 @@ class NativeAttention(AttentionBackend):
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
+
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        """Copies them. EngineError for a layer that is not there and for other than float32 [H]."""
+        place, heads = self._place(layer), self._q_shape[0]
+        if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
+            raise EngineError(f"native attention: sinks: {sinks.dtype} {tuple(sinks.shape)}; wanted float32 [{heads}]")
+        self.kernel.set_sinks(place, sinks.data_ptr())
+
+    def _place(self, layer: int) -> int:
+        if layer not in self.places_of:
+            raise EngineError(f"native attention: layer: {layer}; allowed are {list(self.places_of)}")
+        return self.places_of[layer]
 
     @property
     def cache_bytes(self) -> int:
@@ -145,9 +156,7 @@ class NativeAttention(AttentionBackend):
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q, k, v may be slices of one tensor: tokens any stride apart, heads and dimensions contiguous."""
-        tokens = q.shape[0]
-        if layer not in self.places_of:
-            raise EngineError(f"native attention: layer: {layer}; allowed are {list(self.places_of)}")
+        tokens, place = q.shape[0], self._place(layer)
         out = torch.empty((tokens, *self._out_shape), dtype=self.dtype)
         for name, t, shape in (("q", q, self._q_shape), ("k", k, self._k_shape), ("v", v, self._v_shape)):
             heads_lie = shape[0] == 1 or t.stride(1) == shape[1]
@@ -158,7 +167,7 @@ class NativeAttention(AttentionBackend):
                 )
         try:
             self.kernel.forward(
-                self.places_of[layer],
+                place,
                 tokens,
                 q=q.data_ptr(),
                 q_stride=q.stride(0),

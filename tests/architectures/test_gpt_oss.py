@@ -20,6 +20,7 @@ from engine.diagnostics.check import check_model
 from engine.errors import AdapterError, ModelFileError, UserError
 from engine.launch.backends import make_backends
 from engine.lora.files.parse import parse_adapter
+from engine.model.native_executor import NativeExecutor
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
 from testing.harness import Harness, full_logits, greedy
@@ -105,7 +106,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "layer_types": draw(st.lists(kinds, min_size=layers, max_size=layers)),
-        "sliding_window": draw(st.sampled_from([1, 8, 17, 400])),
+        "sliding_window": draw(st.sampled_from([1, 8, 17, 40, 400])),
         "num_experts": draw(st.sampled_from([4, 8, 33])),
         "num_experts_per_tok": draw(st.integers(1, 4)),
         "num_key_value_heads": kv_heads,
@@ -119,14 +120,30 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shape=shapes(), seed=st.integers(0, 1000), budget=st.sampled_from([8, 32, 256]))
+@given(
+    shape=shapes(),
+    seed=st.integers(0, 1000),
+    budget=st.sampled_from([5, 8, 32, 256]),
+    attention=st.sampled_from(["native", "native", "reference"]),
+    sinks=st.sampled_from([0.1, 3.0, 30.0]),
+)
 def test_tokens_and_logits_equal_transformers(
-    tmp_path_factory: pytest.TempPathFactory, shape: dict[str, Any], seed: int, budget: int
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: dict[str, Any],
+    seed: int,
+    budget: int,
+    attention: str,
+    sinks: float,
 ) -> None:
-    """By float32, prompts shorter and longer than the window, twice: the second time behind the cached one."""
+    """By float32, prompts shorter, as long as, and longer than the window, in chunks of many sizes and in batches of
+    several lengths; twice, the second time behind the cached one."""
     model, folder = tiny(seed, **shape), tmp_path_factory.mktemp("model")
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            parameter.data.mul_(sinks / 0.1)
     save_hf(model, folder)
-    engine, asked = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=4, rules=None), prompts(seed, [3, 40])
+    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=4, rules=None, attention_backend=attention)
+    asked = prompts(seed, [3, 40, 17])
     for _ in range(2):
         for prompt, tokens in zip(asked, engine.generate(asked, max_tokens=6), strict=True):
             expected, gap = greedy(model, prompt, 6)
@@ -137,6 +154,23 @@ def test_tokens_and_logits_equal_transformers(
     for position, found in enumerate(engine.results[request].prompt_logprobs[1:]):
         for token in (found.chosen, *found.top):
             assert abs(token.logprob - float(want[position, token.token])) < 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_and_recomputed(tmp_path: Path, overlap: bool) -> None:
+    model = tiny(7, num_hidden_layers=3)
+    save_hf(model, tmp_path)
+    asked = prompts(3, [20, 25, 30, 35])
+    engine = Harness(
+        tmp_path, kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=8, max_num_seqs=4, rules=None,
+        overlap=overlap,
+    )  # fmt: skip
+    got = engine.generate(asked, max_tokens=24)
+    assert engine.core.scheduler.stats()["preemptions"] > 0
+    for prompt, tokens in zip(asked, got, strict=True):
+        expected, gap = greedy(model, prompt, 24)
+        assert tokens == expected or gap < CLEAR
     engine.close()
 
 
@@ -190,6 +224,7 @@ def test_a_mixed_batch_equals_merged_models(family: Family) -> None:
     names = [None, "adapter-0", "adapter-2", None, "adapter-2"]
     asked = prompts(1, [3, 9, 20, 31, 14])
     engine = family.engine(max_num_seqs=8, rules=None)
+    assert isinstance(engine.runner.executor, NativeExecutor)
     for adapter, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
         family.expect(adapter, prompt, tokens)
     engine.close()
@@ -213,25 +248,18 @@ def test_check_and_plan(tmp_path: Path) -> None:
     """What has no native form is computed in torch, and the plan says so."""
     as_mxfp4(tiny(1), tmp_path)
     plan = planned(tmp_path)
-    assert {plan.placement.backend(f"model.layers.0.{part}") for part in ("self_attn", "mlp.experts")} == {"reference"}
-    assert any("sinks or a window has no native kernel" in line for line in plan.lines)
+    assert plan.placement.backend("model.layers.0.self_attn") == "native"
+    assert plan.placement.backend("model.layers.0.mlp.experts") == "reference"
     assert any("experts have biases" in line for line in plan.lines)
     lines: list[str] = []
     assert check_model(plan.source, make_backends(plan), list(range(2, 34)), lines.append) is None
     assert all(line.startswith("ok") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ({"expert_backend": "native"}, "experts have biases, and an activation with a limit; allowed is reference"),
-        ({"attention_backend": "native"}, "sinks or a window has no native kernel"),
-    ],
-)
-def test_backends_that_cannot_compute_it_are_refused(tmp_path: Path, setting: dict[str, str], said: str) -> None:
+def test_backends_that_cannot_compute_it_are_refused(tmp_path: Path) -> None:
     save_hf(tiny(1), tmp_path)
-    with pytest.raises(UserError, match=said):
-        Harness(tmp_path, **setting)
+    with pytest.raises(UserError, match="experts have biases, and an activation with a limit; allowed is reference"):
+        Harness(tmp_path, expert_backend="native")
 
 
 def test_training_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from array import array
 from pathlib import Path
@@ -44,6 +45,8 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     layers: int = 2
+    window: int | None = None
+    sinks: tuple[float, ...] = ()  # of each head; (): none
 
     def make(
         self, dtype: torch.dtype, kernels: Kernels, num_blocks: int = 256, kv: torch.dtype | None = None
@@ -55,8 +58,8 @@ class Shape:
             head_dim=self.head_dim,
         )
         products = "" if (kv or dtype) == torch.float32 else kernels.products
-        return NativeAttention(
-            model.layers[0].attention,
+        backend = NativeAttention(
+            dataclasses.replace(model.layers[0].attention, window=self.window, sinks=bool(self.sinks)),
             range(self.layers),
             num_blocks,
             dtype,
@@ -65,6 +68,23 @@ class Shape:
             kv_dtype=kv,
             products=products,
         )
+        for layer in range(self.layers if self.sinks else 0):
+            backend.set_sinks(layer, torch.tensor(self.sinks))
+        return backend
+
+    def reference(self, s: Sequence) -> torch.Tensor:
+        q, k, v = (t.float().transpose(0, 1) for t in (s.q, s.k, s.v))
+        seen = torch.ones(len(s.q), len(s.q), dtype=torch.bool).tril()
+        if self.window is not None:
+            seen = seen.triu(1 - self.window)
+        if not self.sinks:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            return out.transpose(0, 1)
+        grouped = q.unflatten(0, (self.kv_heads, -1))
+        scores = (grouped @ k[:, None].mT / math.sqrt(self.head_dim)).masked_fill(~seen, -math.inf)
+        sinks = torch.tensor(self.sinks).view(self.kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        shares = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        return (shares @ v[:, None]).flatten(0, 1).transpose(0, 1)
 
 
 @dataclasses.dataclass
@@ -73,10 +93,6 @@ class Sequence:
     k: torch.Tensor
     v: torch.Tensor
     blocks: tuple[int, ...]
-
-    def reference(self) -> torch.Tensor:
-        q, k, v = (t.float().transpose(0, 1) for t in (self.q, self.k, self.v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
 def draw_sequences(shape: Shape, lengths: list[int], dtype: torch.dtype, seed: int) -> list[Sequence]:
@@ -127,21 +143,27 @@ def test_equals_dense_attention(kernels: Kernels, dtype: torch.dtype, kv: torch.
     kv_heads = data.draw(st.integers(1, 3))
     group = data.draw(st.sampled_from([1, 2, 3, 5, 8, 40]))
     shape = Shape(kv_heads * group, kv_heads, 16 * data.draw(st.integers(1, 16)))
+    shape.window = data.draw(st.sampled_from([None, 1, 15, 33, 128, 300, 1000]))
+    sizes = st.floats(-5, 5) | st.sampled_from([-100.0, 15.0, -math.inf])
+    shape.sinks = tuple(data.draw(st.just(()) | st.lists(sizes, min_size=shape.heads, max_size=shape.heads)))
     lengths = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=3))
     backend = shape.make(dtype, kernels, kv=kv)
     sequences = draw_sequences(shape, lengths, dtype, data.draw(st.integers(0, 2**20)))
     cuts = data.draw(st.lists(st.integers(1, 599), max_size=3))
     for sequence in sequences:
-        assert_close(whole(backend, sequence, cuts, layer=1), sequence.reference(), kv)
+        assert_close(whole(backend, sequence, cuts, layer=1), shape.reference(sequence), kv)
 
 
 @each_kernel
 @pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
-@pytest.mark.parametrize(("group", "head_dim"), [(6, 80), (8, 96)])  # 96: a multiple of 32, which tiles take
+@pytest.mark.parametrize(  # 96: a multiple of 32, which tiles take
+    ("group", "head_dim", "window"), [(6, 80, None), (8, 96, None), (6, 48, 9), (8, 64, 100)]
+)
 def test_a_row_is_the_same_alone_in_a_batch_and_chunked(
-    kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, group: int, head_dim: int
+    kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, group: int, head_dim: int, window: int | None
 ) -> None:
-    shape = Shape(heads=2 * group, kv_heads=2, head_dim=head_dim)
+    sinks = () if window is None else tuple(0.5 * n for n in range(2 * group))
+    shape = Shape(heads=2 * group, kv_heads=2, head_dim=head_dim, window=window, sinks=sinks)
     sequences = draw_sequences(shape, [700, 257, 33, 256, 300], dtype, seed=3)
     alone = [whole(shape.make(dtype, kernels, kv=kv), s, []) for s in sequences]
     for s, expected in zip(sequences, alone, strict=True):  # prefill in odd chunks, then decode one by one
@@ -201,12 +223,34 @@ def test_nan_reaches_its_own_sequence_only(kernels: Kernels, dtype: torch.dtype,
 
 
 @each_kernel
-def test_large_scores_do_not_overflow(kernels: Kernels) -> None:
-    shape = Shape()
+@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
+@pytest.mark.parametrize("window", [40, 200])
+def test_what_lies_before_a_window_is_not_read(
+    kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, window: int
+) -> None:
+    """Nor expanded, nor multiplied by zeros: blocks of NaN there change no bit."""
+    shape = Shape(window=window)
+    (s,) = draw_sequences(shape, [900], dtype, seed=13)
+    expected = whole(shape.make(dtype, kernels, kv=kv), s, [])
+    backend = shape.make(dtype, kernels, kv=kv)
+    whole(backend, dataclasses.replace(s, q=s.q[:800]), [])
+    unseen = (800 + 1 - window) // 32 * 2  # the blocks of a pair are read together
+    for plane in backend.kv_planes():
+        plane[:, list(s.blocks[:unseen])] = 0xFF
+    (out,) = step(backend, 0, [(s, 800, 801)])
+    assert torch.equal(out, expected[800:801])
+    (out,) = step(backend, 0, [(s, 801, 900)])
+    assert torch.equal(out, expected[801:])
+
+
+@each_kernel
+@pytest.mark.parametrize("sinks", [(), (3e38, -3e38) * 4], ids=["no sinks", "sinks"])
+def test_large_scores_do_not_overflow(kernels: Kernels, sinks: tuple[float, ...]) -> None:
+    shape = Shape(sinks=sinks)
     (sequence,) = draw_sequences(shape, [520], torch.float32, seed=1)
     sequence.q *= 200
     out = whole(shape.make(torch.float32, kernels), sequence, [])
-    torch.testing.assert_close(out, sequence.reference(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out, shape.reference(sequence), rtol=1e-3, atol=1e-3)
 
 
 def test_slices_of_one_tensor() -> None:
@@ -238,7 +282,7 @@ def test_a_bf16_cache_under_float32_rows() -> None:
     out = whole(mixed, s, [])
     assert out.dtype == F32 and not torch.equal(out, out.bfloat16().float())
     rounded = dataclasses.replace(s, k=s.k.bfloat16(), v=s.v.bfloat16())
-    error = (out - rounded.reference()).abs().mean() / out.abs().mean()
+    error = (out - shape.reference(rounded)).abs().mean() / out.abs().mean()
     assert error < 0.002, f"relative error {error:.5f}"
     first = dataclasses.replace(s, k=s.k.bfloat16().float(), v=s.v.bfloat16().float())
     assert torch.equal(whole(shape.make(F32, Kernels(), kv=BF16), first, []), out)
@@ -261,10 +305,10 @@ def test_an_int8_cache_is_what_its_scales_say(kernels: Kernels) -> None:
         scale = t.abs().amax(-1, keepdim=True) / 127
         return torch.where(scale == 0, 0, (t / scale).round() * scale)
 
-    expected = dataclasses.replace(s, k=rounded(s.k), v=rounded(s.v)).reference()
+    expected = shape.reference(dataclasses.replace(s, k=rounded(s.k), v=rounded(s.v)))
     out = whole(small, s, [100, 101, 390])
     assert (out - expected).abs().mean() / expected.abs().mean() < 0.004  # what bf16 products round
-    assert (out - s.reference()).abs().mean() / s.reference().abs().mean() < 0.012
+    assert (out - shape.reference(s)).abs().mean() / shape.reference(s).abs().mean() < 0.012
 
 
 @each_kernel
@@ -275,7 +319,7 @@ def test_what_is_rounded_of_float_rows(kernels: Kernels, head_dim: int) -> None:
     shape = Shape(head_dim=head_dim)
     (s,) = draw_sequences(shape, [700], F32, seed=6)
     s.k, s.v = s.k.bfloat16().float(), s.v.bfloat16().float()
-    backend, expected = shape.make(F32, kernels, kv=BF16), s.reference()
+    backend, expected = shape.make(F32, kernels, kv=BF16), shape.reference(s)
     error = (whole(backend, s, [400]) - expected).abs().mean() / expected.abs().mean()
     if kernels.isa == "amx":
         assert error < 2e-5
@@ -320,7 +364,7 @@ def test_groups_of_tiles_end_anywhere(kernels: Kernels) -> None:
     shape = Shape(heads=16, kv_heads=2, head_dim=64)
     (s,) = draw_sequences(shape, [1100], BF16, seed=10)
     alone = whole(shape.make(BF16, kernels), s, [])
-    assert_close(alone, s.reference(), BF16)
+    assert_close(alone, shape.reference(s), BF16)
     assert torch.equal(whole(shape.make(BF16, kernels), s, [251, 777, 1099]), alone)
 
 
@@ -393,3 +437,8 @@ def test_bad_calls() -> None:
         backend.forward(0, s.q, s.k, s.v[:, :1])
     with pytest.raises(EngineError, match=r"q is torch\.bfloat16"):
         backend.forward(0, s.q.transpose(1, 2).contiguous().transpose(1, 2), s.k, s.v)
+    with pytest.raises(EngineError, match="layer: 2"):
+        backend.set_sinks(2, torch.zeros(8))
+    for wrong in (torch.zeros(7), torch.zeros(8, dtype=torch.bfloat16)):
+        with pytest.raises(EngineError, match=r"sinks: .*; wanted float32 \[8\]"):
+            backend.set_sinks(0, wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -32,8 +33,8 @@ POOL = _native.WorkerPool([[0, 1, 2]])
 
 class Mixed:
     """Layers that differ in all that layers may, as kernels' parts and as the calls that these are made of: heads,
-    rotation, QK-norm (of a head, none, whole), dense or sparse, router, shared expert (gated, not). Adapters in slot 1,
-    fresh KV."""
+    rotation, QK-norm (of a head, none, whole), window, sinks and biases, dense or sparse, router, shared expert (gated,
+    not). Adapters in slot 1, fresh KV."""
 
     EXPERTS, TOP_K, HIDDEN = 12, 3, 64
 
@@ -80,8 +81,8 @@ class Mixed:
     def norm(self, size: int) -> torch.Tensor:
         return self.draw(size).to(self.dtype)
 
-    def linear(self, n: int, k: int, backend: NativeLinearBackend | None = None) -> NativeLinear:
-        made = (backend or self.linears).load("w", self.weight(n, k), None)
+    def linear(self, n: int, k: int, backend: NativeLinearBackend | None = None, *, bias: bool = False) -> NativeLinear:
+        made = (backend or self.linears).load("w", self.weight(n, k), self.weight(n) if bias else None)
         made.set_adapter(1, LoraPair(self.draw(4, k) / k**0.5, self.draw(n, 4), 0.5))
         return made
 
@@ -89,11 +90,16 @@ class Mixed:
         heads, kv_heads, dim, rotated, norm = [(4, 2, 32, 32, "head"), (2, 1, 48, 16, "none"), (4, 4, 16, 8, "whole")][
             kind
         ]
-        spec = config(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim, num_hidden_layers=1)
-        backend, table = NativeAttention(spec.layers[0].attention, [0], 32, self.dtype, POOL, isa), rope(rotated)
+        sizes = config(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim, num_hidden_layers=1)
+        spec = sizes.layers[0].attention
+        if kind == 1:
+            spec = dataclasses.replace(spec, window=3, sinks=True)
+        backend, table = NativeAttention(spec, [0], 32, self.dtype, POOL, isa), rope(rotated)
+        if kind == 1:
+            backend.set_sinks(0, self.draw(heads))
         ops = NativeOps(1e-6, POOL, isa)
         q, k, v, o = (
-            self.linear(n, inner)
+            self.linear(n, inner, bias=kind == 1)
             for n, inner in ((heads * dim, 64), (kv_heads * dim, 64), (kv_heads * dim, 64), (64, heads * dim))
         )
         size = {"head": (dim, dim), "whole": (heads * dim, kv_heads * dim)}.get(norm)

@@ -32,6 +32,7 @@ AttentionShape checked(const AttentionShape& s) {
           "a multiple of 16 up to " + std::to_string(most));
   require(s.latent >= 0 && s.latent <= s.head_dim && s.latent % 16 == 0, "latent", s.latent,
           "a multiple of 16 up to head_dim");
+  require(s.window >= 0, "window", s.window, "1 or more, or 0 for none");
   require(s.latent == 0 || s.kv != KvType::int8, "latent", s.latent, "0 with an int8 cache");
   return s;
 }
@@ -67,7 +68,8 @@ PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
                                            : element_bytes_ * kKvBlock * shape.head_dim),
       planes_(shape.latent > 0 ? 1 : 2),
       cache_bytes_(static_cast<size_t>(tile_bytes_ * planes_) * static_cast<size_t>(shape.kv_heads) *
-                   static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)) {
+                   static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)),
+      sinks_(static_cast<size_t>(shape.layers)) {
   scratch_floats_ = kTileRows * kScoreStride + part_floats(kTileRows) +
                     kWalkTiles * (kTileRows * shape_.head_dim + part_floats(kTileRows));
   scratch_ = Arena(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()) * sizeof(float));
@@ -89,7 +91,16 @@ PagedAttention::~PagedAttention() {
 PagedAttention::Tile PagedAttention::tile_of(const Row& row, int tile) const {
   const int64_t first = static_cast<int64_t>(tile) * kTileRows;
   const int64_t end = std::min<int64_t>(first + kTileRows, row.tokens * group_);
-  return {first, static_cast<int>(end - first), row.context - row.tokens + (end - 1) / group_ + 1};
+  const int64_t past = row.context - row.tokens, before = past + first / group_ + 1 - shape_.window;
+  const int64_t begin = shape_.window > 0 ? std::max<int64_t>(before, 0) / kKvPair * kKvPair : 0;
+  return {first, static_cast<int>(end - first), begin, past + (end - 1) / group_ + 1};
+}
+
+void PagedAttention::set_sinks(int layer, const float* sinks) {
+  require(layer >= 0 && layer < shape_.layers, "layer", layer, "0 to " + std::to_string(shape_.layers - 1));
+  std::vector<float>& held = sinks_[static_cast<size_t>(layer)];
+  held.assign(sinks, sinks + shape_.heads);
+  for (float& sink : held) sink *= 1.4426950408889634f;
 }
 
 void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
@@ -173,7 +184,7 @@ void PagedAttention::plan(const std::vector<int64_t>& row_starts, const std::vec
 // A row's few tiles, cut into chunks: those of one chunk follow each other, since they read the same memory.
 int64_t PagedAttention::plan_chunks(const Row& row, int64_t tiles, WorkItem item, int64_t partial_floats) {
   struct Unit {
-    int64_t chunks;
+    int first, chunks;
     int32_t index;
     int64_t partial;
     int64_t size;
@@ -181,20 +192,21 @@ int64_t PagedAttention::plan_chunks(const Row& row, int64_t tiles, WorkItem item
   Unit units[kSplitTiles];
   for (int64_t t = 0; t < tiles; ++t) {
     const Tile tile = tile_of(row, static_cast<int>(t));
-    const int64_t chunks = (tile.seen + kChunk - 1) / kChunk;
-    units[t] = {chunks, static_cast<int32_t>(unit_chunks_.size()), partial_floats, part_floats(tile.rows)};
+    const int chunks = tile.chunks();
+    units[t] = {tile.first_chunk(), chunks, static_cast<int32_t>(unit_chunks_.size()), partial_floats,
+                part_floats(tile.rows)};
     if (chunks == 1) continue;
-    unit_chunks_.push_back(static_cast<int>(chunks));
+    unit_chunks_.push_back(chunks);
     partial_floats += chunks * units[t].size;
   }
-  for (int64_t c = 0; c < units[tiles - 1].chunks; ++c) {
+  for (int c = units[0].first; c < units[tiles - 1].first + units[tiles - 1].chunks; ++c) {
     for (int64_t t = 0; t < tiles; ++t) {
       const Unit& unit = units[t];
-      if (c >= unit.chunks) continue;
+      if (c < unit.first || c >= unit.first + unit.chunks) continue;
       item.tile = static_cast<int32_t>(t);
-      item.chunk = unit.chunks == 1 ? -1 : static_cast<int32_t>(c);
+      item.chunk = unit.chunks == 1 ? -1 : c;
       item.unit = unit.chunks == 1 ? -1 : unit.index;
-      item.partial = unit.partial + c * unit.size;
+      item.partial = unit.partial + (c - unit.first) * unit.size;
       items_.push_back(item);
     }
   }
@@ -208,11 +220,13 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
   const auto bytes = [this](auto rows) {
     return TokenRows<const char>{static_cast<const char*>(rows.data), rows.stride * row_bytes_};
   };
+  const std::vector<float>& sinks = sinks_[static_cast<size_t>(layer)];
   const Call call{cache_ + static_cast<int64_t>(cache_bytes_) / shape_.layers * layer,
                   bytes(q),
                   bytes(k),
                   bytes(v),
-                  {static_cast<char*>(out.data), out.stride * row_bytes_}};
+                  {static_cast<char*>(out.data), out.stride * row_bytes_},
+                  sinks.empty() ? nullptr : sinks.data()};
   pool_.parallel_for(static_cast<int64_t>(first_writes_.size()), [&](int64_t i, int) {
     for (int g = 0; g < shape_.kv_heads; ++g) write(call, first_writes_[static_cast<size_t>(i)], g);
   });
@@ -221,15 +235,20 @@ void PagedAttention::forward(int layer, int64_t tokens, TokenRows<const void> q,
                      [&](int64_t i, int worker) { attend(call, items_[static_cast<size_t>(i)], worker); });
 }
 
-// The item's tiles of a chunk, of which `seen` positions in all are seen.
-void PagedAttention::expand(const Call& call, const WorkItem& item, int chunk, int64_t seen, int worker) {
+PagedAttention::Span PagedAttention::span_of(int chunk, int64_t begin, int64_t seen) {
+  const int64_t start = static_cast<int64_t>(chunk) * kChunk;
+  return {std::max(start, begin), std::min(start + kChunk, seen)};
+}
+
+// The item's tiles of a part of a chunk.
+void PagedAttention::expand(const Call& call, const WorkItem& item, Span span, int worker) {
   if (!expands() && shape_.latent == 0) return;
   const Row& row = rows_[static_cast<size_t>(item.row)];
-  const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
   const int64_t elements = kKvBlock * shape_.head_dim;
-  for (int64_t b = 0; b * kKvBlock < std::min<int64_t>(kChunk, seen - begin); ++b) {
-    const int32_t block = tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)];
-    const int count = static_cast<int>(std::min<int64_t>(kKvBlock, seen - begin - b * kKvBlock));
+  for (int64_t place = span.begin / kKvBlock; place * kKvBlock < span.end; ++place) {
+    const int64_t b = place % (kChunk / kKvBlock);
+    const int32_t block = tables_[static_cast<size_t>(row.table + place)];
+    const int count = static_cast<int>(std::min<int64_t>(kKvBlock, span.end - place * kKvBlock));
     if (shape_.latent > 0) {
       values_of_keys(kv_tile(call.cache, block, item.kv_head), count, expanded(worker, b));
       continue;
@@ -244,31 +263,36 @@ void PagedAttention::expand(const Call& call, const WorkItem& item, int chunk, i
 void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker,
                                float* queries, float* part) {
   const Row& row = rows_[static_cast<size_t>(item.row)];
-  const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
+  const Span span = span_of(chunk, tile.begin, tile.seen);
   const void* tiles[kChunk / kKvBlock];
   const void* values[kChunk / kKvBlock];
   const void* q[kTileRows];
-  int limits[kTileRows];
-  const int positions = static_cast<int>(std::min<int64_t>(kChunk, tile.seen - begin));
+  int limits[kTileRows], starts[kTileRows];
+  const int positions = static_cast<int>(span.end - span.begin);
   for (int b = 0; b * kKvBlock < positions; ++b) {
-    const int32_t block = tables_[static_cast<size_t>(row.table + begin / kKvBlock + b)];
-    const char* keys = expands() ? expanded(worker, b) : kv_tile(call.cache, block, item.kv_head);
+    const int64_t place = span.begin / kKvBlock + b, in_chunk = place % (kChunk / kKvBlock);
+    const int32_t block = tables_[static_cast<size_t>(row.table + place)];
+    const char* keys = expands() ? expanded(worker, in_chunk) : kv_tile(call.cache, block, item.kv_head);
     tiles[b] = keys;
-    values[b] = shape_.latent > 0 ? expanded(worker, b)
+    values[b] = shape_.latent > 0 ? expanded(worker, in_chunk)
                                   : keys + (expands() ? element_bytes_ * kKvBlock * shape_.head_dim : tile_bytes_);
   }
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
     const int64_t head = item.kv_head * group_ + (tile.first_row + r) % group_;
     q[r] = call.q.data + (row.first_token + token) * call.q.stride + head * shape_.head_dim * row_bytes_;
-    const int64_t sees = row.context - row.tokens + token + 1 - begin;
-    limits[r] = static_cast<int>(std::clamp<int64_t>(sees, 0, kChunk));
+    const int64_t sees = row.context - row.tokens + token + 1 - span.begin;
+    limits[r] = static_cast<int>(std::clamp<int64_t>(sees, 0, positions));
+    if (shape_.window == 0) continue;
+    starts[r] = static_cast<int>(std::clamp<int64_t>(sees - shape_.window, 0, positions));
+    if (starts[r] >= limits[r]) starts[r] = limits[r] = 0;
   }
   ChunkWork work{};
   work.tiles = tiles;
   work.values = values;
   work.q = q;
   work.limits = limits;
+  work.starts = shape_.window > 0 ? starts : nullptr;
   work.rows = tile.rows;
   work.positions = positions;
   work.head_dim = shape_.head_dim;
@@ -277,7 +301,7 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   work.scale_log2 = static_cast<float>(1.4426950408889634 * scale);
   work.scores = scratch(worker);
   work.q_scratch = queries;
-  work.q_ready = item.chunk < 0 && chunk > 0;
+  work.q_ready = item.chunk < 0 && chunk > tile.first_chunk();
   work.sums = part;
   work.top = part + static_cast<int64_t>(tile.rows) * shape_.value_dim();
   work.total = work.top + tile.rows;
@@ -299,10 +323,15 @@ static void join(const AttentionKernels& kernels, float* part, const float* late
   }
 }
 
-void PagedAttention::finish(const Call& call, const WorkItem& item, const Tile& tile, const float* part) const {
+void PagedAttention::finish(const Call& call, const WorkItem& item, const Tile& tile, float* part) const {
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const int dim = shape_.value_dim();
-  const float* total = part + static_cast<int64_t>(tile.rows) * (dim + 1);
+  const float* top = part + static_cast<int64_t>(tile.rows) * dim;
+  float* total = part + static_cast<int64_t>(tile.rows) * (dim + 1);
+  // A sink far above all scores makes the total infinite, and what comes out zero.
+  if (call.sinks != nullptr)
+    for (int r = 0; r < tile.rows; ++r)
+      total[r] += std::exp2(call.sinks[item.kv_head * group_ + (tile.first_row + r) % group_] - top[r]);
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = row.first_token + (tile.first_row + r) / group_;
     const int64_t head = item.kv_head * group_ + (tile.first_row + r) % group_;
@@ -320,7 +349,7 @@ void PagedAttention::attend(const Call& call, const WorkItem& item, int worker) 
   if (item.chunk < 0) return walk(call, item, worker);
   const Tile tile = tile_of(row, item.tile);
   float* queries = scratch(worker) + kTileRows * kScoreStride;
-  expand(call, item, item.chunk, tile.seen, worker);
+  expand(call, item, span_of(item.chunk, tile.begin, tile.seen), worker);
   run_chunk(call, item, tile, item.chunk, worker, queries, partial(item.partial));
   if (pending_[static_cast<size_t>(item.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
     join_last(call, item, tile);
@@ -334,13 +363,14 @@ void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
   const auto part = [&](int t) { return queries(t) + queries_floats; };
   Tile tiles[kWalkTiles];
   for (int t = 0; t < item.tiles; ++t) tiles[t] = tile_of(rows_[static_cast<size_t>(item.row)], item.tile + t);
-  const int64_t seen = tiles[item.tiles - 1].seen;
-  for (int chunk = 0; static_cast<int64_t>(chunk) * kChunk < seen; ++chunk) {
-    expand(call, item, chunk, seen, worker);
+  const int64_t begin = tiles[0].begin, seen = tiles[item.tiles - 1].seen;
+  for (int chunk = tiles[0].first_chunk(); static_cast<int64_t>(chunk) * kChunk < seen; ++chunk) {
+    expand(call, item, span_of(chunk, begin, seen), worker);
     for (int t = 0; t < item.tiles; ++t) {
-      if (static_cast<int64_t>(chunk) * kChunk >= tiles[t].seen) continue;
-      run_chunk(call, item, tiles[t], chunk, worker, queries(t), chunk == 0 ? part(t) : later);
-      if (chunk > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.value_dim());
+      const int place = chunk - tiles[t].first_chunk();
+      if (place < 0 || place >= tiles[t].chunks()) continue;
+      run_chunk(call, item, tiles[t], chunk, worker, queries(t), place == 0 ? part(t) : later);
+      if (place > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.value_dim());
     }
   }
   for (int t = 0; t < item.tiles; ++t) finish(call, item, tiles[t], part(t));
@@ -348,7 +378,7 @@ void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
 
 void PagedAttention::join_last(const Call& call, const WorkItem& item, const Tile& tile) {
   const int64_t size = part_floats(tile.rows);
-  float* first = partial(item.partial - item.chunk * size);
+  float* first = partial(item.partial - (item.chunk - tile.first_chunk()) * size);
   for (int chunk = 1; chunk < unit_chunks_[static_cast<size_t>(item.unit)]; ++chunk)
     join(kernels_, first, first + chunk * size, tile.rows, shape_.value_dim());
   finish(call, item, tile, first);

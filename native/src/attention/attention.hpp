@@ -29,6 +29,11 @@
 //   many tiles (prefill):              one work item per group of up to 4 tiles, which walks their chunks itself: a
 //                                      chunk's K and V come from memory once for the group
 //
+// Under a window a tile's chunks begin with the one that its first row's window begins in, and that chunk with the pair
+// of blocks. What lies before is not read. A row's bits are still its own: what a chunk leaves out added zeros.
+//
+// A head's sink is one more score, of no value: it joins a row's total once, behind all chunks.
+//
 // New keys and values are written into their blocks before that; those of a row of one tile (decode) by the work items
 // themselves, each what lies in its own chunk and kv head, since nobody else reads it.
 #pragma once
@@ -61,6 +66,7 @@ struct AttentionShape {
   Products products = Products::by_cpu;
   int latent = 0;   // of a key, how many values are the value; 0: values are kept beside keys
   float scale = 0;  // of scores; 0: 1 / sqrt(head_dim)
+  int window = 0;   // how many of the last positions a token sees, its own included; 0: all
 
   int value_dim() const { return latent > 0 ? latent : head_dim; }
 };
@@ -85,6 +91,9 @@ class PagedAttention {
   // former plan then stays.
   void plan(const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
             const std::vector<std::vector<int32_t>>& block_tables);
+
+  // The layer's sinks: per query head a score beside those of the positions. Throws std::invalid_argument.
+  void set_sinks(int layer, const float* sinks);
 
   // Writes k, v of the planned tokens into their blocks of the layer, then attends: out = softmax(q k / sqrt(D)) v.
   // With float rows k and v are rounded as they are written, q where a bf16 dot product takes it; out is not rounded.
@@ -127,11 +136,20 @@ class PagedAttention {
     char* cache;  // the layer's
     TokenRows<const char> q, k, v;
     TokenRows<char> out;
+    const float* sinks;  // per query head, as powers of two; null: none
   };
   struct Tile {
     int64_t first_row;
     int rows;
-    int64_t seen;  // positions its last row sees
+    int64_t begin;  // the first position that its first row sees, down to a whole pair of blocks
+    int64_t seen;   // positions that lie before the last row's end
+
+    int first_chunk() const { return static_cast<int>(begin / kChunk); }
+    int chunks() const { return static_cast<int>((seen + kChunk - 1) / kChunk) - first_chunk(); }
+  };
+  // The positions of a chunk that a tile, or several, has to do with.
+  struct Span {
+    int64_t begin, end;
   };
 
   Tile tile_of(const Row& row, int tile) const;
@@ -140,13 +158,14 @@ class PagedAttention {
   void write_int8(const Call& call, const Write& write, int kv_head) const;
   // The V tile of a K tile's first `latent` values; zeros beside an odd last position of the `count` seen.
   void values_of_keys(const char* keys, int count, char* values) const;
-  void expand(const Call& call, const WorkItem& item, int chunk, int64_t seen, int worker);
+  static Span span_of(int chunk, int64_t begin, int64_t seen);
+  void expand(const Call& call, const WorkItem& item, Span span, int worker);
   void attend(const Call& call, const WorkItem& item, int worker);
   void walk(const Call& call, const WorkItem& item, int worker);
   void run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker, float* queries,
                  float* part);
   void join_last(const Call& call, const WorkItem& item, const Tile& tile);
-  void finish(const Call& call, const WorkItem& item, const Tile& tile, const float* part) const;
+  void finish(const Call& call, const WorkItem& item, const Tile& tile, float* part) const;
   char* kv_tile(char* cache, int32_t block, int kv_head) const {
     return cache + (static_cast<int64_t>(block) * shape_.kv_heads + kv_head) * planes_ * tile_bytes_;
   }
@@ -156,7 +175,7 @@ class PagedAttention {
   float* scratch(int worker) { return reinterpret_cast<float*>(scratch_.data()) + scratch_floats_ * worker; }
   // Whether an int8 cache's tiles become bf16 ones before they are multiplied.
   bool expands() const { return shape_.kv == KvType::int8 && kernels_.chunk_int8 == nullptr; }
-  // A worker's tiles of a chunk, those of block b: bf16 ones of an int8 cache, V tiles of latents.
+  // A worker's tiles of a chunk, those of its block b: bf16 ones of an int8 cache, V tiles of latents.
   char* expanded(int worker, int64_t b) {
     return reinterpret_cast<char*>(expanded_.data()) +
            (worker * (kChunk / kKvBlock) + b) * 2 * element_bytes_ * kKvBlock * shape_.head_dim;
@@ -173,6 +192,7 @@ class PagedAttention {
   int64_t planes_;         // tiles of a head in a block
   size_t cache_bytes_;
   char* cache_;
+  std::vector<std::vector<float>> sinks_;  // per layer [heads], as powers of two; empty: none
   int64_t tokens_ = 0;
   std::vector<Row> rows_;
   std::vector<int32_t> tables_;

@@ -341,6 +341,7 @@ void attend_chunk(const ChunkWork& w) {
     scores_of_two_halves<Split>(c);
   else
     scores_of_one_half<Split>(c);
+  mask_starts(w);
   for (int r = 0; r < w.rows; ++r) w.top[r] = highest_score(c.scores(r), w.limits[r], w.scale_log2);
   for (int r = 0; r < w.rows; ++r)
     w.total[r] = probabilities<Split>(c.scores(r), w.limits[r], pairs, w.scale_log2, w.top[r]);

@@ -5,10 +5,11 @@
 
 namespace ktserve {
 
-inline constexpr int kKvBlock = 16;      // positions of a KV block
-inline constexpr int kChunk = 256;       // positions whose softmax is summed at once; never depends on the batch
-inline constexpr int kTileRows = 32;     // (token, query head) rows of one kv head that a work item works on
-inline constexpr int kMaxHeadDim = 576;  // of latent attention; else 256
+inline constexpr int kKvBlock = 16;           // positions of a KV block
+inline constexpr int kChunk = 256;            // positions whose softmax is summed at once; never depends on the batch
+inline constexpr int kKvPair = 2 * kKvBlock;  // what a kernel takes at once: windows leave out whole ones
+inline constexpr int kTileRows = 32;          // (token, query head) rows of one kv head that a work item works on
+inline constexpr int kMaxHeadDim = 576;       // of latent attention; else 256
 inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
 
 // One tile of query rows against one chunk of positions of one kv head.
@@ -17,6 +18,7 @@ struct ChunkWork {
   const void* const* values;  // and its V tile
   const void* const* q;       // per row: head_dim elements, of the cache's type or (chunk_mixed) floats
   const int* limits;          // per row: how many positions of this chunk it may see, 0 .. positions
+  const int* starts;          // and how many of these it may not, fewer than its limit or 0; null: none
   int rows;                   // 1 .. kTileRows
   int positions;              // 1 .. kChunk: the largest limit
   int head_dim;
@@ -29,6 +31,13 @@ struct ChunkWork {
   float* total;      // out, per row: sum of 2^(score - top)
   float* sums;       // out, rows x value_dim: sum of 2^(score - top) * v
 };
+
+// Scores before a row's start become minus infinity, whose powers are zero. Static: every instruction set has its own.
+static inline void mask_starts(const ChunkWork& w) {
+  if (w.starts == nullptr) return;
+  for (int r = 0; r < w.rows; ++r)
+    for (int p = 0; p < w.starts[r]; ++p) w.scores[r * kScoreStride + p] = -__builtin_inff();
+}
 
 struct AttentionKernels {
   bool bf16_products;  // of chunk_bf16 and chunk_mixed: queries and probabilities are rounded to bf16; else float32

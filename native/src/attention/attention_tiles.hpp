@@ -9,7 +9,8 @@
 //        d+S   [p0 p1 ... p15]         [p0 p1 ... p15]         q row 1:                --> acc[1][b], acc[1][b+1]
 //        ...                                                   ... kRows rows at once
 //
-//   softmax: scale, mask what a row may not see, subtract the chunk's maximum, 2^x, sum
+//   softmax: scale, mask what a row may not see, subtract the chunk's maximum, 2^x, sum; what lies before a row's
+//   window has been given scores of minus infinity by then
 //
 //   values: a V tile [D/16][16/S positions][16 dims][S]; lane = dimension
 //
@@ -244,6 +245,7 @@ void attend_chunk(const ChunkWork& w) {
     by_rows(w.rows, [&]<int R>(int row) { score_rows<Dot, T, R>(w, q, row, b, count, tile); });
   }
   prefetch_tile(w.values[0], value_bytes);
+  mask_starts(w);
   for (int r = 0; r < w.rows; ++r) softmax_row<packed, false>(w, r, num_blocks, [](int) { return zero16(); });
   std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.value_dim));
   for (int b = 0; b < num_blocks; b += kValueBlocks) {

@@ -51,6 +51,7 @@ void attend_chunk_wide(const ChunkWork& w) {
       }
     }
   }
+  mask_starts(w);
   const auto scales = [&](int b) { return load16(scales_of(values(b), w.value_dim)); };
   for (int r = 0; r < w.rows; ++r) softmax_row<false, int8>(w, r, num_blocks, scales);
   std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.value_dim));

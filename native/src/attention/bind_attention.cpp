@@ -51,20 +51,20 @@ void bind_attention(nb::module_& module) {
           "__init__",
           [](PagedAttention* self, WorkerPool& pool, int layers, int num_blocks, int heads, int kv_heads, int head_dim,
              const std::string& kv, const std::string& isa, bool float_rows, const std::string& products, int latent,
-             float scale) {
+             float scale, int window) {
             const AttentionShape shape{layers,   num_blocks,  heads,      kv_heads,
                                        head_dim, kv_type(kv), float_rows, products_of(products),
-                                       latent,   scale};
+                                       latent,   scale,       window};
             new (self) PagedAttention(pool, shape, choose_isa(isa));
           },
           "pool"_a, nb::kw_only(), "layers"_a, "num_blocks"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "kv"_a,
-          "isa"_a = "", "float_rows"_a = false, "products"_a = "", "latent"_a = 0, "scale"_a = 0.0f,
+          "isa"_a = "", "float_rows"_a = false, "products"_a = "", "latent"_a = 0, "scale"_a = 0.0f, "window"_a = 0,
           nb::keep_alive<1, 2>(),
           "kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a "
           "float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: "
           "of "
           "a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, "
-          "0: 1 / sqrt(head_dim). "
+          "0: 1 / sqrt(head_dim). window: how many of the last positions a token sees, its own included; 0: all. "
           "ValueError for a shape that the kernels do not take.")
       .def_prop_ro("cache_bytes", &PagedAttention::cache_bytes)
       .def_prop_ro(
@@ -74,6 +74,12 @@ void bind_attention(nb::module_& module) {
       .def_prop_ro(
           "products", [](const PagedAttention& self) { return self.bf16_products() ? "bfloat16" : "float32"; },
           "What keys and values are multiplied as.")
+      .def(
+          "set_sinks",
+          [](PagedAttention& self, int layer, Address sinks) { self.set_sinks(layer, at<const float>(sinks)); },
+          "layer"_a, "sinks"_a,
+          "The layer's sinks, float32 [heads], which are copied: of each query head a score that takes part in the "
+          "softmax and has no value. ValueError for a layer that is not there.")
       .def(
           "plan",
           [](PagedAttention& self, const std::vector<int64_t>& row_starts, const std::vector<int64_t>& context_lens,
