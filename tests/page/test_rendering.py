@@ -37,7 +37,7 @@ HOSTILE = [
 ]
 ALLOWED = {
     "A", "BLOCKQUOTE", "BUTTON", "CODE", "DIV", "EM", "H3", "H4", "H5", "H6", "HR", "LI", "OL", "P", "PRE", "S",
-    "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL",
+    "SPAN", "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL",
 }  # fmt: skip
 RENDER = """
 const [text, done] = arguments;
