@@ -69,8 +69,8 @@ def load_model(
     base: Any = made.get_submodule("model")
     base.register_forward_pre_hook(_find_padding, with_kwargs=True)
     for block in base.layers:
-        attention = block.self_attn if hasattr(block, "self_attn") else block.linear_attn
-        attention.register_forward_pre_hook(_note_padding(rows), with_kwargs=True)
+        mixer = block.self_attn if hasattr(block, "self_attn") else block.linear_attn
+        mixer.register_forward_pre_hook(_note_padding(rows), with_kwargs=True)
     _route_in_float32(made, dtype)
     made.name_or_path = config.name_or_path = str(Path(os.path.expanduser(model)))
     return made.eval()
