@@ -32,6 +32,7 @@ from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.lora.test_gguf import with_lora
 from tests.native.batches import batch
 from tests.native.isas import ISAS
+from training.service.model import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +263,14 @@ def test_a_gpu_is_refused(model_folder):
     with pytest.raises(UserError, match="--device cpu serves it") as caught:
         check_states(config, source.config, placement)
     assert caught.value.field == "device"
+
+
+def test_training_beside_serving_is_refused(model_folder):
+    engine = Harness(model_folder[1])
+    with pytest.raises(UserError, match="no backward pass beside serving; `ktserve train` has") as caught:
+        ServedModel(engine.runner.model)
+    assert caught.value.field == "fine_tuning"
+    engine.close()
 
 
 # ---- adapters
