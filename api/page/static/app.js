@@ -32,9 +32,11 @@ $("theme").addEventListener("click", () => {
   setTheme(names[(names.indexOf(theme()) + 1) % names.length]);
 });
 
+let suited = null; // the base model whose capabilities are known
 settings.setUp(() => {
   adapters.unlock();
   tuning.forget();
+  suited = null;
   refresh();
 });
 const chat = new Chat();
@@ -102,6 +104,18 @@ async function health() {
   return stage ? `${seen.status}: ${stage} ${total ? Math.floor((100 * done) / total) : 0} %` : seen.status;
 }
 
+// Asks once for what a base model can do.
+async function suit(base) {
+  if (!base || base === suited) return;
+  try {
+    chat.suit((await (await call("api/show", { body: { model: base } })).json()).capabilities);
+  } catch (error) {
+    if (!(error instanceof ServerError)) throw error;
+    chat.suit([]); // a proxy may publish /v1 alone: the prompts are general then
+  }
+  suited = base;
+}
+
 async function refresh() {
   try {
     const trouble = await health();
@@ -109,6 +123,7 @@ async function refresh() {
     const models = (await (await call("v1/models")).json()).data;
     chat.offer(models);
     adapters.offer(models);
+    await suit(models.find((model) => !model.parent)?.id);
     setState("ready", "up");
   } catch (error) {
     setState(error instanceof ServerError ? error.message : "not reachable", "down");

@@ -3,12 +3,12 @@ import { Answer } from "./answer.js";
 import { call, curlOf, events } from "./api.js";
 import { $, copy, el } from "./dom.js";
 import { render } from "./markdown.js";
-import { parameters, systemPrompt } from "./settings.js";
+import { promptsFor } from "./prompts.js";
+import { offerTools, parameters, systemPrompt } from "./settings.js";
 
 const MOST_COLUMNS = 3;
 const PATH = "v1/chat/completions";
 const KEPT = "ktserve.conversations"; // of this tab, so that a reload keeps them
-const PROMPTS = ["Explain how a mixture of experts works, in five sentences.", "Write a Python function that merges two sorted lists.", "Give three titles for a story about a lighthouse."];
 
 class Column {
   constructor(chat, model, history = []) {
@@ -34,8 +34,16 @@ class Column {
     this.running?.abort();
     this.running = null;
     this.history = history;
+    this.prompts = null; // where they are shown
     if (history.length) this.turns.replaceChildren(el("p", { class: "hint" }, "The conversation so far belongs to this column too."));
-    else this.turns.replaceChildren(el("div", { class: "empty" }, el("b", {}, "Ask something"), "Compare puts up to three models side by side.", el("div", { class: "prompts" }, ...PROMPTS.map((text) => el("button", { type: "button", class: "quiet", onclick: () => this.chat.send(text) }, text)))));
+    else this.turns.replaceChildren(el("div", { class: "empty" }, el("b", {}, "Ask something"), "Compare puts up to three models side by side.", (this.prompts = el("div", { class: "prompts" }))));
+    this.suggest();
+  }
+
+  // Prompts of an empty chat.
+  suggest() {
+    const button = (prompt) => el("button", { type: "button", class: "quiet", onclick: () => this.chat.take(prompt) }, prompt.text, prompt.note ? el("small", {}, prompt.note) : null);
+    this.prompts?.replaceChildren(...this.chat.prompts.map(button));
   }
 
   // Shows a conversation of before a reload.
@@ -85,6 +93,8 @@ class Column {
 export class Chat {
   constructor() {
     this.models = [];
+    this.capabilities = [];
+    this.prompts = [];
     this.columns = [];
     const kept = conversations();
     for (const { model, history } of kept.length ? kept : [{ history: [] }]) {
@@ -120,6 +130,28 @@ export class Chat {
       column.offer(models, column.wanted ?? column.select.value);
       if (models.length) column.wanted = undefined;
     }
+    this.suggest();
+  }
+
+  // capabilities: of the base model, as /api/show has them
+  suit(capabilities) {
+    this.capabilities = capabilities;
+    this.suggest();
+  }
+
+  // Drawn again, and the focus lost, only if the prompts have changed.
+  suggest() {
+    const prompts = this.models.length ? promptsFor(this.models, this.capabilities) : [];
+    if (JSON.stringify(prompts) === JSON.stringify(this.prompts)) return;
+    this.prompts = prompts;
+    for (const column of this.columns) column.suggest();
+  }
+
+  // Sends one of `prompts`, with the columns and tools that it needs.
+  take({ text, tools, models }) {
+    if (models && this.columns.length === 1) this.compare(models);
+    if (tools) offerTools(tools);
+    this.send(text);
   }
 
   add() {
