@@ -38,7 +38,8 @@ Promise.all(files).then(([{ Adapters }, { Chat }, { Live }, { showPlan }, { Tuni
     method: { type: "supervised", supervised: { hyperparameters: { [text]: text } } } };
   views.tuning.showJobs([job], false);
   views.tuning.showJob(job);
-  views.tuning.showCheckpoints(job, [{ fine_tuned_model_checkpoint: text, step_number: 1, metrics: { train_loss: 1 } }]);
+  views.tuning.showCheckpoints(job, [
+    { fine_tuned_model_checkpoint: text, step_number: 1, metrics: { train_loss: 1 } }]);
   views.tuning.events = [{ id: text, created_at: 1, level: text, type: "message", message: text, data: {} }];
   views.tuning.showEvents();
   const places = ["#adapter-rows", "#adapters-base", "#columns", "#plan", "#plan-lines", "#tenants", "#rows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from itertools import product
 
 import pytest
@@ -11,16 +12,22 @@ pytest.importorskip("selenium", reason="selenium is not installed")
 
 from demo.paths import MODEL_FILE
 from testing.page.browser import Browser
-from tests.page.test_playground import ENDED
+from tests.page.test_playground import ENDED, ask
 
 DEMO = f"/somewhere/{MODEL_FILE}"
 MADE = """
 const [cases, done] = arguments;
 import("/page/prompts.js").then(({ promptsFor }) => done(cases.map(([models, can]) => promptsFor(models, can))));
 """
-OFFER = """
-const [tools, done] = arguments;
-import("/page/settings.js").then(({ offerTools, parameters }) => { offerTools(tools); done(parameters()); });
+CAN_CALL = """
+const done = arguments[0];
+import("/page/chat.js").then(({ Chat }) => {
+  document.querySelector("#columns").replaceChildren();
+  const chat = new Chat();
+  chat.offer([{ id: "tiny" }]);
+  chat.suit(["tools"]);
+  done();
+});
 """
 
 
@@ -52,11 +59,23 @@ def test_a_prompt_for_base_and_adapters_opens_their_columns(page: Browser) -> No
     page.until(lambda: page.script(ENDED), "it was not stopped")
 
 
-def test_a_prompt_with_a_tool_fills_the_field_in(page: Browser) -> None:
-    """And leaves tools alone that are there."""
-    for name in ("first", "second"):
-        tools = [{"type": "function", "function": {"name": name, "parameters": {}}}]
-        sent = page.driver.execute_async_script(OFFER, tools)
-        assert sent["tools"][0]["function"]["name"] == "first"
-    stored = json.loads(page.script("return localStorage.getItem('ktserve.settings')"))
-    assert "first" in stored["tools"]
+def tools_sent(page: Browser) -> list[str]:
+    """With the last answer's request."""
+    page.until(lambda: page.script(ENDED), "the answer did not end")
+    [button for button in page.all(".foot button") if button.text == "curl"][-1].click()
+    words = shlex.split(page.text("#curl-text"))
+    page.click("#curl-close")
+    return [tool["function"]["name"] for tool in json.loads(words[words.index("-d") + 1]).get("tools", [])]
+
+
+def test_a_prompts_tool_lasts_as_long_as_its_conversation(page: Browser) -> None:
+    page.driver.execute_async_script(CAN_CALL)
+    next(button for button in page.all(".prompts button") if "weather" in button.text).click()
+    assert tools_sent(page) == ["get_weather"]
+    page.driver.refresh()
+    page.until(lambda: page.text("#state") == "ready", "the page did not come back")
+    ask(page, "and tomorrow?")
+    assert tools_sent(page) == ["get_weather"]
+    page.click("#clear")
+    ask(page, "hello")
+    assert tools_sent(page) == []

@@ -15,7 +15,7 @@ const GENERAL = [
   { text: "Give three titles for a story about a lighthouse." },
 ];
 const REASONING = { text: "A bat and a ball cost 1.10 together. The bat costs 1.00 more than the ball. What does the ball cost?" };
-const TOOL = { text: "What is the weather in Paris?", note: "with a tool, which you find under Settings", tools: [WEATHER] };
+const TOOL = { text: "What is the weather in Paris?", note: "with a tool", tools: [WEATHER] };
 const MOST_BESIDE = 2; // adapters beside the base
 
 // models: as /v1/models has them; capabilities: as /api/show has them. Each prompt has `text`; `tools` that go with it,

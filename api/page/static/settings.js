@@ -42,13 +42,6 @@ function save() {
   localStorage.setItem(STORE, JSON.stringify(values));
 }
 
-// Puts tools into the field if there are none.
-export function offerTools(tools) {
-  if (field("tools").value.trim()) return;
-  field("tools").value = JSON.stringify(tools, null, 1);
-  save();
-}
-
 export const systemPrompt = () => field("system").value.trim();
 
 // The request's fields beside model and messages: only what was filled in. Raises ServerError for what is malformed.
