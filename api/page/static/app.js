@@ -79,15 +79,14 @@ tabs.addEventListener("keydown", (event) => {
 function showSettings(open) {
   $("settings").classList.toggle("open", open);
   $("open-settings").setAttribute("aria-expanded", String(open));
-  if (open && $("chat").hidden) openTab("chat");
   (open ? $("key") : $("open-settings")).focus();
 }
 $("open-settings").addEventListener("click", () => showSettings(!$("settings").classList.contains("open")));
 $("close-settings").addEventListener("click", () => showSettings(false));
 $("settings").addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || chat.busy) return;
-  event.stopPropagation();
-  showSettings(false);
+  if (event.key !== "Escape") return;
+  if (chat.busy) chat.stop();
+  else showSettings(false);
 });
 
 function setState(text, kind) {
