@@ -1,8 +1,10 @@
-"""The screenshots of docs/page.md: `python -m testing.page.shots URL`, of a server with the demo model."""
+"""The screenshots of docs/page.md: `python -m testing.page.shots URL`, of a server with the demo model, --fine-tuning,
+--adapter-root, --measure-bandwidth and the admin key "chief"."""
 
 from __future__ import annotations
 
 import base64
+import json
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from testing.waiting import PATIENCE_S
 
 DOCS = Path(__file__).parents[2] / "docs" / "page"
 STORY = "Tell me a story about a fox."
+BELL = "The harbour bell rings eleven times."
 
 
 def shoot(page: Browser, name: str) -> None:
@@ -69,6 +72,39 @@ def live(page: Browser, url: str) -> None:
         thread.join()
 
 
+def tuning(page: Browser, url: str) -> None:
+    """A job that has just ended."""
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+
+        def upload(count: int, question: str) -> str:
+            rows = [
+                {"messages": [{"role": "user", "content": f"{question} {n}?"}, {"role": "assistant", "content": BELL}]}
+                for n in range(count)
+            ]
+            data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+            files = {"file": ("talks.jsonl", data)}
+            return str(client.post("/v1/files", data={"purpose": "fine-tune"}, files=files).json()["id"])
+
+        body = {
+            "model": "demo",
+            "training_file": upload(24, "What does the bell say, number"),
+            "validation_file": upload(6, "Tell me what the bell says, number"),
+            "suffix": "bell",
+            "hyperparameters": {"n_epochs": 10, "batch_size": 4},
+        }
+        client.post("/v1/fine_tuning/jobs", json=body).raise_for_status()
+    page.click("#tab-tuning")
+    page.until(lambda: page.text("#job-name") == "bell: succeeded", "the job did not end")
+    page.until(lambda: page.all("#checkpoints button"), "no checkpoints")
+
+
+def adapters(page: Browser) -> None:
+    page.script("sessionStorage.setItem('ktserve.admin', 'chief')")
+    page.driver.refresh()
+    page.click("#tab-adapters")
+    page.until(lambda: page.all("#adapter-rows button"), "no adapters")
+
+
 def main(url: str) -> None:
     DOCS.mkdir(exist_ok=True)
     with browser() as page:
@@ -78,8 +114,14 @@ def main(url: str) -> None:
         page.open(url, dark=True)
         probabilities(page)
         shoot(page, "probabilities")
-        page.open(url, dark=True)
+        page.open(url, dark=True, height=1250)
         live(page, url)
+        page.open(url, height=640)
+        adapters(page)
+        shoot(page, "adapters")
+        page.open(url, height=1000)
+        tuning(page, url)
+        shoot(page, "tuning")
         page.open(url, 390, 844)
         compare(page)
         shoot(page, "phone")

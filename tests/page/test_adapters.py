@@ -13,10 +13,11 @@ from tests.api.conftest import Running
 
 
 def as_admin(page: Browser, key: str = "chief") -> None:
+    page.click("#tab-adapters")
     page.click("#open-settings")
     page.fill("#admin-key", key)
     page.press(Keys.TAB)
-    page.click("#tab-adapters")
+    page.until(lambda: page.find("#adapter-panel").is_displayed(), "the key is not used")
 
 
 def listed(page: Browser) -> Callable[[str], bool]:

@@ -56,7 +56,7 @@ def test_a_conversation_of_two_turns(page: Browser, echo: Running) -> None:
 
 def test_a_reload_keeps_the_conversation(page: Browser, echo: Running) -> None:
     choose(page, "reverse")
-    page.click(".prompts button")
+    next(button for button in page.all(".prompts button") if button.text.startswith("Explain")).click()
     page.until(lambda: page.script("return !!document.querySelector('.answer:not(.working)')"), "no answer")
     asked, said = page.text(".mine"), page.text(".answer .text")
     numbers = page.text(".answer .numbers")
@@ -168,6 +168,9 @@ def test_keys_stay_in_the_tab(window: Browser, model_dir: Path, tmp_path: Path) 
         window.until(lambda: "needs a key" in window.text("#state"), "the page does not ask for a key")
         window.click("#open-settings")
         window.fill("#key", "s3cret")
+        for field in ("#key", "#admin-key"):
+            shown = f"return getComputedStyle(document.querySelector('{field}')).webkitTextSecurity"
+            assert window.script(shown) == "disc", "the key can be read on the screen"
         window.press(Keys.TAB)
         window.until(lambda: window.text("#state") == "ready", "the key is not used")
         ask(window, "hello")
@@ -178,9 +181,7 @@ def test_keys_stay_in_the_tab(window: Browser, model_dir: Path, tmp_path: Path) 
         assert "s3cret" not in window.script("return JSON.stringify({...localStorage}) + document.cookie")
         window.click("#tab-live")
         window.until(lambda: "admin key" in window.text("#live-note"), "the live view needs the admin key")
-        window.script("document.querySelector('#tab-chat').click()")
         window.fill("#admin-key", "chief")
-        window.click("#tab-live")
         window.until(lambda: "running" in window.text("#rows-text"), "the admin key is not used")
 
 

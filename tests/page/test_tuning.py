@@ -52,7 +52,7 @@ def test_a_job_from_its_steps_to_a_chat_with_its_checkpoint(page: Browser, echo:
     page.press(Keys.HOME)
     assert page.text("#loss-text").startswith("Step 1: training 3.0000, validation 1.5000")
     page.press(Keys.ARROW_RIGHT)
-    assert "validation, whole file 1.0000" in page.text("#loss-text")
+    assert "whole validation file 1.0000" in page.text("#loss-text")
     drawn = f"return new Set({LOSS}.getContext('2d').getImageData(0, 0, {LOSS}.width, {LOSS}.height).data).size"
     assert page.script(drawn) > 10, "the chart is empty"
     assert len(page.all("#checkpoints button")) == 1

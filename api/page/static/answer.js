@@ -3,6 +3,7 @@ import { copy, el } from "./dom.js";
 import { render } from "./markdown.js";
 import { TokenView } from "./tokens.js";
 
+const MEASURABLE_MS = 50; // what comes at once, such as a tool call, has no rate
 const WHY = { length: "cut off at max tokens", content_filter: "filtered" };
 
 export class Answer {
@@ -86,7 +87,7 @@ export class Answer {
     if (this.usage && this.last !== null) {
       const { completion_tokens: count, prompt_tokens: before } = this.usage;
       parts.push(`${count} tokens in ${seconds(this.last)}`);
-      if (count > 1 && this.last > this.first) parts.push(`${((1000 * (count - 1)) / (this.last - this.first)).toFixed(1)} tokens/s`);
+      if (count > 1 && this.last - this.first >= MEASURABLE_MS) parts.push(`${((1000 * (count - 1)) / (this.last - this.first)).toFixed(1)} tokens/s`);
       parts.push(`context ${before + count}${this.context ? ` of ${this.context}` : ""}`);
     }
     if (this.first !== null) parts.push(`first after ${seconds(this.first)}`);

@@ -32,9 +32,11 @@ $("theme").addEventListener("click", () => {
   setTheme(names[(names.indexOf(theme()) + 1) % names.length]);
 });
 
+let suited = null; // the base model whose capabilities are known
 settings.setUp(() => {
   adapters.unlock();
   tuning.forget();
+  suited = null;
   refresh();
 });
 const chat = new Chat();
@@ -77,15 +79,14 @@ tabs.addEventListener("keydown", (event) => {
 function showSettings(open) {
   $("settings").classList.toggle("open", open);
   $("open-settings").setAttribute("aria-expanded", String(open));
-  if (open && $("chat").hidden) openTab("chat");
   (open ? $("key") : $("open-settings")).focus();
 }
 $("open-settings").addEventListener("click", () => showSettings(!$("settings").classList.contains("open")));
 $("close-settings").addEventListener("click", () => showSettings(false));
 $("settings").addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || chat.busy) return;
-  event.stopPropagation();
-  showSettings(false);
+  if (event.key !== "Escape") return;
+  if (chat.busy) chat.stop();
+  else showSettings(false);
 });
 
 function setState(text, kind) {
@@ -102,6 +103,18 @@ async function health() {
   return stage ? `${seen.status}: ${stage} ${total ? Math.floor((100 * done) / total) : 0} %` : seen.status;
 }
 
+// Asks once for what a base model can do.
+async function suit(base) {
+  if (!base || base === suited) return;
+  try {
+    chat.suit((await (await call("api/show", { body: { model: base } })).json()).capabilities);
+  } catch (error) {
+    if (!(error instanceof ServerError)) throw error;
+    chat.suit([]); // a proxy may publish /v1 alone: the prompts are general then
+  }
+  suited = base;
+}
+
 async function refresh() {
   try {
     const trouble = await health();
@@ -109,6 +122,7 @@ async function refresh() {
     const models = (await (await call("v1/models")).json()).data;
     chat.offer(models);
     adapters.offer(models);
+    await suit(models.find((model) => !model.parent)?.id);
     setState("ready", "up");
   } catch (error) {
     setState(error instanceof ServerError ? error.message : "not reachable", "down");

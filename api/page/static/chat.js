@@ -3,24 +3,25 @@ import { Answer } from "./answer.js";
 import { call, curlOf, events } from "./api.js";
 import { $, copy, el } from "./dom.js";
 import { render } from "./markdown.js";
+import { promptsFor } from "./prompts.js";
 import { parameters, systemPrompt } from "./settings.js";
 
 const MOST_COLUMNS = 3;
 const PATH = "v1/chat/completions";
 const KEPT = "ktserve.conversations"; // of this tab, so that a reload keeps them
-const PROMPTS = ["Explain how a mixture of experts works, in five sentences.", "Write a Python function that merges two sorted lists.", "Give three titles for a story about a lighthouse."];
 
 class Column {
-  constructor(chat, model, history = []) {
+  constructor(chat, model, history = [], tools = null) {
     this.chat = chat;
     this.history = history; // messages that have been answered, and their answers
+    this.tools = tools; // of a prompt that came with some, while its conversation lasts
     this.running = null; // an AbortController
     this.select = el("select", { "aria-label": "Model or adapter" });
     this.close = el("button", { type: "button", class: "quiet tiny", "aria-label": "Close this column", onclick: () => chat.remove(this) }, "✕");
     this.turns = el("div", { class: "turns", role: "log", tabindex: "0", "aria-label": "Conversation" });
     this.node = el("section", { class: "column" }, el("header", {}, this.select, this.close), this.turns);
     this.offer(chat.models, model);
-    this.clear(history);
+    this.clear(history, tools);
   }
 
   offer(models, wanted = this.select.value) {
@@ -30,17 +31,26 @@ class Column {
     this.select.disabled = !models.length;
   }
 
-  clear(history = []) {
+  clear(history = [], tools = null) {
     this.running?.abort();
     this.running = null;
     this.history = history;
+    this.tools = tools;
+    this.prompts = null; // where they are shown
     if (history.length) this.turns.replaceChildren(el("p", { class: "hint" }, "The conversation so far belongs to this column too."));
-    else this.turns.replaceChildren(el("div", { class: "empty" }, el("b", {}, "Ask something"), "Compare puts up to three models side by side.", el("div", { class: "prompts" }, ...PROMPTS.map((text) => el("button", { type: "button", class: "quiet", onclick: () => this.chat.send(text) }, text)))));
+    else this.turns.replaceChildren(el("div", { class: "empty" }, el("b", {}, "Ask something"), "Compare puts up to three models side by side.", (this.prompts = el("div", { class: "prompts" }))));
+    this.suggest();
+  }
+
+  // Prompts of an empty chat.
+  suggest() {
+    const button = (prompt) => el("button", { type: "button", class: "quiet", onclick: () => this.chat.take(prompt) }, prompt.text, prompt.note ? el("small", {}, prompt.note) : null);
+    this.prompts?.replaceChildren(...this.chat.prompts.map(button));
   }
 
   // Shows a conversation of before a reload.
-  restore(history) {
-    this.clear(history);
+  restore(history, tools) {
+    this.clear(history, tools);
     if (history.length) this.turns.replaceChildren(...history.map(shown));
     this.turns.scrollTop = this.turns.scrollHeight;
   }
@@ -69,7 +79,7 @@ class Column {
     try {
       const system = systemPrompt();
       const sent = [...(system ? [{ role: "system", content: system }] : []), ...this.history, ...messages];
-      body = { model: this.select.value, messages: sent, ...parameters(), stream: true, stream_options: { include_usage: true } };
+      body = { model: this.select.value, messages: sent, ...(this.tools ? { tools: this.tools } : {}), ...parameters(), stream: true, stream_options: { include_usage: true } };
       for await (const chunk of events(await call(PATH, { body, signal: running.signal }))) answer.take(chunk);
       answer.end();
     } catch (error) {
@@ -85,12 +95,14 @@ class Column {
 export class Chat {
   constructor() {
     this.models = [];
+    this.capabilities = [];
+    this.prompts = [];
     this.columns = [];
     const kept = conversations();
-    for (const { model, history } of kept.length ? kept : [{ history: [] }]) {
+    for (const { model, history, tools } of kept.length ? kept : [{ history: [] }]) {
       this.add();
       this.columns.at(-1).wanted = model;
-      this.columns.at(-1).restore(history);
+      this.columns.at(-1).restore(history, tools);
     }
     this.changed();
     $("composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
@@ -120,13 +132,35 @@ export class Chat {
       column.offer(models, column.wanted ?? column.select.value);
       if (models.length) column.wanted = undefined;
     }
+    this.suggest();
+  }
+
+  // capabilities: of the base model, as /api/show has them
+  suit(capabilities) {
+    this.capabilities = capabilities;
+    this.suggest();
+  }
+
+  // Drawn again, and the focus lost, only if the prompts have changed.
+  suggest() {
+    const prompts = this.models.length ? promptsFor(this.models, this.capabilities) : [];
+    if (JSON.stringify(prompts) === JSON.stringify(this.prompts)) return;
+    this.prompts = prompts;
+    for (const column of this.columns) column.suggest();
+  }
+
+  // Sends one of `prompts`, with the columns and tools that it needs.
+  take({ text, tools, models }) {
+    if (models && this.columns.length === 1) this.compare(models);
+    if (tools) for (const column of this.columns) column.tools = tools;
+    this.send(text);
   }
 
   add() {
     if (this.columns.length === MOST_COLUMNS) return;
     const shown = new Set(this.columns.map((column) => column.select.value));
     const next = this.models.find((model) => !shown.has(model.id)) ?? this.models[0];
-    this.columns.push(new Column(this, next?.id, [...(this.columns[0]?.history ?? [])]));
+    this.columns.push(new Column(this, next?.id, [...(this.columns[0]?.history ?? [])], this.columns[0]?.tools));
     $("columns").append(this.columns.at(-1).node);
     this.changed();
   }
@@ -171,7 +205,7 @@ export class Chat {
 }
 
 function keep(columns) {
-  const kept = columns.map((column) => ({ model: column.wanted ?? column.select.value, history: column.history }));
+  const kept = columns.map((column) => ({ model: column.wanted ?? column.select.value, history: column.history, tools: column.tools }));
   try {
     sessionStorage.setItem(KEPT, JSON.stringify(kept));
   } catch {

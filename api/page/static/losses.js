@@ -4,7 +4,7 @@ import { colour, sized } from "./charts.js";
 const HEIGHT = 200;
 const LEFT = 44;
 const BOTTOM = 20;
-const NAMES = { train_loss: "training", valid_loss: "validation", full_valid_loss: "validation, whole file" };
+const NAMES = { train_loss: "training", valid_loss: "validation", full_valid_loss: "whole validation file" };
 
 export class LossChart {
   constructor(canvas, text) {
