@@ -10,6 +10,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from loadtests.http import HttpError
 
 _EXPECTED = re.compile(rb'^ktserve_engine_expected_tokens_s\{name="(\w+)"\} ([0-9.e+-]+)$', re.M)
 _LONGEST_PROMPT = 2048
+# Variables with settings of the server that people use: who may ask it, and where.
+_OF_OTHERS = frozenset(
+    f"KTSERVE_{name}"
+    for name in ("HOST", "PORT", "API_KEY", "API_KEYS_FILE", "ADMIN_KEY", "ADMIN_KEY_FILE", "TENANTS", "ROOT_PATH")
+)
 _LOAD_S = 4 * 3600.0  # of a large model from a slow disk
 
 
@@ -54,7 +60,7 @@ _POINTS = (
 def own_server(flags: Sequence[str]) -> Iterator[str]:
     """URL of a `ktserve serve` of its own, by default with the demo model, that measures what may be expected. Raises
     ServerError with what it printed."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("KTSERVE_HOST", "KTSERVE_PORT")}
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_OTHERS}
     with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as folder:
         log = Path(folder) / "log"
         command = program("serve", *flags, "--port", "0", "--measure-bandwidth")
@@ -80,7 +86,7 @@ async def measure(server: Server, metrics: Server, model: str | None, seed: int)
         async def ask(body: dict[str, Any], path: str = work.path) -> list[Result]:
             return [await server.stream(path, body)]
 
-        results = [each[0] for each in await closed([lambda body=body: ask(body) for body in bodies], point.open)]
+        results = [each[0] for each in await closed([partial(ask, body) for body in bodies], point.open)]
         if failed := [result.error for result in results if result.error]:
             raise HttpError(failed[0])
         points.append(
