@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.models.make import Shape, made_model
-from engine.planning.expected import rate_text, span_text
+from benchmarks.report.expected import table
 from ktserve.launcher import program
 
 TYPES = ("Q8_0", "Q4_K_M", "BF16")
@@ -51,17 +51,6 @@ def off(measured: float, span: Sequence[float] | None) -> float | None:
         return None
     nearest = min(max(measured, span[0]), span[1])
     return round(measured / nearest - 1, 3)
-
-
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = ["| type | tokens a second of | expected | measured | off |", "|---|---|---|---|---|"]
-    for row in found:
-        span = row["expected_tokens_s"]
-        said = "-" if row["off"] is None else f"{100 * row['off']:+.0f}%"
-        expected = span_text(None if span is None else (span[0], span[1]))
-        lines.append(f"| {row['type']} | {row['what']} | {expected} | {rate_text(row['tokens_s'])} | {said} |")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/performance.md and docs/performance-gpu.md, from the files in benchmarks/results.
+"""The tables of README.md, docs/performance*.md and docs/running.md, from the files in benchmarks/results.
 
     python -m benchmarks.report.pages
 
@@ -15,14 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.first_answer import Step, transcript
 from benchmarks.record import RESULTS
 from benchmarks.report.beside import formats, llamacpp
+from benchmarks.report.expected import table as expected_table
 from benchmarks.report.roofline import plot
 from benchmarks.report.summary import summary
 from benchmarks.report.tables import render
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "performance-gpu.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-gpu", "running")))
 _BEGIN = re.compile(r"<!-- results of (\S+): begin -->")
 
 
@@ -37,11 +39,26 @@ def table(name: str) -> str:
     if name == "summary":
         return summary(load)
     data = load(name)
-    kinds: dict[str, Callable[[dict[str, Any]], str]] = {"formats": formats, "gpu-llamacpp": llamacpp}
+    kinds: dict[str, Callable[[dict[str, Any]], str]] = {
+        "expected": expected,
+        "first-answer": first_answer,
+        "formats": formats,
+        "gpu-llamacpp": llamacpp,
+    }
     for kind, made in kinds.items():
         if name.startswith(kind):
             return made(data)
     return render(data, image(name))
+
+
+def first_answer(data: dict[str, Any]) -> str:
+    origin = f"{data['hardware']}, {data['date']}, commit {data['commit']}: `{data['command']}`"
+    return f"{origin}\n\n{transcript([Step(**step) for step in data['steps']])}"
+
+
+def expected(data: dict[str, Any]) -> str:
+    origin = f"{data['hardware']}, {data['date']}, commit {data['commit']}: `{data['command']}`"
+    return f"{origin}\n\n{expected_table(data['rows'])}"
 
 
 def image(name: str) -> str:

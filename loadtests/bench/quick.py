@@ -25,6 +25,11 @@ from loadtests.http import HttpError
 
 _EXPECTED = re.compile(rb'^ktserve_engine_expected_tokens_s\{name="(\w+)"\} ([0-9.e+-]+)$', re.M)
 _LONGEST_PROMPT = 2048
+# Variables with settings of the server that people use: who may ask it, and where.
+_OF_OTHERS = frozenset(
+    f"KTSERVE_{name}"
+    for name in ("HOST", "PORT", "API_KEY", "API_KEYS_FILE", "ADMIN_KEY", "ADMIN_KEY_FILE", "TENANTS", "ROOT_PATH")
+)
 _LOAD_S = 4 * 3600.0  # of a large model from a slow disk
 
 
@@ -55,7 +60,7 @@ _POINTS = (
 def own_server(flags: Sequence[str]) -> Iterator[str]:
     """URL of a `ktserve serve` of its own, by default with the demo model, that measures what may be expected. Raises
     ServerError with what it printed."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("KTSERVE_HOST", "KTSERVE_PORT")}
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_OTHERS}
     with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as folder:
         log = Path(folder) / "log"
         command = program("serve", *flags, "--port", "0", "--measure-bandwidth")
