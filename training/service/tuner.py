@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, KtserveError, UserError
 from engine.lora.adapters import Adapters
-from engine.lora.files.writer import write_adapter
+from engine.lora.files.writer import StockModel, write_adapter
 from engine.memory.limits import cpu_memory
 from engine.messages import AdapterInfo, FromEngine, Reply, Tune
 from engine.model.causal_lm import CausalLM
@@ -227,7 +227,8 @@ class EngineTuner:
         if order.adapter is not None:
             folder = Path(order.adapter)
             weights = adapter.weights(folder.name)
-            replace_folder(folder, lambda part: write_adapter(weights, part, "peft", base=self._base))
+            stock = StockModel.of(self._config)
+            replace_folder(folder, lambda part: write_adapter(weights, part, "peft", base=self._base, stock=stock))
 
     def _filed(self, run: _Run, waiting: _Waiting, future: Future[None]) -> None:
         run.on_disk = False
