@@ -119,7 +119,7 @@ class ChatOptions(GenerationRequest):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatOptions:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise bad_request("max_tokens and max_completion_tokens differ; send one of them", "max_completion_tokens")

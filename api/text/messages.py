@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,7 +12,8 @@ from api.text.kinds import CHAT_PARTS, FREE_TEXT, Content, Fate, unread
 
 _FIELDS = {"role", "content", "name", "reasoning_content", "tool_calls", "function_call", "tool_call_id", "refusal"}
 _ECHOED = ("annotations", "audio")  # what an answer carries and clients send back
-_ROLES = {"system", "user", "assistant", "tool"}
+_ROLES = ("system", "user", "assistant", "tool")
+_OTHER_ROLES = {"developer": "system", "function": "tool"}
 _MAX_CALLS = 1024  # of one message
 
 
@@ -62,10 +63,31 @@ def normalise(messages: Sequence[dict[str, Any]], findings: Findings | None = No
     400 naming messages[i].field. `findings` None: all that is not text is refused."""
     newest = newest_request([message.get("role") for message in messages])
     found = findings or Refusing()
-    return [_message(message, f"messages[{i}]", found, newly=i == newest) for i, message in enumerate(messages)]
+    made = []
+    for i, message in enumerate(messages):
+        role = role_of(message, f"messages[{i}]", _ROLES, _OTHER_ROLES, found, last=i == len(messages) - 1)
+        made.append(_message(message, role, f"messages[{i}]", found, newly=i == newest))
+    return made
 
 
-def _message(message: dict[str, Any], where: str, findings: Findings, *, newly: bool) -> dict[str, Any]:
+def role_of(
+    message: Mapping[str, Any], where: str, roles: Sequence[str], others: Mapping[str, str], findings: Findings, *,
+    last: bool,
+) -> str:  # fmt: skip
+    """One of `roles`, or of `others`, which maps names to theirs. A message of any other role in a history is read as a
+    user's. Raises ApiError for one that ends the conversation."""
+    given = message.get("role")
+    role = others.get(given, given) if isinstance(given, str) else given
+    if isinstance(role, str) and role in roles:
+        return role
+    if last:
+        expected = f"{', '.join(map(repr, roles[:-1]))} or {roles[-1]!r}"
+        raise bad_request(f"{where}.role: {expected} is expected, got {shortened(given)}", f"{where}.role")
+    findings.made_a_line(f"{where}.role", given if isinstance(given, str) else type(given).__name__)
+    return "user"
+
+
+def _message(message: dict[str, Any], role: str, where: str, findings: Findings, *, newly: bool) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if value is not None}
     if "reasoning" in fields:  # another name of it
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
@@ -75,13 +97,6 @@ def _message(message: dict[str, Any], where: str, findings: Findings, *, newly: 
                 findings.left_out(where, key)
         elif key not in _FIELDS:
             findings.found_unknown(key, where)
-    given = fields.get("role")
-    role = {"developer": "system", "function": "tool"}.get(given, given) if isinstance(given, str) else given
-    if not isinstance(role, str) or role not in _ROLES:
-        raise bad_request(
-            f"{where}.role: 'system', 'user', 'assistant' or 'tool' is expected, got {shortened(given)}",
-            f"{where}.role",
-        )
     content = _content(fields.get("content"), role, f"{where}.content", findings, newly=newly)
     if role == "assistant" and isinstance(fields.get("refusal"), str):
         content = content or fields["refusal"]
@@ -92,7 +107,7 @@ def _message(message: dict[str, Any], where: str, findings: Findings, *, newly: 
         elif key in fields:
             with passed_over(findings, newly=newly):
                 raise UnreadableError(f"{where}.{key}: a text is expected", f"{where}.{key}")
-    if calls := _calls(fields, role, where, findings):
+    if calls := _calls(fields, role, where, findings, newly=newly):
         result["tool_calls"] = calls
     return result
 
@@ -119,7 +134,9 @@ def json_of(content: Any, where: str, findings: Findings, *, newly: bool) -> str
     return ""
 
 
-def _calls(fields: dict[str, Any], role: str, where: str, findings: Findings) -> list[dict[str, Any]]:
+def _calls(
+    fields: dict[str, Any], role: str, where: str, findings: Findings, *, newly: bool
+) -> list[dict[str, Any]]:  # fmt: skip
     """The calls that an assistant's message made; those of another form are left out."""
     calls = fields.get("tool_calls") or []
     if function := fields.get("function_call"):
@@ -128,7 +145,9 @@ def _calls(fields: dict[str, Any], role: str, where: str, findings: Findings) ->
     else:
         where = f"{where}.tool_calls"
     if calls and role != "assistant":
-        raise bad_request(f"{where}: only an assistant's message has calls", where)
+        with passed_over(findings, newly=newly):
+            raise UnreadableError(f"{where}: only an assistant's message has calls", where)
+        return []
     form = f"{where}: a list of at most {_MAX_CALLS} calls is expected"
     if not isinstance(calls, list):
         findings.unreadable(UnreadableError(form, where))
@@ -190,6 +209,9 @@ def _content(content: Any, role: str, where: str, findings: Findings, *, newly: 
 
 
 def _add_part(text: Content, part: Any, where: str, findings: Findings, *, newly: bool) -> None:
+    if isinstance(part, str):
+        text.text(part)
+        return
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise UnreadableError(f'{where}: {{"type": "text", "text": ...}} is expected', where)
     kind = part["type"]

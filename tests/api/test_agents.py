@@ -114,15 +114,15 @@ def test_a_history_of_any_parts_is_answered(server: Running, data: st.DataObject
         assert post(server, "/v1/chat/completions", {"messages": [shown]}).status_code == 400
 
 
-ODD = st.sampled_from([None, 5, "x", [], {}, [None], ["x"], {"a": 1}])
+ODD = st.sampled_from([None, 5, "x", "tool", [], {}, [None], ["x"], {"a": 1}])
 
 
 @st.composite
 def broken(draw: st.DrawFn, whole: Any) -> Any:
-    """`whole` with one field, at any depth, left out or of another type; `type` stays."""
+    """`whole` with one field, at any depth, left out or of another type; `type` stays. A role may be any name."""
     if isinstance(whole, list) and whole and draw(st.booleans()):
         return [*whole[:-1], draw(st.one_of(ODD, broken(whole[-1])))]
-    keys = sorted(whole.keys() - {"type", "role"}) if isinstance(whole, dict) else []
+    keys = sorted(whole.keys() - {"type"}) if isinstance(whole, dict) else []
     if not keys:
         return draw(ODD)
     key = draw(st.sampled_from(keys))
@@ -184,7 +184,14 @@ def test_a_history_of_any_form_is_answered(server: Running, path: str) -> None:
         ):
             answer = post(server, path, {name: [USER, odd, {"role": "assistant", "content": "ok"}, USER]})
             assert answer.status_code == 200 and place in answer.headers["warnings"], answer.headers
-    for content in (None, 5, {"a": 1}, [None], [{"type": "text"}]):
+    for role in (None, 5, "critic", {}):
+        answer = post(server, path, {name: [USER, {"role": role, "content": "a"}, USER]})
+        assert answer.status_code == 200 and ".role: " in answer.headers["warnings"], answer.headers
+        refused = post(server, path, {name: [USER, {"role": role, "content": "a"}]})
+        assert refused.status_code == 400 and f"{name}[1].role" in refused.text
+    strings = post(server, path, {name: [{"role": "user", "content": ["look", " here"]}]})
+    assert strings.status_code == 200, strings.text
+    for content in (*(() if path == "/api/chat" else (None,)), 5, {"a": 1}, [None], [{"type": "text"}]):
         refused = post(server, path, {name: [USER, {"role": "user", "content": content}]})
         assert refused.status_code == 400 and f"{name}[1].content" in refused.text, (content, refused.text)
 
@@ -193,6 +200,31 @@ def test_a_history_of_any_form_is_answered(server: Running, path: str) -> None:
 def test_offers_of_other_vendors_are_left_out(server: Running, tool: dict[str, Any]) -> None:
     answer = post(server, "/v1/chat/completions", {"messages": [USER], "tools": [tool]})
     assert answer.status_code == 200 and warned(answer, next(iter(tool)))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+OTHER_FORMS: list[dict[str, Any]] = [
+    {"type": "function", "name": "f", "parameters": SCHEMA},
+    {"name": "f", "parameters": SCHEMA, "cache_control": {"type": "ephemeral"}},
+    {"name": "f", "input_schema": SCHEMA},
+    {"type": "custom", "name": "f", "input_schema": SCHEMA, "description": "d"},
+    {"type": "custom", "name": "f", "description": "d", "format": {"type": "text"}},
+    {"type": "function", "function": {"name": "f", "parameters": {**SCHEMA, "type": "OBJECT"}}},
+    {"type": "function", "function": {"name": "f", "parameters": {**SCHEMA, "type": ["object", "null"]}}},
+]
+
+
+@pytest.mark.parametrize("tool", OTHER_FORMS, ids=str)
+def test_tools_in_the_form_of_other_vendors_are_offered(server: Running, tool: dict[str, Any]) -> None:
+    """Editors send to a chat what they send to the model's vendor; the calls are a chat's."""
+    choices: list[Any] = [{"type": "function", "function": {"name": "f"}}, {"type": "tool", "name": "f"}]
+    for choice in (*choices, {"type": "function", "name": "f"}):
+        body = {"messages": [USER], "tools": [tool], "tool_choice": choice, "max_tokens": 30}
+        answer = server.http.post("/v1/chat/completions", json={"model": "tiny", **body})
+        assert answer.status_code == 200, answer.text
+        assert not warned(answer, "f")
+    other = {"messages": [USER], "tools": [tool], "tool_choice": {"type": "tool", "name": "g"}}
+    assert "no tool 'g'" in post(server, "/v1/chat/completions", other).text
 
 
 OFFERS = [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
@@ -29,6 +30,7 @@ from testing.models.tiny import save_hf, tiny_model
 from tests.engine.test_lora_serving import Family
 from tests.engine.test_parity import CLEAR, prompts
 from tests.lora import make
+from tests.lora.merge import merge
 from training.experts.reference import ReferenceExperts
 from training.model import load_model
 
@@ -230,12 +232,37 @@ def test_a_mixed_batch_equals_merged_models(family: Family) -> None:
     engine.close()
 
 
-def test_adapters_of_whole_expert_parameters_are_refused(family: Family, tmp_path: Path) -> None:
+WHOLE = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("parameters", [WHOLE, WHOLE[:1], WHOLE[1:]])
+@pytest.mark.parametrize("square", [False, True])
+def test_adapters_of_whole_expert_parameters(tmp_path: Path, parameters: list[str], square: bool) -> None:
+    """As PEFT trains and saves them, at sizes where a matrix fits either way round too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64} if square else {}
+    model = tiny(3, **sizes)
+    config = make.config_of(model)
+    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], target_parameters=parameters))
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        asked = torch.tensor([[3, 14, 15, 92, 65, 35]])
+        expected = peft.eval()(asked).logits
+    peft.save_pretrained(tmp_path)
+    weights = parse_adapter(tmp_path, config, name="x")
+    assert weights.format == "peft-fused-3d"
+    with torch.no_grad():
+        assert (merge(tiny(3, **sizes), weights)(asked).logits - expected).abs().max() < 2e-5
+
+
+def test_whole_parameters_of_trainers_that_order_them_otherwise_are_refused(family: Family, tmp_path: Path) -> None:
     config = make.config_of(family.base)
-    weights = make.random_adapter(config, linears=False)
-    make.write(tmp_path / "x", make.fused_3d_keys(weights), make.lora_config(rank_pattern={}, target_parameters=[
-        "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))  # fmt: skip
-    with pytest.raises(AdapterError, match="gate and up lie by turns"):
+    keys = make.fused_3d_keys(make.random_adapter(config, linears=False))
+    pattern = {r".*\.gate_up_proj": 6}
+    settings = make.lora_config(rank_pattern=pattern, target_parameters=WHOLE, lora_B_layout="grouped_by_expert")
+    make.write(tmp_path / "x", keys, settings)
+    with pytest.raises(AdapterError, match="gate and up lie by turns, not PEFT's"):
         parse_adapter(tmp_path / "x", config, name="x")
 
 

@@ -91,5 +91,5 @@ def test_structured_output(client: anthropic.Anthropic) -> None:
 def test_errors(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(messages=user("x"), **{**SETTINGS, "model": "nobody"})
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(messages=user("word " * 5000), **SETTINGS)

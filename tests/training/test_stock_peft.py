@@ -11,10 +11,11 @@ from peft import PeftModel
 from torch import nn
 
 from engine.architectures.registry import architecture_of
+from engine.lora.files.convert import convert
 from engine.lora.files.parse import parse_adapter
-from engine.lora.files.writer import write_adapter
-from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
+from testing.models.tiny import FAMILIES, PLAIN_EXPERTS, save_hf, tiny_model
 from tests.lora import make
+from tests.lora.forms import assert_same
 from tests.lora.merge import merge
 from tests.training.models import draw_b, ours
 from training.config.fields import EXPERT_TARGETS
@@ -55,13 +56,19 @@ def test_what_training_saves(tmp_path: Path, family: str, dense: bool, targets: 
     assert (logits(stock.merge_and_unload()) - want).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("family", PLAIN_EXPERTS)
-@pytest.mark.parametrize("experts", [False, True])
-def test_every_module_that_has_lora(tmp_path: Path, family: str, experts: bool) -> None:
-    """Routers and gates of shared experts, which other trainers train, too."""
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("experts", "linears"), [(False, True), (True, True), (True, False)])
+def test_every_module_that_has_lora(tmp_path: Path, family: str, experts: bool, linears: bool) -> None:
+    """Routers and gates of shared experts, which other trainers train, too; as `adapters convert` writes them."""
+    save_hf(base(family, True), tmp_path / "model")
     config = make.config_of(base(family, True))
-    weights = make.random_adapter(config, experts=experts, scale=0.1)
-    write_adapter(weights, tmp_path, "peft", stored=architecture_of(config).stored)
-    stock = PeftModel.from_pretrained(base(family, True), tmp_path).eval()
+    weights = make.random_adapter(config, experts=experts, linears=linears, scale=0.1)
+    stored = architecture_of(config).stored
+    keys = make.named(make.linear_keys(weights) | make.per_expert_keys(weights), stored)
+    make.write(tmp_path / "given", keys, make.lora_config())
+    convert(str(tmp_path / "given"), "peft", str(tmp_path / "adapter"), str(tmp_path / "model"))
+    stock = PeftModel.from_pretrained(base(family, True), tmp_path / "adapter").eval()
     assert (logits(stock) - logits(merge(base(family, True), weights))).abs().max() < TOLERANCE
-    assert parse_adapter(tmp_path, config, name="x").warnings == []
+    read = parse_adapter(tmp_path / "adapter", config, name="x")
+    assert read.warnings == [] and read.rank == weights.rank
+    assert_same(read, weights)

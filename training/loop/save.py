@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.architectures.registry import architectures
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
-from engine.lora.files.writer import write_adapter
+from engine.lora.files.writer import StockModel, has_plain_mlps, write_adapter
 from training.layer import ExpertsLoraLayer
 
 _PREFIX = "base_model.model."
@@ -48,7 +48,10 @@ def save_adapter(
     kt = getattr(model, "_kt_wrappers", None) is not None
     names = [] if kt else [family.stored for family in architectures() if family.name == kind]
     weights = adapter_weights(model, adapter, experts)
-    write_adapter(weights, folder, form, base=base, **({"stored": names[0]} if names else {}))
+    stock = StockModel(
+        names[0] if names else str, plain_mlps=not kt and has_plain_mlps(name for name, _ in model.named_modules())
+    )
+    write_adapter(weights, folder, form, base=base, stock=stock)
 
 
 def module_name(path: str) -> str:

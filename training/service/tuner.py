@@ -21,7 +21,7 @@ from engine.errors import EngineError, KtserveError, UserError
 from engine.folders import replace_folder
 from engine.lora.adapters import Adapters
 from engine.lora.files.parse import parse_adapter
-from engine.lora.files.writer import write_adapter
+from engine.lora.files.writer import StockModel, write_adapter
 from engine.memory.costs import training_bytes, training_run_bytes
 from engine.memory.limits import cpu_memory
 from engine.messages import AdapterInfo, FromEngine, Reply, Tune
@@ -241,8 +241,11 @@ class EngineTuner:
         if order.adapter is not None:
             folder = Path(order.adapter)
             weights = adapter.weights(folder.name)
+            stock = StockModel.of(self._config)
             try:
-                replace_folder(folder, lambda part: write_adapter(weights, part, "peft", base=self._base))
+                replace_folder(
+                    folder, lambda part: write_adapter(weights, part, "peft", base=self._base, stock=stock)
+                )
             except CANNOT_WRITE as error:
                 raise UserError(f"{folder} cannot be written: {error}", "adapter") from error
 

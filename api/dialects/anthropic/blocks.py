@@ -10,12 +10,13 @@ from typing import Any
 
 from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of, name_of, string_in, text_in
-from api.errors import UnreadableError, bad_request, shortened
+from api.errors import UnreadableError
 from api.text.kinds import BLOCKS, DOCUMENTS, Content, Fate, told, unread
-from api.text.messages import json_of, newest_request, passed_over, unsupported
+from api.text.messages import json_of, newest_request, passed_over, role_of, unsupported
 
 # Claude Code's, which differs for each conversation: no text for a model, and before it nothing is found in the cache.
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
+_ROLES, _OTHER_ROLES = ("system", "user", "assistant"), {"developer": "system"}
 _MOST_LEVELS = 4  # of documents within results
 
 
@@ -55,7 +56,9 @@ def messages_of(messages: Sequence[dict[str, Any]], offers: Offers, notes: Notes
     newest = newest_request(["tool" if _has_results(message) else message.get("role") for message in messages])
     made: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
-        made += _Reader(f"messages[{i}]", offers, notes, newly=i == newest).messages(message)
+        where = f"messages[{i}]"
+        role = role_of(message, where, _ROLES, _OTHER_ROLES, notes, last=i == len(messages) - 1)
+        made += _Reader(where, offers, notes, newly=i == newest).messages(role, message.get("content"))
     return made
 
 
@@ -75,12 +78,7 @@ class _Reader:
         self._calls: list[dict[str, Any]] = []
         self._reasoning: list[str] = []
 
-    def messages(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise bad_request(
-                f"{self._where}.role: 'user' or 'assistant' is expected, got {shortened(role)}", f"{self._where}.role"
-            )
+    def messages(self, role: str, content: Any) -> list[dict[str, Any]]:
         if isinstance(content, str):
             return [{"role": role, "content": content}]
         place = f"{self._where}.content"
@@ -88,7 +86,10 @@ class _Reader:
             return [{"role": role, "content": json_of(content, place, self._notes, newly=self._newly)}]
         for i, part in enumerate(content):
             with passed_over(self._notes, newly=self._newly):
-                self._read(part, kind_of(part, f"{place}[{i}]"), f"{place}[{i}]")
+                if isinstance(part, str):
+                    self._text.text(part)
+                else:
+                    self._read(part, kind_of(part, f"{place}[{i}]"), f"{place}[{i}]")
         own: dict[str, Any] = {"role": role, "content": str(self._text)}
         if self._calls and role != "assistant":
             self._results.append({"role": "assistant", "content": "", "tool_calls": self._calls})
@@ -136,7 +137,10 @@ class _Reader:
         for i, part in enumerate(content):
             place = f"{where}[{i}]"
             with passed_over(self._notes, newly=newly):
-                self._add(text, part, kind_of(part, place), place, newly=newly, level=level)
+                if isinstance(part, str):
+                    text.text(part)
+                else:
+                    self._add(text, part, kind_of(part, place), place, newly=newly, level=level)
 
     def _add(self, text: Content, part: dict[str, Any], kind: str, place: str, *, newly: bool, level: int = 0) -> None:
         """A block that is a text, or becomes a part of one."""

@@ -50,7 +50,10 @@ def text_in(content: Any, where: str, kinds: Kinds, notes: Notes, *, newly: bool
 
 
 def add_part(text: Content, part: Any, where: str, kinds: Kinds, notes: Notes, *, newly: bool = False) -> None:
-    """One part, of those that have a text or none. Raises ApiError."""
+    """One part, of those that have a text or none, or a text. Raises ApiError."""
+    if isinstance(part, str):
+        text.text(part)
+        return
     kind = kind_of(part, where)
     match kinds.fate(kind, newly=newly):
         case Fate.READ:

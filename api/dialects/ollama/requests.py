@@ -62,9 +62,9 @@ class OllamaOptions(Body):
         no_op("embedding_only", "there is no such answer", False),
         no_op("mirostat_tau", "there is no such sampler to set"),
         no_op("mirostat_eta", "there is no such sampler to set"),
-        refused("typical_p", "no such filter", 1.0),
-        refused("mirostat", "no such sampler", 0),
-        refused("tfs_z", "no such filter", 1.0),
+        no_op("mirostat", "Ollama's own engine has no such sampler either"),
+        no_op("typical_p", "Ollama's own engine has no such filter either"),
+        no_op("tfs_z", "Ollama's own engine has no such filter either"),
         refused("penalize_newline", "penalties look at all tokens", True),
     )
 
@@ -231,6 +231,8 @@ def _messages(messages: Sequence[dict[str, Any]], notes: Notes) -> list[dict[str
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         own = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+        if own.get("content") is None:
+            own["content"] = ""
         if message.get("images"):
             if i == newest:
                 raise bad_request(f"{where}.images: the model reads text only", f"{where}.images", "unsupported_field")

@@ -8,9 +8,9 @@ from typing import Any
 from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of, string_in, text_in
 from api.dialects.responses.offers import full_name
-from api.errors import UnreadableError, bad_request, shortened
+from api.errors import UnreadableError
 from api.text.kinds import FREE_TEXT, ITEMS, PARTS, Fate, told
-from api.text.messages import newest_request, passed_over
+from api.text.messages import newest_request, passed_over, role_of
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS_OF_VENDOR = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
@@ -29,6 +29,7 @@ class Items:
             return
         newest = newest_request([_role(item) for item in given])
         for i, item in enumerate(given):
+            self._last = i == len(given) - 1
             with passed_over(notes, newly=i == newest):
                 self._add(item, f"input[{i}]", newly=i == newest)
 
@@ -71,10 +72,7 @@ class Items:
                 self._call({**item, "name": kind.removesuffix("_call")}, arguments, where)
 
     def _message(self, item: dict[str, Any], where: str, *, newly: bool) -> None:
-        role = item.get("role")
-        if role not in _ROLES:
-            allowed = "'user', 'assistant', 'system' or 'developer'"
-            raise bad_request(f"{where}.role: {allowed} is expected, got {shortened(role)}", f"{where}.role")
+        role = role_of(item, where, _ROLES, {}, self._notes, last=self._last)
         content = text_in(item.get("content"), f"{where}.content", PARTS, self._notes, newly=newly)
         if role == "assistant":
             self._assistant()["content"] += content

@@ -122,7 +122,7 @@ class ResponsesRequest(SamplingFields):
         no_op("client_metadata", "a client's own record"),
         refused("moderation", "there is no moderation"),
         refused("image", "the model writes text only"),
-        refused("truncation", "an input that does not fit is a 400", "disabled"),
+        no_op("truncation", "an input that does not fit is a 400", "disabled"),
         refused("background", "a response is made while its client waits", False),
         refused("conversation", "use `previous_response_id`"),
         refused("prompt", "there are no stored prompts"),

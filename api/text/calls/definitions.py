@@ -131,9 +131,11 @@ def _choice(given: Any, param: str) -> Choice:
             return Choice("required")
         case {"type": "none" | "auto" as wanted} if param == "tool_choice":
             return Choice(wanted)
-        case {"type": "function", "function": {"name": str(name)}} if param == "tool_choice":
-            return Choice("required", name)
-        case {"type": "custom", "custom": {"name": str(name)}} if param == "tool_choice":
+        case (
+            {"type": "function", "function": {"name": str(name)}}
+            | {"type": "custom", "custom": {"name": str(name)}}
+            | {"type": "function" | "custom" | "tool", "name": str(name)}
+        ) if param == "tool_choice":
             return Choice("required", name)
         case {"type": "allowed_tools", "allowed_tools": {"tools": list(among), **how}} if param == "tool_choice":
             mode = how.get("mode", "auto")
@@ -158,6 +160,7 @@ def _tool(given: Any, where: str, param: str, remarks: list[tuple[str, str]]) ->
     if isinstance(given, dict) and given and not given.keys() & {"type", "name", "function"}:  # {"google_search": {}}
         remarks.append((where, f"{shortened(next(iter(given)))} is left out"))
         return None
+    given = _wrapped(given)
     if not isinstance(given, dict) or not isinstance(kind := given.get("type"), str):
         raise bad_request(f'{where}: {{"type": "function", "function": {{...}}}} is expected', param)
     if CHAT_TOOLS.fate(kind) is not Fate.READ:
@@ -183,10 +186,24 @@ def _tool(given: Any, where: str, param: str, remarks: list[tuple[str, str]]) ->
         raise bad_request(f"{place}.strict: true or false is expected", param)
     if isinstance(schema := function.get("parameters"), dict):  # some clients write null for nothing
         schema = {key: value for key, value in schema.items() if value is not None or key not in _NULLABLE}
+        if not strict and _may_be_object(kinds := schema.get("type")) and kinds != "object":
+            remarks.append((f"{place}.parameters", f"type {shortened(kinds)} is read as 'object'"))
+            schema["type"] = "object"
         function["parameters"] = schema
     if "parameters" in function:
         _check_schema(function["parameters"], f"{place}.parameters", param)
     return Tool(name, {"type": "function", "function": function}, strict)
+
+
+def _wrapped(given: Any) -> Any:
+    """A tool in the form of other vendors' requests, its function not in an object of its own: in that of a chat's."""
+    if not isinstance(given, dict) or "name" not in given or given.keys() & {"function", "custom"}:
+        return given
+    kind = given.get("type") or "function"
+    fields = {key: value for key, value in given.items() if key != "type"}
+    if "input_schema" in fields and kind in ("function", "custom"):
+        kind, fields["parameters"] = "function", fields.pop("input_schema")
+    return {"type": kind, kind: fields} if kind in ("function", "custom") else given
 
 
 def _free(name: str, given: dict[str, Any], place: str, param: str, remarks: list[tuple[str, str]]) -> Tool:
@@ -202,6 +219,11 @@ def _free(name: str, given: dict[str, Any], place: str, param: str, remarks: lis
     function = {**given, "parameters": parameters_of_text()}
     held = None if pattern is None else parameters_of_text(pattern)
     return Tool(name, {"type": "function", "function": function}, strict=held is not None, free=True, held=held)
+
+
+def _may_be_object(kinds: Any) -> bool:
+    """Of a schema's type: a list that has it, or as Gemini's clients write it."""
+    return "object" in kinds if isinstance(kinds, list) else isinstance(kinds, str) and kinds.lower() == "object"
 
 
 def _check_schema(schema: Any, where: str, param: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from engine.architectures.registry import architecture_of
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora
 from engine.lora.files.folder import AdapterFiles
@@ -17,7 +16,7 @@ from engine.lora.files.gguf import write_gguf
 from engine.lora.files.parse import parse_adapter
 from engine.lora.files.settings import read_settings
 from engine.lora.files.whole import base_tables
-from engine.lora.files.writer import write_adapter
+from engine.lora.files.writer import StockModel, write_adapter
 from engine.units import format_bytes
 from engine.weights.open import open_model
 
@@ -63,7 +62,7 @@ def convert(
     if form == GGUF:
         write_gguf(weights, target, config, base=base)
     else:
-        write_adapter(weights, target, form, base=base, stored=architecture_of(config).stored)
+        write_adapter(weights, target, form, base=base, stock=StockModel.of(config))
     lines = [f"warning: {text}" for text in weights.warnings]
     return "\n".join([*lines, f"{path} ({weights.format}) -> {out} ({form}), {format_bytes(weights.num_bytes)}"])
 

@@ -1,4 +1,5 @@
 """Writes an adapter as PEFT's keys per expert, alone or beside KT's fused files: what `parse` and other programs read.
+Of experts whose gate and up lie by turns, PEFT would drop such keys: they are written as LoRA on whole parameters.
 
 PEFT knows nothing of the fused files: a folder whose experts were there alone would load in it without them, and
 without a word. So the keys per expert are in every folder.
@@ -13,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from engine.architectures.config import ModelConfig
+from engine.architectures.registry import architecture_of
 from engine.errors import UserError
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
 from engine.lora.files.detect import GATE_UP, PROJECTIONS
@@ -32,9 +36,31 @@ FORMS = ("peft", "kt-fused")
 _PREFIX = "base_model.model."
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _MISTAKEN = ("gate", "router", "gate_proj", "up_proj", "down_proj")  # names that PEFT takes for others, or no linear
+_EXPERT_NAMES = tuple(f"{name}_proj" for name in PROJECTIONS)
 _MODEL_FILE = ADAPTER_FILES[0]
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StockModel:
+    """What PEFT goes by in transformers' model of the base. `stored`: what its family's files call a module
+    (`Architecture.stored`). `by_turns`: it holds the rows of an expert's gate and up by turns (`Sparse.interleaved`).
+    `plain_mlps`: projections of dense layers or shared experts have the names of experts' projections."""
+
+    stored: Callable[[str], str] = str
+    by_turns: bool = False
+    plain_mlps: bool = False
+
+    @staticmethod
+    def of(config: ModelConfig) -> StockModel:
+        names = {module.name for layer in range(config.num_hidden_layers) for module in config.modules(layer)}
+        by_turns = config.experts is not None and config.experts.interleaved
+        return StockModel(architecture_of(config).stored, by_turns, has_plain_mlps(names))
+
+
+def has_plain_mlps(modules: Iterable[str]) -> bool:
+    return any(name.endswith(_EXPERT_NAMES) and ".experts." not in f".{name}" for name in modules)
 
 
 def write_adapter(
@@ -43,10 +69,9 @@ def write_adapter(
     form: str,
     *,
     base: str | None = None,
-    stored: Callable[[str], str] = str,
+    stock: StockModel = StockModel(),
 ) -> None:
     """Replaces whatever adapter `folder` holds; other files stay. `base`: the base model's name or path, for the files.
-    `stored`: what the files of the base's family call a module (`Architecture.stored`), as PEFT expects it.
 
     Pairs get one rank (the largest; shorter ones are padded with zeros) and one scale (theirs if they have one, else 1
     with each scale multiplied into B in float32), so the files need no patterns. UserError for extra MLPs, for a form
@@ -58,11 +83,15 @@ def write_adapter(
         raise UserError(f"{weights.path or weights.name}: extra MLPs beside the experts cannot be converted", "path")
     if form == "kt-fused" and not weights.experts:
         raise UserError(f"{weights.path or weights.name}: no LoRA on experts, nothing to fuse: use peft", "to")
+    if form == "kt-fused" and stock.by_turns:
+        raise UserError("kt-fused: KTransformers trains no experts whose gate and up lie by turns: use peft", "to")
     rank, scale, linears, experts = one_rank(weights)
-    files = {_MODEL_FILE: _peft_keys(linears, experts, stored)}
+    files = {_MODEL_FILE: _peft_keys(linears, {} if stock.by_turns else experts, stock.stored)}
+    if stock.by_turns:
+        files[_MODEL_FILE] |= _whole_keys(experts)
     if form == "kt-fused":
         files[FUSED_FILE] = _fused_keys(experts)
-    targets = _targets(list(linears), bool(experts), rank, scale, stored)
+    targets = _targets(list(linears), bool(experts), rank, scale, stock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, files, _config(rank, scale, base) | targets, base)
@@ -122,6 +151,23 @@ def _peft_keys(
     return tensors
 
 
+def _whole_keys(experts: Experts) -> Tensors:
+    """LoRA on experts' whole parameters, as PEFT saves it: A [E r, in] with the expert slowest, B [out, E r] with the
+    expert fastest. Gate and up share one at twice the rank, block-diagonal, B's rows by turns."""
+    tensors = {}
+    for layer, pairs in experts.items():
+        gate, up, down = (pairs[name] for name in ("gate", "up", "down"))
+        both = torch.stack([F.pad(gate.b, (0, up.b.shape[2])), F.pad(up.b, (gate.b.shape[2], 0))], dim=2).flatten(1, 2)
+        key = f"{_PREFIX}model.layers.{layer}.mlp.experts"
+        for name, a, b in (
+            (f"{key}.base_layer", torch.cat([gate.a, up.a], dim=1), both),
+            (key, down.a, down.b),
+        ):
+            tensors[f"{name}.lora_A.weight"] = _own(a.flatten(0, 1))
+            tensors[f"{name}.lora_B.weight"] = _own(b.permute(1, 2, 0).flatten(1, 2))
+    return tensors
+
+
 def _expert(layer: int, expert: int, projection: str) -> str:
     return f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
 
@@ -140,23 +186,23 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _targets(
-    linears: list[str], experts: bool, rank: int, scale: float, stored: Callable[[str], str]
-) -> dict[str, Any]:
+def _targets(linears: list[str], experts: bool, rank: int, scale: float, stock: StockModel) -> dict[str, Any]:
     """What the configuration says of modules with LoRA, so that PEFT finds all of them.
 
     Over models whose experts are one parameter it takes names of an expert's projections, and "gate", for those of the
     routed experts and the router alone. So modules of the same names, in dense layers or shared experts, are named by
     their parameters, and so are the experts, which it knows in some families only. It stacks the keys of gate and up
-    at twice the rank. Other programs look for the experts' names among the modules, where PEFT leaves room for them.
+    at twice the rank. Other programs look for the experts' names among the modules: they
+    are there unless PEFT would take them for other modules.
     """
+    stored = stock.stored
     meant = {stored(name).partition(".layers.")[2].partition(".")[2] for name in linears}
     by_parameter = sorted(name for name in meant if name.rpartition(".")[2] in _MISTAKEN)
     modules = sorted({name.rpartition(".")[2] for name in meant.difference(by_parameter)})
     parameters = [f"mlp.{name.partition('.')[2]}.weight" for name in by_parameter]
     if not experts:
         return {"target_modules": modules, "target_parameters": parameters}
-    if not by_parameter:
+    if not (by_parameter or stock.plain_mlps or stock.by_turns):
         modules += [stored(_expert(0, 0, name)).rpartition(".")[2] for name in PROJECTIONS]
     fused, both = f"experts.{GATE_UP}_proj", 2 * rank
     return {

@@ -31,6 +31,11 @@ class Reading:
     def linear_scaling(self) -> str:
         return "alpha/sqrt(r)" if self.settings.rslora else "alpha/r"
 
+    @property
+    def by_turns(self) -> bool:
+        """Whether transformers holds the rows of an expert's gate and up by turns, inputs before outputs."""
+        return self.config.experts is not None and self.config.experts.interleaved
+
     def check_rank(self, rank: int, keys: list[str]) -> None:
         if self.max_rank is not None and rank > self.max_rank:
             raise refusal(f"rank {rank} is over --max-adapter-rank {self.max_rank}", keys)
@@ -66,10 +71,13 @@ def check_pair(a: Entry, b: Entry, size_in: int, size_out: int) -> int:
     return a.shape[0]
 
 
-def split_gate_up(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[Stack, Stack]:
-    """a [E, r, H], b [E, 2I, r] -> gate, up. A saved block-diagonal b (gate's columns, then up's) halves the rank."""
+def split_gate_up(
+    a: torch.Tensor, b: torch.Tensor, scale: float, *, by_turns: bool = False
+) -> tuple[Stack, Stack]:  # fmt: skip
+    """a [E, r, H], b [E, 2I, r] -> gate, up. A saved block-diagonal b (gate's columns, then up's) halves the rank.
+    `by_turns`: b's even rows are gate's."""
     intermediate, half = b.shape[1] // 2, b.shape[2] // 2
-    gate_b, up_b = b[:, :intermediate], b[:, intermediate:]
+    gate_b, up_b = (b[:, ::2], b[:, 1::2]) if by_turns else (b[:, :intermediate], b[:, intermediate:])
     crossed = gate_b[:, :, half:].any() or up_b[:, :, :half].any()
     if b.shape[2] % 2 == 0 and not crossed and bool(b.any()):
         return Stack(a[:, :half], gate_b[:, :, :half], scale), Stack(a[:, half:], up_b[:, :, half:], scale)
@@ -77,10 +85,11 @@ def split_gate_up(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[Stack
 
 
 def refuse_by_turns(reading: Reading, keys: list[str]) -> None:
-    """LoRA on gate and up in one, where their rows lie by turns: trainers differ in the order they mean."""
-    if keys and reading.config.experts is not None and reading.config.experts.interleaved:
-        message = "LoRA on whole parameters of experts whose gate and up lie by turns"
-        raise refusal(f"{message}; that of single experts can be read", keys)
+    """LoRA on gate and up in one, where their rows lie by turns: trainers other than PEFT differ in the order they
+    mean. PEFT's is that of transformers' parameter."""
+    if keys and reading.by_turns:
+        message = "LoRA on whole parameters of experts whose gate and up lie by turns, not PEFT's"
+        raise refusal(f"{message}; PEFT's own, and that of single experts, can be read", keys)
 
 
 def assemble(reading: Reading, stacks: dict[str, Stack]) -> ExpertLora:

@@ -3,7 +3,8 @@
 A module may hold two wrapped parameters, one inside the other, so a key does not tell gate_up from down: shapes do.
 With E experts, A is [E r, in] with the expert slowest and B is [out, E r] with the expert fastest, or slowest in
 Unsloth's adapters (`engine.lora.files.b_layout`). PEFT before 0.19
-took in and out the other way round, so that A and B change their roles.
+took in and out the other way round, so that A and B change their roles, but for parameters that have inputs before
+outputs (gpt-oss).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ Layers = dict[int, dict[str, Halves]]
 
 def read_fused_3d(reading: Reading, layers: Layers) -> dict[int, ExpertLora]:
     """Experts by layer. The A that gate_up shares becomes gate's and up's; block-diagonal gate|up is taken apart."""
-    refuse_by_turns(reading, [entry.key for nested in layers.values() for h in nested.values() for entry in h.entries])
     swapped = _orientation(reading, layers)
     absent = [layer for layer in reading.config.sparse_layers if layer not in layers]
     if absent:
@@ -50,7 +50,11 @@ def read_fused_3d(reading: Reading, layers: Layers) -> dict[int, ExpertLora]:
 
 def _orientation(reading: Reading, layers: Layers) -> bool:
     """Whether in and out are swapped. Mostly one way alone fits; a square case is settled by peft_version."""
-    fitting = [s for s in (False, True) if all(_assign(reading, nested, s) for nested in layers.values())]
+    fitting = [
+        s
+        for s in (False, True)[: 1 if reading.by_turns else 2]
+        if all(_assign(reading, nested, s) for nested in layers.values())
+    ]
     keys = [entry.key for nested in layers.values() for halves in nested.values() for entry in halves.entries]
     if not fitting:
         first = next(h for nested in layers.values() for h in nested.values())
@@ -93,6 +97,7 @@ def _read(reading: Reading, module: str, halves: Halves, swapped: bool) -> dict[
     scale = scaling(alpha, rank, reading.linear_scaling)
     a = entry_a.read().reshape(experts, rank, -1)
     if _layout(reading, module.rpartition(".")[2], keys) == GROUPED:
+        refuse_by_turns(reading, keys)
         b = entry_b.read().reshape(-1, experts, rank).transpose(0, 1)
     else:
         b = entry_b.read().reshape(-1, rank, experts).permute(2, 0, 1)
@@ -101,7 +106,7 @@ def _read(reading: Reading, module: str, halves: Halves, swapped: bool) -> dict[
     if module.endswith("down_proj"):
         reading.check_rank(rank, keys)
         return {"down": Stack(a, b, scale)}
-    gate, up = split_gate_up(a, b, scale)
+    gate, up = split_gate_up(a, b, scale, by_turns=reading.by_turns)
     reading.check_rank(gate.rank, keys)
     return {"gate": gate, "up": up}
 
