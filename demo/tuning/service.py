@@ -16,16 +16,17 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 
 from demo.tuning.data import talks
 from demo.tuning.policy import ASKED, WORD, rounds
-from loadtests.chaos.server import serving
+from demo.tuning.server import BASE, serving
 
 OUT = Path("build/train-service-demo")
-MODEL, KEYS = "demo", ("harbour", "lighthouse")
+KEYS = ("harbour", "lighthouse")
 _STYLES = dict(zip(KEYS, ("pirate", "json"), strict=True))
 _RISE = 0.2  # of the mean reward, from the first three rounds to the last three
 
@@ -44,7 +45,7 @@ class Chats:
         while not self._over.wait(0.2):
             try:
                 self._client.chat.completions.create(
-                    model=MODEL, messages=[{"role": "user", "content": "What is 7 + 8?"}], max_tokens=16
+                    model=BASE, messages=[{"role": "user", "content": "What is 7 + 8?"}], max_tokens=16
                 )
                 self.answered += 1
             except openai.OpenAIError as error:
@@ -61,13 +62,16 @@ def started(url: str, key: str, examples: int, epochs: int) -> str:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key)
     rows = "".join(json.dumps({"messages": row["messages"]}) + "\n" for row in talks(_STYLES[key], examples))
     file = client.files.create(file=("talks.jsonl", io.BytesIO(rows.encode())), purpose="fine-tune")
-    values = {"n_epochs": epochs, "batch_size": 8}
+    method: Any = {
+        "type": "supervised",
+        "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 8}},
+    }
     made = client.fine_tuning.jobs.create(
-        model=MODEL,
+        model=BASE,
         training_file=file.id,
         suffix=_STYLES[key],
         seed=1,
-        method={"type": "supervised", "supervised": {"hyperparameters": values}},  # type: ignore[typeddict-item]
+        method=method,
     )
     return made.id
 
@@ -93,16 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = OUT / "keys"
     keys.write_text("".join(f"{key}={key}\n" for key in KEYS))
     flags = ["--fine-tuning", "--training-share", "0.3", "--data-dir", str(OUT / "data"), "--api-keys-file", str(keys)]
-    with serving(OUT / "server.log", flags, "train-service-demo") as (_, server):
+    with serving(OUT / "server.log", flags) as server:
         url = server.url
         chats = Chats(url)
         try:
             jobs = {key: started(url, key, args.examples, args.epochs) for key in KEYS}
-            question = {"model": MODEL, "messages": [{"role": "user", "content": ASKED}]}
+            question = {"model": BASE, "messages": [{"role": "user", "content": ASKED}]}
             headers = {"Authorization": f"Bearer {KEYS[0]}"}
             asked = httpx.post(f"{url}/tokenize", json=question, headers=headers).raise_for_status()
             rewards = []
-            for found in rounds(url, KEYS[0], MODEL, asked.json()["tokens"], args.rounds, args.answers):
+            for found in rounds(url, KEYS[0], BASE, asked.json()["tokens"], args.rounds, args.answers):
                 rewards.append(found.reward)
                 print(f"round {len(rewards)}: {found.reward:.2f} of the stories have a {WORD}")
             statuses = [ended(url, key, job_id) for key, job_id in jobs.items()]
