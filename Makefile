@@ -9,12 +9,13 @@ PIP    := $(PY) -m pip --disable-pip-version-check --no-input
 SOURCES := ktserve api cluster engine scheduler native rules training loadtests demo benchmarks testing tests
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat train-demo setup quick test test-kernels test-gpu test-clients test-ray wheel test-wheel lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
+.PHONY: help serve chat train-demo train-service-demo setup quick test test-kernels test-gpu test-clients test-ray wheel test-wheel lint format load soak chaos fuzz bench-cpu bench-gpu sanitize clean
 
 help:
 	@echo 'make serve      set everything up and serve the demo model (ARGS="--port 9000 ..." is passed on)'
 	@echo 'make chat       talk to the demo model in this terminal'
 	@echo 'make train-demo train the demo adapters into a running server on this CPU; before, after, and what they score'
+	@echo 'make train-service-demo two jobs and reinforcement learning with Tinker'"'"'s client in a running server, beside chats'
 	@echo 'make quick      the tests that need no server and no torch: scheduler, rules, texts, fields, grammars, headers'
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-kernels  the kernels for GPUs in the interpreter of Triton, on this CPU'
@@ -41,6 +42,9 @@ chat: setup
 
 train-demo: setup $(VENV)/.train
 	@$(PY) -m demo.tuning.run $(ARGS)
+
+train-service-demo: setup $(VENV)/.clients
+	@$(PY) -m demo.tuning.service $(ARGS)
 
 # Less than a minute on two cores. The longest files come first; pytest's plugins of other tools take seconds to load.
 API_QUICK := segments detokenize fast fields generation limits link options protocol stops template tenants tenants_file \

@@ -48,7 +48,7 @@ class Batches:
     @classmethod
     async def open(cls, config: ServeConfig, data_dir: str) -> Batches:
         """Raises UserError if the folder cannot be used."""
-        folder = Path(os.path.expanduser(data_dir))
+        folder = Path(os.path.expanduser(data_dir)).absolute()  # the engine loads adapters by absolute paths alone
         try:
             for part in (folder, folder / "files", folder / "incoming"):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -58,13 +58,14 @@ class Server:
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[Server]:
-    """Until the block ends. RuntimeError with the place of its log if it does not start."""
+def serving(log: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+    """With more `flags` of `ktserve serve`, until the block ends. RuntimeError with the place of its log if it does not
+    start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "ktserve", "serve", str(demo_model()), "--served-model-name", BASE]
-    command += ["--port", str(port), "--admin-key", ADMIN_KEY, "--allow-any-adapter-path"]
+    command += ["--port", str(port), "--admin-key", ADMIN_KEY, "--allow-any-adapter-path", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     server = Server(f"http://127.0.0.1:{port}")

@@ -84,6 +84,16 @@ def files_of(tuning: Tuning, job: JobRecord) -> None:
     (tuning.folder(job.id) / "training.samples").touch()
 
 
+def test_a_data_dir_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Adapters are loaded by absolute paths alone."""
+
+    async def check(jobs: Jobs) -> None:
+        assert jobs.tuning.folder("job") == tmp_path / "data" / "tuning" / "job"
+
+    monkeypatch.chdir(tmp_path)
+    with_jobs(Path("data"), monkeypatch, check)
+
+
 def test_jobs_created_at_once_keep_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def check(jobs: Jobs) -> None:
         ends = await asyncio.gather(*(jobs.create() for _ in range(9)), return_exceptions=True)

@@ -243,9 +243,7 @@ class EngineTuner:
             weights = adapter.weights(folder.name)
             stock = StockModel.of(self._config)
             try:
-                replace_folder(
-                    folder, lambda part: write_adapter(weights, part, "peft", base=self._base, stock=stock)
-                )
+                replace_folder(folder, lambda part: write_adapter(weights, part, "peft", base=self._base, stock=stock))
             except CANNOT_WRITE as error:
                 raise UserError(f"{folder} cannot be written: {error}", "adapter") from error
 
