@@ -170,7 +170,6 @@ def test_forced_calls_have_a_grammar(qwen: Running, choice: Any, only: str | Non
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget"),
         ({"extra_body": {"thinking_token_budget": 3}}, "thinking_token_budget"),  # <think> is no token here
-        ({"before": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ],
 )
 def test_mistakes_are_400(qwen: Running, fields: dict[str, Any], param: str) -> None:

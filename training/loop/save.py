@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.architectures.registry import architectures
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
-from engine.lora.files.writer import StockModel, has_plain_mlps, write_adapter
+from engine.lora.files.writer import StockModel, write_adapter
 from training.layer import ExpertsLoraLayer
 
 _PREFIX = "base_model.model."
@@ -48,10 +48,8 @@ def save_adapter(
     kt = getattr(model, "_kt_wrappers", None) is not None
     names = [] if kt else [family.stored for family in architectures() if family.name == kind]
     weights = adapter_weights(model, adapter, experts)
-    stock = StockModel(
-        names[0] if names else str, plain_mlps=not kt and has_plain_mlps(name for name, _ in model.named_modules())
-    )
-    write_adapter(weights, folder, form, base=base, stock=stock)
+    # PEFT finds the experts of a model that is loaded here by their projections' names.
+    write_adapter(weights, folder, form, base=base, stock=StockModel(names[0] if names else str))
 
 
 def module_name(path: str) -> str:

@@ -4,7 +4,7 @@ A module may hold two wrapped parameters, one inside the other, so a key does no
 With E experts, A is [E r, in] with the expert slowest and B is [out, E r] with the expert fastest, or slowest in
 Unsloth's adapters (`engine.lora.files.b_layout`). PEFT before 0.19
 took in and out the other way round, so that A and B change their roles, but for parameters that have inputs before
-outputs (gpt-oss).
+outputs.
 """
 
 from __future__ import annotations
