@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import record
 from benchmarks.client import free_port
 from loadtests.child import ServerError, wait_ready
-from testing.debian import Debian, DebianError
+from testing.debian import Debian, DebianError, new_folder
 
 ROOT = Path(__file__).parents[1]
 QUESTION = "What is 2 + 3?"
@@ -132,20 +132,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="leave the root there")
     parser.add_argument("--out", type=Path, metavar="FILE", help="results, e.g. benchmarks/results/first-answer.json")
     args = parser.parse_args(argv)
-    if args.folder.exists():
-        parser.error(f"--folder {args.folder}: it is there already")
     found: list[Step] = []
     try:
-        debian = _prepare(args.folder, args.wheel)
-        for step in steps(debian, args.wheel):
-            print(f"{step.seconds:7.1f} s  {step.command}", flush=True)
-            found.append(step)
+        with new_folder(args.folder, keep=args.keep):
+            debian = _prepare(args.folder, args.wheel)
+            for step in steps(debian, args.wheel):
+                print(f"{step.seconds:7.1f} s  {step.command}", flush=True)
+                found.append(step)
     except (DebianError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        if not args.keep:
-            shutil.rmtree(args.folder, ignore_errors=True)
     print(transcript(found))
     if args.out is not None:
         record.write(args.out, {"steps": [asdict(step) for step in found]})

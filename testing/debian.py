@@ -10,7 +10,8 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -23,6 +24,18 @@ _UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 
 class DebianError(Exception):
     """The root cannot be made or entered, or a command in it failed."""
+
+
+@contextmanager
+def new_folder(folder: Path, *, keep: bool) -> Iterator[None]:
+    """What is made at `folder` is removed in the end, unless it is kept. DebianError if it is there already."""
+    if folder.exists():
+        raise DebianError(f"--folder {folder}: it is there already")
+    try:
+        yield
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 
 from loadtests.child import ServerError, wait_ready
-from testing.debian import Debian, DebianError
+from testing.debian import Debian, DebianError, new_folder
 
 ROOT = Path(__file__).parents[1]
 BASE = "debian:bookworm-slim"
@@ -133,18 +133,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="where roots are made; it must not be there")
     parser.add_argument("--keep", action="store_true", help="leave the roots there")
     args = parser.parse_args(argv)
-    if args.folder.exists():
-        parser.error(f"--folder {args.folder}: it is there already")
-    args.folder.mkdir(parents=True)
     try:
-        stage = built(args.dockerfile, args.folder)
-        print(f"as {stage.user}: {answered(stage)}")
+        with new_folder(args.folder, keep=args.keep):
+            args.folder.mkdir(parents=True)
+            stage = built(args.dockerfile, args.folder)
+            print(f"as {stage.user}: {answered(stage)}")
     except (DebianError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        if not args.keep:
-            shutil.rmtree(args.folder, ignore_errors=True)
     return 0
 
 

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from api.client.backoff import Backoff
-from api.client.calls import checked, startup_loads
+from api.client.calls import Call, Calls, checked, startup_loads
 from api.client.link import EngineLink
 from api.client.process import ENGINE_COMMAND, SocketDir
 from api.client.stream import EngineUnavailable, Inbox, OpenRequest
@@ -72,8 +72,7 @@ class EngineClient:
         self._link: EngineLink | None = None
         self._dir = SocketDir()
         self._open: dict[str, OpenRequest] = {}
-        self._calls: dict[int, asyncio.Future[m.Reply]] = {}
-        self._call_ids = itertools.count(1)
+        self._calls = Calls()
         self._wanted = startup_loads(config)  # what every engine is given before it serves, by name
         self._published: set[str] = set()  # adapters that no file is known of
         self._fatal: m.FatalError | None = None
@@ -100,7 +99,7 @@ class EngineClient:
         was_ready, self.state = self.state == "ready", "draining"
         if was_ready:
             with contextlib.suppress(EngineUnavailable, asyncio.TimeoutError):
-                message = m.Drain(call_id=next(self._call_ids), timeout_s=timeout_s)
+                message = m.Drain(call_id=self._calls.new_id(), timeout_s=timeout_s)
                 await asyncio.wait_for(self._call(message), timeout_s + 5)
 
     async def shutdown(self, grace_s: float = 10.0) -> None:
@@ -209,7 +208,7 @@ class EngineClient:
     ) -> m.AdapterInfo:
         """Raises CallRefused with the engine's reason, or EngineUnavailable."""
         message = m.LoadAdapter(
-            call_id=next(self._call_ids),
+            call_id=self._calls.new_id(),
             name=name,
             path=path,
             replace=replace,
@@ -230,7 +229,7 @@ class EngineClient:
 
     async def tune(self, run: str, order: Order) -> Tuned:
         """What comes of an order to a tuning run. Raises CallRefused with the engine's reason, or EngineUnavailable."""
-        reply = checked(await self._call(m.Tune(call_id=next(self._call_ids), run=run, order=order)))
+        reply = checked(await self._call(m.Tune(call_id=self._calls.new_id(), run=run, order=order)))
         if reply.adapter is not None:  # it was published, and is gone with its engine
             self.adapters[reply.adapter.name] = reply.adapter
             self._published.add(reply.adapter.name)
@@ -242,7 +241,7 @@ class EngineClient:
         await asyncio.shield(asyncio.create_task(self._unload(name)))
 
     async def _unload(self, name: str) -> None:
-        checked(await self._call(m.UnloadAdapter(call_id=next(self._call_ids), name=name)))
+        checked(await self._call(m.UnloadAdapter(call_id=self._calls.new_id(), name=name)))
         self._wanted.pop(name, None)
         self._gone(name)
 
@@ -258,11 +257,11 @@ class EngineClient:
 
     async def stats(self, timeout_s: float = 2.0) -> dict[str, Any]:
         """The engine's counters. Raises EngineUnavailable, also if it does not answer in time."""
-        return (await self._look(m.GetStats(call_id=next(self._call_ids)), timeout_s)).stats or {}
+        return (await self._look(m.GetStats(call_id=self._calls.new_id()), timeout_s)).stats or {}
 
     async def live(self, timeout_s: float = 2.0) -> m.Live:
         """What the engine does at this moment. Raises EngineUnavailable, also if it does not answer in time."""
-        reply = await self._look(m.GetLive(call_id=next(self._call_ids)), timeout_s)
+        reply = await self._look(m.GetLive(call_id=self._calls.new_id()), timeout_s)
         if reply.live is None:
             raise EngineError("the engine answered, but not what it does")
         return reply.live
@@ -273,18 +272,10 @@ class EngineClient:
         except asyncio.TimeoutError:
             raise EngineUnavailable(f"the engine did not answer within {timeout_s:g} s") from None
 
-    async def _call(
-        self, message: m.LoadAdapter | m.UnloadAdapter | m.Tune | m.GetStats | m.GetLive | m.Drain
-    ) -> m.Reply:
-        if self._link is None or (self.ready is None):
+    async def _call(self, message: Call) -> m.Reply:
+        if self._link is None or self.ready is None:
             raise self.unavailable()
-        future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.call_id] = future
-        self._send(message)
-        try:
-            return await future
-        finally:
-            self._calls.pop(message.call_id, None)
+        return await self._calls.reply(message.call_id, lambda: self._send(message))
 
     # ---- the process
 
@@ -352,9 +343,7 @@ class EngineClient:
             case m.AdapterMoved():
                 self.residency[message.name] = message.residency
             case m.Reply():
-                future = self._calls.get(message.call_id)
-                if future is not None and not future.done():
-                    future.set_result(message)
+                self._calls.answer(message)
             case m.Planned():
                 if self.on_planned is not None:
                     self.on_planned(message)
@@ -383,7 +372,7 @@ class EngineClient:
         first = self._started is not None and not self._started.done()
         for name, message in list(self._wanted.items()):
             try:
-                reply = await self._call(msgspec.structs.replace(message, call_id=next(self._call_ids), replace=False))
+                reply = await self._call(msgspec.structs.replace(message, call_id=self._calls.new_id(), replace=False))
             except EngineUnavailable:
                 return  # died again; the supervisor goes on
             if reply.adapter is not None:
@@ -407,6 +396,4 @@ class EngineClient:
         for request_id in list(self._open):
             if request := self._take(request_id):
                 request.inbox.fail(error)
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        self._calls.fail(error)

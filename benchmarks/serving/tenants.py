@@ -29,7 +29,7 @@ from benchmarks import record
 from benchmarks.client import our_server, p95
 from loadtests.http import Connection, Server
 
-_HEAD = {"ignore_eos": True, "temperature": 0}
+_GREEDY = {"ignore_eos": True, "temperature": 0}
 
 
 @dataclass
@@ -128,7 +128,7 @@ async def _latencies(url: str, key: str, args: argparse.Namespace, turn: int) ->
 
 async def _ask(server: Server, connection: Connection, args: argparse.Namespace, number: int) -> None:
     prompt = random.Random(number).choices(range(1, 200), k=args.prompt_tokens)  # no two alike
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": args.max_tokens, **_HEAD}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": args.max_tokens, **_GREEDY}
     data = json.dumps(body).encode()
     answer = await connection.ask(server.head("POST", "/v1/completions", len(data), again=True) + data)
     if answer.status != 200 or not answer.whole:

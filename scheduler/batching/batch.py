@@ -176,7 +176,7 @@ class Batch:
     def _add_decodes(self) -> None:
         core, rows, size = self._core, self._rows, self._config.block_size
         states = core.states
-        running, background, paced = Status.RUNNING, self._background, self._allowed_s is not None
+        running, background, allowed_s = Status.RUNNING, self._background, self._allowed_s
         others = () if background else left_out(core.running, core.fairness, self._cost, self._config, self._step)
         decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
@@ -191,7 +191,7 @@ class Batch:
                 continue
             if num_output >= request.most_output:
                 continue  # the tokens in flight end it
-            if (paced and rows and not self._allows_another(rows)) or request in others:
+            if request in others or (allowed_s is not None and rows and not self._cost.allows_another(rows, allowed_s)):
                 continue
             if num_tokens <= len(request.blocks) * size or self._grow(request, num_tokens):
                 if request.num_charged != start:  # it was preempted: what is computed again costs nothing
@@ -209,12 +209,6 @@ class Batch:
                 decoded[account] = decoded.get(account, 0) + 1
         for account, count in decoded.items():
             core.fairness.charge(account, count * self._config.decode_weight)
-
-    def _allows_another(self, rows: list[StepRow]) -> bool:
-        """Whether a background step may have one more row, if it is like the last one."""
-        read = sum(pairs(row.start, 1) for row in (*rows, rows[-1]))
-        most = self._allowed_s
-        return most is None or (self._cost.cautious_chunk is None and self._cost.predict(len(rows) + 1, read) <= most)
 
     # ---- prefill
 

@@ -3,7 +3,9 @@ and a position that it reads."""
 
 from __future__ import annotations
 
-from scheduler.plan import StepPlan, pairs
+from collections.abc import Sequence
+
+from scheduler.plan import StepPlan, StepRow, pairs
 
 MIN_SAMPLES = 8
 DECAY = 0.98  # a sample's weight halves every 34 steps
@@ -69,6 +71,11 @@ class CostModel:
             else:
                 high = middle - 1
         return low
+
+    def allows_another(self, rows: Sequence[StepRow], target_s: float) -> bool:
+        """Whether a step of decode rows keeps within target with one more that is like the last one."""
+        read = sum(pairs(row.start, 1) for row in (*rows, rows[-1]))
+        return self._num_samples >= MIN_SAMPLES and self.predict(len(rows) + 1, read) <= target_s
 
     def rows(self, most: int, read: int, target_s: float) -> int:
         """How many of `most` decode rows, which read so many positions all together, keep a step within target; the

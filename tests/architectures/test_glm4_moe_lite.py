@@ -15,7 +15,7 @@ from engine.errors import ModelFileError
 from testing.harness import Harness
 from testing.models.tiny import save_hf
 from tests.architectures.test_deepseek import expect
-from tests.engine.test_parity import BACKENDS, prompts
+from tests.engine.parity import BACKENDS, prompts
 
 SIZES = {
     "vocab_size": 128,

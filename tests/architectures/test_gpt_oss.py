@@ -27,8 +27,8 @@ from engine.weights.open import open_model
 from testing.harness import Harness, full_logits, greedy
 from testing.models.gguf_writer import save_gguf
 from testing.models.tiny import save_hf, tiny_model
+from tests.engine.parity import CLEAR, expect_preempted, prompts
 from tests.engine.test_lora_serving import Family
-from tests.engine.test_parity import CLEAR, prompts
 from tests.lora import make
 from tests.lora.merge import merge
 from training.experts.reference import ReferenceExperts
@@ -163,17 +163,7 @@ def test_tokens_and_logits_equal_transformers(
 def test_preempted_and_recomputed(tmp_path: Path, overlap: bool) -> None:
     model = tiny(7, num_hidden_layers=3)
     save_hf(model, tmp_path)
-    asked = prompts(3, [20, 25, 30, 35])
-    engine = Harness(
-        tmp_path, kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=8, max_num_seqs=4, rules=None,
-        overlap=overlap,
-    )  # fmt: skip
-    got = engine.generate(asked, max_tokens=24)
-    assert engine.core.scheduler.stats()["preemptions"] > 0
-    for prompt, tokens in zip(asked, got, strict=True):
-        expected, gap = greedy(model, prompt, 24)
-        assert tokens == expected or gap < CLEAR
-    engine.close()
+    expect_preempted(model, tmp_path, max_num_batched_tokens=8, rules=None, overlap=overlap)
 
 
 @pytest.mark.parametrize("form", ["hf", "mxfp4", "gguf F32", "gguf MXFP4"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from testing.harness import Harness, full_logits, greedy
 from testing.models.gguf_writer import save_gguf
 from testing.models.tiny import FAMILIES, save_hf, tiny_model
-from tests.engine.parity import BACKENDS, CLEAR, SETTINGS, prompts
+from tests.engine.parity import BACKENDS, CLEAR, SETTINGS, expect_preempted, prompts
 
 
 @st.composite
@@ -91,17 +91,7 @@ def model_folder(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
 def test_preempted_and_recomputed(model_folder, backend, overlap, budget):
     """A cache far too small for all at once: requests are preempted, recomputed, and none changes."""
     model, folder = model_folder
-    asked = prompts(3, [20, 25, 30, 35])
-    engine = Harness(
-        folder, kv_cache_tokens=96, max_model_len=80, max_num_batched_tokens=budget, max_num_seqs=4, overlap=overlap,
-        **backend,
-    )  # fmt: skip
-    got = engine.generate(asked, max_tokens=24)
-    assert engine.core.scheduler.stats()["preemptions"] > 0
-    for prompt, tokens in zip(asked, got, strict=True):
-        expected, gap = greedy(model, prompt, 24)
-        assert tokens == expected or gap < CLEAR
-    engine.close()
+    expect_preempted(model, folder, max_num_batched_tokens=budget, overlap=overlap, **backend)
 
 
 @BACKENDS

@@ -3,6 +3,7 @@ import { call } from "./api.js";
 import { $, complain, el } from "./dom.js";
 import { ExpertMap, lineChart } from "./charts.js";
 import { showPlan, showRoof } from "./plan.js";
+import { Watched } from "./watch.js";
 
 const EVERY_MS = 1000;
 const RECENT_S = 10;
@@ -11,21 +12,13 @@ const RATES = [["decode", "decode_tokens", 1], ["prefill", "prefill_tokens", 1],
 const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, notation: "compact" });
 const number = new Intl.NumberFormat("en");
 
-export class Live {
+export class Live extends Watched {
   constructor() {
+    super("live");
     this.samples = []; // oldest first
-    this.timer = null;
-    this.asking = null; // an AbortController
     this.planned = false; // whether the engine's plan is shown
     this.map = new ExpertMap($("experts"), $("expert-text"));
     for (const radio of document.querySelectorAll('[name="period"]')) radio.addEventListener("change", () => this.showExperts());
-    document.addEventListener("visibilitychange", () => this.watch(!$("live").hidden));
-  }
-
-  watch(wanted) {
-    clearTimeout(this.timer);
-    this.asking?.abort();
-    if (wanted && !document.hidden) this.look();
   }
 
   async look() {

@@ -2,6 +2,7 @@
 import { call } from "./api.js";
 import { $, complain, el } from "./dom.js";
 import { LossChart } from "./losses.js";
+import { Watched } from "./watch.js";
 
 const JOBS = "v1/fine_tuning/jobs";
 const EVERY_MS = 2000;
@@ -20,25 +21,17 @@ const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString();
 const nameOf = (job) => job.user_provided_suffix ?? job.id;
 const statusOf = (job) => WORDS[job.status] ?? job.status;
 
-export class Tuning {
+export class Tuning extends Watched {
   // `compare` is called with names of models that are to be asked side by side.
   constructor(compare) {
+    super("tuning");
     this.compare = compare;
-    this.timer = null;
-    this.asking = null; // an AbortController
     this.pages = 1; // of jobs
     this.chosen = null; // a job's id
     this.events = []; // of the chosen job, newest first
     this.drawn = {}; // JSON of what is shown, by place: nothing is drawn again, or loses the focus, that has not changed
     this.chart = new LossChart($("losses"), $("loss-text"));
     $("jobs-more").addEventListener("click", () => { this.pages += 1; this.watch(true); });
-    document.addEventListener("visibilitychange", () => this.watch(!$("tuning").hidden));
-  }
-
-  watch(wanted) {
-    clearTimeout(this.timer);
-    this.asking?.abort();
-    if (wanted && !document.hidden) this.look();
   }
 
   async look() {
