@@ -24,8 +24,8 @@ from engine.weights.open import open_model
 from testing.harness import Harness, full_logits, greedy
 from testing.models.gguf_writer import save_gguf
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_lora_serving import Family
 from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.engine.test_lora_serving import Family
 
 # DeepSeek-V3's and DeepSeek-V2-Lite's config.json, without what is not read
 V3 = {

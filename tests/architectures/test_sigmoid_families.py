@@ -26,8 +26,8 @@ from testing.harness import Harness, full_logits, greedy
 from testing.models.gguf_writer import save_gguf
 from testing.models.quantised import FP8_CONFIG, float_quantised_config, save_quantised
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.test_lora_serving import Family
 from tests.engine.parity import CLEAR, prompts
+from tests.engine.test_lora_serving import Family
 
 # GLM-4.6's config.json
 GLM: dict[str, Any] = {
