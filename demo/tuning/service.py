@@ -24,6 +24,7 @@ import openai
 from demo.tuning.data import talks
 from demo.tuning.policy import ASKED, WORD, rounds
 from demo.tuning.server import BASE, serving
+from ktserve.plot import Line, plot
 
 OUT = Path("build/train-service-demo")
 KEYS = ("harbour", "lighthouse")
@@ -86,6 +87,12 @@ def ended(url: str, key: str, job_id: str) -> str:
     return job.status
 
 
+def drawn(rewards: Sequence[float]) -> str:
+    """Mean rewards by round, as SVG."""
+    line = Line("", list(enumerate(rewards, 1)))
+    return plot([line], title=f"stories with a {WORD}", x="round", y="mean reward")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make train-service-demo")
     parser.add_argument("--rounds", type=int, default=15)
@@ -112,31 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             statuses = [ended(url, key, job_id) for key, job_id in jobs.items()]
         finally:
             chats.close()
-    (OUT / "reward.svg").write_text(plot(rewards))
+    (OUT / "reward.svg").write_text(drawn(rewards))
     rise = sum(rewards[-3:]) / 3 - sum(rewards[:3]) / 3
     print(f"the mean reward rose by {rise:.2f}; {chats.answered} chats were answered, {chats.refused} refused")
     return int(set(statuses) != {"succeeded"} or chats.refused > 0 or rise < _RISE)
-
-
-def plot(rewards: Sequence[float], width: int = 480, height: int = 180) -> str:
-    """Rewards of 0 to 1 by round, as SVG."""
-    left, top, inner, tall = 40, 10, width - 50, height - 40
-    places = [
-        (left + inner * number / max(1, len(rewards) - 1), top + tall * (1 - reward))
-        for number, reward in enumerate(rewards)
-    ]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    marks = "".join(
-        f'<text x="{left - 6}" y="{top + tall * (1 - value) + 4}" text-anchor="end">{value:g}</text>'
-        f'<line x1="{left}" x2="{left + inner}" y1="{top + tall * (1 - value)}" y2="{top + tall * (1 - value)}" '
-        'stroke="#ccc"/>'
-        for value in (0, 0.5, 1)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12" fill="#777">{marks}<polyline points="{line}" fill="none" stroke="#2a6" stroke-width="2"/>'
-        f'<text x="{left}" y="{height - 8}">mean reward of {len(rewards)} rounds</text></svg>\n'
-    )
 
 
 if __name__ == "__main__":
