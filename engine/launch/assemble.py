@@ -31,6 +31,7 @@ from engine.lora.files.whole import base_tables
 from engine.lora.loader import AdapterReader
 from engine.lora.reader_process import ReaderProcesses
 from engine.memory.idle import IdleMemory
+from engine.memory.limits import cpu_memory
 from engine.messages import FromEngine, Planned, Ready
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.drafts import make_drafter
@@ -77,8 +78,6 @@ def _assemble(
     config, source, model_config = plan.config, plan.source, plan.source.config
     backends = make_backends(plan)
     store = KvStore(plan.kv_disk) if plan.kv_disk is not None else None
-    rates = _measured(plan, backends.pool, progress)
-    expected = None if rates is None else expected_of(plan, rates)
     if "flashinfer" in plan.placement.used(".self_attn"):
         stage = "Attention kernels (compiled at the first start, a few minutes)"
         progress(stage, 0, 1)
@@ -92,10 +91,6 @@ def _assemble(
         runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
-    if rates is not None:
-        runner.notes.append(f"memory is read at {rates.read / 1e9:.1f} GB/s (--measure-bandwidth)")
-    if expected is not None and (line := expected.line()):
-        runner.notes.append(f"{line} (ktserve bench --quick URL measures them)")
     if plan.memory.num_snapshots:
         runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
@@ -106,6 +101,12 @@ def _assemble(
         leader.begin(decode)
     pad_decode(runner, plan, decode, progress)
     warm_up(runner, plan, progress)
+    rates = _measured(plan, backends.pool, progress)
+    expected = None if rates is None else expected_of(plan, rates)
+    if rates is not None:
+        runner.notes.append(f"memory is read at {rates.read / 1e9:.1f} GB/s (--measure-bandwidth)")
+    if expected is not None and (line := expected.line()):
+        runner.notes.append(f"{line} (ktserve bench --quick URL measures them)")
     if config.speculate and runner.padded is not None:
         runner.notes.append("steps with draft tokens run without CUDA graphs")
     scheduler = Scheduler(
@@ -193,7 +194,8 @@ def pace(plan: EnginePlan) -> dict[str, Any]:
 
 
 def _measured(plan: EnginePlan, pool: _native.WorkerPool | None, progress: Progress) -> MachineRates | None:
-    """If it is asked for and experts are read by the pool. Before weights are loaded: their memory is free."""
+    """If it is asked for and experts are read by the pool. After loading: while the api process starts, it takes CPU
+    time from the pool's threads, and half of the rates would be measured."""
     if (
         not plan.config.measure_bandwidth
         or pool is None
@@ -201,8 +203,7 @@ def _measured(plan: EnginePlan, pool: _native.WorkerPool | None, progress: Progr
     ):
         return None
     progress("Memory bandwidth", 0, 1)
-    free = next(device.free_bytes for device in plan.memory.devices if device.name == "CPU")
-    measured = measure(pool, plan.config.isa or "", free)
+    measured = measure(pool, plan.config.isa or "", cpu_memory().free_bytes)
     progress("Memory bandwidth", 1, 1)
     return measured
 
