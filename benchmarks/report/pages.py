@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/performance*.md and docs/running.md, from the files in benchmarks/results.
+"""The tables of README.md and of the pages in docs that have figures, from the files in benchmarks/results.
 
     python -m benchmarks.report.pages
 
@@ -20,11 +20,13 @@ from benchmarks.record import RESULTS
 from benchmarks.report.beside import formats, llamacpp
 from benchmarks.report.expected import table as expected_table
 from benchmarks.report.roofline import plot
+from benchmarks.report.serving import batches, tenants, tuning, uploads
 from benchmarks.report.summary import summary
 from benchmarks.report.tables import render
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-gpu", "running")))
+_NAMES = ("performance", "performance-gpu", "running", "tenants", "batches", "tuning-service")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _NAMES))
 _BEGIN = re.compile(r"<!-- results of (\S+): begin -->")
 
 
@@ -43,6 +45,9 @@ def table(name: str) -> str:
         "expected": expected,
         "first-answer": first_answer,
         "formats": formats,
+        "tenants": lambda data: with_origin(data, tenants(data["rows"])),
+        "batches": lambda data: with_origin(data, f"{batches(data['rows'])}\n\n{uploads(data['uploads'])}"),
+        "tuning": lambda data: with_origin(data, tuning(data)),
         "gpu-llamacpp": llamacpp,
     }
     for kind, made in kinds.items():
@@ -52,13 +57,16 @@ def table(name: str) -> str:
 
 
 def first_answer(data: dict[str, Any]) -> str:
-    origin = f"{data['hardware']}, {data['date']}, commit {data['commit']}: `{data['command']}`"
-    return f"{origin}\n\n{transcript([Step(**step) for step in data['steps']])}"
+    return with_origin(data, transcript([Step(**step) for step in data["steps"]]))
 
 
 def expected(data: dict[str, Any]) -> str:
-    origin = f"{data['hardware']}, {data['date']}, commit {data['commit']}: `{data['command']}`"
-    return f"{origin}\n\n{expected_table(data['rows'])}"
+    return with_origin(data, expected_table(data["rows"]))
+
+
+def with_origin(data: dict[str, Any], text: str) -> str:
+    """Where the figures of `text` come from before it."""
+    return f"{data['hardware']}, {data['date']}, commit {data['commit']}: `{data['command']}`\n\n{text}"
 
 
 def image(name: str) -> str:

@@ -24,7 +24,9 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks import record
 from benchmarks.client import our_server, p95
+from benchmarks.report.serving import batches, uploads
 
 BOUND = 1.1
 SPARE_MIB = 64.0
@@ -41,19 +43,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--batch-lines", type=int, default=2000, help="of the batch beside live requests")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of the large file; 0: no large file")
+    parser.add_argument("--out", type=Path, help="a JSON file of benchmarks/results")
     parser.add_argument("flags", nargs="*", help="of ktserve serve, after --")
     args = parser.parse_intermixed_args(argv)  # flags may stand apart from the model
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--data-dir", folder, *args.flags]
         with our_server(args.model, flags) as url, httpx.Client(base_url=url, timeout=600) as http:
-            good = [_beside(http, args, apart_s) for apart_s in args.apart]
-            return 0 if _large(http, args.lines) and all(good) else 1
+            rows = [_beside(http, args, apart_s) for apart_s in args.apart]
+            print(batches(rows), end="\n\n", flush=True)
+            large = _large(http, args.lines)
+    print(uploads(large))
+    if args.out:
+        record.write(args.out, {"model": args.model.name, "rows": rows, "uploads": large})
+    growth = large[-1]["peak_mib"] - large[0]["peak_mib"] if large else 0.0
+    return 0 if growth <= SPARE_MIB and all(row["ratio"] <= BOUND for row in rows) else 1
 
 
 # ---- latency
 
 
-def _beside(http: httpx.Client, args: argparse.Namespace, apart_s: float) -> bool:
+def _beside(http: httpx.Client, args: argparse.Namespace, apart_s: float) -> dict[str, Any]:
     alone: list[float] = []
     beside: list[float] = []
     answered = 0
@@ -66,13 +75,15 @@ def _beside(http: httpx.Client, args: argparse.Namespace, apart_s: float) -> boo
         beside += _latencies(http, args, 2 * turn + 2, apart_s)
         answered += _completed(_batch(http, batch)) - before
         _end(http, batch)
-    shown = f"{apart_s:g} s apart" if apart_s else "one right after the other"
-    print(f"| live requests, {shown} | p50 s | p95 s |\n|---|---|---|")
-    for name, seconds in (("alone", alone), ("beside a batch", beside)):
-        print(f"| {name} | {statistics.median(seconds):.3f} | {p95(seconds):.3f} |")
-    ratio = p95(beside) / p95(alone)
-    print(f"\np95 beside / alone: {ratio:.2f} (at most {BOUND}); {answered} lines were answered meanwhile", flush=True)
-    return ratio <= BOUND
+    return {
+        "apart_s": apart_s,
+        "alone_p50_s": statistics.median(alone),
+        "alone_p95_s": p95(alone),
+        "beside_p50_s": statistics.median(beside),
+        "beside_p95_s": p95(beside),
+        "ratio": p95(beside) / p95(alone),
+        "lines": answered,
+    }
 
 
 def _latencies(http: httpx.Client, args: argparse.Namespace, turn: int, apart_s: float) -> list[float]:
@@ -94,23 +105,20 @@ def _body(number: int, max_tokens: int) -> dict[str, Any]:
 # ---- memory
 
 
-def _large(http: httpx.Client, lines: int) -> bool:
-    """Whether the server's memory does not grow with the number of lines."""
+def _large(http: httpx.Client, lines: int) -> list[dict[str, Any]]:
+    """The server's memory while a tenth of `lines`, and all of them, are uploaded and checked; nothing for 0."""
     if lines <= 0:
-        return True
+        return []
     server = psutil.Process().children()[0]
-    peaks = []
-    print("\n| lines | uploaded and checked in s | peak memory of the api, MiB |\n|---|---|---|")
+    rows = []
     for count in (lines // 10, lines):
         began = time.perf_counter()
         with _Peak(server) as peak:
             batch = _start(http, count, 1)
             _wait(http, batch, lambda found: found["status"] != "validating")
         _end(http, batch)
-        peaks.append(peak.mib)
-        print(f"| {count} | {time.perf_counter() - began:.1f} | {peak.mib:.0f} |", flush=True)
-    print(f"\ngrowth: {peaks[1] - peaks[0]:.0f} MiB (at most {SPARE_MIB:.0f})")
-    return peaks[1] - peaks[0] <= SPARE_MIB
+        rows.append({"lines": count, "seconds": time.perf_counter() - began, "peak_mib": peak.mib})
+    return rows
 
 
 class _Peak:

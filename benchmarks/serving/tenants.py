@@ -27,6 +27,7 @@ from typing import Any
 from api.tenants.hashes import new_key
 from benchmarks import record
 from benchmarks.client import our_server, p95
+from benchmarks.report.serving import tenants
 from loadtests.http import Connection, Server
 
 _GREEDY = {"ignore_eos": True, "temperature": 0}
@@ -73,17 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _ in range(args.rounds):
         for target, row in rows.items():
             _round(args, target, row)
-    print("| --itl-target-ms | quiet tenant alone, p50 / p95 ms | beside the flood | ratio of p95 | flood, tok/s |")
-    print("|---|---|---|---|---|")
-    for target, row in rows.items():
-        alone, beside = (
-            f"{1000 * statistics.median(seconds):.1f} / {1000 * p95(seconds):.1f}"
-            for seconds in (row.alone_s, row.beside_s)
-        )
-        shown, rate = "none" if target is None else f"{target:g}", statistics.median(row.flood_tok_s)
-        print(f"| {shown} | {alone} | {beside} | {row.ratio:.2f}x | {rate:.0f} |")
+    results = [{"itl_target_ms": target, **row.summary()} for target, row in rows.items()]
+    print(tenants(results))
     if args.out:
-        results = [{"itl_target_ms": target, **row.summary()} for target, row in rows.items()]
         record.write(args.out, {"model": args.model.name, "flood": args.flood, "rows": results})
     return 0 if min(row.ratio for target, row in rows.items() if target is not None) <= args.bound else 1
 

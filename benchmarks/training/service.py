@@ -3,15 +3,17 @@ tokens a second of 1, 4 and 8 runs with the same tokens in all, and rounds of re
 
     python -m benchmarks.training.service [--seconds 60 --tokens 16384 --rounds 20]
 
-On a machine that does nothing else. Needs Tinker's client (make test-clients installs it). The rate of `ktserve train`
-to compare with is what it prints of a job with the same texts.
+On a machine that does nothing else. Needs Tinker's client (make test-clients installs it). Beside it, the rate of
+`ktserve train` with as many tokens in a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,8 +28,14 @@ import httpx
 import tinker
 from tinker import types
 
+from benchmarks import record
+from benchmarks.report.serving import tuning
+from demo.paths import demo_model
+from demo.tuning.data import talks
 from demo.tuning.policy import ASKED, rounds
+from ktserve.launcher import program
 from loadtests.chaos.server import serving
+from training.loop.progress import LOG, read_log
 
 _MODEL, _KEY = "demo", "service-bench"
 _LENGTH = 256  # tokens of a text
@@ -42,16 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--answers", type=int, default=32, help="in a round")
+    parser.add_argument("--out", type=Path, help="a JSON file of benchmarks/results")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="ktservice-") as folder:
         flags = ["--fine-tuning", "--data-dir", f"{folder}/data", "--pack-cache", "off"]
         with serving(Path(folder) / "log", flags, _KEY) as (_, server):
             client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-{_KEY}")
-            _live(server.url, client, args.seconds)
-            print("\n| runs | tokens/s of all |\n|---|---|")
-            for count in args.runs:
-                print(f"| {count} | {_rate(client, count, args.tokens, args.steps):.0f} |")
-            _policy(server.url, args.rounds, args.answers)
+            live = _live(server.url, client, args.seconds)
+            rates = [
+                {"what": f"{count} of the service's runs", "tokens_s": _rate(client, count, args.tokens, args.steps)}
+                for count in args.runs
+            ]
+            policy = _policy(server.url, args.rounds, args.answers)
+        rates.append({"what": "`ktserve train`", "tokens_s": _command(Path(folder), args.tokens, args.steps)})
+    data = {"live": live, "rates": rates, "answers": args.answers, **policy}
+    print(tuning(data))
+    if args.out:
+        record.write(args.out, data)
     return 0
 
 
@@ -87,7 +102,7 @@ def _rate(client: tinker.ServiceClient, count: int, tokens: int, steps: int) -> 
     return steps * count * len(data) * _LENGTH / took
 
 
-def _live(url: str, client: tinker.ServiceClient, seconds: float) -> None:
+def _live(url: str, client: tinker.ServiceClient, seconds: float) -> list[dict[str, Any]]:
     alone = _gaps(url, seconds)
     over, runs, data = threading.Event(), _opened(client, 1), _texts(16)
 
@@ -102,10 +117,15 @@ def _live(url: str, client: tinker.ServiceClient, seconds: float) -> None:
     finally:
         over.set()
         trainer.join()
-    print("| live streams | p50 ms between tokens | p95 ms | tokens |\n|---|---|---|---|")
-    for name, gaps in (("alone", alone), ("beside a run", beside)):
-        middle, high = statistics.median(gaps), statistics.quantiles(gaps, n=20)[-1]
-        print(f"| {name} | {1000 * middle:.2f} | {1000 * high:.2f} | {len(gaps)} |")
+    return [
+        {
+            "what": name,
+            "p50_s": statistics.median(gaps),
+            "p95_s": statistics.quantiles(gaps, n=20)[-1],
+            "tokens": len(gaps),
+        }
+        for name, gaps in (("alone", alone), ("beside a run", beside))
+    ]
 
 
 def _gaps(url: str, seconds: float) -> list[float]:
@@ -127,17 +147,43 @@ def _gaps(url: str, seconds: float) -> list[float]:
         return [gap for gaps in threads.map(stream, range(_STREAMS)) for gap in gaps]
 
 
-def _policy(url: str, count: int, answers: int) -> None:
+def _policy(url: str, count: int, answers: int) -> dict[str, Any]:
     question = {"model": _MODEL, "messages": [{"role": "user", "content": ASKED}]}
     asked = httpx.post(f"{url}/tokenize", json=question, headers={"Authorization": f"Bearer {_KEY}"})
     prompt = asked.raise_for_status().json()["tokens"]
     began = time.perf_counter()
     found = list(rounds(url, _KEY, _MODEL, prompt, count, answers))
     took = time.perf_counter() - began
-    print("\n| part of a round | median ms |\n|---|---|")
-    for part in ("sampling_s", "batch_s", "step_s", "publish_s"):
-        print(f"| {part.removesuffix('_s')} | {1000 * statistics.median(getattr(each, part) for each in found):.0f} |")
-    print(f"\n{60 * len(found) / took:.1f} rounds a minute with {answers} answers each")
+    parts = ("sampling", "batch", "step", "publish")
+    return {
+        "round": {part: statistics.median(getattr(each, f"{part}_s") for each in found) for part in parts},
+        "rounds_a_minute": 60 * len(found) / took,
+    }
+
+
+def _command(folder: Path, tokens: int, steps: int) -> float:
+    """Tokens a second of `ktserve train` with the demo's model and texts, packed to _LENGTH; the first step apart."""
+    texts, output = folder / "texts.jsonl", folder / "trained"
+    texts.write_text("".join(json.dumps(row) + "\n" for row in talks("pirate", 40 * tokens * steps // _LENGTH)))
+    settings = {
+        "model_name_or_path": str(demo_model()),
+        "dataset": str(texts),
+        "output_dir": str(output),
+        "lora_rank": 16,
+        "packing": True,
+        "cutoff_len": _LENGTH,
+        "overlong": "drop",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": max(1, tokens // _LENGTH // 4),
+        "max_steps": steps + 1,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "device": "cpu",
+    }
+    config = folder / "train.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    subprocess.run(program("train", str(config)), check=True, stdout=subprocess.DEVNULL)
+    return statistics.median(float(record["tokens_per_s"]) for record in read_log(output / LOG)[1:])
 
 
 if __name__ == "__main__":
