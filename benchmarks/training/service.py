@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="a JSON file of benchmarks/results")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="ktservice-") as folder:
+        # Before Tinker's client is made: its threads ask for its server until the process ends.
+        command = _command(Path(folder), args.tokens, args.steps)
         flags = ["--fine-tuning", "--data-dir", f"{folder}/data", "--pack-cache", "off"]
         with serving(Path(folder) / "log", flags, _KEY) as (_, server):
             client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-{_KEY}")
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for count in args.runs
             ]
             policy = _policy(server.url, args.rounds, args.answers)
-        rates.append({"what": "`ktserve train`", "tokens_s": _command(Path(folder), args.tokens, args.steps)})
+        rates.append({"what": "`ktserve train`", "tokens_s": command})
     data = {"live": live, "rates": rates, "answers": args.answers, **policy}
     print(tuning(data))
     if args.out:
