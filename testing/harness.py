@@ -82,7 +82,7 @@ class Harness:
 
     def submit(self, prompt: list[int], adapter: str | None = None, **sampling: Any) -> str:
         options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
-        extra = {k: options.pop(k) for k in ("tenant", "priority", "timeout_s") if k in options}
+        extra = {k: options.pop(k) for k in ("tenant", "priority", "timeout_s", "system_tokens") if k in options}
         rid = f"r{self._ids}"
         self._ids += 1
         self.results[rid] = Result()

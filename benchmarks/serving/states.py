@@ -94,7 +94,11 @@ def play(engine: Harness, trace: Trace, at_once: int) -> Counts:
         if len(prompt) + turn.output > longest:
             return
         talk.context, talk.turn = prompt, talk.turn + 1
-        talking[engine.submit(prompt, max_tokens=turn.output, tenant=talk.conversation.tenant)] = talk
+        asked = talk.conversation
+        request = engine.submit(
+            prompt, max_tokens=turn.output, tenant=asked.tenant, system_tokens=asked.system_tokens
+        )
+        talking[request] = talk
 
     while waiting or talking:
         while waiting and len(talking) < at_once:

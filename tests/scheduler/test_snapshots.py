@@ -225,3 +225,66 @@ def test_blocks_take_the_memory_of_snapshots_and_give_it_back() -> None:
     assert engine.scheduler.stats()["snapshots_evicted"]
     assert run_one(engine, "gone", [3] * 30)[0].num_cached == 0
     engine.check_outputs()
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize(("system", "second"), [(0, 0), (19, 0), (20, 20), (21, 20), (99, 0)])
+def test_behind_a_system_message_the_second_conversation_begins(budget: int, system: int, second: int) -> None:
+    """From five blocks on; before, that is computed again until a third one shows that it is shared."""
+    engine = make(max_num_batched_tokens=budget)
+    prompts = [PROMPT + [n] * 20 for n in (1, 2, 3)]
+    found = [run_one(engine, f"r{n}", prompt, system_tokens=system)[0] for n, prompt in enumerate(prompts)]
+    assert [request.num_cached for request in found] == [0, second, 20]
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_conversations_that_begin_together_compute_the_system_message_once(depth: int) -> None:
+    engine = make(depth)
+    for n in (1, 2, 3):
+        engine.add(make_request(f"r{n}", PROMPT + [n] * 20, 3, system_tokens=20))
+    assert [(r.request.request_id, r.num_tokens) for r in engine.step().rows] == [("r1", 41)]
+    rows = [(r.request.request_id, r.start) for r in engine.step().rows if not r.is_decode]
+    assert rows == [("r2", 20), ("r3", 20)]
+    engine.drain(20)
+    engine.check_outputs()
+
+
+def test_a_system_message_is_shared_by_its_owner_alone() -> None:
+    engine = make(num_snapshots=100, num_blocks=400)
+    owners = [
+        {"tenant": tenant, "cache_salt": salt, "adapter": AdapterKey(uid, 1)}
+        for tenant, salt in (("a", ""), ("b", ""), ("a", "b"))
+        for uid in (0, 1)
+    ]
+    for cached in (0, 20):
+        for i, owner in enumerate(owners):
+            prompt = PROMPT + [i + 1 + cached] * 20
+            request = run_one(engine, f"{cached} {i}", prompt, system_tokens=20, **owner)[0]
+            assert request.num_cached == cached
+    engine.check_outputs()
+
+
+def test_a_system_message_stays_as_long_as_a_conversation_behind_it_goes_on() -> None:
+    """Single turns of others come and go meanwhile, more of them than there are slots."""
+    engine = make(num_snapshots=5, num_blocks=200, max_model_len=400)
+    talk = PROMPT + [1] * 20
+    for turn in range(8):
+        assert (run_one(engine, f"turn {turn}", talk, system_tokens=20)[0].num_cached > 20) is (turn > 0)
+        talk = [*talk, *[turn + 2] * 20]
+        run_one(engine, f"other {turn}", [40 + turn] * 30)
+    assert run_one(engine, "next", PROMPT + [2] * 20, system_tokens=20)[0].num_cached == 20
+    engine.check_outputs()
+
+
+def test_a_conversation_that_begins_leaves_the_answers_of_others_alone() -> None:
+    """Also where a short first question ends within the block behind the system message."""
+    engine = make(num_snapshots=4, num_blocks=200)
+    options = {"system_tokens": 20, "opening_tokens": 1}
+    first = engine.add(make_request("first", [*PROMPT[:20], 1, 2], 8, **options))
+    engine.drain(20)
+    run_one(engine, "second", [*PROMPT[:20], 3, 4], **options)
+    run_one(engine, "other", [5] * 30)
+    again = run_one(engine, "again", [*PROMPT[:20], 1, 2, *first.output, 6, 7], **options)[0]
+    assert again.num_cached == 28
+    engine.check_outputs()
