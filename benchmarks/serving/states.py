@@ -95,9 +95,7 @@ def play(engine: Harness, trace: Trace, at_once: int) -> Counts:
             return
         talk.context, talk.turn = prompt, talk.turn + 1
         asked = talk.conversation
-        request = engine.submit(
-            prompt, max_tokens=turn.output, tenant=asked.tenant, system_tokens=asked.system_tokens
-        )
+        request = engine.submit(prompt, max_tokens=turn.output, tenant=asked.tenant, system_tokens=asked.system_tokens)
         talking[request] = talk
 
     while waiting or talking:

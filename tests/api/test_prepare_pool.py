@@ -91,9 +91,9 @@ def test_how_many_tokens_chats_behind_a_system_message_share(model_dir: Path, tm
                 return await made.prepare(job, json.dumps({"messages": messages, **fields}).encode())
 
             one, other = await prepared(wanted), await prepared(wanted, "\n\n<|im_end|>")
-            assert 20 < one.system_tokens < len(unpacked(one.prompts[0])) - 4
+            assert 20 <= one.system_tokens < len(unpacked(one.prompts[0])) - 4
             shared = unpacked(one.prompts[0])[: other.system_tokens]
-            assert 20 < len(shared) and shared == unpacked(other.prompts[0])[: other.system_tokens]
+            assert len(shared) >= 20 and shared == unpacked(other.prompts[0])[: other.system_tokens]
             cut = [await prepared(wanted, **fields) for fields in (left, right)]
             assert [each.system_tokens for each in (await prepared(JOB), *cut)] == [0, 0, 12]
 

@@ -26,7 +26,8 @@ TOOLS = """\
 {%- if tools %}{{- '<|im_start|>system\\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
 {%- for tool in tools %}{{- '<tool_call>' + tool | tojson + '\\n' }}{% endfor %}{{- '<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
 {%- if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('No user query.') }}{% endif %}
 {%- for message in messages %}{%- if not (loop.first and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}{% endif %}{% endfor %}
@@ -55,7 +56,9 @@ TEMPLATES = {
     "plain": PLAIN,
 }
 TOKENIZERS = {name: tokenizer(source) for name, source in {**TEMPLATES, "refusing": REFUSING}.items()}
-FRAGMENTS = st.sampled_from([*SPECIAL, "|", "<tool>", "<think>", "</think>", "\n", "\n\n", " ", "é", "\\u", "0", "user"])
+FRAGMENTS = st.sampled_from(
+    [*SPECIAL, "|", "<tool>", "<think>", "</think>", "\n", "\n\n", " ", "é", "\\u", "0", "user"]
+)
 WRITTEN = st.lists(FRAGMENTS | st.text(max_size=4), max_size=6).map("".join)
 PARTS = st.lists(WRITTEN, min_size=1, max_size=2).map(lambda texts: [{"type": "text", "text": text} for text in texts])
 TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": WRITTEN | PARTS})
