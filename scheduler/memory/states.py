@@ -144,10 +144,14 @@ class StatePool:
                 self._repeated += bool(held.closing)
                 self._dropped += bool(dropped) and not held.read
                 held.shared, held.read = held.shared or held.read, True
-            if 0 < system < request.state_end:  # as of blocks, beginnings are used whenever what follows is
-                self._touch(request.block_hashes[system // self._block_size - 1])
+            self._touch_system(request, request.state_end)
             self._read.add(held.slot)
             request.state_source = held.slot
+
+    def _touch_system(self, request: Request, end: int) -> None:
+        """Of what is kept or read up to `end`: as of blocks, beginnings are used whenever what follows is."""
+        if 0 < (system := self._system(request)) < end:
+            self._touch(request.block_hashes[system // self._block_size - 1])
 
     def _touch(self, key: bytes) -> None:
         """It has been used, if it is there."""
@@ -206,6 +210,7 @@ class StatePool:
             self._found[content.hash] = _Snapshot(slot, content, shared, behind, self._lender.clock)
             if behind:
                 self._answers.setdefault(behind, {})[content.hash] = None
+            self._touch_system(request, end)
             if not answers:
                 self._offer(content.hash)
             if answers:
