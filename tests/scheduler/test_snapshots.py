@@ -265,26 +265,50 @@ def test_a_system_message_is_shared_by_its_owner_alone() -> None:
     engine.check_outputs()
 
 
-def test_a_system_message_stays_as_long_as_a_conversation_behind_it_goes_on() -> None:
-    """Single turns of others come and go meanwhile, more of them than there are slots."""
-    engine = make(num_snapshots=5, num_blocks=200, max_model_len=400)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_system_message_stays_as_long_as_turns_behind_it_come(goes_on: bool) -> None:
+    """New ones or the same again; single turns of others come and go meanwhile, more of them than there are slots."""
+    engine = make(num_snapshots=6, num_blocks=400, max_model_len=400)
     talk = PROMPT + [1] * 20
-    for turn in range(8):
+    for turn in range(6):
         assert (run_one(engine, f"turn {turn}", talk, system_tokens=20)[0].num_cached > 20) is (turn > 0)
-        talk = [*talk, *[turn + 2] * 20]
-        run_one(engine, f"other {turn}", [40 + turn] * 30)
+        talk += [turn + 2] * 20 if goes_on else []
+        for other in range(3):
+            run_one(engine, f"other {turn} {other}", [40 + 3 * turn + other] * 30)
+    assert run_one(engine, "next", PROMPT + [0] * 20, system_tokens=20)[0].num_cached == 20
+    engine.check_outputs()
+
+
+def test_a_system_message_stays_while_an_answer_is_written() -> None:
+    engine = make(num_snapshots=5, num_blocks=400, max_model_len=400)
+    talk = engine.add(make_request("talk", PROMPT + [1] * 20, 60, system_tokens=20))
+    for other in range(10):
+        run_one(engine, f"other {other}", [40 + other] * 30)
+    assert engine.scheduler.request("talk") is talk
     assert run_one(engine, "next", PROMPT + [2] * 20, system_tokens=20)[0].num_cached == 20
+    engine.drain(80)
     engine.check_outputs()
 
 
 def test_a_conversation_that_begins_leaves_the_answers_of_others_alone() -> None:
     """Also where a short first question ends within the block behind the system message."""
     engine = make(num_snapshots=4, num_blocks=200)
-    options = {"system_tokens": 20, "opening_tokens": 1}
-    first = engine.add(make_request("first", [*PROMPT[:20], 1, 2], 8, **options))
+    run_one(engine, "old", [9] * 30)
+    first = engine.add(make_request("first", [*PROMPT[:20], 1, 2], 8, system_tokens=20, opening_tokens=1))
     engine.drain(20)
-    run_one(engine, "second", [*PROMPT[:20], 3, 4], **options)
-    run_one(engine, "other", [5] * 30)
-    again = run_one(engine, "again", [*PROMPT[:20], 1, 2, *first.output, 6, 7], **options)[0]
-    assert again.num_cached == 28
+    run_one(engine, "second", [*PROMPT[:20], 3, 4], system_tokens=20, opening_tokens=1)
+    for other in (5, 6):  # the second takes the place of the old one
+        run_one(engine, f"other {other}", [other] * 30)
+    again = [*PROMPT[:20], 1, 2, *first.output, 6, 7]
+    assert run_one(engine, "again", again, system_tokens=20, opening_tokens=1)[0].num_cached == 28
+    engine.check_outputs()
+
+
+def test_where_prompts_part_close_behind_a_system_message_no_other_is_kept() -> None:
+    engine = make()
+    tails = [[1] * 20, [1] * 4 + [2] * 20, [1] * 4 + [3] * 20]
+    systems, found = [0, 20, 20], []
+    for n, (tail, system) in enumerate(zip(tails, systems, strict=True)):
+        found.append(run_one(engine, f"r{n}", PROMPT[:20] + tail, system_tokens=system)[0].num_cached)
+    assert found == [0, 0, 20]
     engine.check_outputs()
