@@ -116,8 +116,8 @@ class Tokenizer:
         return self.encode_shared(rendered)[0]
 
     def encode_shared(self, rendered: Rendered) -> tuple[list[int], int]:
-        """The same, and how many of them chats share. The token that holds the end of the shared text is left out: it may
-        be another where other text follows. Where clients spell control tokens, the last control token is the end."""
+        """The same, and how many of them chats share. The token that holds the end of the shared text is left out: it
+        may be another where other text follows. Where clients spell control tokens, the last one is the end."""
         plain, text = rendered.restored(), rendered.text
         if not rendered.stand_ins or not self._spelled(plain, text):
             encoding = self._encoding(plain)
