@@ -115,6 +115,7 @@ class Request(_Referable):
     cache_group: str | None = None  # tenants of one share the prefix cache; None: the tenant is alone
     cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
     opening_tokens: int | None = None  # of the answer, with which the prompt ends; None: nobody knows
+    system_tokens: int = 0  # with which others behind the same system message and tools begin; 0: nobody knows
     # of everything but tokens that its KV depends on, model and adapter; b"": its blocks stay in this process's memory
     kv_digest: bytes = b""
 

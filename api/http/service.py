@@ -163,7 +163,7 @@ class Service:
         """The request's body, checked, its prompts as token ids. `history` gives JSON of the messages of the response
         that a body goes on with. Raises ApiError; ClientGoneError, and stops the work, if the client goes away."""
         length = caller_of(request.scope).context(self.ready.max_model_len)
-        job = Job(kind, self.ready.vocab_size, length, wants_opening=self.ready.keeps_states)
+        job = Job(kind, self.ready.vocab_size, length, keeps_states=self.ready.keeps_states)
         async with self.bodies.read(request) as raw:
             prepared = await self._prepared(job, raw, request)
             if prepared.previous is not None and history is not None:
@@ -275,6 +275,7 @@ class Service:
             cache_group=tenant.cache_salt,
             cache_salt=body.cache_salt or "",
             opening_tokens=prepared.opening_tokens,
+            system_tokens=prepared.system_tokens,
             priority=priority,
             timeout_s=None if tenant.background else self.config.request_timeout_s,
             background=tenant.background,

@@ -19,6 +19,7 @@ from api.text.calls.style import CallStyle
 from api.text.control import Rendered
 from api.text.messages import normalise
 from api.text.segments import END_THINK, THINK, Layout
+from api.text.shared import shared_length
 from api.text.template import ChatTemplate
 from api.text.tokenizer import Tokenizer
 from engine.messages import GrammarSpec
@@ -86,7 +87,7 @@ class Chats:
     def _template(self, use: ToolUse | None) -> _Template:
         return self._plain if use is None else self._with_tools
 
-    def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes, *, wants_opening: bool = False) -> Chat:
+    def chat(self, body: ChatRequest, answer: GrammarSpec | None, notes: Notes, *, keeps_states: bool = False) -> Chat:
         """`answer`: what the body asks its output to be. Raises ApiError or TemplateError."""
         generate = body.add_generation_prompt and not body.continue_final_message
         rendered = self.rendered(
@@ -96,7 +97,7 @@ class Chats:
             notes,
             add_generation_prompt=generate,
             continue_final_message=body.continue_final_message,
-            wants_opening=wants_opening and generate,
+            keeps_states=keeps_states,
         )
         style = self._template(body.use)
         layout = Layout(
@@ -126,9 +127,10 @@ class Chats:
         use: ToolUse | None,
         notes: Notes,
         *,
-        wants_opening: bool = False,
+        keeps_states: bool = False,
         **how: bool,
     ) -> Rendered:
+        """`keeps_states`: what snapshots of states need is found out, too. Raises ApiError or TemplateError."""
         if taken := sorted(_SET & set(variables)):
             raise bad_request(f"chat_template_kwargs may not set {taken[0]!r}", "chat_template_kwargs")
         _check_variables(variables)
@@ -140,10 +142,13 @@ class Chats:
         written, offered = style.calls.offered(written, definitions)
         values = {**variables, **offered}
         text = style.template.render(written, variables=values, **how)
-        if not wants_opening:
+        if not keeps_states:
             return Rendered(text, stand_ins)
-        closed = style.template.render(written, variables=values, add_generation_prompt=False)
-        return Rendered(text, stand_ins, text.removeprefix(closed) if text.startswith(closed) else None)
+        opening = None
+        if how.get("add_generation_prompt"):
+            closed = style.template.render(written, variables=values, add_generation_prompt=False)
+            opening = text.removeprefix(closed) if text.startswith(closed) else None
+        return Rendered(text, stand_ins, opening, shared_length(style.template, written, values, text))
 
     def _with_reasoning(self, body: ChatRequest, notes: Notes) -> dict[str, Any]:
         """The template's variables: those of the request, and what its fields about reasoning mean here."""

@@ -28,13 +28,13 @@ class Kind(Enum):
 
 class Job(msgspec.Struct, frozen=True):
     """A body to prepare; its bytes follow in a frame of their own. `history`: JSON of the messages before it;
-    `wants_opening`: `Prepared.opening_tokens` is asked for."""
+    `keeps_states`: the engine does, so `Prepared.opening_tokens` and `system_tokens` are asked for."""
 
     kind: Kind
     vocab_size: int
     max_model_len: int
     history: bytes | None = None
-    wants_opening: bool = False
+    keeps_states: bool = False
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -53,7 +53,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     client gets, in pieces; it follows in a frame of its own. `unknown`: fields that nobody knows; `unused`: known ones
     that change nothing; `remarks`: what else became of parts of the body. `grammar`: what the output is to be;
     `reading`: how a chat's is read. `opening_tokens`: of the answer, which the template has written behind the last
-    message; None: it is not known."""
+    message; None: it is not known. `system_tokens`: with which chats behind the same system message and tools begin;
+    0: it is not known."""
 
     options: bytes
     prompts: list[bytes] = []
@@ -71,6 +72,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     grammar: GrammarSpec | None = None
     reading: Reading | None = None
     opening_tokens: int | None = None
+    system_tokens: int = 0
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):

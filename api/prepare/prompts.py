@@ -120,12 +120,13 @@ class Preparer:
     def _chat(self, body: ChatRequest, job: Job, notes: Notes) -> Prepared:
         for where, what in body.offer.remarks:
             notes.remark(where, what)
-        chat = self._templates.chat(body, self._grammars.of(body), notes, wants_opening=job.wants_opening)
+        chat = self._templates.chat(body, self._grammars.of(body), notes, keeps_states=job.keeps_states)
         grammar = self._grammars.of_chat(chat.grammar_of, body.use, notes)
-        ids = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
-        ids = _truncated(ids, body, job)
+        whole, shared = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
+        ids = _truncated(whole, body, job)
         _check_prompt(ids, "messages", job)
         whole_end = body.truncate_prompt_tokens is None or body.truncation_side == "left"
+        whole_beginning = len(ids) == len(whole) or body.truncation_side == "right"
         return Prepared(
             _options(body, ChatOptions),
             [_packed(ids)],
@@ -139,6 +140,7 @@ class Preparer:
                 free=body.use.free if body.use is not None else (),
             ),
             opening_tokens=self._opening_tokens(chat.rendered) if whole_end else None,
+            system_tokens=min(shared, len(ids)) if whole_beginning else 0,
         )
 
     def _opening_tokens(self, rendered: Rendered) -> int | None:
@@ -153,12 +155,12 @@ class Preparer:
             raise bad_request("the model has no chat template: give one with --chat-template", "messages")
         return self._chats
 
-    def _encoded(self, rendered: Rendered, job: Job | None) -> list[int]:
-        """`job` None: however many tokens there are."""
+    def _encoded(self, rendered: Rendered, job: Job | None) -> tuple[list[int], int]:
+        """As `Tokenizer.encode_shared`. `job` None: however many tokens there are."""
         tokenizer = self._needed("messages")
         if job is not None:
             _check_length(tokenizer, rendered.text, job, "messages")
-        return tokenizer.encode_rendered(rendered)
+        return tokenizer.encode_shared(rendered)
 
     def completion(self, body: CompletionRequest, job: Job) -> Prepared:
         given: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -214,7 +216,7 @@ class Preparer:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=False,
             )
-            ids = self._encoded(rendered, None)
+            ids, _ = self._encoded(rendered, None)
         options = msgspec.json.encode({"model": body.model, "count": len(ids)})
         return Prepared(options, answer=_answer(self._with_pieces(ids) if body.with_pieces else ids, "prompt"))
 

@@ -20,11 +20,13 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 @dataclass(frozen=True)
 class Rendered:
     """A template's text. `stand_ins`: stand-in -> character; empty if no client's string had to be changed. `opening`:
-    of the answer, with which the text ends; None: it was not asked for, or the template changes more than the end."""
+    of the answer, with which the text ends; None: it was not asked for, or the template changes more than the end.
+    `shared`: characters of the text that chats behind the same system message and tools begin with; 0: not known."""
 
     text: str
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     opening: str | None = None
+    shared: int = 0
 
     def restored(self, text: str | None = None) -> str:
         """The text (or a part of it) as the client and the template wrote it. `tojson` may have escaped a stand-in."""

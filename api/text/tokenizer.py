@@ -25,6 +25,7 @@ from engine.messages import SetVocabulary
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _CONTROL_TEXT = re.compile(r"<[|｜][^<>]+[|｜]>")
+_MAX_UNENCODED = 64  # characters in a row that may be in no token
 _NFC_SHRINKS = 3  # bytes of text for one of its normal form, at most
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -112,18 +113,27 @@ class Tokenizer:
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:
         """Token ids of a template's text: control tokens where the template wrote them, text elsewhere."""
+        return self.encode_shared(rendered)[0]
+
+    def encode_shared(self, rendered: Rendered) -> tuple[list[int], int]:
+        """The same, and how many of them chats share. The token that holds the end of the shared text is left out: it
+        may be another where other text follows. Where clients spell control tokens, the last one is the end."""
         plain, text = rendered.restored(), rendered.text
         if not rendered.stand_ins or not self._spelled(plain, text):
-            return self.encode(plain, add_special_tokens=False)
+            encoding = self._encoding(plain)
+            shared = len(rendered.restored(text[: rendered.shared]))
+            return list(encoding.ids), _tokens_before_last(encoding, shared)
         encoding = self._encoding(text)
         ids: list[int] = []
-        at = 0
+        at = shared = 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in self._control and text[start:end].strip() == self._control[token].strip():
                 ids += self._encode_as_text(rendered.restored(text[at:start]))
                 ids.append(token)
                 at = end
-        return ids + self._encode_as_text(rendered.restored(text[at:]))
+                if end <= rendered.shared:
+                    shared = len(ids)
+        return ids + self._encode_as_text(rendered.restored(text[at:])), shared
 
     def _spelled(self, plain: str, hidden: str) -> bool:
         """Whether a client's string may hold a control token."""
@@ -203,6 +213,14 @@ class Tokenizer:
             )
         pieces = self._pieces[key] = TokenTexts(lambda token: b"" if token in hidden else self.token_bytes(token))
         return ByteDetokenizer(pieces)
+
+
+def _tokens_before_last(encoding: tokenizers.Encoding, length: int) -> int:
+    """Of a text's tokens those before the one that holds the last of its first `length` characters."""
+    for at in range(length - 1, max(length - 1 - _MAX_UNENCODED, -1), -1):
+        if (token := encoding.char_to_token(at)) is not None:
+            return int(token)
+    return 0
 
 
 def load_tokenizer(model: Path, gguf: Path | None = None, chat_template: Path | None = None) -> Tokenizer:

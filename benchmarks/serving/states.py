@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=0.5, help="conversations a second (default: 0.5)")
     parser.add_argument("--at-once", type=int, default=4, help="conversations at a time (default: 4)")
     parser.add_argument("--kv-cache-tokens", type=int, default=16384)
+    parser.add_argument("--snapshots", type=int, help="at most so many (default: as many as memory has room for)")
     parser.add_argument("--rules", help="'reference' computes in torch")
     parser.add_argument("--out", type=Path, help="write the counts there, as JSON")
     args = parser.parse_args(argv)
@@ -56,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {}
     for name, path in (("states", args.model), ("attention", args.twin)):
         engine = Harness(
-            path, kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.at_once, rules=args.rules, pack_cache="off"
+            path,
+            most_snapshots=args.snapshots,
+            kv_cache_tokens=args.kv_cache_tokens,
+            max_num_seqs=args.at_once,
+            rules=args.rules,
+            pack_cache="off",
         )
         if (engine.plan.source.config.state_bytes > 0) != (name == "states"):
             parser.error(f"{path}: MODEL has layers that keep states, TWIN has none")
@@ -94,7 +100,9 @@ def play(engine: Harness, trace: Trace, at_once: int) -> Counts:
         if len(prompt) + turn.output > longest:
             return
         talk.context, talk.turn = prompt, talk.turn + 1
-        talking[engine.submit(prompt, max_tokens=turn.output, tenant=talk.conversation.tenant)] = talk
+        asked = talk.conversation
+        request = engine.submit(prompt, max_tokens=turn.output, tenant=asked.tenant, system_tokens=asked.system_tokens)
+        talking[request] = talk
 
     while waiting or talking:
         while waiting and len(talking) < at_once:

@@ -52,6 +52,7 @@ def admit(
             cache_salt=m.cache_salt,
             cache_group=m.cache_group,
             opening_tokens=m.opening_tokens,
+            system_tokens=m.system_tokens,
         )
         return request, scheduler.add(request, now, m.tenant_weight, m.max_waiting)
     except UserError as error:

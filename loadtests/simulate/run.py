@@ -138,7 +138,14 @@ class Simulation:
         request_id = f"{number}.{turn}"
         adapter = AdapterKey(conversation.adapter, 1) if conversation.adapter else BASE
         sampling = SamplingParams(max_tokens=asked.output, ignore_eos=True)
-        request = Request(request_id, list(context), sampling, adapter, conversation.tenant)
+        request = Request(
+            request_id,
+            list(context),
+            sampling,
+            adapter,
+            conversation.tenant,
+            system_tokens=conversation.system_tokens,
+        )
         try:
             evicted = self._scheduler.add(request, asked_s, conversation.weight)
         except AdmissionError:

@@ -21,11 +21,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
+    """`system_tokens`: with which it begins as others do."""
+
     start_s: float
     turns: tuple[Turn, ...]
     tenant: str = "one"
     weight: float = 1.0
     adapter: int = 0  # 0: the base
+    system_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +54,8 @@ def rag(seed: int, seconds: float, rate: float) -> Trace:
     for start in _arrivals(rng, seconds, rate):
         chosen = sorted({_zipf(rng, len(documents)) for _ in range(3)})
         prompt = system + sum((documents[i] for i in chosen), ()) + _text(rng, _length(rng, 30))
-        found.append(Conversation(start, (Turn(0.0, prompt, _length(rng, 100)),)))
+        turns = (Turn(0.0, prompt, _length(rng, 100)),)
+        found.append(Conversation(start, turns, system_tokens=len(system)))
     return found
 
 
@@ -64,7 +68,7 @@ def agents(seed: int, seconds: float, rate: float) -> Trace:
         turns = [Turn(0.0, system + _text(rng, _length(rng, 80)), _length(rng, 50))]
         for _ in range(rng.randint(4, 12)):
             turns.append(Turn(rng.uniform(0.2, 1.0), _text(rng, _length(rng, 200)), _length(rng, 50)))
-        found.append(Conversation(start, tuple(turns)))
+        found.append(Conversation(start, tuple(turns), system_tokens=len(system)))
     return found
 
 
@@ -103,7 +107,7 @@ def _talk(
         prompt = _text(rng, _length(rng, 40))
         wait = rng.expovariate(1 / 5.0) if number else 0.0
         turns.append(Turn(wait, prompt if number else system + prompt, _length(rng, 120)))
-    return Conversation(start, tuple(turns), tenant, weight)
+    return Conversation(start, tuple(turns), tenant, weight, system_tokens=len(system))
 
 
 def _arrivals(rng: random.Random, seconds: float, rate: float) -> Iterator[float]:

@@ -33,7 +33,7 @@ _NEARLY_ALL = 8  # times as many as the others
 class _Snapshot:
     slot: int
     content: Content
-    shared: bool  # where prompts part: of no one conversation
+    shared: bool  # where prompts part, or a system message ends: of no one conversation
     closing: bytes  # of one in an answer: the block behind which the prompt's own is
     used: int  # by the lender's clock; below 0: to be evicted first
     read: bool = False  # somebody has begun from it; who does so next is of another conversation
@@ -130,17 +130,34 @@ class StatePool:
         hash of the block that it begins behind; `diverged`: the position to which its blocks were found, or 0."""
         request.state, request.state_source, request.diverged = self._own.pop(), NO_STATE, diverged
         request.state_end = len(request.blocks) * self._block_size
+        system = self._system(request)
+        if request.state_end < system <= diverged <= system + NEAR_BLOCKS * self._block_size:
+            request.diverged = 0  # the one behind the system message is near
         if snapshot is not None:
             held = self._found[snapshot]
-            self._found.move_to_end(snapshot)
-            held.used = self._lender.clock
-            dropped = self._answers.get(snapshot, ())  # who begins behind the prompt does not repeat the answer
-            self._evict_first(dropped)
-            self._repeated += bool(held.closing)
-            self._dropped += bool(dropped) and not held.read
-            held.shared, held.read = held.shared or held.read, True
+            self._touch(snapshot)
+            if request.state_end == system:  # of another conversation, whose answer this is not about to repeat
+                held.shared = True
+            else:
+                dropped = self._answers.get(snapshot, ())  # who begins behind the prompt does not repeat the answer
+                self._evict_first(dropped)
+                self._repeated += bool(held.closing)
+                self._dropped += bool(dropped) and not held.read
+                held.shared, held.read = held.shared or held.read, True
+            self._touch_system(request, request.state_end)
             self._read.add(held.slot)
             request.state_source = held.slot
+
+    def _touch_system(self, request: Request, end: int) -> None:
+        """Of what is kept or read up to `end`: as of blocks, beginnings are used whenever what follows is."""
+        if 0 < (system := self._system(request)) < end:
+            self._touch(request.block_hashes[system // self._block_size - 1])
+
+    def _touch(self, key: bytes) -> None:
+        """It has been used, if it is there."""
+        if (held := self._found.get(key)) is not None:
+            self._found.move_to_end(key)
+            held.used = self._lender.clock
 
     def release(self, request: Request) -> None:
         """It leaves the running ones; what it has saved stays, if it can be found."""
@@ -189,9 +206,11 @@ class StatePool:
             end, closing = blocks * self._block_size, self._closing(request)
             answers = end > len(request.prompt)
             behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
-            self._found[content.hash] = _Snapshot(slot, content, end == request.diverged, behind, self._lender.clock)
+            shared = end in (request.diverged, self._system(request))
+            self._found[content.hash] = _Snapshot(slot, content, shared, behind, self._lender.clock)
             if behind:
                 self._answers.setdefault(behind, {})[content.hash] = None
+            self._touch_system(request, end)
             if not answers:
                 self._offer(content.hash)
             if answers:
@@ -327,15 +346,16 @@ class StatePool:
         return found + [f"snapshot {slot} is findable, and its block is not" for slot in lost]
 
     def _wanted(self, request: Request, start: int, end: int, decode: bool) -> list[int]:
-        """Ends of blocks behind which somebody may want to begin: where the prompt ends but for what the template
-        opens the answer with, where requests have parted, and each in the output, which any token may end."""
+        """Ends of blocks behind which somebody may want to begin: where the system message ends; where the prompt ends
+        but for what the template opens the answer with; where requests have parted; each in the output, which any token
+        may end."""
         if not self.num_snapshots:
             return []
         size = self._block_size
         if decode and start >= len(request.prompt):
             last = end // size * size
             return [last] if last > start else []
-        wanted = {self._closing(request), request.diverged}
+        wanted = {self._system(request), self._closing(request), request.diverged}
         return [
             position
             for position in sorted(wanted)
@@ -347,6 +367,11 @@ class StatePool:
         repeat that."""
         opening = _OPENING_TOKENS if request.opening_tokens is None else request.opening_tokens
         return max(len(request.prompt) - opening, 0) // self._block_size * self._block_size
+
+    def _system(self, request: Request) -> int:
+        """Where the system message ends, in full blocks; 0: so near the beginning that it is computed again."""
+        blocks = min(request.system_tokens, len(request.prompt)) // self._block_size
+        return blocks * self._block_size if blocks > NEAR_BLOCKS else 0
 
     def _evict_first(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -62,7 +62,7 @@ def test_how_many_tokens_open_the_answer(model_dir: Path, tmp_path: Path) -> Non
     """They are what a template adds behind the last message; not known of a prompt whose end is cut off."""
 
     async def test() -> None:
-        wanted = msgspec.structs.replace(JOB, wants_opening=True)
+        wanted = msgspec.structs.replace(JOB, keeps_states=True)
         closed, cut = {"add_generation_prompt": False}, {"truncate_prompt_tokens": 3, "truncation_side": "right"}
         async with pool(model_dir, tmp_path, 10.0) as made:
 
@@ -74,6 +74,28 @@ def test_how_many_tokens_open_the_answer(model_dir: Path, tmp_path: Path) -> Non
             assert whole.opening_tokens == added > 0
             others = [message_alone, await prepared(JOB), await prepared(wanted, **cut)]
             assert [each.opening_tokens for each in others] == [None] * 3
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_how_many_tokens_chats_behind_a_system_message_share(model_dir: Path, tmp_path: Path) -> None:
+    """Not known of a prompt whose beginning is cut off."""
+
+    async def test() -> None:
+        wanted = msgspec.structs.replace(JOB, keeps_states=True)
+        left, right = ({"truncate_prompt_tokens": 12, "truncation_side": side} for side in ("left", "right"))
+        async with pool(model_dir, tmp_path, 10.0) as made:
+
+            async def prepared(job: Job, said: str = "hi", **fields: object) -> Prepared:
+                messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": said}]
+                return await made.prepare(job, json.dumps({"messages": messages, **fields}).encode())
+
+            one, other = await prepared(wanted), await prepared(wanted, "\n\n<|im_end|>")
+            assert 20 <= one.system_tokens < len(unpacked(one.prompts[0])) - 4
+            shared = unpacked(one.prompts[0])[: other.system_tokens]
+            assert len(shared) >= 20 and shared == unpacked(other.prompts[0])[: other.system_tokens]
+            cut = [await prepared(wanted, **fields) for fields in (left, right)]
+            assert [each.system_tokens for each in (await prepared(JOB), *cut)] == [0, 0, 12]
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 

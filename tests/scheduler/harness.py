@@ -54,6 +54,7 @@ def make_request(
     background: bool = False,
     kv_digest: bytes = b"",
     opening_tokens: int | None = None,
+    system_tokens: int = 0,
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, prompt_logprobs=prompt_logprobs
@@ -70,6 +71,7 @@ def make_request(
         cache_salt=cache_salt,
         kv_digest=kv_digest,
         opening_tokens=opening_tokens,
+        system_tokens=system_tokens,
     )
 
 

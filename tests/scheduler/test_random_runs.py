@@ -32,6 +32,7 @@ def random_request(rng: random.Random, number: int, max_len: int):
         stop_token_ids=() if rng.random() < 0.8 else (EOS + 1, EOS + 2),
         prompt_logprobs=None if rng.random() < 0.9 else 0,
         background=rng.random() < 0.3,
+        system_tokens=20 * (number % 3),
     )
 
 

@@ -225,3 +225,90 @@ def test_blocks_take_the_memory_of_snapshots_and_give_it_back() -> None:
     assert engine.scheduler.stats()["snapshots_evicted"]
     assert run_one(engine, "gone", [3] * 30)[0].num_cached == 0
     engine.check_outputs()
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize(("system", "second"), [(0, 0), (19, 0), (20, 20), (21, 20), (99, 0)])
+def test_behind_a_system_message_the_second_conversation_begins(budget: int, system: int, second: int) -> None:
+    """From five blocks on; before, that is computed again until a third one shows that it is shared."""
+    engine = make(max_num_batched_tokens=budget)
+    prompts = [PROMPT + [n] * 20 for n in (1, 2, 3)]
+    found = [run_one(engine, f"r{n}", prompt, system_tokens=system)[0] for n, prompt in enumerate(prompts)]
+    assert [request.num_cached for request in found] == [0, second, 20]
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_conversations_that_begin_together_compute_the_system_message_once(depth: int) -> None:
+    engine = make(depth)
+    for n in (1, 2, 3):
+        engine.add(make_request(f"r{n}", PROMPT + [n] * 20, 3, system_tokens=20))
+    assert [(r.request.request_id, r.num_tokens) for r in engine.step().rows] == [("r1", 41)]
+    rows = [(r.request.request_id, r.start) for r in engine.step().rows if not r.is_decode]
+    assert rows == [("r2", 20), ("r3", 20)]
+    engine.drain(20)
+    engine.check_outputs()
+
+
+def test_a_system_message_is_shared_by_its_owner_alone() -> None:
+    engine = make(num_snapshots=100, num_blocks=400)
+    owners = [
+        {"tenant": tenant, "cache_salt": salt, "adapter": AdapterKey(uid, 1)}
+        for tenant, salt in (("a", ""), ("b", ""), ("a", "b"))
+        for uid in (0, 1)
+    ]
+    for cached in (0, 20):
+        for i, owner in enumerate(owners):
+            prompt = PROMPT + [i + 1 + cached] * 20
+            request = run_one(engine, f"{cached} {i}", prompt, system_tokens=20, **owner)[0]
+            assert request.num_cached == cached
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_system_message_stays_as_long_as_turns_behind_it_come(goes_on: bool) -> None:
+    """New ones or the same again; single turns of others come and go meanwhile, more of them than there are slots."""
+    engine = make(num_snapshots=6, num_blocks=400, max_model_len=400)
+    talk = PROMPT + [1] * 20
+    for turn in range(6):
+        assert (run_one(engine, f"turn {turn}", talk, system_tokens=20)[0].num_cached > 20) is (turn > 0)
+        talk += [turn + 2] * 20 if goes_on else []
+        for other in range(3):
+            run_one(engine, f"other {turn} {other}", [40 + 3 * turn + other] * 30)
+    assert run_one(engine, "next", PROMPT + [0] * 20, system_tokens=20)[0].num_cached == 20
+    engine.check_outputs()
+
+
+def test_a_system_message_stays_while_an_answer_is_written() -> None:
+    engine = make(num_snapshots=5, num_blocks=400, max_model_len=400)
+    talk = engine.add(make_request("talk", PROMPT + [1] * 20, 60, system_tokens=20))
+    for other in range(10):
+        run_one(engine, f"other {other}", [40 + other] * 30)
+    assert engine.scheduler.request("talk") is talk
+    assert run_one(engine, "next", PROMPT + [2] * 20, system_tokens=20)[0].num_cached == 20
+    engine.drain(80)
+    engine.check_outputs()
+
+
+def test_a_conversation_that_begins_leaves_the_answers_of_others_alone() -> None:
+    """Also where a short first question ends within the block behind the system message."""
+    engine = make(num_snapshots=4, num_blocks=200)
+    run_one(engine, "old", [9] * 30)
+    first = engine.add(make_request("first", [*PROMPT[:20], 1, 2], 8, system_tokens=20, opening_tokens=1))
+    engine.drain(20)
+    run_one(engine, "second", [*PROMPT[:20], 3, 4], system_tokens=20, opening_tokens=1)
+    for other in (5, 6):  # the second takes the place of the old one
+        run_one(engine, f"other {other}", [other] * 30)
+    again = [*PROMPT[:20], 1, 2, *first.output, 6, 7]
+    assert run_one(engine, "again", again, system_tokens=20, opening_tokens=1)[0].num_cached == 28
+    engine.check_outputs()
+
+
+def test_where_prompts_part_close_behind_a_system_message_no_other_is_kept() -> None:
+    engine = make()
+    tails = [[1] * 20, [1] * 4 + [2] * 20, [1] * 4 + [3] * 20]
+    systems, found = [0, 20, 20], []
+    for n, (tail, system) in enumerate(zip(tails, systems, strict=True)):
+        found.append(run_one(engine, f"r{n}", PROMPT[:20] + tail, system_tokens=system)[0].num_cached)
+    assert found == [0, 0, 20]
+    engine.check_outputs()

@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine = FakeEngine(settings, depth, drafter=self.proposer and Drafter(self.proposer, 32, always=True))
 
     @rule(
-        same=st.integers(0, 17),
+        same=st.integers(0, 23),
         tail=st.lists(st.integers(10, 12), max_size=3),
         max_tokens=st.integers(0, 24),
         adapter=st.sampled_from(ADAPTERS),
@@ -61,8 +61,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         stop=st.booleans(),
         background=st.booleans(),
+        system_tokens=st.sampled_from([0, 4, 20, 99]),
     )
-    def arrive(self, same, tail, max_tokens, adapter, tenant, priority, ignore_eos, stop, background) -> None:
+    def arrive(
+        self, same, tail, max_tokens, adapter, tenant, priority, ignore_eos, stop, background, system_tokens
+    ) -> None:
         if adapter in self.retired:
             return
         request = make_request(
@@ -75,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             stop_token_ids=(EOS + 1, EOS + 2) if stop else (),
             background=background,
+            system_tokens=system_tokens,
             kv_digest=repr(adapter).encode() if self.engine.scheduler.disk is not None else b"",
         )
         known = len(self.engine.scheduler.requests())
