@@ -64,7 +64,7 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"١": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"007": 1}}, "logit_bias", "token ids"),
-        ({"messages": [1] * 100_000}, "messages", "[0] is not an object but 1"),
+        ({"messages": [1] * 8192}, "messages", "[8191] is not an object but 1"),
         ({"messages": [{}] * 100_000}, "messages", "at most 8192"),
         ({"x" * 1_000_000: 1}, "x" * 100, "unknown field"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
