@@ -248,7 +248,9 @@ def _messages(messages: Sequence[Any], notes: Notes) -> list[dict[str, Any]]:
                     name, arguments = _called(call, f"{where}.tool_calls")
                     count += 1
                     open_calls.append((name, f"call_{count}"))
-                    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                    if not isinstance(arguments, str):
+                        arguments = json.dumps(arguments, ensure_ascii=False)
+                    function = {"name": name, "arguments": arguments}
                     own["tool_calls"].append({"id": f"call_{count}", "type": "function", "function": function})
         if message.get("role") == "tool":
             asked = message.get("tool_name")
