@@ -1,0 +1,104 @@
+"""Whatever a file of settings holds, it is a configuration or one line that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from training.config import ConfigError, TrainConfig, load_config
+from training.config.others import NO_OPS
+from training.config.refused import REFUSED
+
+KEYS = [
+    *(field.name for field in fields(TrainConfig)), *NO_OPS, *REFUSED, "kt_config", "use_cpu", "novel", "", "1", "~",
+    "num_epochs", "lora_r",
+]  # fmt: skip
+_WORDS = [
+    "", "~", "null", "no", "on", "true", "0", "-1", "1", "2", "0.5", "1e3", "1e-30", "1e400", "-.inf", ".nan", "nan",
+    "0x10", "0o7", "1_000", "9" * 5000, "1" + "0" * 400, "1:30", "2020-01-01", "!!python/object:os.system x",
+    "!!binary aGk=", "!!set {a}", "&a 1", "*a", "<<: *a", "'a'", '"\\ud800"', '"\\0"', "'\u2028'", "a,b,,", ",", "[]",
+    "[[]]", "[a, [b]]", "{}", "{a: 1}", "[{name: a}]", "[{name: a, lora_rank: .nan}]", "[{name: [a]}]", "[null]",
+    "steps", "epoch", "dpo", "sft", "all", "q_proj", "cosine", "polynomial", "constant", "peft", "cpu", "cuda:9",
+    "/nowhere", "/dev/null", "/", "~nobody/x", "\u0661", "\uff11", "x" * 3000, "|\n  a\n  b", ">\n  a", "? a", "- a", "%",
+    "@", "`", "#", "a: b: c", "[" * 40, "{a: " * 40, "\ttab",
+]  # fmt: skip
+_BASE = "model_name_or_path: demo\noutput_dir: out\ndataset: a\n"
+_lines = st.builds(
+    "{}: {}".format,
+    st.sampled_from(KEYS),
+    st.one_of(st.sampled_from(_WORDS), st.floats().map(repr), st.integers().map(str), st.text(max_size=8)),
+)
+_scalars: st.SearchStrategy[Any] = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(_WORDS)
+)
+_values = st.recursive(
+    _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner), max_leaves=6
+)
+_texts = st.lists(_lines, max_size=4).map(lambda lines: (_BASE + "\n".join(lines)).encode("utf-8", "surrogatepass"))
+_json = st.dictionaries(st.sampled_from(KEYS), _values, max_size=4).map(
+    lambda made: json.dumps({"model_name_or_path": "demo", "output_dir": "out", "dataset": "a", **made}).encode()
+)
+_bytes = st.one_of(
+    st.binary(max_size=60),
+    st.tuples(_texts, st.binary(max_size=3), st.integers(0, 200)).map(lambda m: m[0][: m[2]] + m[1] + m[0][m[2] :]),
+)
+
+
+def read(path: Path, overrides: list[str]) -> TrainConfig | None:
+    """None: it was refused by one line."""
+    try:
+        return load_config(path, overrides)
+    except ConfigError as error:
+        said = str(error)
+        assert "\n" not in said and said.isprintable() and 5 < len(said) < 1200, said
+        return None
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(_texts, _texts, _json, _bytes))
+def test_a_file_is_read_or_one_line(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(data)
+    config = read(path, [])
+    if config is not None:
+        for field in fields(config):
+            value = getattr(config, field.name)
+            assert not isinstance(value, float) or math.isfinite(value), field.name
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.one_of(st.text(max_size=20), _lines.map(lambda line: line.replace(": ", "=", 1)),
+       _lines.map(lambda line: "adapters.0." + line.replace(": ", "=", 1))), min_size=1, max_size=3), st.booleans())  # fmt: skip
+def test_overrides_are_read_or_one_line(tmp_path: Path, overrides: list[str], several: bool) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(_BASE + ("adapters: [{name: a}]\n" if several else ""))
+    read(path, overrides)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "latin", "bomb", "deep", "long", "endless"])
+def test_kinds_of_files(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.yaml"
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "empty":
+            path.write_bytes(b"")
+        case "latin":
+            path.write_bytes("dataset: caf\xe9".encode("latin-1"))
+        case "bomb":
+            lines = ["a: &a [x, x]", *(f"{b}: &{b} [*{a}, *{a}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True))]
+            path.write_text("\n".join(lines))
+        case "deep":
+            path.write_text("[" * 100_000)
+        case "long":
+            path.write_text("a: " + "x" * (2 << 20))
+        case "endless":
+            path.symlink_to("/dev/zero")
+    assert read(path, []) is None
