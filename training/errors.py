@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from engine.errors import UserError
 
-
 _MOST = 1000  # characters of a message
 _LAST = 300
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ _WORDS = [
     "!!binary aGk=", "!!set {a}", "&a 1", "*a", "<<: *a", "'a'", '"\\ud800"', '"\\0"', "'\u2028'", "a,b,,", ",", "[]",
     "[[]]", "[a, [b]]", "{}", "{a: 1}", "[{name: a}]", "[{name: a, lora_rank: .nan}]", "[{name: [a]}]", "[null]",
     "steps", "epoch", "dpo", "sft", "all", "q_proj", "cosine", "polynomial", "constant", "peft", "cpu", "cuda:9",
-    "/nowhere", "/dev/null", "/", "~nobody/x", "\u0661", "\uff11", "x" * 3000, "|\n  a\n  b", ">\n  a", "? a", "- a", "%",
-    "@", "`", "#", "a: b: c", "[" * 40, "{a: " * 40, "\ttab",
+    "/nowhere", "/dev/null", "/", "~nobody/x", "\u0661", "\uff11", "x" * 3000, "|\n  a\n  b", ">\n  a", "? a", "- a",
+    "%", "@", "`", "#", "a: b: c", "[" * 40, "{a: " * 40, "\ttab",
 ]  # fmt: skip
 _BASE = "model_name_or_path: demo\noutput_dir: out\ndataset: a\n"
 _lines = st.builds(
@@ -44,6 +45,12 @@ _values = st.recursive(
 _texts = st.lists(_lines, max_size=4).map(lambda lines: (_BASE + "\n".join(lines)).encode("utf-8", "surrogatepass"))
 _json = st.dictionaries(st.sampled_from(KEYS), _values, max_size=4).map(
     lambda made: json.dumps({"model_name_or_path": "demo", "output_dir": "out", "dataset": "a", **made}).encode()
+)
+_overrides = st.one_of(
+    st.text(st.characters(), max_size=20),
+    st.sampled_from(["output_dir=\udcff", "\udcff=1", "output_dir='a\0'", 'output_dir="\\0"', 'dataset=["\\ud800"]']),
+    _lines.map(lambda line: line.replace(": ", "=", 1)),
+    _lines.map(lambda line: "adapters.0." + line.replace(": ", "=", 1)),
 )
 _bytes = st.one_of(
     st.binary(max_size=60),
@@ -71,11 +78,11 @@ def test_a_file_is_read_or_one_line(tmp_path: Path, data: bytes) -> None:
         for field in fields(config):
             value = getattr(config, field.name)
             assert not isinstance(value, float) or math.isfinite(value), field.name
+            assert not isinstance(value, str) or os.fsencode(value).find(b"\0") < 0, field.name
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.one_of(st.text(max_size=20), _lines.map(lambda line: line.replace(": ", "=", 1)),
-       _lines.map(lambda line: "adapters.0." + line.replace(": ", "=", 1))), min_size=1, max_size=3), st.booleans())  # fmt: skip
+@given(st.lists(_overrides, min_size=1, max_size=3), st.booleans())
 def test_overrides_are_read_or_one_line(tmp_path: Path, overrides: list[str], several: bool) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(_BASE + ("adapters: [{name: a}]\n" if several else ""))

@@ -54,8 +54,10 @@ _TEXTS = st.one_of(
     st.lists(_ROWS, min_size=1, max_size=3).map(lambda rows: "\n".join(map(json.dumps, rows)).encode()),
     st.lists(_ROWS, max_size=3).map(lambda rows: json.dumps(rows, indent=1).encode()),
     st.binary(max_size=40),
-    st.sampled_from([b"[" * 5000, b'{"a": ' * 5000, b'[{"messages": ' + b"1" * 5000 + b"}]", b'{"prompt": ' + b"1" * 5000,
-                     b"instruction,output\na,b\n\"c", b"instruction,output\na\n", b"\xef\xbb\xbf[]", b"[1,]", b"{}\n{}\n"]),
+    st.sampled_from(
+        [b"[" * 5000, b'{"a": ' * 5000, b'[{"messages": ' + b"1" * 5000 + b"}]", b'{"prompt": ' + b"1" * 5000,
+         b"instruction,output\na,b\n\"c", b"instruction,output\na\n", b"\xef\xbb\xbf[]", b"[1,]", b"{}\n{}\n"]
+    ),
 )  # fmt: skip
 NAMES = st.sampled_from(["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
 

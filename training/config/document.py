@@ -55,7 +55,9 @@ def parse_override(override: str) -> tuple[list[str], Value]:
     where = f"override {override}"
     if not equals or not name:
         raise ConfigError(f"{where}: key=value is expected", "overrides")
-    return name.split("."), Value((_read(text.encode(), where, numbered=False) or Value(None, where)).data, where)
+    return name.split("."), Value(
+        (_read(text.encode(errors="surrogateescape"), where, numbered=False) or Value(None, where)).data, where
+    )
 
 
 def _read(data: bytes, source: str, numbered: bool = True) -> Value | None:
